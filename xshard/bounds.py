@@ -1,0 +1,29 @@
+"""Lower bounds: the fewest elements that must reach the busiest device, whatever the plan."""
+
+from __future__ import annotations
+
+import math
+
+from xshard.sharding import Sharding
+from xshard.steps.exchange import begun, ended, volumes
+
+
+def received_elements(src: Sharding, dst: Sharding) -> int:
+    """Fewest elements the busiest device must receive between two shardings in normal form.
+
+    Without a reduction: what its destination block holds beyond its source block; where a sum
+    begins any device of the sum may contribute an element, so there it is their mean. Where a
+    reduction ends: an element of n addends that ends in m copies takes n-1 + m-1 messages, and
+    the busiest device receives at least the mean over all devices.
+    """
+    mesh, ends, begins = dst.mesh, ended(src.layout, dst.layout), begun(src.layout, dst.layout)
+    if not ends:
+        need, own, _ = volumes(src, dst)
+        over = tuple(mesh.position(a) for a in begins)
+        return -(-int((need - own).sum(axis=over).max()) // mesh.size(*begins))
+    kept = [a for a in dst.layout.tagged("sum", "max", "min") if a not in begins]
+    cut = [a for dim in dst.layout.dims for a in dim.axes]
+    fibres = mesh.size(*kept)
+    copies = mesh.n_devices // mesh.size(*cut) // mesh.size(*dst.layout.tagged("sum", "max", "min"))
+    messages = fibres * math.prod(dst.shape) * (mesh.size(*ends) + copies - 2)
+    return -(-messages // mesh.n_devices)

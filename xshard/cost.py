@@ -1,0 +1,118 @@
+"""What a step costs: elements -> bytes -> seconds, under an alpha-beta model of the machine.
+
+Decides the model; the constants are data (`profiles/*.json`, each with its source). A step
+pays a launch, one latency per message and its received bytes at the speed of the slowest
+axis it crosses, and memory bandwidth for what it packs locally.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from xshard.errors import XshardError
+from xshard.sharding import Sharding
+from xshard.steps import Step, Traffic
+
+
+class ProfileError(XshardError):
+    """A profile that does not exist or makes no sense."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the devices along one axis: seconds per message, bytes per second and device."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
+            raise ProfileError(
+                f"no such link: {self.latency_s} s, {self.bytes_per_s} bytes/s",
+                hint="a latency is >= 0 and a bandwidth > 0",
+            )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The machine a plan is priced for.
+
+    default: the link of every axis that `axes` does not name.
+    launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
+    copy_bytes_per_s: local packing speed.
+    """
+
+    name: str
+    source: str
+    default: Link
+    axes: tuple[tuple[str, Link], ...] = ()
+    launch_s: tuple[tuple[str, float], ...] = ()
+    copy_bytes_per_s: float = math.inf
+
+    def link(self, axis: str) -> Link:
+        return dict(self.axes).get(axis, self.default)
+
+    def launch(self, kind: str) -> float:
+        known = dict(self.launch_s)
+        return known.get(kind, known.get("other", 0.0))
+
+    def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
+        """Predicted time of a step of a kind on the busiest device."""
+        total = traffic.copied * itemsize / self.copy_bytes_per_s
+        if traffic.axes and traffic.messages:
+            links = [self.link(axis) for axis in traffic.axes]
+            total += self.launch(kind) + traffic.messages * max(link.latency_s for link in links)
+            total += traffic.received * itemsize / min(link.bytes_per_s for link in links)
+        return total
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one step costs: seconds, bytes received by the busiest device, most bytes it holds at once."""
+
+    seconds: float
+    received_bytes: int
+    peak_bytes: int
+
+
+def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
+    """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
+    traffic = step.traffic(before)
+    buffer = traffic.copied if traffic.axes else 0
+    held = before.max_local_size + after.max_local_size + buffer
+    return Price(profile.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize)
+
+
+def load_profile(profile: str | Path | Profile) -> Profile:
+    """A shipped name, a file or a Profile -> Profile. Raises ProfileError."""
+    return profile if isinstance(profile, Profile) else _load(str(profile))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str) -> Profile:
+    shipped = resources.files("xshard") / "profiles"
+    known = sorted(p.name[: -len(".json")] for p in shipped.iterdir() if p.name.endswith(".json"))
+    if name in known:
+        text = (shipped / f"{name}.json").read_text()
+    elif Path(name).is_file():
+        text = Path(name).read_text()
+    else:
+        raise ProfileError(f"no profile {name!r}", hint=f"shipped are: {', '.join(known)}; or give a file")
+    try:
+        data: dict[str, Any] = json.loads(text)
+        return Profile(
+            name=data["name"],
+            source=data["source"],
+            default=Link(**data["default"]),
+            axes=tuple(sorted((axis, Link(**link)) for axis, link in data["axes"].items())),
+            launch_s=tuple(sorted(data["launch_s"].items())),
+            copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"profile {name!r} is malformed: {error}") from None

@@ -1,0 +1,66 @@
+"""Dtypes by name: how many bytes, and what may be done to them.
+
+Decides which reductions a dtype allows. Knows the names numpy, torch and JAX share
+("bfloat16", "float8_e4m3fn"), and none of their objects.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xshard.errors import DtypeError
+
+# Names that numpy alone does not know, with their item sizes in bytes.
+_EXTENDED = {
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+
+
+def name_of(dtype: object) -> str:
+    """`np.float32`, `np.dtype("float32")`, `torch.float32`, `"float32"` -> `"float32"`. Raises DtypeError."""
+    if isinstance(dtype, str):
+        name = dtype
+    elif isinstance(dtype, np.dtype):
+        name = dtype.name
+    elif isinstance(dtype, type):
+        name = dtype.__name__
+    else:
+        name = str(getattr(dtype, "name", dtype))
+    name = name.rpartition(".")[2]
+    itemsize(name)
+    return name
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element. Raises DtypeError for names that are no dtype."""
+    if name in _EXTENDED:
+        return _EXTENDED[name]
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "fiubc":
+        raise DtypeError(f"unknown dtype {name!r}", hint="as in float32, bfloat16, int64, bool, complex64")
+    return dtype.itemsize
+
+
+def check_reduction(name: str, op: str) -> None:
+    """Raise DtypeError where values of the dtype have no `op`: sum, mean, max or min."""
+    kind = "f" if name in _EXTENDED else np.dtype(name).kind
+    if name.startswith("float8"):
+        raise DtypeError(
+            f"dtype {name} cannot be reduced", hint="8-bit floats only move; cast before the sum"
+        )
+    if op in ("sum", "mean") and kind == "b":
+        raise DtypeError(f"dtype bool has no {op}", hint="cast to an integer, or use max (any) or min (all)")
+    if op == "mean" and kind in "iu":
+        raise DtypeError(
+            f"dtype {name} has no mean", hint="a mean of integers is no integer: cast, or use sum"
+        )
+    if op in ("max", "min") and kind == "c":
+        raise DtypeError(f"dtype {name} has no {op}", hint="complex numbers have no order")

@@ -1,0 +1,297 @@
+"""Which global rows each device holds: interval algebra on one dim.
+
+Decides how a cut divides a length (torch.chunk's ceil rule, zigzag, cyclic, balanced), how
+cuts nest, and what an overlap adds. Everything else (local shapes, what must move, bounds,
+pictures) is computed from the runs made here. Knows no tags and no whole layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.notation import Dim, Fold, Halo, Shard, Window
+
+FILL = -1  # start of a run of rows that lie outside the array and are filled by the boundary rule
+
+
+class Run(NamedTuple):
+    """`length` consecutive rows, `repeats` times, with starts `stride` apart.
+
+    A plain interval has repeats 1, a mirrored boundary stride -1, a repeated edge row stride 0. A
+    cyclic shard is one run, however long the dim is. A start of FILL marks rows outside the array.
+    """
+
+    start: int
+    length: int
+    repeats: int = 1
+    stride: int = 0
+
+
+Runs = tuple[Run, ...]
+Intervals = NDArray[np.int64]  # (n, 2): start, stop
+
+
+class Segment(NamedTuple):
+    """Rows [src, src+length) of one block are rows [dst, dst+length) of another."""
+
+    src: int
+    dst: int
+    length: int
+
+
+def size(runs: Iterable[Run]) -> int:
+    """Number of rows in the runs."""
+    return sum(run.length * run.repeats for run in runs)
+
+
+def cut(length: int, order: str, n: int, index: int) -> Runs:
+    """Positions of `range(length)` that part `index` of `n` holds, in its order.
+
+    >>> cut(8, "zigzag", 2, 0)
+    (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
+    """
+    if order == "balanced":
+        each, longer = divmod(length, n)
+        start = index * each + min(index, longer)
+        return _interval(start, start + each + (index < longer))
+    if order == "zigzag":
+        chunk = -(-length // (2 * n))
+        return _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
+    if order == "cyclic":
+        count = len(range(index, length, n))
+        return (Run(index, 1, count, n),) if count > 1 else _interval(index, index + count)
+    return _chunk(length, -(-length // n), index)
+
+
+def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Positions of `range(length)` that remain after every cut in turn.
+
+    sizes, coords: one number per axis, in the order the shards name them.
+    """
+    runs = _interval(0, length)
+    at = 0
+    for shard in shards:
+        n, index = 1, 0
+        for size_, coord in zip(sizes[at : at + len(shard.axes)], coords[at:], strict=False):
+            n, index = n * size_, index * size_ + coord
+        at += len(shard.axes)
+        parts = cut(size(runs), shard.order, n, index)
+        runs = tuple(itertools.chain.from_iterable(_select(runs, part) for part in parts))
+    return runs
+
+
+def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Global rows of a dim of `length` that the device at `coords` owns, in its local order.
+
+    sizes, coords: one number per axis of `dim.axes`.
+    """
+    return cut_nested(length, dim.shards, sizes, coords)
+
+
+def held(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Global rows that the device's block spans: what it owns, widened by the dim's overlap."""
+    overlap = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
+    if overlap is None:
+        return owned(dim, length, sizes, coords)
+    if isinstance(overlap, Halo):
+        mine = owned(dim, length, sizes, coords)
+        wanted = [(r.start - overlap.lo, r.start + r.length + overlap.hi) for r in _flat(mine)]
+    else:
+        outputs = cut_nested(window_length(overlap, length), dim.shards, sizes, coords)
+        reach = overlap.d * (overlap.k - 1) + 1
+        wanted = [
+            (r.start * overlap.s - overlap.p, (r.start + r.length - 1) * overlap.s - overlap.p + reach)
+            for r in _flat(outputs)
+        ]
+    return tuple(
+        itertools.chain.from_iterable(_bounded(a, b, length, overlap.boundary) for a, b in wanted if a < b)
+    )
+
+
+@lru_cache(maxsize=4096)
+def owners(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    """`owned` for every index along the dim's axes, row-major."""
+    return tuple(owned(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+@lru_cache(maxsize=4096)
+def holders(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    """`held` for every index along the dim's axes, row-major."""
+    return tuple(held(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+def window_length(window: Window, length: int) -> int:
+    """Output length of a window op over `length` rows, as torch's convolutions count it."""
+    return max(0, (length + 2 * window.p - window.d * (window.k - 1) - 1) // window.s + 1)
+
+
+def rows(runs: Runs) -> slice | NDArray[np.int64]:
+    """Runs of local positions as a numpy index: a slice where they are one interval."""
+    if not runs:
+        return slice(0, 0)
+    if len(runs) == 1 and (runs[0].repeats == 1 or (runs[0].length == 1 and runs[0].stride > 0)):
+        run = runs[0]
+        step = run.stride if run.repeats > 1 else 1
+        return slice(run.start, run.start + step * (max(run.repeats, run.length) - 1) + 1, step)
+    return np.concatenate([np.arange(a, b) for a, b in intervals(runs)])
+
+
+def intervals(runs: Iterable[Run]) -> Intervals:
+    """Runs -> every interval as a row (start, stop), in local order; FILL rows left out."""
+    parts = [
+        np.stack([starts, starts + run.length], axis=1)
+        for run in runs
+        if run.start != FILL and run.length > 0
+        for starts in [run.start + run.stride * np.arange(run.repeats, dtype=np.int64)]
+    ]
+    return np.concatenate(parts) if parts else np.zeros((0, 2), np.int64)
+
+
+@lru_cache(maxsize=65536)
+def common(src: Runs, dst: Runs) -> tuple[Segment, ...]:
+    """Where rows of `dst` stand in `src`: segments in the order of `dst`, merged where adjacent.
+
+    Rows of `src` must be distinct; rows of `dst` may repeat (a wrapped halo).
+    """
+    if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
+        start = max(src[0].start, dst[0].start)
+        stop = min(src[0].start + src[0].length, dst[0].start + dst[0].length)
+        if start >= stop or src[0].start == FILL or dst[0].start == FILL:
+            return ()
+        return (Segment(start - src[0].start, start - dst[0].start, stop - start),)
+    a, a_at = intervals(src), _positions(src)
+    b, b_at = intervals(dst), _positions(dst)
+    by_start = np.argsort(a[:, 0], kind="stable")
+    a, a_at = a[by_start], a_at[by_start]
+    first = np.searchsorted(a[:, 1], b[:, 0], side="right")
+    last = np.searchsorted(a[:, 0], b[:, 1], side="left")
+    many = np.maximum(last - first, 0)
+    which_b = np.repeat(np.arange(len(b)), many)
+    which_a = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many - first, many)
+    start = np.maximum(a[which_a, 0], b[which_b, 0])
+    stop = np.minimum(a[which_a, 1], b[which_b, 1])
+    rows = np.stack(
+        [a_at[which_a] + start - a[which_a, 0], b_at[which_b] + start - b[which_b, 0], stop - start], axis=1
+    )
+    return _merged(rows[rows[:, 2] > 0])
+
+
+def _merged(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
+    if len(rows) == 0:
+        return ()
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    joins = np.concatenate([[True], (ends != rows[1:, :2]).any(axis=1)])
+    heads = np.flatnonzero(joins)
+    lengths = np.add.reduceat(rows[:, 2], heads)
+    return tuple(
+        Segment(int(s), int(d), int(n))
+        for s, d, n in zip(rows[heads, 0], rows[heads, 1], lengths, strict=True)
+    )
+
+
+def _positions(runs: Runs) -> NDArray[np.int64]:
+    """Local position of every interval that `intervals(runs)` lists."""
+    at, parts = 0, []
+    for run in runs:
+        if run.start != FILL and run.length > 0:
+            parts.append(at + run.length * np.arange(run.repeats, dtype=np.int64))
+        at += run.length * run.repeats
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _interval(start: int, stop: int) -> Runs:
+    return (Run(start, stop - start),) if stop > start else ()
+
+
+def _chunk(length: int, chunk: int, index: int) -> Runs:
+    return _interval(min(index * chunk, length), min((index + 1) * chunk, length))
+
+
+def _flat(runs: Runs) -> Iterable[Run]:
+    for run in runs:
+        for i in range(run.repeats):
+            yield Run(run.start + i * run.stride, run.length)
+
+
+def _select(runs: Runs, part: Run) -> Runs:
+    """The rows of `runs` at the local positions of one part of a cut."""
+    if part.repeats == 1:
+        return _slice(runs, part.start, part.start + part.length)
+    if len(runs) == 1 and (runs[0].repeats == 1 or runs[0].length == 1):
+        step = 1 if runs[0].repeats == 1 else runs[0].stride
+        return (Run(runs[0].start + part.start * step, 1, part.repeats, part.stride * step),)
+    return tuple(
+        itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in _flat((part,)))
+    )
+
+
+def _slice(runs: Runs, start: int, stop: int) -> Runs:
+    """The rows of `runs` at local positions [start, stop)."""
+    taken: list[Run] = []
+    at = 0
+    for run in runs:
+        lo, hi = max(start - at, 0), min(stop - at, run.length * run.repeats)
+        at += run.length * run.repeats
+        if lo >= hi:
+            continue
+        if run.repeats == 1:
+            taken.append(Run(run.start + lo, hi - lo))
+            continue
+        first, head = divmod(lo, run.length)
+        last, tail = divmod(hi, run.length)
+        if head:  # a part of the first block
+            end = run.length if last > first else tail
+            taken.append(Run(run.start + first * run.stride + head, end - head))
+            first += 1
+        if last > first:
+            many = last - first
+            taken.append(Run(run.start + first * run.stride, run.length, many, run.stride if many > 1 else 0))
+        if tail and last >= first:
+            taken.append(Run(run.start + last * run.stride, tail))
+    return tuple(taken)
+
+
+def _bounded(start: int, stop: int, length: int, boundary: str) -> Runs:
+    """[start, stop), which may reach over the ends of the array, by the boundary rule."""
+    inside = _interval(max(start, 0), min(stop, length))
+    below = max(min(stop, 0) - start, 0)
+    above = max(stop - max(start, length), 0)
+    if boundary == "none" or not (below or above) or not length:
+        return inside
+    if boundary == "periodic":
+        return _walked(start, stop, length, length)
+    if boundary == "reflect":  # the edge row is not repeated
+        return _walked(start, stop, length, max(2 * (length - 1), 1))
+    if boundary == "pole":  # the rows beyond a pole are the nearest rows on its other side
+        return _walked(start, stop, length, 2 * length)
+    before, after = (
+        (Run(0, 1, below), Run(length - 1, 1, above))
+        if boundary == "edge"
+        else (
+            Run(FILL, below),
+            Run(FILL, above),
+        )
+    )
+    return (before,) * bool(below) + inside + (after,) * bool(above)
+
+
+def _walked(start: int, stop: int, length: int, period: int) -> Runs:
+    """Rows start..stop of a walk that climbs the array and, where period > length, comes back down."""
+    runs: list[Run] = []
+    while start < stop:
+        at = start % period
+        if at < length:
+            n = min(stop - start, length - at)
+            runs.append(Run(at, n))
+        else:
+            n = min(stop - start, period - at)
+            # One below the last climbed row for `reflect` (period 2L-2), that row itself for `pole` (2L).
+            runs.append(Run(period - at - (period == 2 * length), 1, n, -1))
+        start += n
+    return tuple(runs)

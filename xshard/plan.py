@@ -1,0 +1,270 @@
+"""A plan: the steps from one sharding to another, checked, priced and printable.
+
+Decides what makes a plan right: every step's result is inferred and the last must mean the
+destination. How steps are found is the planner's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from xshard import bounds, dtypes
+from xshard.cost import Price, Profile, load_profile, price
+from xshard.errors import PlanError, XshardError
+from xshard.layout import Layout
+from xshard.mesh import Mesh
+from xshard.notation import Shard
+from xshard.sharding import Sharding
+from xshard.steps import Scale, Step
+
+
+class Stage(NamedTuple):
+    """One step of a plan with the shardings before and after it, both in normal form."""
+
+    step: Step
+    before: Sharding
+    after: Sharding
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps that lead an array of `shape` on `mesh` from layout `src` to layout `dst`.
+
+    scale: the constant that the steps multiply by: 1/n where a mean over n ends.
+    profile: the machine it is priced for; plans for two machines with the same steps differ.
+    Raises PlanError where the steps do not lead from `src` to `dst`.
+    """
+
+    src: Layout
+    dst: Layout
+    mesh: Mesh
+    shape: tuple[int, ...]
+    dtype: str
+    steps: tuple[Step, ...]
+    scale: Fraction = Fraction(1)
+    profile: Profile = field(default_factory=lambda: load_profile("h100"), repr=False)
+
+    def __post_init__(self) -> None:
+        reached = self.stages[-1].after if self.stages else self._normal(self.source)
+        if not reached.means_the_same_as(self.target):
+            raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
+        scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
+        if scaled != self.scale:
+            raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
+
+    @cached_property
+    def source(self) -> Sharding:
+        """Where the plan starts."""
+        return Sharding(self.src, self.mesh, self.shape)
+
+    @cached_property
+    def target(self) -> Sharding:
+        """Where the plan ends."""
+        return Sharding(self.dst, self.mesh, self.shape)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Every step with the shardings around it."""
+        here, found = self._normal(self.source), []
+        for step in self.steps:
+            after = step.after(here)
+            found.append(Stage(step, here, after))
+            here = after
+        return tuple(found)
+
+    @staticmethod
+    def _normal(sharding: Sharding) -> Sharding:
+        return sharding.with_layout(sharding.normal)
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.dtype)
+
+    @cached_property
+    def prices(self) -> tuple[Price, ...]:
+        """What every step costs."""
+        return tuple(price(s.step, s.before, s.after, self.itemsize, self.profile) for s in self.stages)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds."""
+        return sum(p.seconds for p in self.prices)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that the busiest device receives, summed over the steps."""
+        return sum(p.received_bytes for p in self.prices)
+
+    @cached_property
+    def bytes_lower_bound(self) -> int:
+        """Fewest bytes that the busiest device must receive, whatever the plan."""
+        src, dst = self._normal(self.source), self._normal(self.target)
+        return bounds.received_elements(src, dst) * self.itemsize
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that the busiest device holds at the worst moment: input, output, buffers."""
+        ends = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
+        return max((p.peak_bytes for p in self.prices), default=ends)
+
+    @cached_property
+    def backward(self) -> Plan:
+        """The plan of the adjoint: from the dual of `dst` to the dual of `src`. Raises LinearityError."""
+        from xshard.planner import find_plan  # the planner makes plans, so it is one level up
+
+        return find_plan(
+            self.dst.dual, self.src.dual, self.mesh, self.shape, self.dtype, self.profile, scale=self.scale
+        )
+
+    def __str__(self) -> str:
+        return _table(self)
+
+    def to_json(self) -> str:
+        """The plan as text, with all that is needed to check and run it elsewhere."""
+        return json.dumps(
+            {
+                "src": str(self.src),
+                "dst": str(self.dst),
+                "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+                "shape": list(self.shape),
+                "dtype": self.dtype,
+                "scale": str(self.scale),
+                "profile": self.profile.name,
+                "steps": [_step_to_dict(s) for s in self.steps],
+                "after": [str(stage.after.layout) for stage in self.stages],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str, profile: Profile | str | None = None) -> Plan:
+        """Text of `to_json` -> the plan, checked again. Raises PlanError for malformed or wrong text.
+
+        profile: the machine to price it for, where the text names one that is not shipped.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            plan = cls(
+                src=Layout.parse(data["src"]),
+                dst=Layout.parse(data["dst"]),
+                mesh=Mesh(data["mesh"]),
+                shape=tuple(data["shape"]),
+                dtype=dtypes.name_of(data["dtype"]),
+                steps=tuple(_step_from_dict(s) for s in data["steps"]),
+                scale=Fraction(data["scale"]),
+                profile=load_profile(data["profile"] if profile is None else profile),
+            )
+            written = data["after"]
+        except PlanError:
+            raise
+        except XshardError as error:
+            raise PlanError(f"this is no plan: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
+        inferred = [str(stage.after.layout) for stage in plan.stages]
+        if written != inferred:
+            raise PlanError(f"the plan says its steps lead to {written}, they lead to {inferred}")
+        return plan
+
+
+def _step_to_dict(step: Step) -> dict[str, Any]:
+    return {"step": step.kind, **{f.name: _to_plain(getattr(step, f.name)) for f in fields(step)}}  # type: ignore[arg-type]
+
+
+def _step_from_dict(data: dict[str, Any]) -> Step:
+    values = dict(data)
+    kind = Step.registry.get(values.pop("step", ""))
+    if kind is None:
+        raise PlanError(
+            f"no step {data.get('step')!r}", hint=f"steps are: {', '.join(sorted(Step.registry))}"
+        )
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    if set(values) - set(known):
+        raise PlanError(f"step {kind.kind!r} has no {sorted(set(values) - set(known))}")
+    return kind(**{name: _FROM_PLAIN[str(known[name].type)](value) for name, value in values.items()})
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_to_plain(v) for v in value]
+    return str(value) if isinstance(value, Layout | Shard | Fraction) else value
+
+
+def _shards(values: list[str]) -> tuple[Shard, ...]:
+    return tuple(shard for v in values for shard in Layout.parse(f"d/{v}").dims[0].shards)
+
+
+# How a field of a step is read back, by its declared type.
+_FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "str": str,
+    "tuple[str, ...]": lambda values: tuple(map(str, values)),
+    "tuple[Shard, ...]": _shards,
+    "Layout": Layout.parse,
+    "Fraction": Fraction,
+}
+
+
+def _table(plan: Plan) -> str:
+    """The plan as an aligned table: step, layout after it, local shape, bytes, seconds, peak."""
+    head = ("step", "layout after", "local shape", "received", "time", "peak")
+    rows = [("", str(plan.src), _shape(plan.source), "", "", "")]
+    for i, (stage, p) in enumerate(zip(plan.stages, plan.prices, strict=True)):
+        last = i == len(plan.stages) - 1
+        layout = plan.dst if last else stage.after.layout
+        rows.append(
+            (
+                str(stage.step),
+                str(layout),
+                _shape(stage.after),
+                format_bytes(p.received_bytes),
+                format_seconds(p.seconds),
+                format_bytes(p.peak_bytes),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    ]
+    bound = plan.bytes_lower_bound
+    ratio = (
+        f"{plan.bytes_received / bound:.2f}x the bound of {format_bytes(bound)}"
+        if bound
+        else "the bound is 0 B"
+    )
+    title = f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} on {plan.mesh}"
+    total = (
+        f"received {format_bytes(plan.bytes_received)} ({ratio}), {format_seconds(plan.cost)}, "
+        f"peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
+    )
+    if not plan.stages:
+        total = f"nothing to do: the layouts mean the same; {total}"
+    return "\n".join([title, "", *lines, "", total])
+
+
+def _shape(sharding: Sharding) -> str:
+    text = "x".join(map(str, sharding.max_local_shape)) or "scalar"
+    return text if sharding.is_even else f"<={text}"
+
+
+def format_bytes(n: int) -> str:
+    """1536 -> '1.50 KiB'."""
+    value, unit = float(n), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{n} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def format_seconds(s: float) -> str:
+    """0.00015 -> '150.0 us'."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if s * factor >= 1:
+            return f"{s * factor:.2f} {unit}"
+    return f"{s * 1e6:.1f} us"

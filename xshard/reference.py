@@ -1,0 +1,156 @@
+"""The reference interpreter: plans run on numpy blocks, one per device. It is the semantics.
+
+The bridges are tested against it. A block list holds one array per device, row-major over
+the mesh axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xshard import dtypes
+from xshard.errors import DtypeError, ShapeError
+from xshard.layout import Layout
+from xshard.mesh import Mesh
+from xshard.ownership import FILL, common
+from xshard.plan import Plan
+from xshard.sharding import Sharding
+from xshard.steps.base import REDUCERS, Block
+from xshard.steps.exchange import rows_at
+from xshard.steps.retag import Scale
+from xshard.winners import winner_plans
+
+
+def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
+    """A global array -> the block of every device.
+
+    Under `sum` the first device along the axis holds the value and the others zeros; under
+    every other tag all hold it. Rows outside the array (a zero boundary) are zeros.
+
+    >>> [b.tolist() for b in scatter([0, 1, 2, 3], "s/zigzag(cp)", Mesh(cp=2))]
+    [[0, 3], [1, 2]]
+    """
+    x = np.asarray(x)
+    sharding = Sharding(_layout(layout), mesh, x.shape)
+    sums = sharding.layout.tagged("sum")
+    blocks = []
+    for device in range(mesh.n_devices):
+        block = x
+        for d in range(x.ndim):
+            block = np.take(block, _row_numbers(sharding, d, device), axis=d)
+            outside = [r.start == FILL for r in sharding.held(d, device) for _ in range(r.length * r.repeats)]
+            if any(outside):
+                block[(slice(None),) * d + (np.array(outside),)] = 0
+        first = mesh.index(device, sums) == 0
+        blocks.append(np.array(block) if first else np.zeros_like(block))
+    return blocks
+
+
+def gather(
+    blocks: Sequence[ArrayLike], layout: Layout | str, mesh: Mesh, shape: Sequence[int]
+) -> NDArray[np.generic]:
+    """The block of every device -> the global array: addends reduced, the first of several copies read.
+
+    Raises ShapeError for a block that does not fit the layout.
+    """
+    sharding = Sharding(_layout(layout), mesh, tuple(shape))
+    arrays = checked_blocks(blocks, sharding)
+    kinds = [kind for kind, _ in sharding.layout.tags if kind != "copy"]
+    op = REDUCERS["sum" if not kinds or kinds[0] in ("sum", "mean") else kinds[0]]
+    partial = sharding.layout.tagged("sum", "mean", "max", "min")
+    cut = [a for dim in sharding.layout.dims for a in dim.axes]
+    copies = [a for a in mesh.axes if a not in cut and a not in partial]
+    out: Block = np.zeros(sharding.shape, arrays[0].dtype if arrays else float)
+    written = np.zeros(out.shape, bool)
+    for device in range(mesh.n_devices):
+        if mesh.index(device, copies):
+            continue
+        box = [common(sharding.held(d, device), sharding.owned(d, device)) for d in range(out.ndim)]
+        owned_rows = [_numbers(sharding.owned(d, device)) for d in range(out.ndim)]
+        index = np.ix_(*owned_rows)
+        part = arrays[device][np.ix_(*(rows_at(segments, 0) for segments in box))]
+        out[index] = np.where(written[index], op(out[index], part), part)
+        written[index] = True
+    if sharding.scale != 1:
+        out = Scale(sharding.scale).run([out], sharding)[0]
+    return out
+
+
+def run(plan: Plan, blocks: Sequence[ArrayLike]) -> list[Block]:
+    """Blocks under `plan.src` -> blocks under `plan.dst`; the input is left as it is.
+
+    Raises ShapeError for a wrong number of blocks or a block of the wrong shape, DtypeError
+    where blocks differ in dtype or it cannot be reduced.
+
+    >>> from xshard.planner import plan
+    >>> p = plan("n/dp -> n", Mesh(dp=2), shape=(4,), dtype="int64")
+    >>> [b.tolist() for b in run(p, [np.arange(2), np.arange(2, 4)])]
+    [[0, 1, 2, 3], [0, 1, 2, 3]]
+    """
+    current = [np.array(b) for b in checked_blocks(blocks, plan.source)]
+    name = dtypes.name_of(current[0].dtype)
+    for kind, axes in plan.src.tags:
+        if kind != "copy" and not set(axes) <= set(plan.dst.tagged(kind)):
+            dtypes.check_reduction(name, kind)
+    for step, before, _ in plan.stages:
+        current = step.run(current, before)
+    return current
+
+
+def pullback(plan: Plan, blocks: Sequence[ArrayLike], cotangents: Sequence[ArrayLike]) -> list[Block]:
+    """Cotangents of the outputs of `run(plan, blocks)` -> cotangents of `blocks`.
+
+    cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan
+    runs its backward plan; a max or min sends the cotangent to the winners in equal shares.
+    """
+    if plan.src.is_linear:
+        return run(plan.backward, cotangents)
+    plans = winner_plans(plan)
+    xs = checked_blocks(blocks, plan.source)
+    best = run(plans.result, run(plan, xs))
+    won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
+    counts = run(plans.count, won)
+    pulled = run(plans.cotangent, cotangents)
+    return [g * w / n for g, w, n in zip(pulled, won, counts, strict=True)]
+
+
+def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Block]:
+    """One array per device of the shape that the layout gives it, all of one dtype."""
+    arrays = [np.asarray(b) for b in blocks]
+    if len(arrays) != sharding.mesh.n_devices:
+        raise ShapeError(
+            f"{len(arrays)} blocks for {sharding.mesh.n_devices} devices",
+            hint=f"one block per device of {sharding.mesh!r}, row-major",
+        )
+    for device, array in enumerate(arrays):
+        if array.shape != sharding.local_shape(device):
+            raise ShapeError(
+                f"the block of device {device} has shape {array.shape}",
+                hint=f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} gives it "
+                f"{sharding.local_shape(device)}",
+            )
+        if array.dtype != arrays[0].dtype:
+            raise DtypeError(f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}")
+    return arrays
+
+
+def _layout(layout: Layout | str) -> Layout:
+    return Layout.parse(layout) if isinstance(layout, str) else layout
+
+
+def _row_numbers(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:
+    return _numbers(sharding.held(dim, device))
+
+
+def _numbers(runs: tuple[tuple[int, int, int, int], ...]) -> NDArray[np.int64]:
+    """Runs -> the global row of every local row; 0 for rows outside the array."""
+    parts = [
+        (start + stride * np.arange(count)[:, None] + np.arange(length)[None, :]).ravel()
+        if start != FILL
+        else np.zeros(length * count, np.int64)
+        for start, length, count, stride in runs
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -1,0 +1,165 @@
+"""A sharding: one layout of one array shape on one mesh, where every question has an answer.
+
+Decides local shapes, who holds which rows, and when two layouts mean the same. Steps, the
+planner and the bridges ask here and compute no indices of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+from xshard.errors import ShapeError
+from xshard.layout import Layout, check_axes
+from xshard.mesh import Mesh
+from xshard.notation import Dim, Shard
+from xshard.ownership import Runs, cut_nested, holders, owners, size
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A layout applied to a shape on a mesh.
+
+    Raises ShapeError where rank or shape do not fit, NotationError for unknown axes.
+
+    >>> s = Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3))
+    >>> s.local_shape(0), s.owned(0, 0)
+    ((4, 3), (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0)))
+    """
+
+    layout: Layout
+    mesh: Mesh
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", self.layout.resolved(len(self.shape)))
+        check_axes(self.layout, self.mesh)
+        for n in self.shape:
+            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+                raise ShapeError(f"shape {self.shape} has {n!r} where a length >= 0 belongs")
+
+    def with_layout(self, layout: Layout) -> Sharding:
+        return replace(self, layout=layout)
+
+    def dim_index(self, name: str) -> int:
+        return self.layout.names.index(name)
+
+    def dim_device(self, dim: int, device: int) -> int:
+        """Position of a device along the axes that cut a dim, row-major."""
+        return self.mesh.index(device, self.layout.dims[dim].axes)
+
+    def owned(self, dim: int, device: int) -> Runs:
+        """Global rows of a dim that the device owns, in local order."""
+        return self.owners(dim)[self.dim_device(dim, device)]
+
+    def held(self, dim: int, device: int) -> Runs:
+        """Global rows that the device's block spans, overlaps and fill included."""
+        return self.holders(dim)[self.dim_device(dim, device)]
+
+    def owners(self, dim: int) -> tuple[Runs, ...]:
+        d = self.layout.dims[dim]
+        return owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+
+    def holders(self, dim: int) -> tuple[Runs, ...]:
+        d = self.layout.dims[dim]
+        return holders(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+
+    def local_shape(self, device: int) -> tuple[int, ...]:
+        """Shape of the block of one device."""
+        return tuple(size(self.held(d, device)) for d in range(len(self.shape)))
+
+    @cached_property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For every dim, the block's length at every index along the dim's axes."""
+        return tuple(tuple(map(size, self.holders(d))) for d in range(len(self.shape)))
+
+    @cached_property
+    def max_local_shape(self) -> tuple[int, ...]:
+        """The longest block along every dim: the block of a padded (SPMD) runtime."""
+        return tuple(max(sizes) for sizes in self.local_sizes)
+
+    @property
+    def max_local_size(self) -> int:
+        """Elements of the largest block."""
+        return math.prod(self.max_local_shape)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Every device's block has the same shape."""
+        return all(len(set(sizes)) == 1 for sizes in self.local_sizes)
+
+    @cached_property
+    def normal(self) -> Layout:
+        """The plainest layout with the same blocks: size-1 axes dropped, even groups written
+        as nested cuts, orders that change nothing dropped, `mean` as `sum` (see `scale`).
+
+        >>> Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal
+        Layout(dims=(Dim(name='n', shards=(Shard(axes=('a',), order='block'), \
+Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), overlap=None)), tags=())
+        """
+        dims = tuple(_normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
+        tags = tuple(
+            ("sum" if kind == "mean" else kind, tuple(a for a in axes if self.mesh.size(a) > 1))
+            for kind, axes in self.layout.tags
+        )
+        return Layout(dims, tags)
+
+    @property
+    def scale(self) -> Fraction:
+        """Value of the layout = scale * value of its normal layout: 1/n for a mean over n."""
+        return Fraction(1, self.mesh.size(*self.layout.tagged("mean")))
+
+    def means_the_same_as(self, other: Sharding) -> bool:
+        """Same blocks on every device and same tags, whatever the spelling (`mean` read as `sum`)."""
+        if self.normal == other.normal:
+            return True
+        if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
+            return False
+        devices = range(self.mesh.n_devices)
+        return all(
+            a.overlap == b.overlap and all(self.held(d, i) == other.held(d, i) for i in devices)
+            for d, (a, b) in enumerate(zip(self.layout.dims, other.layout.dims, strict=True))
+        )
+
+    def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
+        """How `shards`, cut as the innermost of a dim, divide the device's block of it.
+
+        Local positions per index along the axes of `shards`, row-major. Where the dim has the
+        shards already, the block they divide is the one without them.
+        """
+        d = self.layout.dims[dim]
+        if shards and d.shards[-len(shards) :] == tuple(shards):
+            d = replace(d, shards=d.shards[: -len(shards)])
+        length = size(owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)])
+        axes = tuple(a for shard in shards for a in shard.axes)
+        return _parts(length, tuple(shards), self.mesh.sizes_of(axes))
+
+
+@lru_cache(maxsize=4096)
+def _parts(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    return tuple(cut_nested(length, shards, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+@lru_cache(maxsize=65536)
+def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
+    shards: list[Shard] = []
+    left: int | None = length  # rows of every block so far; None once blocks differ
+    for shard in dim.shards:
+        axes = tuple(a for a in shard.axes if mesh.size(a) > 1)
+        if not axes:
+            continue
+        n = mesh.size(*axes)
+        divides = left is not None and left % n == 0
+        order = "block" if shard.order == "balanced" and divides else shard.order
+        if order == "block" and divides:
+            shards.extend(Shard((a,)) for a in axes)
+        else:
+            shards.append(Shard(axes, order))
+        if order == "zigzag":
+            divides = left is not None and left % (2 * n) == 0
+        left = left // n if divides and left is not None else None
+    return Dim(dim.name, tuple(shards), dim.overlap)

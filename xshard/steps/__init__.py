@@ -1,0 +1,26 @@
+"""The steps a plan is made of; each file holds one dual pair."""
+
+from xshard.steps.all_to_all import AllToAll
+from xshard.steps.base import Step, Traffic
+from xshard.steps.embed import Embed, Mask
+from xshard.steps.exchange import Exchange
+from xshard.steps.gather import AllGather, Slice
+from xshard.steps.permute import Permute
+from xshard.steps.reduce import AllReduce, ReduceScatter
+from xshard.steps.retag import Retag, Scale
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Embed",
+    "Exchange",
+    "Mask",
+    "Permute",
+    "ReduceScatter",
+    "Retag",
+    "Scale",
+    "Slice",
+    "Step",
+    "Traffic",
+]

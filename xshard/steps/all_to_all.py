@@ -1,0 +1,73 @@
+"""AllToAll: a cut moves from one dim to another. Its adjoint is the same move back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.errors import PlanError
+from xshard.notation import Shard
+from xshard.sharding import Sharding
+from xshard.steps.base import (
+    Block,
+    Blocks,
+    Step,
+    Traffic,
+    axes_of,
+    even_parts,
+    names,
+    place,
+    take,
+    with_inner,
+    without_inner,
+)
+
+
+@dataclass(frozen=True)
+class AllToAll(Step):
+    """Every device sends each member of its group that member's part of `dst_dim`.
+
+    src_shards: the innermost cuts of `src_dim`, which go; their axes form the group.
+    dst_shards: the new innermost cuts of `dst_dim`, over the same axes, in any order.
+    """
+
+    kind: ClassVar[str] = "all_to_all"
+    src_dim: str
+    src_shards: tuple[Shard, ...]
+    dst_dim: str
+    dst_shards: tuple[Shard, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        if self.src_dim == self.dst_dim or sorted(axes_of(self.src_shards)) != sorted(
+            axes_of(self.dst_shards)
+        ):
+            raise PlanError(f"'{self}' does not move the same axes between two dims")
+        even_parts(before, self.src_dim, self.src_shards)
+        even_parts(before, self.dst_dim, self.dst_shards)
+        layout = without_inner(before.layout, self.src_dim, self.src_shards)
+        return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        n, block = before.mesh.size(*axes_of(self.src_shards)), before.max_local_size
+        return Traffic(axes_of(self.src_shards), (n - 1) * (block // n), n - 1, 2 * block)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        mesh, after = before.mesh, self.after(before)
+        src, dst = before.dim_index(self.src_dim), before.dim_index(self.dst_dim)
+        src_parts = even_parts(before, self.src_dim, self.src_shards)
+        dst_parts = even_parts(before, self.dst_dim, self.dst_shards)
+        results = []
+        for device in range(mesh.n_devices):
+            out = np.empty(after.local_shape(device), blocks[device].dtype)
+            mine = dst_parts[mesh.index(device, axes_of(self.dst_shards))]
+            for part, member in zip(src_parts, mesh.group(device, axes_of(self.src_shards)), strict=True):
+                place(out, src, part, take(blocks[member], dst, mine))
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        return (
+            f"all_to_all {self.src_dim}/{names(self.src_shards)} -> {self.dst_dim}/{names(self.dst_shards)}"
+        )

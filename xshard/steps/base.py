@@ -1,0 +1,156 @@
+"""What every step is: frozen data that knows its effect, its price and its numpy rule.
+
+A step is one collective or one local move between two shardings in normal form
+(`Sharding.normal`). Bridges lower steps; they decide nothing about them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.errors import PlanError
+from xshard.layout import Layout
+from xshard.notation import Shard, Tags
+from xshard.ownership import Runs, holders, rows, size
+from xshard.sharding import Sharding
+
+Block = NDArray[Any]
+Blocks = Sequence[Block]
+
+REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a step asks of the machine, in elements, for its busiest device.
+
+    axes: the mesh axes it communicates over, none for a local step.
+    received: elements that arrive from other devices.
+    messages: how many latencies it pays, one after the other.
+    copied: elements packed or unpacked locally, beyond what the collective itself moves.
+    """
+
+    axes: tuple[str, ...] = ()
+    received: int = 0
+    messages: int = 0
+    copied: int = 0
+
+
+class Step(ABC):
+    """One collective or local move. Subclasses are frozen dataclasses of plain values."""
+
+    kind: ClassVar[str]
+    registry: ClassVar[dict[str, type[Step]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Step.registry[cls.kind] = cls
+
+    @abstractmethod
+    def after(self, before: Sharding) -> Sharding:
+        """The sharding it leads to. Raises PlanError where the step does not apply."""
+
+    @abstractmethod
+    def traffic(self, before: Sharding) -> Traffic:
+        """Its price in elements; `cost` turns that into seconds."""
+
+    @abstractmethod
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        """The numpy rule: one block per device -> one block per device. This is the semantics."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """The axes of several cuts, outermost first."""
+    return tuple(axis for shard in shards for axis in shard.axes)
+
+
+def names(shards: Sequence[Shard]) -> str:
+    return "/".join(map(str, shards))
+
+
+def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
+    """The layout with `shards`, which must be the innermost cuts of `dim`, taken off."""
+    d = layout.dim(dim) if dim in layout.names else None
+    if d is None or not shards or d.shards[-len(shards) :] != shards:
+        raise PlanError(f"'{names(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
+    return _with_shards(layout, dim, d.shards[: -len(shards)])
+
+
+def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
+    """The layout with `shards` added as the innermost cuts of `dim`."""
+    if dim not in layout.names:
+        raise PlanError(f"no dim {dim!r} in '{layout}'")
+    return _with_shards(layout, dim, layout.dim(dim).shards + shards)
+
+
+def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
+    return replace(layout, tags=(*layout.tags, (kind, tuple(axes)))) if axes else layout
+
+
+def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
+    """The layout with the axes under no tag."""
+    tags: Tags = tuple((kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags)
+    return replace(layout, tags=tags)
+
+
+def freed(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
+    """The layout once `axes` hold whole values: `copies` of them copies, the others replicas."""
+    if not set(copies) <= set(axes):
+        raise PlanError(f"copies {tuple(copies)} are not among the axes {tuple(axes)}")
+    return with_tag(layout, "copy", copies)
+
+
+def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
+    """The layout with replicated or copied axes made available for a cut or a sum."""
+    busy = set(layout.axes) - set(layout.tagged("copy"))
+    for axis in axes:
+        if axis in busy:
+            raise PlanError(f"axis {axis!r} is not replicated in '{layout}'")
+    return without_tags(layout, axes)
+
+
+def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
+    """Positions of each part of a dim under `shards`, the same on every device.
+
+    Raises PlanError where parts differ in size: collectives move equal pieces, uneven ones are
+    the business of `Exchange`.
+    """
+    at = sharding.dim_index(dim)
+    d = sharding.layout.dims[at]
+    outer = d.shards[: -len(shards)] if d.shards[-len(shards) :] == shards else d.shards
+    for cut_by in (outer, outer + shards):
+        whole = replace(d, shards=cut_by)
+        blocks = holders(whole, sharding.shape[at], sharding.mesh.sizes_of(whole.axes))
+        if len(set(map(size, blocks))) != 1:
+            raise PlanError(f"'{names(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
+    return sharding.parts(at, shards, 0)
+
+
+def take(block: Block, dim: int, runs: Runs) -> Block:
+    """Rows of a block at local positions."""
+    return block[(slice(None),) * dim + (rows(runs),)]
+
+
+def place(out: Block, dim: int, runs: Runs, block: Block) -> None:
+    """Write a block to local positions of `out`."""
+    out[(slice(None),) * dim + (rows(runs),)] = block
+
+
+def reduced(op: str, blocks: Sequence[Block]) -> Block:
+    """Blocks of one shape -> their reduction, in order."""
+    total = blocks[0].copy()
+    for block in blocks[1:]:
+        total = REDUCERS[op](total, block)
+    return total
+
+
+def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
+    return replace(layout, dims=tuple(replace(d, shards=shards) if d.name == dim else d for d in layout.dims))

@@ -1,0 +1,81 @@
+"""Embed and Mask: values become addends of a sum, without communication.
+
+Into a sum every element is contributed by exactly one device and nothing is divided; the
+adjoint of both is a slice or nothing, out of copies that are equal by contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.notation import Shard
+from xshard.sharding import Sharding
+from xshard.steps.base import (
+    Block,
+    Blocks,
+    Step,
+    Traffic,
+    axes_of,
+    names,
+    place,
+    take_free,
+    with_tag,
+    without_inner,
+)
+
+
+@dataclass(frozen=True)
+class Embed(Step):
+    """Every device puts its part of `dim` into zeros of the whole: a cut becomes a sum.
+
+    shards: the innermost cuts of `dim`, which go; their axes become a sum.
+    """
+
+    kind: ClassVar[str] = "embed"
+    dim: str
+    shards: tuple[Shard, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = without_inner(before.layout, self.dim, self.shards)
+        return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        return Traffic(copied=self.after(before).max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        after, at, axes = self.after(before), before.dim_index(self.dim), axes_of(self.shards)
+        results = []
+        for device, block in enumerate(blocks):
+            out = np.zeros(after.local_shape(device), block.dtype)
+            place(out, at, before.parts(at, self.shards, device)[before.mesh.index(device, axes)], block)
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        return f"embed {self.dim}/{names(self.shards)} -> sum"
+
+
+@dataclass(frozen=True)
+class Mask(Step):
+    """The first device along `axes` keeps its block, the others hold zeros: replicas become a sum."""
+
+    kind: ClassVar[str] = "mask"
+    axes: tuple[str, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        return Traffic(copied=before.max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        return [
+            np.zeros_like(block) if before.mesh.index(device, self.axes) else block.copy()
+            for device, block in enumerate(blocks)
+        ]
+
+    def __str__(self) -> str:
+        return f"mask sum({','.join(self.axes)})"

@@ -1,0 +1,98 @@
+"""AllGather and Slice: a cut becomes replicas by communication, replicas become a cut for free.
+
+Duals: the adjoint of an all-gather into replicas is a slice, and the reverse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.notation import Shard
+from xshard.sharding import Sharding
+from xshard.steps.base import (
+    Block,
+    Blocks,
+    Step,
+    Traffic,
+    axes_of,
+    even_parts,
+    freed,
+    names,
+    place,
+    take,
+    take_free,
+    with_inner,
+    without_inner,
+)
+
+
+@dataclass(frozen=True)
+class AllGather(Step):
+    """Every device of a group gets the group's blocks, put together along `dim`.
+
+    shards: the innermost cuts of `dim`, which go; their axes form the group.
+    copies: those of the axes that hold copies afterwards; the others hold replicas.
+    """
+
+    kind: ClassVar[str] = "all_gather"
+    dim: str
+    shards: tuple[Shard, ...]
+    copies: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        even_parts(before, self.dim, self.shards)
+        layout = without_inner(before.layout, self.dim, self.shards)
+        return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        n = before.mesh.size(*axes_of(self.shards))
+        block = before.max_local_size
+        # Only a gather along the leading dim in plain order lands where it belongs.
+        plain = self.dim == before.layout.names[0] and all(s.order == "block" for s in self.shards)
+        return Traffic(axes_of(self.shards), (n - 1) * block, n - 1, 0 if plain else n * block)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        after, at = self.after(before), before.dim_index(self.dim)
+        parts = even_parts(before, self.dim, self.shards)
+        results = []
+        for device in range(before.mesh.n_devices):
+            out = np.empty(after.local_shape(device), blocks[device].dtype)
+            for part, member in zip(parts, before.mesh.group(device, axes_of(self.shards)), strict=True):
+                place(out, at, part, blocks[member])
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        return f"all_gather {self.dim}/{names(self.shards)}"
+
+
+@dataclass(frozen=True)
+class Slice(Step):
+    """Every device keeps its own part of `dim`; nothing is sent.
+
+    shards: the new innermost cuts of `dim`, over axes that held replicas or copies.
+    """
+
+    kind: ClassVar[str] = "slice"
+    dim: str
+    shards: tuple[Shard, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = take_free(before.layout, axes_of(self.shards))
+        return before.with_layout(with_inner(layout, self.dim, self.shards))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        return Traffic(copied=self.after(before).max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        at, axes = before.dim_index(self.dim), axes_of(self.shards)
+        return [
+            take(block, at, before.parts(at, self.shards, device)[before.mesh.index(device, axes)])
+            for device, block in enumerate(blocks)
+        ]
+
+    def __str__(self) -> str:
+        return f"slice {self.dim}/{names(self.shards)}"

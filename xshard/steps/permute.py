@@ -1,0 +1,72 @@
+"""Permute: whole blocks change devices. Its adjoint is the inverse permutation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from xshard.errors import PlanError
+from xshard.layout import Layout
+from xshard.ownership import Runs
+from xshard.sharding import Sharding
+from xshard.steps.base import Block, Blocks, Step, Traffic, without_tags
+
+
+@dataclass(frozen=True)
+class Permute(Step):
+    """Every device gets the whole block of one other device, so that layout `to` results."""
+
+    kind: ClassVar[str] = "permute"
+    to: Layout
+
+    def after(self, before: Sharding) -> Sharding:
+        after = before.with_layout(self.to)
+        kept, made = (without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after))
+        if kept != made:
+            raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
+        senders(before, after)
+        return after
+
+    def traffic(self, before: Sharding) -> Traffic:
+        after = before.with_layout(self.to)
+        moved = any(s != d for d, s in enumerate(senders(before, after)))
+        axes = tuple(a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a))
+        return Traffic(axes, before.max_local_size * moved, int(moved))
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]
+
+    def __str__(self) -> str:
+        return "permute"
+
+
+@lru_cache(maxsize=1024)
+def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
+    """For every device, the device whose block it gets: itself where that serves.
+
+    Raises PlanError where the blocks of the two shardings are not the same, one for one.
+    """
+    have: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    want: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for device in range(before.mesh.n_devices):
+        have[_block_key(before, device)].append(device)
+        want[_block_key(after, device)].append(device)
+    result = [-1] * before.mesh.n_devices
+    for key, takers in want.items():
+        givers = have.get(key, [])
+        if len(givers) != len(takers):
+            raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
+        stay = set(givers) & set(takers)
+        movers = zip((t for t in takers if t not in stay), (g for g in givers if g not in stay), strict=True)
+        for taker, giver in [*((d, d) for d in stay), *movers]:
+            result[taker] = giver
+    return tuple(result)
+
+
+def _block_key(sharding: Sharding, device: int) -> tuple[object, ...]:
+    """What a device's block is: its rows along every dim, and which addend of a sum."""
+    partial = sharding.layout.tagged("sum", "max", "min")
+    rows: tuple[Runs, ...] = tuple(sharding.held(d, device) for d in range(len(sharding.shape)))
+    return (*rows, sharding.mesh.index(device, partial))

@@ -1,0 +1,108 @@
+"""AllReduce and ReduceScatter: partial values become values.
+
+The adjoint of a sum is a copy: that of an all-reduce moves nothing, that of a reduce-scatter
+is an all-gather. The planner finds both from the dual layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from xshard.errors import PlanError
+from xshard.layout import Layout
+from xshard.notation import Shard
+from xshard.sharding import Sharding
+from xshard.steps.base import (
+    Block,
+    Blocks,
+    Step,
+    Traffic,
+    axes_of,
+    even_parts,
+    freed,
+    names,
+    reduced,
+    take,
+    with_inner,
+    without_tags,
+)
+
+
+@dataclass(frozen=True)
+class AllReduce(Step):
+    """Every device of a group gets the reduction of the group's blocks.
+
+    axes: axes under the tag `op`; they form the group.
+    copies: those of the axes that hold copies afterwards; the others hold replicas.
+    """
+
+    kind: ClassVar[str] = "all_reduce"
+    axes: tuple[str, ...]
+    op: str = "sum"
+    copies: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = _reduced_layout(before.layout, self.axes, self.op)
+        return before.with_layout(freed(layout, self.axes, self.copies))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        n = before.mesh.size(*self.axes)
+        # Bytes of a reduce-scatter and an all-gather of pieces; latencies of a tree, up and down.
+        received = -(-2 * (n - 1) * before.max_local_size // n)
+        return Traffic(self.axes, received, 2 * math.ceil(math.log2(n)))
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        mesh = before.mesh
+        return [
+            reduced(self.op, [blocks[member] for member in mesh.group(device, self.axes)])
+            for device in range(mesh.n_devices)
+        ]
+
+    def __str__(self) -> str:
+        return f"all_reduce {self.op}({','.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Step):
+    """Every device of a group gets its part of the reduction of the group's blocks.
+
+    shards: the new innermost cuts of `dim`, over axes under the tag `op`; they form the group.
+    """
+
+    kind: ClassVar[str] = "reduce_scatter"
+    dim: str
+    shards: tuple[Shard, ...]
+    op: str = "sum"
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = _reduced_layout(before.layout, axes_of(self.shards), self.op)
+        even_parts(before, self.dim, self.shards)
+        return before.with_layout(with_inner(layout, self.dim, self.shards))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        n = before.mesh.size(*axes_of(self.shards))
+        block = before.max_local_size
+        plain = self.dim == before.layout.names[0] and all(s.order == "block" for s in self.shards)
+        return Traffic(axes_of(self.shards), (n - 1) * (block // n), n - 1, 0 if plain else block)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
+        parts = even_parts(before, self.dim, self.shards)
+        return [
+            reduced(
+                self.op,
+                [take(blocks[m], at, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
+            )
+            for device in range(mesh.n_devices)
+        ]
+
+    def __str__(self) -> str:
+        return f"reduce_scatter {self.op} -> {self.dim}/{names(self.shards)}"
+
+
+def _reduced_layout(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
+    if not axes or not set(axes) <= set(layout.tagged(op)):
+        raise PlanError(f"no {op}({','.join(axes)}) to reduce in '{layout}'")
+    return without_tags(layout, axes)

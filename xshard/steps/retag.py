@@ -1,0 +1,73 @@
+"""Retag and Scale: what a block means changes, or its unit; no data moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.errors import PlanError
+from xshard.layout import Layout
+from xshard.sharding import Sharding
+from xshard.steps.base import Block, Blocks, Step, Traffic, take_free, with_tag, without_tags
+
+
+@dataclass(frozen=True)
+class Retag(Step):
+    """Replicas are declared copies, or copies replicas (equal by contract).
+
+    copies: replicated axes that hold copies afterwards.
+    replicas: copied axes that hold replicas afterwards.
+    """
+
+    kind: ClassVar[str] = "retag"
+    copies: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        layout: Layout = before.layout
+        copied = layout.tagged("copy")
+        if not set(self.replicas) <= set(copied) or set(self.copies) & set(copied):
+            raise PlanError(f"'{self}' does not apply to '{layout}'")
+        layout = take_free(without_tags(layout, self.replicas), self.copies)
+        return before.with_layout(with_tag(layout, "copy", self.copies))
+
+    def traffic(self, before: Sharding) -> Traffic:
+        return Traffic()
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        return list(blocks)
+
+    def __str__(self) -> str:
+        changes = [
+            f"-> {kind}({','.join(a)})" for kind, a in (("copy", self.copies), ("replica", self.replicas))
+        ]
+        return "retag " + " ".join(
+            text for text, a in zip(changes, (self.copies, self.replicas), strict=True) if a
+        )
+
+
+@dataclass(frozen=True)
+class Scale(Step):
+    """Every block times a constant: the 1/n of a mean, written down in the plan."""
+
+    kind: ClassVar[str] = "scale"
+    factor: Fraction
+
+    def after(self, before: Sharding) -> Sharding:
+        return before
+
+    def traffic(self, before: Sharding) -> Traffic:
+        return Traffic(copied=before.max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        numerator, denominator = self.factor.numerator, self.factor.denominator
+        # Divided, not multiplied by a rounded reciprocal: exact where the result is representable.
+        return [
+            np.divide(b * b.dtype.type(numerator), b.dtype.type(denominator)).astype(b.dtype) for b in blocks
+        ]
+
+    def __str__(self) -> str:
+        return f"scale {self.factor}"

@@ -1,0 +1,59 @@
+"""The gradient of a `max` or `min`: to the winners, in equal shares.
+
+A maximum is not linear, but its gradient is made of redistributions that are: bring the
+result back to every addend, compare, count the winners, bring the cotangent back. Decides
+those three plans; who runs them (reference, torch, JAX) multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from xshard.errors import LinearityError
+from xshard.layout import NONLINEAR, Layout
+from xshard.plan import Plan
+from xshard.planner import find_plan
+
+
+class Winners(NamedTuple):
+    """Plans for the gradient of `y = max(x)`; with `won = (x == result(y))` it is
+
+    `cotangent(g) * won / count(won)`.
+
+    result: the output, as a copy beside every addend. count: the number of winners, likewise.
+    cotangent: the output's cotangent, beside every addend.
+    """
+
+    result: Plan
+    count: Plan
+    cotangent: Plan
+
+
+@lru_cache(maxsize=1024)
+def winner_plans(plan: Plan) -> Winners:
+    """The plans for the gradient of a plan whose source is a `max` or `min`.
+
+    Raises LinearityError where the destination still is one: its addends have no common value.
+    """
+    if not plan.dst.is_linear:
+        raise LinearityError(
+            f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined",
+            hint="reduce it first, then redistribute",
+        )
+
+    def find(src: Layout, dst: Layout) -> Plan:
+        return find_plan(src, dst, plan.mesh, plan.shape, plan.dtype, plan.profile)
+
+    addends = _with_kind(plan.src, "sum")
+    return Winners(
+        result=find(plan.dst, _with_kind(plan.src, "copy")),
+        count=find(addends, _with_kind(plan.src, "copy")),
+        cotangent=find(plan.dst.dual, addends.dual),
+    )
+
+
+def _with_kind(layout: Layout, kind: str) -> Layout:
+    """The layout with its max or min tag replaced."""
+    return replace(layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags))
