@@ -29,7 +29,7 @@ from xshard.steps.base import Block, Blocks
 
 @dataclass(frozen=True)
 class Task:
-    """A plan with one input block per device (under `plan.src`) and one cotangent block (under the dual of `plan.dst`)."""
+    """A plan and, per device, an input block under `plan.src` and a cotangent block under `plan.dst.dual`."""
 
     plan: Plan
     inputs: tuple[Block, ...]

@@ -7,9 +7,8 @@ those three plans; who runs them (reference, torch, JAX) multiplies.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from xshard.errors import LinearityError
 from xshard.layout import NONLINEAR, Layout
@@ -17,7 +16,8 @@ from xshard.plan import Plan
 from xshard.planner import find_plan
 
 
-class Winners(NamedTuple):
+@dataclass(frozen=True)
+class Winners:
     """Plans for the gradient of `y = max(x)`; with `won = (x == result(y))` it is
 
     `cotangent(g) * won / count(won)`.
