@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from xshard.sharding import Sharding
-from xshard.steps.exchange import begun, ended, volumes
+from xshard.steps.exchange import begun, ended, reach
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
@@ -18,9 +20,10 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     """
     mesh, ends, begins = dst.mesh, ended(src.layout, dst.layout), begun(src.layout, dst.layout)
     if not ends:
-        need, own, _ = volumes(src, dst)
-        over = tuple(mesh.position(a) for a in begins)
-        return -(-int((need - own).sum(axis=over).max()) // mesh.size(*begins))
+        lacking = reach(src, dst, ()).elements - reach(src, dst, mesh.axes).elements
+        lacking = np.broadcast_to(lacking, mesh.sizes)
+        total = lacking.sum(axis=tuple(mesh.position(a) for a in begins))
+        return -(-int(total.max()) // mesh.size(*begins))
     kept = [a for a in dst.layout.tagged("sum", "max", "min") if a not in begins]
     cut = [a for dim in dst.layout.dims for a in dim.axes]
     fibres = mesh.size(*kept)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from xshard.errors import XshardError
+from xshard.mesh import Mesh
 from xshard.sharding import Sharding
 from xshard.steps import Step, Traffic
+from xshard.steps.base import Levels
 
 
 class ProfileError(XshardError):
@@ -65,11 +67,17 @@ class Profile:
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predicted time of a step of a kind on the busiest device."""
         total = traffic.copied * itemsize / self.copy_bytes_per_s
-        if traffic.axes and traffic.messages:
-            links = [self.link(axis) for axis in traffic.axes]
-            total += self.launch(kind) + traffic.messages * max(link.latency_s for link in links)
-            total += traffic.received * itemsize / min(link.bytes_per_s for link in links)
+        if traffic.hops:
+            total += self.launch(kind)
+        for hop in traffic.hops:
+            link = self.link(hop.axis)
+            total += hop.messages * link.latency_s + hop.received * itemsize / link.bytes_per_s
         return total
+
+    def levels(self, mesh: Mesh) -> Levels:
+        """The mesh's axes grouped by link, the slowest link first."""
+        links = sorted({self.link(a) for a in mesh.axes}, key=lambda x: (x.bytes_per_s, -x.latency_s))
+        return tuple(tuple(a for a in mesh.axes if self.link(a) == link) for link in links)
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,8 @@ class Price:
 
 def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
     """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
-    traffic = step.traffic(before)
-    buffer = traffic.copied if traffic.axes else 0
+    traffic = step.traffic(before, profile.levels(before.mesh))
+    buffer = traffic.copied if traffic.hops else 0
     held = before.max_local_size + after.max_local_size + buffer
     return Price(profile.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from xshard import notation
 from xshard.errors import LinearityError, NotationError, ShapeError
@@ -50,11 +50,21 @@ class Layout:
     def __str__(self) -> str:
         return notation.write(self.dims, self.tags)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # layouts key every cache of the planner
+        return hash((self.dims, self.tags))
+
+    def __reduce__(self) -> tuple[object, ...]:  # a hash holds in its own process only
+        return Layout, (self.dims, self.tags)
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(dim.name for dim in self.dims)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis named, cuts first."""
         return tuple(a for dim in self.dims for a in dim.axes) + tuple(

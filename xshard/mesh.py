@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from xshard.errors import MeshError
 
@@ -80,10 +80,14 @@ class Mesh:
 
     def position(self, axis: str) -> int:
         """Index of an axis in the mesh's order."""
-        try:
-            return self.axes.index(axis)
-        except ValueError:
-            raise MeshError(f"unknown mesh axis {axis!r}", hint=f"the mesh has: {self.describe()}") from None
+        at = self._positions.get(axis)
+        if at is None:
+            raise MeshError(f"unknown mesh axis {axis!r}", hint=f"the mesh has: {self.describe()}")
+        return at
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {axis: i for i, axis in enumerate(self.axes)}
 
     def describe(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"

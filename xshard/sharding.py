@@ -42,6 +42,16 @@ class Sharding:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ShapeError(f"shape {self.shape} has {n!r} where a length >= 0 belongs")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.mesh.sizes, self.shape))
+
+    def __reduce__(self) -> tuple[object, ...]:  # a hash holds in its own process only
+        return Sharding, (self.layout, self.mesh, self.shape)
+
     def with_layout(self, layout: Layout) -> Sharding:
         return replace(self, layout=layout)
 

@@ -13,12 +13,15 @@ from xshard.sharding import Sharding
 from xshard.steps.base import (
     Block,
     Blocks,
+    Hop,
+    Levels,
     Step,
     Traffic,
     axes_of,
     even_parts,
     names,
     place,
+    slow_first,
     take,
     with_inner,
     without_inner,
@@ -49,9 +52,15 @@ class AllToAll(Step):
         layout = without_inner(before.layout, self.src_dim, self.src_shards)
         return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
 
-    def traffic(self, before: Sharding) -> Traffic:
-        n, block = before.mesh.size(*axes_of(self.src_shards)), before.max_local_size
-        return Traffic(axes_of(self.src_shards), (n - 1) * (block // n), n - 1, 2 * block)
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+        # A peer is reached over the slowest axis along which it differs.
+        left, hops = before.mesh.size(*axes_of(self.src_shards)), []
+        piece = before.max_local_size // left
+        for axis in slow_first(axes_of(self.src_shards), levels):
+            peers = left - left // before.mesh.size(axis)
+            hops.append(Hop(axis, peers * piece, peers))
+            left -= peers
+        return Traffic(before.max_local_size - piece, 2 * before.max_local_size, tuple(hops))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh, after = before.mesh, self.after(before)

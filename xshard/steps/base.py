@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +26,29 @@ Blocks = Sequence[Block]
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
+Levels = tuple[tuple[str, ...], ...]
+
+
+class Hop(NamedTuple):
+    """One phase of a step: elements received and latencies paid over the link of an axis."""
+
+    axis: str
+    received: int
+    messages: int
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What a step asks of the machine, in elements, for its busiest device.
 
-    axes: the mesh axes it communicates over, none for a local step.
     received: elements that arrive from other devices.
-    messages: how many latencies it pays, one after the other.
     copied: elements packed or unpacked locally, beyond what the collective itself moves.
+    hops: what travels over which axis; none for a local step.
     """
 
-    axes: tuple[str, ...] = ()
     received: int = 0
-    messages: int = 0
     copied: int = 0
+    hops: tuple[Hop, ...] = ()
 
 
 class Step(ABC):
@@ -56,8 +65,11 @@ class Step(ABC):
         """The sharding it leads to. Raises PlanError where the step does not apply."""
 
     @abstractmethod
-    def traffic(self, before: Sharding) -> Traffic:
-        """Its price in elements; `cost` turns that into seconds."""
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+        """Its price in elements; `cost` turns that into seconds.
+
+        levels: groups of axes that share a link, the slowest first; axes not named are one level.
+        """
 
     @abstractmethod
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -132,6 +144,12 @@ def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple
         if len(set(map(size, blocks))) != 1:
             raise PlanError(f"'{names(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
     return sharding.parts(at, shards, 0)
+
+
+def slow_first(axes: Sequence[str], levels: Levels) -> tuple[str, ...]:
+    """The axes in the order of their links, the slowest first."""
+    ranked = [axis for level in levels for axis in level]
+    return tuple(sorted(axes, key=lambda a: ranked.index(a) if a in ranked else len(ranked)))
 
 
 def take(block: Block, dim: int, runs: Runs) -> Block:

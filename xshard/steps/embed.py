@@ -16,6 +16,7 @@ from xshard.sharding import Sharding
 from xshard.steps.base import (
     Block,
     Blocks,
+    Levels,
     Step,
     Traffic,
     axes_of,
@@ -42,7 +43,7 @@ class Embed(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
 
-    def traffic(self, before: Sharding) -> Traffic:
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -68,7 +69,7 @@ class Mask(Step):
     def after(self, before: Sharding) -> Sharding:
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
-    def traffic(self, before: Sharding) -> Traffic:
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

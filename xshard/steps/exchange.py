@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from xshard.errors import PlanError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
-from xshard.ownership import Run, Segment, common, rows
+from xshard.ownership import Run, Runs, Segment, common, rows
 from xshard.sharding import Sharding
-from xshard.steps.base import REDUCERS, Block, Blocks, Step, Traffic
+from xshard.steps.base import REDUCERS, Block, Blocks, Hop, Levels, Step, Traffic
 
 
 class Message(NamedTuple):
@@ -71,13 +71,25 @@ class Exchange(Step):
             raise PlanError(f"'{before.layout}' holds no max or min to keep in '{self.to}'")
         return after
 
-    def traffic(self, before: Sharding) -> Traffic:
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         after = before.with_layout(self.to)
-        need, own, messages = volumes(before, after)
-        received = int((need - own).max())
-        axes = tuple(a for a in before.mesh.axes if before.layout.role(a) != after.layout.role(a))
+        reached = reach(before, after, ())
+        most = int(reached.elements.max())
+        hops: list[Hop] = []
+        agree: tuple[str, ...] = ()
+        total = np.zeros_like(reached.elements)
+        for level in levels or (before.mesh.axes,):
+            # What a device gets at this level: all it can reach with the slower levels' coordinates
+            # its own, less what it can reach with this level's too.
+            agree = (*agree, *level)
+            nearer = reach(before, after, agree)
+            received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
+            total = total + received
+            if received.any():
+                hops.append(Hop(level[0], int(received.max()), int(messages.max())))
+            reached = nearer
         # Every box, a device's own too, is packed at one end and unpacked at the other.
-        return Traffic(axes, received, int(messages.max()) if received else 0, 2 * int(need.max()))
+        return Traffic(int(total.max()), 2 * most, tuple(hops))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)
@@ -181,57 +193,62 @@ def _cut_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(a for dim in layout.dims for a in dim.axes)
 
 
-def volumes(
-    before: Sharding, after: Sharding
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """For every device (an array over the mesh): elements needed, of them held already, senders."""
-    mesh, src, dst = before.mesh, before.layout, after.layout
-    begins, ends = begun(src, dst), ended(src, dst)
-    many = mesh.size(*ends)
-    need = np.full(mesh.sizes, many, np.int64)
-    own = np.ones(mesh.sizes, np.int64)
-    senders = np.full(mesh.sizes, many, np.int64)
-    for d in range(len(before.shape)):
-        axes = tuple(dict.fromkeys((*src.dims[d].axes, *dst.dims[d].axes)))
-        tables = _dim_volumes(
-            before.owners(d), after.holders(d), src.dims[d].axes, dst.dims[d].axes, begins, mesh
-        )
-        for total, table in zip((need, own, senders), tables, strict=True):
-            total *= _spread(table, axes, mesh)
-    for axis in begins:
-        if axis not in _cut_axes(src):
-            first = np.zeros(mesh.size(axis), np.int64)
-            first[0] = 1
-            for total in (need, own, senders):
-                total *= _spread(first, (axis,), mesh)
-    return need, own, senders - (own > 0)
+class Reach(NamedTuple):
+    """Arrays over the mesh: the elements that a device takes from some senders, and how many these are."""
+
+    elements: NDArray[np.int64]
+    senders: NDArray[np.int64]
 
 
 @lru_cache(maxsize=4096)
-def _dim_volumes(
-    src_rows: tuple[tuple[Run, ...], ...],
-    dst_rows: tuple[tuple[Run, ...], ...],
+def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
+    """What every device takes from the senders that share its coordinates along `agree`.
+
+    No axis: from all senders, itself included. All axes: from itself.
+    """
+    mesh, src, dst = before.mesh, before.layout, after.layout
+    begins = begun(src, dst)
+    addends = mesh.size(*(a for a in ended(src, dst) if a not in agree))
+    elements = np.full((1,) * len(mesh.axes), addends, np.int64)
+    senders = elements.copy()
+    for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
+        axes = tuple(dict.fromkeys((*a.axes, *b.axes)))
+        fixed = tuple(axis for axis in a.axes if axis in begins or axis in agree)
+        tables = _dim_reach(before.owners(d), after.holders(d), a.axes, b.axes, fixed, mesh)
+        elements = elements * _spread(tables[0], axes, mesh)
+        senders = senders * _spread(tables[1], axes, mesh)
+    for axis in begins:
+        if axis not in _cut_axes(src):
+            first = _spread(np.eye(1, mesh.size(axis), dtype=np.int64)[0], (axis,), mesh)
+            elements, senders = elements * first, senders * first
+    return Reach(elements, senders)
+
+
+@lru_cache(maxsize=4096)
+def _dim_reach(
+    src_rows: tuple[Runs, ...],
+    dst_rows: tuple[Runs, ...],
     src_axes: tuple[str, ...],
     dst_axes: tuple[str, ...],
-    begins: tuple[str, ...],
+    fixed: tuple[str, ...],
     mesh: Mesh,
-) -> tuple[NDArray[np.int64], ...]:
-    """One dim's share of `volumes`, as tables over the union of the axes that cut it."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """One dim's share of `reach`, as tables over the union of the axes that cut it."""
     axes = tuple(dict.fromkeys((*src_axes, *dst_axes)))
     sizes = mesh.sizes_of(axes)
-    rows_in_common = np.array([[sum(s.length for s in common(a, b)) for a in src_rows] for b in dst_rows])
-    need, own, senders = (np.zeros(sizes, np.int64) for _ in range(3))
-    src_at, dst_at = [axes.index(a) for a in src_axes], [axes.index(a) for a in dst_axes]
-    fixed = [(i, axes.index(a)) for i, a in enumerate(src_axes) if a in begins]
-    src_indices = list(_indices(mesh.sizes_of(src_axes)))
-    for at in _indices(sizes):
-        b = int(np.ravel_multi_index([at[i] for i in dst_at], mesh.sizes_of(dst_axes))) if dst_axes else 0
-        a = int(np.ravel_multi_index([at[i] for i in src_at], mesh.sizes_of(src_axes))) if src_axes else 0
-        takes = [k for k, index in enumerate(src_indices) if all(index[i] == at[j] for i, j in fixed)]
-        need[at] = rows_in_common[b, takes].sum()
-        senders[at] = np.count_nonzero(rows_in_common[b, takes])
-        own[at] = rows_in_common[b, a]
-    return need, own, senders
+    shared = np.array([[sum(s.length for s in common(a, b)) for a in src_rows] for b in dst_rows])
+    # Over (destination indices, source indices); the fixed axes of the source are the receiver's own.
+    shared = shared.reshape((*mesh.sizes_of(dst_axes), *mesh.sizes_of(src_axes)))
+    over = tuple(len(dst_axes) + i for i, a in enumerate(src_axes) if a not in fixed)
+    left = (*dst_axes, *(a for a in src_axes if a in fixed))
+    tables = []
+    for table in (shared.sum(axis=over), np.count_nonzero(shared, axis=over)):
+        labels = [axes.index(a) for a in left]
+        # An axis on both sides is read on its diagonal: receiver and sender share it.
+        diagonal = np.einsum(np.asarray(table), labels, sorted(set(labels)))
+        full = diagonal.reshape([n if a in left else 1 for a, n in zip(axes, sizes, strict=True)])
+        tables.append(np.broadcast_to(full, sizes))
+    return tables[0], tables[1]
 
 
 def _spread(table: NDArray[np.int64], axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:

@@ -15,6 +15,8 @@ from xshard.sharding import Sharding
 from xshard.steps.base import (
     Block,
     Blocks,
+    Hop,
+    Levels,
     Step,
     Traffic,
     axes_of,
@@ -22,6 +24,7 @@ from xshard.steps.base import (
     freed,
     names,
     place,
+    slow_first,
     take,
     take_free,
     with_inner,
@@ -47,12 +50,16 @@ class AllGather(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
 
-    def traffic(self, before: Sharding) -> Traffic:
-        n = before.mesh.size(*axes_of(self.shards))
-        block = before.max_local_size
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+        # Over the slowest link first, while blocks are small.
+        block, hops = before.max_local_size, []
+        for axis in slow_first(axes_of(self.shards), levels):
+            n = before.mesh.size(axis)
+            hops.append(Hop(axis, (n - 1) * block, n - 1))
+            block *= n
         # Only a gather along the leading dim in plain order lands where it belongs.
         plain = self.dim == before.layout.names[0] and all(s.order == "block" for s in self.shards)
-        return Traffic(axes_of(self.shards), (n - 1) * block, n - 1, 0 if plain else n * block)
+        return Traffic(block - before.max_local_size, 0 if plain else block, tuple(hops))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after, at = self.after(before), before.dim_index(self.dim)
@@ -84,7 +91,7 @@ class Slice(Step):
         layout = take_free(before.layout, axes_of(self.shards))
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
-    def traffic(self, before: Sharding) -> Traffic:
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

@@ -11,7 +11,7 @@ from xshard.errors import PlanError
 from xshard.layout import Layout
 from xshard.ownership import Runs
 from xshard.sharding import Sharding
-from xshard.steps.base import Block, Blocks, Step, Traffic, without_tags
+from xshard.steps.base import Block, Blocks, Hop, Levels, Step, Traffic, slow_first, without_tags
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,17 @@ class Permute(Step):
         senders(before, after)
         return after
 
-    def traffic(self, before: Sharding) -> Traffic:
-        after = before.with_layout(self.to)
-        moved = any(s != d for d, s in enumerate(senders(before, after)))
-        axes = tuple(a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a))
-        return Traffic(axes, before.max_local_size * moved, int(moved))
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+        after, mesh = before.with_layout(self.to), before.mesh
+        moved = [
+            [a != b for a, b in zip(mesh.coords(s), mesh.coords(d), strict=True)]
+            for d, s in enumerate(senders(before, after))
+        ]
+        crossed = [a for a, over in zip(mesh.axes, zip(*moved, strict=True), strict=True) if any(over)]
+        if not crossed:
+            return Traffic()
+        block = before.max_local_size
+        return Traffic(block, 0, (Hop(slow_first(crossed, levels)[0], block, 1),))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]

@@ -17,6 +17,8 @@ from xshard.sharding import Sharding
 from xshard.steps.base import (
     Block,
     Blocks,
+    Hop,
+    Levels,
     Step,
     Traffic,
     axes_of,
@@ -24,6 +26,7 @@ from xshard.steps.base import (
     freed,
     names,
     reduced,
+    slow_first,
     take,
     with_inner,
     without_tags,
@@ -47,11 +50,16 @@ class AllReduce(Step):
         layout = _reduced_layout(before.layout, self.axes, self.op)
         return before.with_layout(freed(layout, self.axes, self.copies))
 
-    def traffic(self, before: Sharding) -> Traffic:
-        n = before.mesh.size(*self.axes)
-        # Bytes of a reduce-scatter and an all-gather of pieces; latencies of a tree, up and down.
-        received = -(-2 * (n - 1) * before.max_local_size // n)
-        return Traffic(self.axes, received, 2 * math.ceil(math.log2(n)))
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+        # Reduced over the fastest link first, so that the slow one sees a small piece, and
+        # gathered back: the bytes of both, the latencies of a tree.
+        block, hops, n = before.max_local_size, [], 1
+        for axis in reversed(slow_first(self.axes, levels)):
+            size = before.mesh.size(axis)
+            pieces = -(-2 * (size - 1) * block // (size * n))
+            hops.append(Hop(axis, pieces, 2 * math.ceil(math.log2(size))))
+            n *= size
+        return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
@@ -81,11 +89,16 @@ class ReduceScatter(Step):
         even_parts(before, self.dim, self.shards)
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
-    def traffic(self, before: Sharding) -> Traffic:
-        n = before.mesh.size(*axes_of(self.shards))
-        block = before.max_local_size
+    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+        # Over the fastest link first, so that the slowest sees the smallest pieces.
+        block, hops = before.max_local_size, []
+        for axis in reversed(slow_first(axes_of(self.shards), levels)):
+            n = before.mesh.size(axis)
+            block //= n
+            hops.append(Hop(axis, (n - 1) * block, n - 1))
         plain = self.dim == before.layout.names[0] and all(s.order == "block" for s in self.shards)
-        return Traffic(axes_of(self.shards), (n - 1) * (block // n), n - 1, 0 if plain else block)
+        copied = 0 if plain else before.max_local_size
+        return Traffic(before.max_local_size - block, copied, tuple(hops))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
