@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,14 +55,8 @@ class AllToAll(Step):
         return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        # A peer is reached over the slowest axis along which it differs.
-        left, hops = before.mesh.size(*axes_of(self.src_shards)), []
-        piece = before.max_local_size // left
-        for axis in slow_first(axes_of(self.src_shards), levels):
-            peers = left - left // before.mesh.size(axis)
-            hops.append(Hop(axis, peers * piece, peers))
-            left -= peers
-        return Traffic(before.max_local_size - piece, 2 * before.max_local_size, tuple(hops))
+        group = slow_first(before.mesh, axes_of(self.src_shards), levels)
+        return all_to_all_traffic(before.max_local_size, group)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh, after = before.mesh, self.after(before)
@@ -80,3 +76,17 @@ class AllToAll(Step):
         return (
             f"all_to_all {self.src_dim}/{names(self.src_shards)} -> {self.dst_dim}/{names(self.dst_shards)}"
         )
+
+
+def all_to_all_traffic(block: int, group: Sequence[tuple[str, int]]) -> Traffic:
+    """Traffic of an all-to-all of blocks of `block` elements over axes (name, size), slowest first.
+
+    A peer is reached over the slowest axis along which it differs.
+    """
+    left = math.prod(n for _, n in group)
+    piece, hops = block // left, []
+    for axis, n in group:
+        peers = left - left // n
+        hops.append(Hop(axis, peers * piece, peers))
+        left //= n
+    return Traffic(block - piece, 2 * block, tuple(hops))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Layout
+from xshard.mesh import Mesh
 from xshard.notation import Shard, Tags
 from xshard.ownership import Runs, holders, rows, size
 from xshard.sharding import Sharding
@@ -146,10 +147,16 @@ def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple
     return sharding.parts(at, shards, 0)
 
 
-def slow_first(axes: Sequence[str], levels: Levels) -> tuple[str, ...]:
-    """The axes in the order of their links, the slowest first."""
+def slow_first(mesh: Mesh, axes: Sequence[str], levels: Levels) -> tuple[tuple[str, int], ...]:
+    """The axes with their sizes, in the order of their links, the slowest first."""
     ranked = [axis for level in levels for axis in level]
-    return tuple(sorted(axes, key=lambda a: ranked.index(a) if a in ranked else len(ranked)))
+    order = sorted(axes, key=lambda a: ranked.index(a) if a in ranked else len(ranked))
+    return tuple((a, mesh.size(a)) for a in order)
+
+
+def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:
+    """Whether pieces in group order are the dim in its own order: only so along the leading dim."""
+    return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
 
 
 def take(block: Block, dim: int, runs: Runs) -> Block:

@@ -5,6 +5,7 @@ Duals: the adjoint of an all-gather into replicas is a slice, and the reverse.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from xshard.steps.base import (
     axes_of,
     even_parts,
     freed,
+    lands_in_place,
     names,
     place,
     slow_first,
@@ -51,15 +53,8 @@ class AllGather(Step):
         return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        # Over the slowest link first, while blocks are small.
-        block, hops = before.max_local_size, []
-        for axis in slow_first(axes_of(self.shards), levels):
-            n = before.mesh.size(axis)
-            hops.append(Hop(axis, (n - 1) * block, n - 1))
-            block *= n
-        # Only a gather along the leading dim in plain order lands where it belongs.
-        plain = self.dim == before.layout.names[0] and all(s.order == "block" for s in self.shards)
-        return Traffic(block - before.max_local_size, 0 if plain else block, tuple(hops))
+        group = slow_first(before.mesh, axes_of(self.shards), levels)
+        return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after, at = self.after(before), before.dim_index(self.dim)
@@ -74,6 +69,18 @@ class AllGather(Step):
 
     def __str__(self) -> str:
         return f"all_gather {self.dim}/{names(self.shards)}"
+
+
+def gather_traffic(block: int, group: Sequence[tuple[str, int]], in_place: bool) -> Traffic:
+    """Traffic of an all-gather of blocks of `block` elements over axes (name, size), slowest first.
+
+    The slowest link comes first, while blocks are small.
+    """
+    whole, hops = block, []
+    for axis, n in group:
+        hops.append(Hop(axis, (n - 1) * whole, n - 1))
+        whole *= n
+    return Traffic(whole - block, 0 if in_place else whole, tuple(hops))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -30,16 +31,8 @@ class Permute(Step):
         return after
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        after, mesh = before.with_layout(self.to), before.mesh
-        moved = [
-            [a != b for a, b in zip(mesh.coords(s), mesh.coords(d), strict=True)]
-            for d, s in enumerate(senders(before, after))
-        ]
-        crossed = [a for a, over in zip(mesh.axes, zip(*moved, strict=True), strict=True) if any(over)]
-        if not crossed:
-            return Traffic()
-        block = before.max_local_size
-        return Traffic(block, 0, (Hop(slow_first(crossed, levels)[0], block, 1),))
+        moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
+        return permute_traffic(before.max_local_size, slow_first(before.mesh, moved, levels))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]
@@ -48,23 +41,31 @@ class Permute(Step):
         return "permute"
 
 
+def permute_traffic(block: int, moved: Sequence[tuple[str, int]]) -> Traffic:
+    """Traffic of a permutation of blocks of `block` elements that changes the role of axes, slowest first."""
+    return Traffic(block, 0, (Hop(moved[0][0], block, 1),)) if moved else Traffic()
+
+
 @lru_cache(maxsize=1024)
 def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """For every device, the device whose block it gets: itself where that serves.
+    """For every device, the device whose block it gets; they differ along axes whose role changes only.
 
     Raises PlanError where the blocks of the two shardings are not the same, one for one.
     """
+    mesh = before.mesh
+    still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
     have: dict[tuple[object, ...], list[int]] = defaultdict(list)
     want: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device in range(before.mesh.n_devices):
-        have[_block_key(before, device)].append(device)
-        want[_block_key(after, device)].append(device)
-    result = [-1] * before.mesh.n_devices
+    for device in range(mesh.n_devices):
+        here = mesh.index(device, still)
+        have[here, *_block_key(before, device)].append(device)
+        want[here, *_block_key(after, device)].append(device)
+    result = [-1] * mesh.n_devices
     for key, takers in want.items():
         givers = have.get(key, [])
         if len(givers) != len(takers):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
-        stay = set(givers) & set(takers)
+        stay = [d for d in takers if d in givers]
         movers = zip((t for t in takers if t not in stay), (g for g in givers if g not in stay), strict=True)
         for taker, giver in [*((d, d) for d in stay), *movers]:
             result[taker] = giver

@@ -7,6 +7,7 @@ is an all-gather. The planner finds both from the dual layouts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ from xshard.steps.base import (
     axes_of,
     even_parts,
     freed,
+    lands_in_place,
     names,
     reduced,
     slow_first,
@@ -51,15 +53,7 @@ class AllReduce(Step):
         return before.with_layout(freed(layout, self.axes, self.copies))
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        # Reduced over the fastest link first, so that the slow one sees a small piece, and
-        # gathered back: the bytes of both, the latencies of a tree.
-        block, hops, n = before.max_local_size, [], 1
-        for axis in reversed(slow_first(self.axes, levels)):
-            size = before.mesh.size(axis)
-            pieces = -(-2 * (size - 1) * block // (size * n))
-            hops.append(Hop(axis, pieces, 2 * math.ceil(math.log2(size))))
-            n *= size
-        return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
+        return all_reduce_traffic(before.max_local_size, slow_first(before.mesh, self.axes, levels))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
@@ -90,15 +84,9 @@ class ReduceScatter(Step):
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        # Over the fastest link first, so that the slowest sees the smallest pieces.
-        block, hops = before.max_local_size, []
-        for axis in reversed(slow_first(axes_of(self.shards), levels)):
-            n = before.mesh.size(axis)
-            block //= n
-            hops.append(Hop(axis, (n - 1) * block, n - 1))
-        plain = self.dim == before.layout.names[0] and all(s.order == "block" for s in self.shards)
-        copied = 0 if plain else before.max_local_size
-        return Traffic(before.max_local_size - block, copied, tuple(hops))
+        group = slow_first(before.mesh, axes_of(self.shards), levels)
+        in_place = lands_in_place(before, self.dim, self.shards)
+        return reduce_scatter_traffic(before.max_local_size, group, in_place)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
@@ -113,6 +101,31 @@ class ReduceScatter(Step):
 
     def __str__(self) -> str:
         return f"reduce_scatter {self.op} -> {self.dim}/{names(self.shards)}"
+
+
+def all_reduce_traffic(block: int, group: Sequence[tuple[str, int]]) -> Traffic:
+    """Traffic of an all-reduce of blocks of `block` elements over axes (name, size), slowest first.
+
+    Reduced over the fastest link first, so that the slow one sees a small piece, and gathered
+    back: the bytes of both, the latencies of a tree.
+    """
+    hops, n = [], 1
+    for axis, size in reversed(group):
+        hops.append(Hop(axis, -(-2 * (size - 1) * block // (size * n)), 2 * math.ceil(math.log2(size))))
+        n *= size
+    return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
+
+
+def reduce_scatter_traffic(block: int, group: Sequence[tuple[str, int]], in_place: bool) -> Traffic:
+    """Traffic of a reduce-scatter of blocks of `block` elements over axes (name, size), slowest first.
+
+    Over the fastest link first, so that the slowest sees the smallest pieces.
+    """
+    piece, hops = block, []
+    for axis, n in reversed(group):
+        piece //= n
+        hops.append(Hop(axis, (n - 1) * piece, n - 1))
+    return Traffic(block - piece, 0 if in_place else block, tuple(hops))
 
 
 def _reduced_layout(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
