@@ -21,6 +21,8 @@ from xshard.sharding import Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.base import Levels
 
+LOCAL = ("slice", "embed", "mask", "retag", "scale")  # kinds of steps that send nothing
+
 
 class ProfileError(XshardError):
     """A profile that does not exist or makes no sense."""
@@ -45,7 +47,8 @@ class Link:
 class Profile:
     """The machine a plan is priced for.
 
-    default: the link of every axis that `axes` does not name.
+    default: the link between devices of one node. across: the link between nodes of `node_devices`
+    consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
     launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
     copy_bytes_per_s: local packing speed.
     """
@@ -53,31 +56,39 @@ class Profile:
     name: str
     source: str
     default: Link
+    across: Link | None = None
+    node_devices: int | None = None
     axes: tuple[tuple[str, Link], ...] = ()
     launch_s: tuple[tuple[str, float], ...] = ()
     copy_bytes_per_s: float = math.inf
 
-    def link(self, axis: str) -> Link:
-        return dict(self.axes).get(axis, self.default)
+    def link(self, axis: str, mesh: Mesh) -> Link:
+        """What connects the devices of a mesh along an axis."""
+        named = dict(self.axes).get(axis)
+        if named is not None or self.across is None or self.node_devices is None:
+            return named or self.default
+        reach = math.prod(mesh.sizes[mesh.position(axis) :])
+        return self.across if reach > self.node_devices and mesh.size(axis) > 1 else self.default
 
     def launch(self, kind: str) -> float:
         known = dict(self.launch_s)
         return known.get(kind, known.get("other", 0.0))
 
-    def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
+    def seconds(self, kind: str, traffic: Traffic, itemsize: int, mesh: Mesh) -> float:
         """Predicted time of a step of a kind on the busiest device."""
         total = traffic.copied * itemsize / self.copy_bytes_per_s
-        if traffic.hops:
+        if kind not in LOCAL:
             total += self.launch(kind)
         for hop in traffic.hops:
-            link = self.link(hop.axis)
+            link = self.link(hop.axis, mesh)
             total += hop.messages * link.latency_s + hop.received * itemsize / link.bytes_per_s
         return total
 
     def levels(self, mesh: Mesh) -> Levels:
         """The mesh's axes grouped by link, the slowest link first."""
-        links = sorted({self.link(a) for a in mesh.axes}, key=lambda x: (x.bytes_per_s, -x.latency_s))
-        return tuple(tuple(a for a in mesh.axes if self.link(a) == link) for link in links)
+        links = {axis: self.link(axis, mesh) for axis in mesh.axes}
+        slow_first = sorted(set(links.values()), key=lambda x: (x.bytes_per_s, -x.latency_s))
+        return tuple(tuple(a for a in mesh.axes if links[a] == link) for link in slow_first)
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,8 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     traffic = step.traffic(before, profile.levels(before.mesh))
     buffer = traffic.copied if traffic.hops else 0
     held = before.max_local_size + after.max_local_size + buffer
-    return Price(profile.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize)
+    seconds = profile.seconds(step.kind, traffic, itemsize, before.mesh)
+    return Price(seconds, traffic.received * itemsize, held * itemsize)
 
 
 def load_profile(profile: str | Path | Profile) -> Profile:
@@ -118,6 +130,8 @@ def _load(name: str) -> Profile:
             name=data["name"],
             source=data["source"],
             default=Link(**data["default"]),
+            across=Link(**data["across"]) if data.get("across") else None,
+            node_devices=data.get("node_devices"),
             axes=tuple(sorted((axis, Link(**link)) for axis, link in data["axes"].items())),
             launch_s=tuple(sorted(data["launch_s"].items())),
             copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,

@@ -1,180 +1,233 @@
-"""Which steps are worth trying from one layout on the way to another.
+"""Which moves are worth trying from one state on the way to another.
 
-Decides the planner's step set, goal-directed: an axis is moved only to where the goal wants
-it, gathered only where the goal does not have it. `Exchange` to the goal is always among them.
-Layouts here are in normal form and without copy tags.
+Decides the planner's step set. On small meshes it is complete: every collective over every
+group of axes, every slice, permutation and exchange between any two states. On large ones it
+is directed: an axis is moved only to where the goal wants it, gathered only where the goal
+does not have it. The exchange straight to the goal is there from every state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations, product
 
-from xshard.layout import Layout
-from xshard.notation import Dim, Shard
-from xshard.sharding import Sharding
-from xshard.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Embed,
-    Exchange,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-)
-from xshard.steps.base import axes_of
-from xshard.steps.exchange import begun, ended
+from xshard.space import Cut, Move, Space, State
 
-# Rearrangements by permutation that are tried from one layout.
+# Up to this many axes and dims the step set is complete: the proof of optimality covers it.
+COMPLETE_AXES, COMPLETE_DIMS = 3, 3
+# Rearrangements by permutation that are tried from one state of a large space.
 MAX_PERMUTES = 8
 
 
-def moves(here: Sharding, goal: Sharding) -> Iterator[Step]:
-    """Every step worth trying from `here` towards `goal`, in a fixed order."""
-    src, dst = here.layout, goal.layout
-    yield Exchange(dst)
-    yield from _reductions(src, dst)
-    yield from _slices(here, dst)
-    yield from _all_to_alls(src, dst)
-    yield from _gathers(src, dst)
-    yield from _into_sums(src, dst, here)
-    yield from _permutes(here, goal)
+class Moves:
+    """The moves of one space, generated in a fixed order."""
 
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.goal = space.goal_state
+        named = [s for end in (space.start, space.goal) for s in space.state(end.layout).cuts]
+        small = len(space.axes) <= COMPLETE_AXES and len(space.start.shape) <= COMPLETE_DIMS
+        self.complete = small and all(
+            space.is_plain(cut) and space.is_even(i % len(space.start.shape), cut)
+            for i, cut in enumerate(named)
+        )
 
-def _reductions(src: Layout, dst: Layout) -> Iterator[Step]:
-    for kind in ("sum", "max", "min"):
-        ending = tuple(a for a in ended(src, dst) if a in src.tagged(kind))
-        groups = dict.fromkeys([ending, *((a,) for a in ending)]) if ending else {}
-        for axes in groups:
-            yield AllReduce(axes, kind)
-            for dim in src.dims:
-                yield ReduceScatter(dim.name, tuple(Shard((a,)) for a in axes), kind)
-        for dim in src.dims:
-            wanted = _next_shards(dim, dst.dim(dim.name))
-            for n in range(len(wanted), 0, -1):
-                if set(axes_of(wanted[:n])) <= set(ending):
-                    yield ReduceScatter(dim.name, wanted[:n], kind)
+    def collectives(self, state: State) -> Iterator[Move]:
+        """Every move worth trying from a state, exchanges left out."""
+        yield from self._reductions(state)
+        yield from self._slices(state)
+        yield from self._all_to_alls(state)
+        yield from self._gathers(state)
+        yield from self._into_sums(state)
+        yield from self._permutes(state)
 
+    def _gathers(self, state: State) -> Iterator[Move]:
+        for d, cut in enumerate(state.cuts):
+            for n in range(1, len(cut) + 1 - self._kept(d, cut)):
+                if self._evenly(d, cut[:-n], cut[-n:]):
+                    yield Move("all_gather", (d, n), self._with(state, d, cut[:-n]))
 
-def _slices(here: Sharding, dst: Layout) -> Iterator[Step]:
-    src = here.layout
-    free = [a for a, n in zip(here.mesh.axes, here.mesh.sizes, strict=True) if n > 1 and a not in src.axes]
-    for dim in src.dims:
-        goal = dst.dim(dim.name)
-        wanted = _next_shards(dim, goal)
-        ready = 0
-        while ready < len(wanted) and set(wanted[ready].axes) <= set(free):
-            ready += 1
-        if ready:
-            yield Slice(dim.name, wanted[:ready])
-        for shard in goal.shards:  # out of order: a permutation puts it right later
-            if shard not in wanted[:ready] and set(shard.axes) <= set(free):
-                yield Slice(dim.name, (shard,))
-
-
-def _gathers(src: Layout, dst: Layout) -> Iterator[Step]:
-    for dim in src.dims:
-        for n in range(1, len(_misplaced(dim, dst)) + 1):
-            yield AllGather(dim.name, dim.shards[-n:])
-
-
-def _all_to_alls(src: Layout, dst: Layout) -> Iterator[Step]:
-    for dim in src.dims:
-        for n in range(1, len(_misplaced(dim, dst)) + 1):
-            moving = dim.shards[-n:]
-            for other in src.dims:
-                if other is dim:
+    def _slices(self, state: State) -> Iterator[Move]:
+        free = self.space.free(state)
+        if not free:
+            return
+        for d, cut in enumerate(state.cuts):
+            for new in dict.fromkeys(self._new_cuts(d, cut, free)):
+                if not new or not set(self.space.axes_in(new)) <= set(free):
                     continue
-                goal = dst.dim(other.name)
-                wanted = _next_shards(other, goal)
-                fits = next(
-                    (wanted[:k] for k in range(1, len(wanted) + 1) if _same_axes(wanted[:k], moving)), None
-                )
-                if fits:
-                    yield AllToAll(dim.name, moving, other.name, fits)
-                elif set(axes_of(moving)) <= set(goal.axes):
-                    yield AllToAll(dim.name, moving, other.name, moving)
+                # A cut that the goal does not name in place is a detour, for even blocks only.
+                if new == self._wanted(d, cut)[: len(new)] or self._evenly(d, cut, new):
+                    yield Move("slice", (d, new), self._with(state, d, cut + new))
 
+    def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
+        wanted = self._wanted(d, cut)
+        for n in range(len(wanted), 0, -1):
+            yield wanted[:n]
+        if self.complete:
+            for n in range(1, len(free) + 1):
+                yield from permutations(free, n)
+            return
+        for s in self.goal.cuts[d]:  # out of order: a permutation puts it right later
+            yield (s,)
+        if len(self.space.levels) > 1:  # a replica's share, so that a slow link carries it once
+            for a in free:
+                yield (a,)
 
-def _into_sums(src: Layout, dst: Layout, here: Sharding) -> Iterator[Step]:
-    begins = begun(src, dst)
-    for dim in src.dims:
-        for n in range(1, len(dim.shards) + 1):
-            if set(axes_of(dim.shards[-n:])) <= set(begins):
-                yield Embed(dim.name, dim.shards[-n:])
-    free = tuple(a for a in begins if a not in src.axes)
-    if free:
-        yield Mask(free)
+    def _all_to_alls(self, state: State) -> Iterator[Move]:
+        for d, cut in enumerate(state.cuts):
+            for n in range(1, len(cut) + 1 - self._kept(d, cut)):
+                moving = cut[-n:]
+                if not self._evenly(d, cut[:-n], moving):
+                    continue
+                for e, other in enumerate(state.cuts):
+                    if e == d:
+                        continue
+                    for new in dict.fromkeys(self._arrivals(e, other, moving)):
+                        if self._evenly(e, other, new):
+                            after = self._with(self._with(state, d, cut[:-n]), e, other + new)
+                            yield Move("all_to_all", (d, n, e, new), after)
 
+    def _arrivals(self, e: int, other: Cut, moving: Cut) -> Iterator[Cut]:
+        """How axes taken from one dim may cut another."""
+        axes = sorted(self.space.axes_in(moving))
+        wanted = self._wanted(e, other)
+        for k in range(1, len(wanted) + 1):
+            if sorted(self.space.axes_in(wanted[:k])) == axes:
+                yield wanted[:k]
+        if self.complete:
+            yield from permutations(moving)
+        elif self.space.is_plain(moving) and set(axes) <= set(self.space.axes_in(self.goal.cuts[e])):
+            yield moving
 
-def _permutes(here: Sharding, goal: Sharding) -> Iterator[Step]:
-    """Rearrangements that keep every local length: the goal itself, else as much of it as fits."""
-    src, dst = here.layout, goal.layout
-    if src.tags == dst.tags and here.max_local_shape == goal.max_local_shape:
-        yield Permute(dst)
-    if any(shard.order != "block" or len(shard.axes) > 1 for dim in src.dims for shard in dim.shards):
-        return
-    partial = {a for _, axes in src.tags for a in axes}
-    usable = [a for a, n in zip(here.mesh.axes, here.mesh.sizes, strict=True) if n > 1 and a not in partial]
-    found = 0
-    for dims in _arrangements(src.dims, dst, usable, here):
-        if dims != src.dims and dims != dst.dims:
-            yield Permute(replace(src, dims=dims))
-            found += 1
-            if found == MAX_PERMUTES:
-                return
+    def _reductions(self, state: State) -> Iterator[Move]:
+        ending = tuple(a for a in state.sums if a not in self.goal.sums)
+        for axes in self._subsets(ending):
+            after = State(state.cuts, tuple(a for a in state.sums if a not in axes))
+            yield Move("all_reduce", (axes,), after)
+            for d, cut in enumerate(state.cuts):
+                wanted = self._wanted(d, cut)
+                fits = [wanted[:k] for k in range(1, len(wanted) + 1)]
+                orders = permutations(axes) if self.complete else (axes,)
+                for new in dict.fromkeys([*fits, *orders]):
+                    if sorted(self.space.axes_in(new)) == sorted(axes) and self._evenly(d, cut, new):
+                        yield Move("reduce_scatter", (d, new), self._with(after, d, cut + new))
 
+    def _into_sums(self, state: State) -> Iterator[Move]:
+        begins = [a for a in self.goal.sums if a not in state.sums]
+        for d, cut in enumerate(state.cuts):
+            for n in range(1, len(cut) + 1):
+                axes = self.space.axes_in(cut[-n:])
+                if set(axes) <= set(begins):
+                    sums = tuple(sorted((*state.sums, *axes)))
+                    yield Move("embed", (d, n), self._with(State(state.cuts, sums), d, cut[:-n]))
+        free = self.space.free(state)
+        for axes in self._subsets(tuple(a for a in begins if a in free)):
+            yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
 
-def _arrangements(
-    dims: tuple[Dim, ...], dst: Layout, usable: list[str], here: Sharding
-) -> Iterator[tuple[Dim, ...]]:
-    """Ways to cut the dims into as many parts as now, the goal's leading cuts first."""
-    if not dims:
-        yield ()
-        return
-    dim, size = dims[0], here.mesh.size
-    parts = size(*dim.axes)
-    goal = [shard for shard in dst.dim(dim.name).shards if len(shard.axes) == 1 and shard.order == "block"]
-    for n in range(len(goal), -1, -1):
-        lead = axes_of(goal[:n])
-        if not set(lead) <= set(usable) or parts % size(*lead):
-            continue
-        rest = [a for a in usable if a not in lead]
-        wanted = [a for a in rest if a in dim.axes] + [a for a in rest if a not in dim.axes]
-        for tail in _factors(wanted, parts // size(*lead), here):
-            shards = tuple(Shard((a,)) for a in (*lead, *tail))
-            left = [a for a in rest if a not in tail]
-            for others in _arrangements(dims[1:], dst, left, here):
-                yield (replace(dim, shards=shards), *others)
+    def _permutes(self, state: State) -> Iterator[Move]:
+        """Rearrangements that keep the length of every block: the goal itself, else others."""
+        space, found = self.space, 0
+        lengths = [space.length(d, cut)[0] for d, cut in enumerate(state.cuts)]
+        if state.sums == self.goal.sums and lengths == [
+            space.length(d, cut)[0] for d, cut in enumerate(self.goal.cuts)
+        ]:
+            yield Move("permute", (), self.goal)
+        if not all(space.is_plain(cut) and space.is_even(d, cut) for d, cut in enumerate(state.cuts)):
+            return
+        usable = tuple(a for a in range(len(space.axes)) if a not in state.sums)
+        parts = [self._parts(cut) for cut in state.cuts]
+        for cuts in self._arrangements(0, usable, parts):
+            if cuts not in (state.cuts, self.goal.cuts):
+                yield Move("permute", (), State(cuts, state.sums))
+                found += 1
+                if found == MAX_PERMUTES and not self.complete:
+                    return
 
+    def exchanges(self, state: State) -> Iterator[Move]:
+        """Exchanges to states from which the goal is near: collectives do the rest."""
+        if self.complete:
+            ending = tuple(a for a in state.sums if a not in self.goal.sums)
+            begins = tuple(a for a in self.goal.sums if a not in state.sums)
+            kept = tuple(a for a in state.sums if a in self.goal.sums)
+            for stay in ((), *self._subsets(ending)):
+                for new in ((), *self._subsets(begins)):
+                    sums = tuple(sorted((*kept, *stay, *new)))
+                    for cuts in self._all_cuts(sums):
+                        yield Move("exchange", (), State(cuts, sums))
+            return
+        spare = self.space.free(self.goal)
+        for axes in self._subsets(spare):
+            for d, cut in enumerate(self.goal.cuts):
+                if self._evenly(d, cut, axes):
+                    yield Move("exchange", (), self._with(self.goal, d, cut + axes))
 
-def _factors(axes: list[str], product: int, here: Sharding) -> Iterator[tuple[str, ...]]:
-    """Sequences of axes whose sizes multiply to `product`, shortest first, in the given order."""
-    for n in range(len(axes) + 1):
-        for chosen in permutations(axes, n):
-            if here.mesh.size(*chosen) == product:
-                yield chosen
-                break  # the order of axes that the goal does not want there is indifferent
+    def _all_cuts(self, sums: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
+        """Every way to cut the dims evenly by axes that hold no addends."""
+        usable = [a for a in range(len(self.space.axes)) if a not in sums]
+        dims = range(len(self.space.start.shape))
+        for places in product((-1, *dims), repeat=len(usable)):
+            chosen = [tuple(a for a, p in zip(usable, places, strict=True) if p == d) for d in dims]
+            for cuts in product(*(permutations(axes) for axes in chosen)):
+                if all(self.space.is_even(d, cut) for d, cut in enumerate(cuts)):
+                    yield cuts
 
+    def _arrangements(self, d: int, usable: tuple[int, ...], parts: list[int]) -> Iterator[tuple[Cut, ...]]:
+        """Ways to cut the dims from `d` on into as many parts as now, the goal's leading cuts first."""
+        if d == len(parts):
+            yield ()
+            return
+        for cut in dict.fromkeys(self._rearranged(d, usable, parts[d])):
+            left = tuple(a for a in usable if a not in cut)
+            for others in self._arrangements(d + 1, left, parts):
+                yield (cut, *others)
 
-def _next_shards(dim: Dim, goal: Dim) -> tuple[Shard, ...]:
-    """The goal's cuts that come after those of `dim`, if those lead up to them."""
-    n = len(dim.shards)
-    return goal.shards[n:] if goal.shards[:n] == dim.shards else ()
+    def _rearranged(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
+        if self.complete:
+            for n in range(len(usable) + 1):
+                yield from (cut for cut in permutations(usable, n) if self._parts(cut) == parts)
+            return
+        goal = self.goal.cuts[d]
+        for n in range(len(goal), -1, -1):
+            lead = goal[:n]
+            if not self.space.is_plain(lead) or not set(lead) <= set(usable) or parts % self._parts(lead):
+                continue
+            rest = [a for a in usable if a not in lead]
+            for k in range(len(rest) + 1):
+                # The order of axes that the goal does not want there is indifferent.
+                tail = next((c for c in combinations(rest, k) if self._parts(lead + c) == parts), None)
+                if tail is not None:
+                    yield lead + tail
 
+    def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """All of the axes first, then fewer; on large spaces all of them and each alone."""
+        for n in range(len(axes), 0, -1):
+            if self.complete or n in (1, len(axes)):
+                yield from combinations(axes, n)
 
-def _misplaced(dim: Dim, dst: Layout) -> tuple[Shard, ...]:
-    """The cuts of a dim beyond those it shares with the goal."""
-    goal = dst.dim(dim.name).shards
-    shared = 0
-    while shared < min(len(goal), len(dim.shards)) and goal[shared] == dim.shards[shared]:
-        shared += 1
-    return dim.shards[shared:]
+    def _parts(self, cut: Cut) -> int:
+        parts = 1
+        for s in cut:
+            parts *= self.space.sizes[s]
+        return parts
 
+    def _wanted(self, d: int, cut: Cut) -> Cut:
+        """The goal's cuts of a dim that come after `cut`, if those lead up to them."""
+        goal = self.goal.cuts[d]
+        return goal[len(cut) :] if goal[: len(cut)] == cut else ()
 
-def _same_axes(a: tuple[Shard, ...], b: tuple[Shard, ...]) -> bool:
-    return sorted(axes_of(a)) == sorted(axes_of(b))
+    def _kept(self, d: int, cut: Cut) -> int:
+        """How many leading cuts of a dim are left alone: those shared with the goal, on large spaces."""
+        if self.complete:
+            return 0
+        shared = 0
+        while shared < min(len(cut), len(self.goal.cuts[d])) and cut[shared] == self.goal.cuts[d][shared]:
+            shared += 1
+        return shared
+
+    def _evenly(self, d: int, outer: Cut, inner: Cut) -> bool:
+        """Whether `inner` cuts every block of a dim under `outer` into equal parts."""
+        return self.space.is_even(d, outer) and self.space.is_even(d, outer + inner)
+
+    @staticmethod
+    def _with(state: State, d: int, cut: Cut) -> State:
+        return State((*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.sums)

@@ -56,6 +56,8 @@ def cut(length: int, order: str, n: int, index: int) -> Runs:
     >>> cut(8, "zigzag", 2, 0)
     (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
     """
+    if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
+        return _interval(0, length)
     if order == "balanced":
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)

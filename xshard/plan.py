@@ -22,6 +22,7 @@ from xshard.mesh import Mesh
 from xshard.notation import Shard
 from xshard.sharding import Sharding
 from xshard.steps import Scale, Step
+from xshard.units import format_bytes, format_seconds
 
 
 class Stage(NamedTuple):
@@ -165,7 +166,7 @@ class Plan:
             raise
         except XshardError as error:
             raise PlanError(f"this is no plan: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
         inferred = [str(stage.after.layout) for stage in plan.stages]
         if written != inferred:
@@ -197,7 +198,10 @@ def _to_plain(value: Any) -> Any:
 
 
 def _shards(values: list[str]) -> tuple[Shard, ...]:
-    return tuple(shard for v in values for shard in Layout.parse(f"d/{v}").dims[0].shards)
+    shards = tuple(shard for v in values for shard in Layout.parse(f"d/{v}").dims[0].shards)
+    if [str(shard) for shard in shards] != values:
+        raise PlanError(f"{values} are no cuts")
+    return shards
 
 
 # How a field of a step is read back, by its declared type.
@@ -250,21 +254,3 @@ def _table(plan: Plan) -> str:
 def _shape(sharding: Sharding) -> str:
     text = "x".join(map(str, sharding.max_local_shape)) or "scalar"
     return text if sharding.is_even else f"<={text}"
-
-
-def format_bytes(n: int) -> str:
-    """1536 -> '1.50 KiB'."""
-    value, unit = float(n), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{n} B" if unit == "B" else f"{value:.2f} {unit}"
-
-
-def format_seconds(s: float) -> str:
-    """0.00015 -> '150.0 us'."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if s * factor >= 1:
-            return f"{s * factor:.2f} {unit}"
-    return f"{s * 1e6:.1f} us"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xshard.plan import Plan, format_bytes, format_seconds
+from xshard.plan import Plan
 from xshard.sharding import Sharding
+from xshard.units import format_bytes, format_seconds
 
 
 class Row(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -73,6 +73,12 @@ class Exchange(Step):
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         after = before.with_layout(self.to)
+        if (even := _even_cuts(before)) and (ends := _even_cuts(after)) and len(levels) < 2:
+            addends = before.mesh.size(*ended(before.layout, after.layout))
+            if not begun(before.layout, after.layout):
+                found = even_traffic(before.shape, even, ends, addends, before.mesh.axes)
+                if found is not None:
+                    return found
         reached = reach(before, after, ())
         most = int(reached.elements.max())
         hops: list[Hop] = []
@@ -138,7 +144,7 @@ def messages_from(before: Sharding, after: Sharding, device: int) -> tuple[Messa
 def ended(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes whose sum, max or min ends between the layouts."""
     kinds = ("sum", "max", "min")
-    return tuple(a for a in src.tagged(*kinds) if a not in dst.tagged(*kinds))
+    return tuple(a for kind in kinds for a in src.tagged(kind) if a not in dst.tagged(kind))
 
 
 def begun(src: Layout, dst: Layout) -> tuple[str, ...]:
@@ -191,6 +197,51 @@ def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _cut_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(a for dim in layout.dims for a in dim.axes)
+
+
+Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
+
+
+def even_traffic(
+    shape: Sequence[int], src: Cuts, dst: Cuts, addends: int, axes: Sequence[str]
+) -> Traffic | None:
+    """Traffic of an exchange between even contiguous cuts over one kind of link, without looking at devices.
+
+    addends: how many partial values of every element are added up. None where the two cuts of a
+    dim do not divide each other: then devices differ and have to be looked at.
+    """
+    need, own, senders = addends, 1, addends
+    for length, a, b in zip(shape, src, dst, strict=True):
+        shared = 0
+        while shared < min(len(a), len(b)) and a[shared] == b[shared]:
+            shared += 1
+        there, here = (math.prod(n for _, n in cut[shared:]) for cut in (a, b))
+        parts = math.prod(n for _, n in b[:shared])
+        need *= length // (parts * here)
+        if there > 1 and here > 1:
+            # Different axes cut on: some device has the first part of the one and the last of the other.
+            if there % here and here % there:
+                return None
+            own = 0
+        own *= length // (parts * max(there, here))
+        senders *= max(1, there // here)
+    received = need - own
+    if not received:
+        return Traffic(0, 2 * need)
+    return Traffic(received, 2 * need, (Hop(axes[0], received, senders - (own > 0)),))
+
+
+def _even_cuts(sharding: Sharding) -> Cuts | None:
+    """The axes that cut every dim, if all cuts are contiguous and even."""
+    cuts = []
+    for dim, length in zip(sharding.layout.dims, sharding.shape, strict=True):
+        if dim.overlap is not None or any(s.order != "block" or len(s.axes) > 1 for s in dim.shards):
+            return None
+        cut = tuple((a, sharding.mesh.size(a)) for a in dim.axes)
+        if length % math.prod(n for _, n in cut):
+            return None
+        cuts.append(cut)
+    return tuple(cuts)
 
 
 class Reach(NamedTuple):

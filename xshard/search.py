@@ -1,0 +1,180 @@
+"""The search: the cheapest path of moves from one layout to another.
+
+Decides in which order states are settled (A*, cheapest first) and which path is the best: fewest
+seconds, then the plainest. What moves there are is told by `moves`, what they cost by `space`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from xshard.cost import LOCAL
+from xshard.errors import PlanError
+from xshard.moves import Moves
+from xshard.space import Move, Space, State
+from xshard.steps import Step
+from xshard.units import format_bytes
+
+# How many states a search may settle before it takes the best path it has found: a guard for
+# meshes of many axes. Complete spaces are smaller.
+MAX_SETTLED = 400
+
+Rank = tuple[float, int]  # seconds, then plainness: what paths are compared by
+
+
+class _Path(NamedTuple):
+    """Moves made so far and what they cost."""
+
+    seconds: float
+    plainness: int
+    held: int
+    moves: tuple[tuple[State, Move], ...]
+
+    @property
+    def rank(self) -> Rank:
+        return round(self.seconds, 15), self.plainness
+
+
+@dataclass(frozen=True)
+class Search:
+    """Cheapest-first search over a space. memory_limit: bytes that no device may exceed at any moment."""
+
+    space: Space
+    memory_limit: int | None
+
+    def best_path(self) -> tuple[Step, ...]:
+        """The steps of the cheapest path within the memory limit. Raises PlanError where none fits."""
+        path = self._search()
+        if path is None:
+            least = replace(self, memory_limit=None)._least_peak_bytes()
+            raise PlanError(
+                f"no plan stays within {format_bytes(self.memory_limit or 0)} per device",
+                hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
+            )
+        return tuple(self.space.step(move, state) for state, move in path.moves)
+
+    @cached_property
+    def _largest(self) -> int:
+        """Elements of the larger end: no block on the way is larger."""
+        return max(self.space.start.max_local_size, self.space.goal.max_local_size)
+
+    @cached_property
+    def _least_step(self) -> float:
+        """Seconds that any step with communication takes, at least."""
+        return min((s for _, s in self.space.profile.launch_s), default=0.0) + self._least_latency
+
+    @cached_property
+    def _fastest(self) -> float:
+        """Bytes per second of the fastest link."""
+        profile, mesh = self.space.profile, self.space.start.mesh
+        return max((profile.link(a, mesh).bytes_per_s for a in mesh.axes), default=1.0)
+
+    def _search(self) -> _Path | None:
+        space, moves = self.space, Moves(self.space)
+        start, goal = space.state(space.start.layout), moves.goal
+        best: _Path | None = None
+        settled: set[State] = set()
+        reached: dict[State, Rank] = {}
+        tie = itertools.count()
+        queue = [((0.0, 0), next(tie), start, _Path(0.0, 0, space.block(start), ()))]
+        while queue:
+            estimate, _, state, path = heapq.heappop(queue)
+            if best is not None and estimate >= best.rank:
+                break
+            if state in settled:
+                continue
+            if state == goal:
+                best = path
+                continue
+            settled.add(state)
+            if best is not None and len(settled) > MAX_SETTLED:
+                break
+            for move in self._moves(moves, state, path, best):
+                longer = self._extended(path, state, move, best)
+                if longer is None or move.after in settled:
+                    continue
+                if longer.rank >= reached.get(move.after, (float("inf"), 0)):
+                    continue
+                reached[move.after] = longer.rank
+                if move.after == goal:
+                    best = longer if best is None or longer.rank < best.rank else best
+                    continue
+                left = self._remaining(move.after)
+                guess = round(longer.seconds + left, 15), longer.plainness + 1
+                if best is None or guess < best.rank:
+                    heapq.heappush(queue, (guess, next(tie), move.after, longer))
+        return best
+
+    def _moves(self, moves: Moves, state: State, path: _Path, best: _Path | None) -> Iterator[Move]:
+        """The moves from a state, the direct exchange first: it bounds all others."""
+        yield Move("exchange", (), moves.goal)
+        yield from moves.collectives(state)
+        # Any other exchange leaves at least one more step with communication to do: what can be
+        # done locally afterwards, the direct one has done.
+        least = path.seconds + self._least_exchange + self._remaining(state)
+        if best is None or least < best.seconds:
+            yield from moves.exchanges(state)
+
+    @cached_property
+    def _least_latency(self) -> float:
+        profile, mesh = self.space.profile, self.space.start.mesh
+        return min((profile.link(a, mesh).latency_s for a in mesh.axes), default=0.0)
+
+    @cached_property
+    def _least_exchange(self) -> float:
+        """Seconds that an exchange takes before the first byte has come."""
+        return self.space.profile.launch("exchange") + self._least_latency
+
+    def _extended(self, path: _Path, state: State, move: Move, best: _Path | None) -> _Path | None:
+        """The path with a move added, unless it holds too much or cannot beat the best."""
+        if best is not None and move.kind not in LOCAL and path.seconds + self._least_step > best.seconds:
+            return None
+        if self.space.block(move.after) > self._largest:
+            return None
+        if move.kind == "permute" and not self._permutes(state, move.after):
+            return None
+        price = self.space.price(move, state)
+        if self.memory_limit is not None and price.held * self.space.itemsize > self.memory_limit:
+            return None
+        # Among equals the plainer path wins: local moves, then collectives, then exchanges.
+        plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
+        return _Path(
+            path.seconds + price.seconds,
+            path.plainness + plainness,
+            max(path.held, price.held),
+            (*path.moves, (state, move)),
+        )
+
+    def _permutes(self, state: State, after: State) -> bool:
+        """Whether blocks of the one are blocks of the other: known for even cuts, looked up for others."""
+        space = self.space
+        if all(
+            space.is_plain(cut) and space.is_even(d, cut)
+            for end in (state, after)
+            for d, cut in enumerate(end.cuts)
+        ):
+            return True
+        here = space.start.with_layout(space.layout(state))
+        try:
+            space.step(Move("permute", (), after), state).after(here)
+        except PlanError:
+            return False
+        return True
+
+    def _remaining(self, state: State) -> float:
+        """Seconds that any path from a state must still spend."""
+        received = self.space.least_received(state)
+        return self._least_step + received * self.space.itemsize / self._fastest if received else 0.0
+
+    def _least_peak_bytes(self) -> int:
+        """The smallest peak of any path: the limit is lowered until no path is left."""
+        least, path = 0, self._search()
+        while path is not None:
+            least = path.held * self.space.itemsize
+            path = replace(self, memory_limit=least - 1)._search()
+        return least
