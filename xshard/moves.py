@@ -1,9 +1,13 @@
 """Which moves are worth trying from one state on the way to another.
 
-Decides the planner's step set. On small meshes it is complete: every collective over every
-group of axes, every slice, permutation and exchange between any two states. On large ones it
-is directed: an axis is moved only to where the goal wants it, gathered only where the goal
-does not have it. The exchange straight to the goal is there from every state.
+Decides the planner's step set. A plan touches the axes whose role differs between the two ends;
+others are pinned, so that devices along them do not wait for each other. The exception are
+replicas on a faster link than one that must be crossed: they can take shares of what crosses it.
+
+On small meshes the set is complete: over these axes, every collective over every group, every
+slice, permutation and exchange between any two states. On large ones it is directed: an axis is
+moved only to where the goal wants it, gathered only where the goal does not have it. The
+exchange straight to the goal is there from every state.
 """
 
 from __future__ import annotations
@@ -26,11 +30,28 @@ class Moves:
         self.space = space
         self.goal = space.goal_state
         named = [s for end in (space.start, space.goal) for s in space.state(end.layout).cuts]
-        small = len(space.axes) <= COMPLETE_AXES and len(space.start.shape) <= COMPLETE_DIMS
+        start = space.state(space.start.layout)
+        self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
+        self.usable = self._usable(start)
+        small = len(self.usable) <= COMPLETE_AXES and len(space.start.shape) <= COMPLETE_DIMS
         self.complete = small and all(
             space.is_plain(cut) and space.is_even(i % len(space.start.shape), cut)
             for i, cut in enumerate(named)
         )
+
+    def _usable(self, start: State) -> tuple[int, ...]:
+        """The axes that steps may work on: those that change, and replicas on faster links than theirs."""
+        space, goal = self.space, self.goal
+        old, new = space.roles(start), space.roles(goal)
+        changing = [a for a in {**old, **new} if old.get(a) != new.get(a)]
+        changing += [a for a in range(len(space.axes)) if (a in start.sums) != (a in goal.sums)]
+        slowest = min((space.level(a) for a in changing), default=0)
+        spare = set(space.free(start)) & set(space.free(goal))
+        relief = [a for a in spare if space.level(a) > slowest]
+        return tuple(sorted({*changing, *relief}))
+
+    def _free(self, state: State) -> tuple[int, ...]:
+        return tuple(a for a in self.space.free(state) if a in self.usable)
 
     def collectives(self, state: State) -> Iterator[Move]:
         """Every move worth trying from a state, exchanges left out."""
@@ -48,7 +69,7 @@ class Moves:
                     yield Move("all_gather", (d, n), self._with(state, d, cut[:-n]))
 
     def _slices(self, state: State) -> Iterator[Move]:
-        free = self.space.free(state)
+        free = self._free(state)
         if not free:
             return
         for d, cut in enumerate(state.cuts):
@@ -69,8 +90,8 @@ class Moves:
             return
         for s in self.goal.cuts[d]:  # out of order: a permutation puts it right later
             yield (s,)
-        if len(self.space.levels) > 1:  # a replica's share, so that a slow link carries it once
-            for a in free:
+        for a in free:  # a replica's share, so that a slow link carries it once
+            if a not in self.space.axes_in(s for cut in self.goal.cuts for s in cut):
                 yield (a,)
 
     def _all_to_alls(self, state: State) -> Iterator[Move]:
@@ -120,7 +141,7 @@ class Moves:
                 if set(axes) <= set(begins):
                     sums = tuple(sorted((*state.sums, *axes)))
                     yield Move("embed", (d, n), self._with(State(state.cuts, sums), d, cut[:-n]))
-        free = self.space.free(state)
+        free = self._free(state)
         for axes in self._subsets(tuple(a for a in begins if a in free)):
             yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
 
@@ -134,8 +155,8 @@ class Moves:
             yield Move("permute", (), self.goal)
         if not all(space.is_plain(cut) and space.is_even(d, cut) for d, cut in enumerate(state.cuts)):
             return
-        usable = tuple(a for a in range(len(space.axes)) if a not in state.sums)
-        parts = [self._parts(cut) for cut in state.cuts]
+        usable = tuple(a for a in self.usable if a not in state.sums)
+        parts = [self._parts(cut[len(pin) :]) for cut, pin in zip(state.cuts, self.pinned, strict=True)]
         for cuts in self._arrangements(0, usable, parts):
             if cuts not in (state.cuts, self.goal.cuts):
                 yield Move("permute", (), State(cuts, state.sums))
@@ -155,7 +176,7 @@ class Moves:
                     for cuts in self._all_cuts(sums):
                         yield Move("exchange", (), State(cuts, sums))
             return
-        spare = self.space.free(self.goal)
+        spare = self._free(self.goal)
         for axes in self._subsets(spare):
             for d, cut in enumerate(self.goal.cuts):
                 if self._evenly(d, cut, axes):
@@ -163,11 +184,13 @@ class Moves:
 
     def _all_cuts(self, sums: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
         """Every way to cut the dims evenly by axes that hold no addends."""
-        usable = [a for a in range(len(self.space.axes)) if a not in sums]
+        usable = [a for a in self.usable if a not in sums]
         dims = range(len(self.space.start.shape))
         for places in product((-1, *dims), repeat=len(usable)):
             chosen = [tuple(a for a, p in zip(usable, places, strict=True) if p == d) for d in dims]
-            for cuts in product(*(permutations(axes) for axes in chosen)):
+            orders = (permutations(axes) for axes in chosen)
+            for tails in product(*orders):
+                cuts = tuple(pin + tail for pin, tail in zip(self.pinned, tails, strict=True))
                 if all(self.space.is_even(d, cut) for d, cut in enumerate(cuts)):
                     yield cuts
 
@@ -179,14 +202,14 @@ class Moves:
         for cut in dict.fromkeys(self._rearranged(d, usable, parts[d])):
             left = tuple(a for a in usable if a not in cut)
             for others in self._arrangements(d + 1, left, parts):
-                yield (cut, *others)
+                yield (self.pinned[d] + cut, *others)
 
     def _rearranged(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
         if self.complete:
             for n in range(len(usable) + 1):
                 yield from (cut for cut in permutations(usable, n) if self._parts(cut) == parts)
             return
-        goal = self.goal.cuts[d]
+        goal = self.goal.cuts[d][len(self.pinned[d]) :]
         for n in range(len(goal), -1, -1):
             lead = goal[:n]
             if not self.space.is_plain(lead) or not set(lead) <= set(usable) or parts % self._parts(lead):
@@ -216,13 +239,8 @@ class Moves:
         return goal[len(cut) :] if goal[: len(cut)] == cut else ()
 
     def _kept(self, d: int, cut: Cut) -> int:
-        """How many leading cuts of a dim are left alone: those shared with the goal, on large spaces."""
-        if self.complete:
-            return 0
-        shared = 0
-        while shared < min(len(cut), len(self.goal.cuts[d])) and cut[shared] == self.goal.cuts[d][shared]:
-            shared += 1
-        return shared
+        """How many leading cuts of a dim are left alone: the pinned, on large spaces all the goal has too."""
+        return len(self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d]))
 
     def _evenly(self, d: int, outer: Cut, inner: Cut) -> bool:
         """Whether `inner` cuts every block of a dim under `outer` into equal parts."""
@@ -231,3 +249,11 @@ class Moves:
     @staticmethod
     def _with(state: State, d: int, cut: Cut) -> State:
         return State((*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.sums)
+
+
+def _shared(a: Cut, b: Cut) -> Cut:
+    """The leading cuts that both have."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return a[:n]

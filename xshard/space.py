@@ -205,12 +205,15 @@ class Space:
 
     def group(self, axes: Iterable[int]) -> list[tuple[str, int]]:
         """Axes with their sizes, the slowest link first."""
-        return [(self.axes[a], self.sizes[a]) for a in sorted(axes, key=self._ranks.__getitem__)]
+        return [(self.axes[a], self.sizes[a]) for a in sorted(axes, key=lambda a: (self.level(a), a))]
+
+    def level(self, axis: int) -> int:
+        """How fast the link of an axis is, 0 for the slowest."""
+        return self._level_of[axis]
 
     @cached_property
-    def _ranks(self) -> tuple[tuple[int, int], ...]:
-        level = {a: i for i, axes in enumerate(self.levels) for a in axes}
-        return tuple((level[a], i) for i, a in enumerate(self.axes))
+    def _level_of(self) -> tuple[int, ...]:
+        return tuple(next(i for i, axes in enumerate(self.levels) if a in axes) for a in self.axes)
 
     def _exchange_traffic(self, state: State, after: State) -> Traffic:
         known = self._exchanges.get((state, after))
