@@ -22,7 +22,7 @@ from xshard.units import format_bytes
 
 # How many states a search may settle before it takes the best path it has found: a guard for
 # meshes of many axes. Complete spaces are smaller.
-MAX_SETTLED = 400
+MAX_SETTLED = 150
 
 Rank = tuple[float, int]  # seconds, then plainness: what paths are compared by
 
@@ -132,9 +132,9 @@ class Search:
 
     def _extended(self, path: _Path, state: State, move: Move, best: _Path | None) -> _Path | None:
         """The path with a move added, unless it holds too much or cannot beat the best."""
-        if best is not None and move.kind not in LOCAL and path.seconds + self._least_step > best.seconds:
-            return None
         if self.space.block(move.after) > self._largest:
+            return None
+        if best is not None and path.seconds + self._least(move, state) > best.seconds:
             return None
         if move.kind == "permute" and not self._permutes(state, move.after):
             return None
@@ -149,6 +149,16 @@ class Search:
             max(path.held, price.held),
             (*path.moves, (state, move)),
         )
+
+    def _least(self, move: Move, state: State) -> float:
+        """Seconds that a move and all after it take, at least: known without pricing the move."""
+        left = self._remaining(move.after)
+        if move.kind in LOCAL:
+            return left
+        if move.kind != "exchange":
+            return left + self._least_step
+        received = self.space.flat_received(state, move.after)
+        return left + self._least_exchange + received * self.space.itemsize / self._fastest
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether blocks of the one are blocks of the other: known for even cuts, looked up for others."""

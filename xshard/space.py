@@ -179,15 +179,13 @@ class Space:
         goal = self.goal_state
         if state.sums != goal.sums:
             return 0
-        known = self._least.get(state)
-        if known is None:
-            traffic = self._even_exchange(state, goal) or self._exchange_traffic(state, goal)
-            known = self._least[state] = traffic.received
-        return known
+        traffic = self._even_exchange(state, goal) or self._exchange_traffic(state, goal)
+        return traffic.received
 
-    @cached_property
-    def _least(self) -> dict[State, int]:
-        return {}
+    def flat_received(self, state: State, after: State) -> int:
+        """Elements that an exchange receives, where that is known without looking at devices; else 0."""
+        traffic = self._even_exchange(state, after)
+        return traffic.received if traffic else 0
 
     @cached_property
     def goal_state(self) -> State:
@@ -234,11 +232,18 @@ class Space:
 
     def _even_exchange(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange over one kind of link, where no device has to be looked at."""
-        src, dst = self._sized(state), self._sized(after)
-        if src is None or dst is None or set(after.sums) - set(state.sums):
-            return None
-        addends = math.prod(self.sizes[a] for a in state.sums if a not in after.sums)
-        return even_traffic(self.start.shape, src, dst, addends, self.start.mesh.axes)
+        if (state, after) not in self._evens:
+            src, dst = self._sized(state), self._sized(after)
+            found = None
+            if src is not None and dst is not None and not set(after.sums) - set(state.sums):
+                addends = math.prod(self.sizes[a] for a in state.sums if a not in after.sums)
+                found = even_traffic(self.start.shape, src, dst, addends, self.start.mesh.axes)
+            self._evens[state, after] = found
+        return self._evens[state, after]
+
+    @cached_property
+    def _evens(self) -> dict[tuple[State, State], Traffic | None]:
+        return {}
 
     def _sized(self, state: State) -> Cuts | None:
         """The axes that cut every dim, with sizes; None where a cut is uneven or not contiguous."""

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from xshard.errors import PlanError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
-from xshard.ownership import Run, Runs, Segment, common, rows
+from xshard.notation import Dim
+from xshard.ownership import Run, Runs, Segment, common, holders, owners, rows
 from xshard.sharding import Sharding
 from xshard.steps.base import REDUCERS, Block, Blocks, Hop, Levels, Step, Traffic
 
@@ -262,12 +263,10 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
     addends = mesh.size(*(a for a in ended(src, dst) if a not in agree))
     elements = np.full((1,) * len(mesh.axes), addends, np.int64)
     senders = elements.copy()
-    for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
-        axes = tuple(dict.fromkeys((*a.axes, *b.axes)))
+    for a, b, length in zip(src.dims, dst.dims, before.shape, strict=True):
         fixed = tuple(axis for axis in a.axes if axis in begins or axis in agree)
-        tables = _dim_reach(before.owners(d), after.holders(d), a.axes, b.axes, fixed, mesh)
-        elements = elements * _spread(tables[0], axes, mesh)
-        senders = senders * _spread(tables[1], axes, mesh)
+        dim_elements, dim_senders = _dim_reach(a, b, length, fixed, mesh)
+        elements, senders = elements * dim_elements, senders * dim_senders
     for axis in begins:
         if axis not in _cut_axes(src):
             first = _spread(np.eye(1, mesh.size(axis), dtype=np.int64)[0], (axis,), mesh)
@@ -275,31 +274,34 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
     return Reach(elements, senders)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
 def _dim_reach(
-    src_rows: tuple[Runs, ...],
-    dst_rows: tuple[Runs, ...],
-    src_axes: tuple[str, ...],
-    dst_axes: tuple[str, ...],
-    fixed: tuple[str, ...],
-    mesh: Mesh,
+    src: Dim, dst: Dim, length: int, fixed: tuple[str, ...], mesh: Mesh
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One dim's share of `reach`, as tables over the union of the axes that cut it."""
-    axes = tuple(dict.fromkeys((*src_axes, *dst_axes)))
-    sizes = mesh.sizes_of(axes)
-    shared = np.array([[sum(s.length for s in common(a, b)) for a in src_rows] for b in dst_rows])
+    """One dim's share of `reach`, as arrays over the axes that cut it, shaped to broadcast over the mesh."""
+    src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
+    shared = _rows_in_common(owners(src, length, src_sizes), holders(dst, length, dst_sizes))
     # Over (destination indices, source indices); the fixed axes of the source are the receiver's own.
-    shared = shared.reshape((*mesh.sizes_of(dst_axes), *mesh.sizes_of(src_axes)))
-    over = tuple(len(dst_axes) + i for i, a in enumerate(src_axes) if a not in fixed)
-    left = (*dst_axes, *(a for a in src_axes if a in fixed))
-    tables = []
-    for table in (shared.sum(axis=over), np.count_nonzero(shared, axis=over)):
-        labels = [axes.index(a) for a in left]
-        # An axis on both sides is read on its diagonal: receiver and sender share it.
-        diagonal = np.einsum(np.asarray(table), labels, sorted(set(labels)))
-        full = diagonal.reshape([n if a in left else 1 for a, n in zip(axes, sizes, strict=True)])
-        tables.append(np.broadcast_to(full, sizes))
-    return tables[0], tables[1]
+    shared = shared.reshape((*dst_sizes, *src_sizes))
+    over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
+    left = [mesh.position(a) for a in (*dst.axes, *(a for a in src.axes if a in fixed))]
+    shape = [n if i in left else 1 for i, n in enumerate(mesh.sizes)]
+    # An axis on both sides is read on its diagonal: receiver and sender share it.
+    elements, senders = (
+        np.einsum(table, left, sorted(set(left))).reshape(shape)
+        for table in (shared.sum(axis=over), (shared > 0).sum(axis=over))
+    )
+    return elements, senders
+
+
+def _rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
+    """How many rows every block of `dst` (first index) shares with every block of `src`."""
+    if all(len(runs) == 1 and runs[0].repeats == 1 and runs[0].start >= 0 for runs in (*src, *dst)):
+        a, b = (np.array([(r.start, r.start + r.length) for (r,) in side]) for side in (src, dst))
+        ends: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
+        shared: NDArray[np.int64] = np.maximum(ends - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
+        return shared
+    return np.array([[sum(s.length for s in common(a, b)) for a in src] for b in dst])
 
 
 def _spread(table: NDArray[np.int64], axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:
