@@ -21,6 +21,8 @@ from xshard.sharding import Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.base import Levels
 
+DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
+TOPOLOGIES = ("switch", "ring")
 LOCAL = ("slice", "embed", "mask", "retag", "scale")  # kinds of steps that send nothing
 
 
@@ -30,12 +32,19 @@ class ProfileError(XshardError):
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the devices along one axis: seconds per message, bytes per second and device."""
+    """What connects the devices along one axis: seconds per message, bytes per second and device.
+
+    topology: on a "switch" every device reaches every other alike; on a "ring" (an axis of a
+    torus, both ways) what is not passed on to a neighbour travels a quarter of it on average.
+    """
 
     latency_s: float
     bytes_per_s: float
+    topology: str = "switch"
 
     def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ProfileError(f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}")
         if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
             raise ProfileError(
                 f"no such link: {self.latency_s} s, {self.bytes_per_s} bytes/s",
@@ -81,7 +90,8 @@ class Profile:
             total += self.launch(kind)
         for hop in traffic.hops:
             link = self.link(hop.axis, mesh)
-            total += hop.messages * link.latency_s + hop.received * itemsize / link.bytes_per_s
+            way = max(1.0, mesh.size(hop.axis) / 4) if link.topology == "ring" and kind in DIRECT else 1.0
+            total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
         return total
 
     def levels(self, mesh: Mesh) -> Levels:
