@@ -15,9 +15,10 @@ def main() -> None:
     try:
         from xshard.commands.app import app
     except ModuleNotFoundError as error:
-        if error.name not in _NEEDED:
+        package = str(error.name).partition(".")[0]
+        if package not in _NEEDED:
             raise
-        print(f"xshard: the command line needs {error.name}: pip install 'xshard[cli]'", file=sys.stderr)
+        print(f"xshard: the command line needs {package}: pip install 'xshard[cli]'", file=sys.stderr)
         sys.exit(2)
     app(prog_name="xshard")
 

@@ -56,6 +56,7 @@ def plan(
     for layout in (src, dst):
         check_axes(layout, mesh, text)
     try:
+        Sharding(src, mesh, tuple(shape))  # checked before the cache is asked, for which 4.0 is 4
         return find_plan(
             src,
             dst,
@@ -112,6 +113,10 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
                 f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not",
                 hint=f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})",
             )
+    if not src.is_linear and dst.tagged("sum", "mean"):
+        raise PlanError(
+            f"between '{src}' and '{dst}' a max ends and a sum begins", hint="reduce first, then redistribute"
+        )
 
 
 def _uncopied(sharding: Sharding) -> Sharding:

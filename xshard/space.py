@@ -236,8 +236,8 @@ class Space:
             src, dst = self._sized(state), self._sized(after)
             found = None
             if src is not None and dst is not None and not set(after.sums) - set(state.sums):
-                addends = math.prod(self.sizes[a] for a in state.sums if a not in after.sums)
-                found = even_traffic(self.start.shape, src, dst, addends, self.start.mesh.axes)
+                addends = [(self.axes[a], self.sizes[a]) for a in state.sums if a not in after.sums]
+                found = even_traffic(self.start.shape, src, dst, addends)
             self._evens[state, after] = found
         return self._evens[state, after]
 

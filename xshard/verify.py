@@ -1,25 +1,31 @@
 """Verification: the same plans on numpy, torch and JAX, forward and backward, side by side.
 
-Decides what a task is, how its inputs are drawn, and how a runtime is asked: each bridge has a
-module that reads tasks and writes outcomes (`python -m torch_bridge.worker`,
-`python -m jax_bridge.worker`), so that no framework is imported here.
+Decides what a task is, how its inputs are drawn, and how a runtime is asked (`runtimes` says who,
+`verdict` who is right): each bridge has a module that reads tasks and writes outcomes
+(`python -m torch_bridge.worker`, `python -m jax_bridge.worker`), so that no framework is
+imported here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from xshard import reference
-from xshard.errors import XshardError
+from xshard.errors import DtypeError, XshardError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.plan import Plan
@@ -75,25 +81,52 @@ def run_reference(task: Task) -> Outcome:
     start = time.perf_counter()
     outputs = reference.run(task.plan, task.inputs)
     gradients = reference.pullback(task.plan, task.inputs, task.cotangents)
-    seconds = time.perf_counter() - start
-    backward = task.plan.backward.bytes_received if task.plan.src.is_linear else None
-    return Outcome(tuple(outputs), tuple(gradients), task.plan.bytes_received, backward, seconds)
+    # One process holds all blocks: no bytes travel, so none are measured.
+    return Outcome(tuple(outputs), tuple(gradients), seconds=time.perf_counter() - start)
 
 
-def run_worker(module: str, tasks: Sequence[Task], *options: str) -> list[Outcome]:
+def run_worker(
+    module: str, tasks: Sequence[Task], *options: str, timeout_s: float | None = None
+) -> list[Outcome]:
     """The tasks on another runtime, in a process of its own. Raises WorkerError.
 
-    module: as in `"torch_bridge.worker"`; options: passed on to it.
+    module: as in `"torch_bridge.worker"`; options: passed on to it. timeout_s: None waits forever.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "tasks.pickle"), Path(folder, "outcomes.pickle")
         asked.write_bytes(pickle.dumps(list(tasks)))
         command = [sys.executable, "-m", module, str(asked), str(answered), *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not answered.exists():
-            raise WorkerError(f"{module} failed with status {done.returncode}", hint=done.stderr[-4000:])
+        status, said = _run_group(command, timeout_s)
+        name, hint = " ".join((module, *options)), said[-4000:].strip() or None
+        if status is None:
+            raise WorkerError(f"{name} did not finish within {timeout_s:g} s", hint=hint)
+        if status or not answered.exists():
+            raise WorkerError(f"{name} failed with status {status}", hint=hint)
         outcomes: list[Outcome] = pickle.loads(answered.read_bytes())
+    if len(outcomes) != len(tasks):
+        raise WorkerError(f"{name} answered {len(outcomes)} of {len(tasks)} tasks")
     return outcomes
+
+
+def _run_group(command: Sequence[str], timeout_s: float | None) -> tuple[int | None, str]:
+    """Exit status (None where time ran out) and standard error of a command.
+
+    However it ends, the processes that the command forked end with it: ranks that wait for each
+    other in a collective would stay for ever.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        status: int | None = None
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return status, said.read()
 
 
 def difference(found: Blocks, expected: Blocks) -> float:
@@ -116,6 +149,7 @@ def _random_blocks(rng: np.random.Generator, layout: Layout, plan: Plan, unit: i
     cut = [a for dim in sharding.layout.dims for a in dim.axes]
     partial = sharding.layout.tagged("sum", "mean", "max", "min")
     equal = [a for a in mesh.axes if a not in cut and a not in partial]
+    dtype = _numpy_dtype(plan.dtype)
     blocks: list[Block] = []
     for device in range(mesh.n_devices):
         first = mesh.group(device, equal)[0]
@@ -127,5 +161,17 @@ def _random_blocks(rng: np.random.Generator, layout: Layout, plan: Plan, unit: i
                 if plan.dtype == "bool"
                 else rng.integers(0 if plan.dtype.startswith("uint") else -4, 5, sharding.local_shape(device))
             )
-            blocks.append((values * unit).astype(plan.dtype))
+            blocks.append((values * unit).astype(dtype))
     return blocks
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of numpy blocks; those that numpy lacks come from ml_dtypes. Raises DtypeError."""
+    with contextlib.suppress(ImportError):
+        import_module("ml_dtypes")  # makes its names known to numpy
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise DtypeError(
+            f"numpy has no {name} without ml_dtypes", hint="pip install 'xshard[jax]' brings it"
+        ) from None

@@ -74,12 +74,12 @@ class Exchange(Step):
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         after = before.with_layout(self.to)
-        if (even := _even_cuts(before)) and (ends := _even_cuts(after)) and len(levels) < 2:
-            addends = before.mesh.size(*ended(before.layout, after.layout))
-            if not begun(before.layout, after.layout):
-                found = even_traffic(before.shape, even, ends, addends, before.mesh.axes)
-                if found is not None:
-                    return found
+        src, dst = _even_cuts(before), _even_cuts(after)
+        if src and dst and len(levels) < 2 and not begun(before.layout, after.layout):
+            addends = [(a, before.mesh.size(a)) for a in ended(before.layout, after.layout)]
+            traffic = even_traffic(before.shape, src, dst, addends)
+            if traffic is not None:
+                return traffic
         reached = reach(before, after, ())
         most = int(reached.elements.max())
         hops: list[Hop] = []
@@ -93,7 +93,9 @@ class Exchange(Step):
             received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
             total = total + received
             if received.any():
-                hops.append(Hop(level[0], int(received.max()), int(messages.max())))
+                moving = [a for a in level if before.layout.role(a) != after.layout.role(a)]
+                longest = max((before.mesh.size(a), a) for a in moving)[1]
+                hops.append(Hop(longest, int(received.max()), int(messages.max())))
             reached = nearer
         # Every box, a device's own too, is packed at one end and unpacked at the other.
         return Traffic(int(total.max()), 2 * most, tuple(hops))
@@ -204,19 +206,22 @@ Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size)
 
 
 def even_traffic(
-    shape: Sequence[int], src: Cuts, dst: Cuts, addends: int, axes: Sequence[str]
+    shape: Sequence[int], src: Cuts, dst: Cuts, addends: Sequence[tuple[str, int]]
 ) -> Traffic | None:
     """Traffic of an exchange between even contiguous cuts over one kind of link, without looking at devices.
 
-    addends: how many partial values of every element are added up. None where the two cuts of a
-    dim do not divide each other: then devices differ and have to be looked at.
+    addends: the axes (name, size) whose sum ends. None where the two cuts of a dim do not divide
+    each other: then devices differ and have to be looked at.
     """
-    need, own, senders = addends, 1, addends
+    many = math.prod(n for _, n in addends)
+    need, own, senders = many, 1, many
+    moving = [(n, axis) for axis, n in addends]
     for length, a, b in zip(shape, src, dst, strict=True):
         shared = 0
         while shared < min(len(a), len(b)) and a[shared] == b[shared]:
             shared += 1
         there, here = (math.prod(n for _, n in cut[shared:]) for cut in (a, b))
+        moving += [(n, axis) for axis, n in (*a[shared:], *b[shared:])]
         parts = math.prod(n for _, n in b[:shared])
         need *= length // (parts * here)
         if there > 1 and here > 1:
@@ -229,7 +234,7 @@ def even_traffic(
     received = need - own
     if not received:
         return Traffic(0, 2 * need)
-    return Traffic(received, 2 * need, (Hop(axes[0], received, senders - (own > 0)),))
+    return Traffic(received, 2 * need, (Hop(max(moving)[1], received, senders - (own > 0)),))
 
 
 def _even_cuts(sharding: Sharding) -> Cuts | None:
