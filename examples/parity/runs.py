@@ -1,0 +1,53 @@
+"""A training run in a process of its own, and what it reports while it goes on.
+
+JAX fixes its number of devices when it starts and torch forks its ranks, so neither runs in
+the process that draws the progress bar. A run prints one line of JSON per step, and one at
+the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss of every step, the share of test digits named correctly, the seconds it took."""
+
+    losses: tuple[float, ...]
+    accuracy: float
+    seconds: float
+
+
+def report(**values: float) -> None:
+    """One line from a run to whoever follows it."""
+    print(json.dumps(values), flush=True)
+
+
+def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
+    """Start `python -m arguments`, pass on every loss as it comes, return the result.
+
+    Raises CalledProcessError where the run fails; its own message is on stderr by then.
+    """
+    start = time.perf_counter()
+    command = [sys.executable, "-m", *arguments]
+    losses, accuracy = [], float("nan")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES) as process:
+        for line in process.stdout or ():
+            values = json.loads(line)
+            if "loss" in values:
+                losses.append(values["loss"])
+                on_step(values["loss"])
+            else:
+                accuracy = values["accuracy"]
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return Result(tuple(losses), accuracy, time.perf_counter() - start)

@@ -1,0 +1,104 @@
+"""The classifier in JAX, sharded over four devices: `python -m parity.with_jax STEPS`.
+
+The same model as in with_torch.py, and the same strings. The functions that shard_map runs see
+the block of one device; `redistribute` brings it from one layout to another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jax_bridge import redistribute, to_named_sharding
+from parity import shardings
+from parity.data import LEARNING_RATE, MOMENTUM, N_HEADS, N_LAYERS, batches, digits, initial_weights
+from parity.runs import report
+from xshard import Layout
+
+Weights = dict[str, jax.Array]
+
+
+def logits(weights: Weights, images: jax.Array) -> jax.Array:
+    """Images [batch, patches, pixels] -> scores [batch, classes]."""
+    w = {name: redistribute(value, shardings.weight_expression(name)) for name, value in weights.items()}
+    x = images @ w["embed"] + w["positions"]
+    for layer in range(N_LAYERS):
+        x = x + attention(norm(x, w[f"{layer}.norm1"]), w[f"{layer}.qkv"], w[f"{layer}.out"])
+        x = x + feed_forward(norm(x, w[f"{layer}.norm2"]), w[f"{layer}.up"], w[f"{layer}.down"])
+    pooled = redistribute(norm(x, w["norm"]).mean(axis=1), shardings.POOL)
+    return pooled @ w["classifier"]
+
+
+def attention(x: jax.Array, w_qkv: jax.Array, w_out: jax.Array) -> jax.Array:
+    """Every token looks at all others, so each device trades its tokens for whole heads, and back."""
+    batch, patches, width = x.shape
+    qkv = jnp.moveaxis((x @ w_qkv).reshape(batch, patches, 3, N_HEADS, width // N_HEADS), 2, 0)
+    q, k, v = redistribute(qkv, shardings.TOKENS_TO_HEADS)  # [batch, patches, heads, width]
+    heads = jax.nn.dot_product_attention(q, k, v)
+    return redistribute(heads, shardings.HEADS_TO_TOKENS).reshape(x.shape) @ w_out
+
+
+def feed_forward(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ w_up, approximate=False) @ w_down
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, axis=-1, epsilon=1e-5) * scale
+
+
+def mean_loss(weights: Weights, images: jax.Array, labels: jax.Array) -> jax.Array:
+    log_probabilities = jax.nn.log_softmax(logits(weights, images))
+    losses = -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)
+    return redistribute(losses.mean(), shardings.LOSS)
+
+
+def train_step(
+    weights: Weights, momenta: Weights, images: jax.Array, labels: jax.Array
+) -> tuple[Weights, Weights, jax.Array]:
+    """One step of SGD with momentum: element by element, so blocks need nothing from each other."""
+    loss, gradients = jax.value_and_grad(mean_loss)(weights, images, labels)
+    momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
+    weights = jax.tree.map(lambda w, m: w - LEARNING_RATE * m, weights, momenta)
+    return weights, momenta, loss
+
+
+def guess(weights: Weights, images: jax.Array) -> jax.Array:
+    return redistribute(logits(weights, images), shardings.GATHER_LOGITS).argmax(axis=1)
+
+
+def train(steps: int) -> Iterator[dict[str, float]]:
+    """Train on the shared batches from the shared start; yield each loss, then the accuracy."""
+    mesh = jax.make_mesh(shardings.MESH.sizes, shardings.MESH.axes)
+
+    def place(array: NDArray[Any], layout: Layout | str) -> jax.Array:
+        return jax.device_put(array, to_named_sharding(layout, mesh))
+
+    train_set, test_set = digits()
+    weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
+    momenta = jax.tree.map(jnp.zeros_like, weights)
+
+    # Inputs come as they were placed; outputs stay as the inputs were, and the loss is replicated.
+    specs = {name: weight.sharding.spec for name, weight in weights.items()}
+    step = jax.jit(jax.shard_map(train_step, mesh=mesh, out_specs=(specs, specs, jax.P())))
+    for batch in batches(train_set, steps):
+        images, labels = place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS)
+        weights, momenta, loss = step(weights, momenta, images, labels)
+        yield {"loss": float(loss)}
+
+    guesses = jax.jit(jax.shard_map(guess, mesh=mesh, out_specs=jax.P()))(
+        weights, place(test_set.images, shardings.IMAGES)
+    )
+    yield {"accuracy": float((np.asarray(guesses) == test_set.labels).mean())}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", shardings.MESH.n_devices)
+    for values in train(int(sys.argv[1])):
+        report(**values)
