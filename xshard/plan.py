@@ -126,6 +126,12 @@ class Plan:
     def __str__(self) -> str:
         return _table(self)
 
+    def explain(self) -> str:
+        """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won."""
+        from xshard.explain import explain  # it makes plans to compare with, so it is two levels up
+
+        return explain(self)
+
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
         return json.dumps(

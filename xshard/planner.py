@@ -88,12 +88,9 @@ def find_plan(
     check_moves(source, target, dtype)
     factor = source.scale / target.scale if scale is None else scale
     start, goal = (s.with_layout(s.normal) for s in (source, target))
-    space = Space(_uncopied(start), _uncopied(goal), dtype, profile)
-    steps = _with_copies(Search(space, memory_limit).best_path(), start, goal)
-    if factor != 1:
-        # Scaled where the block is smaller: before it grows or after it shrank.
-        first = start.max_local_size <= goal.max_local_size
-        steps = (Scale(factor), *steps) if first else (*steps, Scale(factor))
+    space = Space(without_copies(start), without_copies(goal), dtype, profile)
+    steps = with_copies(Search(space, memory_limit).best_path(), start, goal)
+    steps = with_scale(steps, factor, start, goal)
     return Plan(source.layout, target.layout, mesh, shape, dtype, steps, factor, profile)
 
 
@@ -119,11 +116,22 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         )
 
 
-def _uncopied(sharding: Sharding) -> Sharding:
+def with_scale(
+    steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
+) -> tuple[Step, ...]:
+    """The steps with a constant multiplied in where blocks are smaller: before they grow or after they shrank."""
+    if factor == 1:
+        return steps
+    first = start.max_local_size <= goal.max_local_size
+    return (Scale(factor), *steps) if first else (*steps, Scale(factor))
+
+
+def without_copies(sharding: Sharding) -> Sharding:
+    """The sharding with copies read as replicas: what a search works on."""
     return sharding.with_layout(without_tags(sharding.layout, sharding.layout.tagged("copy")))
 
 
-def _with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
+def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     """The steps with copies told from replicas, which the search does not distinguish.
 
     An axis whose values become whole for the last time holds copies if the goal says so; what

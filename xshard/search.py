@@ -42,14 +42,20 @@ class _Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """Cheapest-first search over a space. memory_limit: bytes that no device may exceed at any moment."""
+    """Cheapest-first search over a space.
+
+    memory_limit: bytes that no device may exceed at any moment. exchanges: whether they may be used.
+    """
 
     space: Space
     memory_limit: int | None
+    exchanges: bool = True
 
     def best_path(self) -> tuple[Step, ...]:
         """The steps of the cheapest path within the memory limit. Raises PlanError where none fits."""
         path = self._search()
+        if path is None and not self.exchanges:
+            raise PlanError("no path of collectives leads there")
         if path is None:
             least = replace(self, memory_limit=None)._least_peak_bytes()
             raise PlanError(
@@ -112,6 +118,9 @@ class Search:
 
     def _moves(self, moves: Moves, state: State, path: _Path, best: _Path | None) -> Iterator[Move]:
         """The moves from a state, the direct exchange first: it bounds all others."""
+        if not self.exchanges:
+            yield from moves.collectives(state)
+            return
         yield Move("exchange", (), moves.goal)
         yield from moves.collectives(state)
         # Any other exchange leaves at least one more step with communication to do: what can be
