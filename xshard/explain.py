@@ -17,6 +17,7 @@ from xshard.sharding import Sharding
 from xshard.space import Space
 from xshard.steps import AllGather, AllReduce, Exchange, Mask, Slice, Step
 from xshard.steps.exchange import begun, ended
+from xshard.table import aligned
 from xshard.units import format_bytes, format_seconds
 
 
@@ -66,10 +67,7 @@ def explain(plan: Plan) -> str:
     """The alternatives as a table, and why the plan won."""
     ways = alternatives(plan)
     head = ("", "time", "received", "peak", "messages", "steps")
-    rows = [head, *(_row(way) for way in ways)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", _verdict(plan, ways)])
+    return "\n".join([aligned([head, *map(_row, ways)]), "", _verdict(plan, ways)])
 
 
 def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from xshard import bounds, dtypes
+from xshard import bounds, dtypes, table
 from xshard.cost import Price, Profile, load_profile, price
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout
@@ -22,7 +22,6 @@ from xshard.mesh import Mesh
 from xshard.notation import Shard
 from xshard.sharding import Sharding
 from xshard.steps import Scale, Step
-from xshard.units import format_bytes, format_seconds
 
 
 class Stage(NamedTuple):
@@ -39,6 +38,7 @@ class Plan:
 
     scale: the constant that the steps multiply by: 1/n where a mean over n ends.
     profile: the machine it is priced for; plans for two machines with the same steps differ.
+    memory_limit: bytes that no device may exceed at any moment, forward or backward.
     Raises PlanError where the steps do not lead from `src` to `dst`.
     """
 
@@ -50,6 +50,7 @@ class Plan:
     steps: tuple[Step, ...]
     scale: Fraction = Fraction(1)
     profile: Profile = field(default_factory=lambda: load_profile("h100"), repr=False)
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         reached = self.stages[-1].after if self.stages else self._normal(self.source)
@@ -120,11 +121,18 @@ class Plan:
         from xshard.planner import find_plan  # the planner makes plans, so it is one level up
 
         return find_plan(
-            self.dst.dual, self.src.dual, self.mesh, self.shape, self.dtype, self.profile, scale=self.scale
+            self.dst.dual,
+            self.src.dual,
+            self.mesh,
+            self.shape,
+            self.dtype,
+            self.profile,
+            scale=self.scale,
+            memory_limit=self.memory_limit,
         )
 
     def __str__(self) -> str:
-        return _table(self)
+        return table.text(self)
 
     def explain(self) -> str:
         """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won."""
@@ -143,6 +151,7 @@ class Plan:
                 "dtype": self.dtype,
                 "scale": str(self.scale),
                 "profile": self.profile.name,
+                "memory_limit": self.memory_limit,
                 "steps": [_step_to_dict(s) for s in self.steps],
                 "after": [str(stage.after.layout) for stage in self.stages],
             },
@@ -166,6 +175,7 @@ class Plan:
                 steps=tuple(_step_from_dict(s) for s in data["steps"]),
                 scale=Fraction(data["scale"]),
                 profile=load_profile(data["profile"] if profile is None else profile),
+                memory_limit=data["memory_limit"],
             )
             written = data["after"]
         except PlanError:
@@ -218,45 +228,3 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "Layout": Layout.parse,
     "Fraction": Fraction,
 }
-
-
-def _table(plan: Plan) -> str:
-    """The plan as an aligned table: step, layout after it, local shape, bytes, seconds, peak."""
-    head = ("step", "layout after", "local shape", "received", "time", "peak")
-    rows = [("", str(plan.src), _shape(plan.source), "", "", "")]
-    for i, (stage, p) in enumerate(zip(plan.stages, plan.prices, strict=True)):
-        last = i == len(plan.stages) - 1
-        layout = plan.dst if last else stage.after.layout
-        rows.append(
-            (
-                str(stage.step),
-                str(layout),
-                _shape(stage.after),
-                format_bytes(p.received_bytes),
-                format_seconds(p.seconds),
-                format_bytes(p.peak_bytes),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
-    bound = plan.bytes_lower_bound
-    ratio = (
-        f"{plan.bytes_received / bound:.2f}x the bound of {format_bytes(bound)}"
-        if bound
-        else "the bound is 0 B"
-    )
-    title = f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} on {plan.mesh}"
-    total = (
-        f"received {format_bytes(plan.bytes_received)} ({ratio}), {format_seconds(plan.cost)}, "
-        f"peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
-    )
-    if not plan.stages:
-        total = f"nothing to do: the layouts mean the same; {total}"
-    return "\n".join([title, "", *lines, "", total])
-
-
-def _shape(sharding: Sharding) -> str:
-    text = "x".join(map(str, sharding.max_local_shape)) or "scalar"
-    return text if sharding.is_even else f"<={text}"

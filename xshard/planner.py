@@ -91,7 +91,7 @@ def find_plan(
     space = Space(without_copies(start), without_copies(goal), dtype, profile)
     steps = with_copies(Search(space, memory_limit).best_path(), start, goal)
     steps = with_scale(steps, factor, start, goal)
-    return Plan(source.layout, target.layout, mesh, shape, dtype, steps, factor, profile)
+    return Plan(source.layout, target.layout, mesh, shape, dtype, steps, factor, profile, memory_limit)
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
@@ -119,7 +119,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
 def with_scale(
     steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
 ) -> tuple[Step, ...]:
-    """The steps with a constant multiplied in where blocks are smaller: before they grow or after they shrank."""
+    """The steps with a constant multiplied in where blocks are smaller: before they grow or after."""
     if factor == 1:
         return steps
     first = start.max_local_size <= goal.max_local_size

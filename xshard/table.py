@@ -5,11 +5,14 @@ Decides the columns and the words around them. Who prints them aligns or colours
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.plan import Plan
 from xshard.sharding import Sharding
 from xshard.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from xshard.plan import Plan  # which prints itself by this table
 
 
 class Row(NamedTuple):
@@ -24,6 +27,19 @@ class Row(NamedTuple):
 
 
 HEAD = Row("step", "layout after", "local shape", "received", "time", "peak")
+
+
+def text(plan: Plan) -> str:
+    """The whole table, aligned."""
+    return "\n".join([title(plan), "", aligned([HEAD, *rows(plan)]), "", total(plan)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length -> lines with their columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:

@@ -1,0 +1,36 @@
+"""The app: which commands there are, and how an error of xshard ends one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from xshard.commands.console import print_error
+from xshard.commands.plan import plan
+from xshard.commands.show import show
+from xshard.commands.verify import verify
+from xshard.errors import XshardError
+
+
+class _Commands(TyperGroup):
+    """Prints errors of xshard as their message and exits with 2; others are bugs and keep a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except XshardError as error:
+            print_error(error)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Write a sharding down, plan the way to another, see it run on numpy, torch and JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (plan, show, verify):
+    app.command()(command)

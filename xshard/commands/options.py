@@ -1,0 +1,44 @@
+"""Options that commands share: their types for typer, and text -> value.
+
+Values are read inside the commands, not by typer, so that errors keep their caret.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from xshard.errors import ShapeError, XshardError
+
+MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
+SHAPE_HELP = "Shape of the global array, as in 2,64,32."
+
+MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
+ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="As in float32, bfloat16, int64.")]
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`"2,64,32"` -> `(2, 64, 32)`; an empty text is a scalar. Raises ShapeError with a caret."""
+    if not text.strip():
+        return ()
+    lengths, at = [], 0
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            span = (at, at + max(1, len(part)))
+            raise ShapeError("a length is a whole number >= 0", text=text, span=span, hint="as in 2,64,32")
+        lengths.append(int(part))
+        at += len(part) + 1
+    return tuple(lengths)
+
+
+def parse_bytes(text: str) -> int:
+    """`"2GiB"` -> 2147483648; a number alone is bytes. Raises XshardError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise XshardError(f"{text!r} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])

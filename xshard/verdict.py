@@ -1,0 +1,59 @@
+"""Who is right: an outcome against the reference, and the reference against the definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from xshard import reference
+from xshard.layout import Layout
+from xshard.plan import Plan
+from xshard.steps import Scale
+from xshard.steps.base import Blocks
+from xshard.verify import Outcome, Task, difference
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest absolute difference of the outputs and of the gradients; None where nothing was compared."""
+
+    forward: float
+    backward: float | None
+
+    @property
+    def agrees(self) -> bool:
+        return self.forward == 0 and not self.backward
+
+
+def compare(outcome: Outcome, expected: Outcome) -> Verdict:
+    """A runtime against the reference, block by block."""
+    return Verdict(
+        difference(outcome.outputs, expected.outputs), difference(outcome.gradients, expected.gradients)
+    )
+
+
+def audit(task: Task, outcome: Outcome) -> Verdict:
+    """An outcome against the definition, without the steps of the plan.
+
+    A redistribution leaves the global array as it is, and so does its adjoint but for the plan's
+    scale. The gradient of a max is defined by its winners: there is no such short cut.
+    """
+    plan = task.plan
+    forward = _moved(plan, task.inputs, plan.src, outcome.outputs, plan.dst, Fraction(1))
+    if not plan.src.is_linear:
+        return Verdict(forward, None)
+    backward = _moved(plan, task.cotangents, plan.dst.dual, outcome.gradients, plan.src.dual, plan.scale)
+    return Verdict(forward, backward)
+
+
+def _moved(plan: Plan, before: Blocks, src: Layout, after: Blocks, dst: Layout, scale: Fraction) -> float:
+    """How far the array that `after` stands for is from `scale` times the one that `before` stands for.
+
+    Blocks are compared where the array determines them; addends may be any that add up.
+    """
+    value = reference.gather(before, src, plan.mesh, plan.shape)
+    if scale != 1:
+        value = Scale(scale).run([value], plan.source)[0]
+    if dst.tagged("sum", "mean", "max", "min"):
+        return difference([reference.gather(after, dst, plan.mesh, plan.shape)], [value])
+    return difference(after, reference.scatter(value, dst, plan.mesh))
