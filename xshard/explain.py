@@ -6,6 +6,7 @@ path of collectives alone, and all-gather and slice, which every framework can d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,19 @@ class Alternative:
     name: str
     plan: Plan | None
     why_not: str = ""
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds."""
+        return self.plan.cost if self.plan else math.inf
+
+    @property
+    def swells(self) -> bool:
+        """Whether it holds a block larger than both ends on the way."""
+        if self.plan is None:
+            return False
+        largest = max(self.plan.source.max_local_size, self.plan.target.max_local_size)
+        return any(stage.after.max_local_size > largest for stage in self.plan.stages)
 
     @property
     def messages(self) -> int:
@@ -101,21 +115,32 @@ def _row(way: Alternative) -> tuple[str, ...]:
 
 
 def _verdict(plan: Plan, ways: Sequence[Alternative]) -> str:
-    others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
-    if not others:
-        return "Every other way is the same plan or not possible."
-    best = min(others, key=lambda w: w.plan.cost if w.plan else 0.0)
-    assert best.plan is not None
-    if best.plan.cost <= plan.cost:
+    others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
+    allowed = [w for w in others if not w.swells]
+    return "\n".join(
+        [_against_best(plan, ways[0], allowed), *(_too_large(plan, w) for w in others if w.swells)]
+    )
+
+
+def _against_best(plan: Plan, mine: Alternative, others: Sequence[Alternative]) -> str:
+    best = min(others, key=lambda w: w.cost, default=None)
+    if best is None or best.plan is None:
+        return "Every other way within the memory of both ends is the same plan or not possible."
+    if best.cost <= plan.cost:
         return f"As fast as {best.name} under '{plan.profile.name}'; it is the plainer of the two."
-    saved = format_seconds(best.plan.cost - plan.cost)
-    reasons = [
-        f"{format_bytes(best.plan.bytes_received - plan.bytes_received)} fewer bytes received"
-        * (best.plan.bytes_received > plan.bytes_received),
-        f"{best.messages - ways[0].messages} fewer messages" * (best.messages > ways[0].messages),
-        f"{len(best.plan.steps) - len(plan.steps)} fewer steps" * (len(best.plan.steps) > len(plan.steps)),
-    ]
-    why = ", ".join(r for r in reasons if r) or "cheaper launches and copies"
+    fewer = (
+        (best.plan.bytes_received - plan.bytes_received, "bytes received"),
+        (best.messages - mine.messages, "messages"),
+        (len(best.plan.steps) - len(plan.steps), "steps"),
+    )
+    why = ", ".join(f"{n} fewer {what}" for n, what in fewer if n > 0) or "cheaper launches and copies"
+    saved = format_seconds(best.cost - plan.cost)
     return f"{saved} faster than {best.name}, the best of the others, under '{plan.profile.name}': {why}."
+
+
+def _too_large(plan: Plan, way: Alternative) -> str:
+    gain = plan.cost - way.cost
+    would = f"would be {format_seconds(gain)} faster, but" if gain > 0 else "also"
+    return f"{way.name.capitalize()} {would} holds a block larger than both ends, which no plan does."
