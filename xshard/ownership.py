@@ -8,6 +8,7 @@ pictures) is computed from the runs made here. Knows no tags and no whole layout
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -114,6 +115,30 @@ def held(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> 
     return tuple(
         itertools.chain.from_iterable(_bounded(a, b, length, overlap.boundary) for a, b in wanted if a < b)
     )
+
+
+@lru_cache(maxsize=65536)
+def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
+    """The longest block of a dim, and whether all blocks are as long; without looking at devices
+    where every cut divides.
+
+    >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
+    (4, True)
+    """
+    left, at = length, 0
+    even: bool | None = True  # None where the blocks have to be looked at
+    for shard in dim.shards:
+        n = math.prod(sizes[at : at + len(shard.axes)])
+        at += len(shard.axes)
+        if shard.order == "zigzag" and left % (2 * n):
+            even = None
+            break
+        even = even and left % n == 0
+        left = -(-left // n)
+    if even is not None and dim.overlap is None:
+        return left, even
+    lengths = set(map(size, holders(dim, length, sizes)))
+    return max(lengths), len(lengths) == 1
 
 
 @lru_cache(maxsize=4096)

@@ -45,6 +45,20 @@ def plan(
     >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
     (['all_to_all s/cp -> c/cp'], True)
     """
+    lengths = tuple(shape)
+    return _plan(expression, mesh, lengths, tuple(map(type, lengths)), dtype, profile, memory_limit)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    expression: str | tuple[Layout | str, Layout | str],
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    _: tuple[type, ...],  # tells 4 from 4.0, which are equal keys
+    dtype: object,
+    profile: str | Path | Profile,
+    memory_limit: int | None,
+) -> Plan:
     if isinstance(expression, str):
         text: str | None = expression
         src, dst = parse_expression(expression)
@@ -56,15 +70,9 @@ def plan(
     for layout in (src, dst):
         check_axes(layout, mesh, text)
     try:
-        Sharding(src, mesh, tuple(shape))  # checked before the cache is asked, for which 4.0 is 4
+        Sharding(src, mesh, shape)  # a wrong shape is found before the cache of plans is asked
         return find_plan(
-            src,
-            dst,
-            mesh,
-            tuple(shape),
-            dtypes.name_of(dtype),
-            load_profile(profile),
-            memory_limit=memory_limit,
+            src, dst, mesh, shape, dtypes.name_of(dtype), load_profile(profile), memory_limit=memory_limit
         )
     except ShapeError as error:
         raise ShapeError(error.reason, text=text, hint=error.hint) from None

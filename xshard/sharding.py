@@ -17,7 +17,9 @@ from xshard.errors import ShapeError
 from xshard.layout import Layout, check_axes
 from xshard.mesh import Mesh
 from xshard.notation import Dim, Shard
-from xshard.ownership import Runs, cut_nested, holders, owners, size
+from xshard.ownership import Runs, block_length, cut_nested, holders, owners, size
+
+Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Sharding:
     @cached_property
     def max_local_shape(self) -> tuple[int, ...]:
         """The longest block along every dim: the block of a padded (SPMD) runtime."""
-        return tuple(max(sizes) for sizes in self.local_sizes)
+        return tuple(longest for longest, _ in self._lengths)
 
     @property
     def max_local_size(self) -> int:
@@ -100,7 +102,22 @@ class Sharding:
     @cached_property
     def is_even(self) -> bool:
         """Every device's block has the same shape."""
-        return all(len(set(sizes)) == 1 for sizes in self.local_sizes)
+        return all(even for _, even in self._lengths)
+
+    @cached_property
+    def _lengths(self) -> tuple[tuple[int, bool], ...]:
+        return tuple(
+            block_length(d, n, self.mesh.sizes_of(d.axes))
+            for d, n in zip(self.layout.dims, self.shape, strict=True)
+        )
+
+    @cached_property
+    def even_cuts(self) -> Cuts | None:
+        """The axes (name, size) that cut every dim in turn, if all cuts are contiguous and divide."""
+        plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
+        if not plain or not self.is_even or any(d.overlap for d in self.layout.dims):
+            return None
+        return tuple(tuple((a, self.mesh.size(a)) for a in d.axes) for d in self.layout.dims)
 
     @cached_property
     def normal(self) -> Layout:

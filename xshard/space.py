@@ -16,8 +16,8 @@ from xshard import dtypes
 from xshard.cost import Profile
 from xshard.layout import Layout
 from xshard.notation import Dim, Shard
-from xshard.ownership import holders, size
-from xshard.sharding import Sharding
+from xshard.ownership import block_length
+from xshard.sharding import Cuts, Sharding
 from xshard.steps import (
     AllGather,
     AllReduce,
@@ -32,7 +32,7 @@ from xshard.steps import (
     Traffic,
 )
 from xshard.steps.all_to_all import all_to_all_traffic
-from xshard.steps.exchange import Cuts, even_traffic
+from xshard.steps.exchange import even_traffic
 from xshard.steps.gather import gather_traffic
 from xshard.steps.permute import permute_traffic
 from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
@@ -146,8 +146,7 @@ class Space:
                 known = whole // parts, True
             else:
                 d = Dim("", tuple(self.shards[s] for s in cut))
-                lengths = {size(r) for r in holders(d, whole, self.start.mesh.sizes_of(d.axes))}
-                known = max(lengths), len(lengths) == 1
+                known = block_length(d, whole, self.start.mesh.sizes_of(d.axes))
             self._lengths[dim, cut] = known
         return known
 

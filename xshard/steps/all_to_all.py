@@ -20,6 +20,7 @@ from xshard.steps.base import (
     Step,
     Traffic,
     axes_of,
+    check_even,
     even_parts,
     names,
     place,
@@ -49,8 +50,8 @@ class AllToAll(Step):
             axes_of(self.dst_shards)
         ):
             raise PlanError(f"'{self}' does not move the same axes between two dims")
-        even_parts(before, self.src_dim, self.src_shards)
-        even_parts(before, self.dst_dim, self.dst_shards)
+        check_even(before, self.src_dim, self.src_shards)
+        check_even(before, self.dst_dim, self.dst_shards)
         layout = without_inner(before.layout, self.src_dim, self.src_shards)
         return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
 

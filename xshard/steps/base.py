@@ -18,7 +18,7 @@ from xshard.errors import PlanError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Shard, Tags
-from xshard.ownership import Runs, holders, rows, size
+from xshard.ownership import Runs, block_length, rows
 from xshard.sharding import Sharding
 
 Block = NDArray[Any]
@@ -130,21 +130,24 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
     return without_tags(layout, axes)
 
 
-def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
-    """Positions of each part of a dim under `shards`, the same on every device.
+def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
+    """Raise PlanError where parts of a dim under `shards` differ in size, on any device.
 
-    Raises PlanError where parts differ in size: collectives move equal pieces, uneven ones are
-    the business of `Exchange`.
+    Collectives move equal pieces; uneven ones are the business of `Exchange`.
     """
     at = sharding.dim_index(dim)
     d = sharding.layout.dims[at]
     outer = d.shards[: -len(shards)] if d.shards[-len(shards) :] == shards else d.shards
     for cut_by in (outer, outer + shards):
         whole = replace(d, shards=cut_by)
-        blocks = holders(whole, sharding.shape[at], sharding.mesh.sizes_of(whole.axes))
-        if len(set(map(size, blocks))) != 1:
+        if not block_length(whole, sharding.shape[at], sharding.mesh.sizes_of(whole.axes))[1]:
             raise PlanError(f"'{names(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
-    return sharding.parts(at, shards, 0)
+
+
+def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
+    """Positions of each part of a dim under `shards`, the same on every device. Raises as `check_even`."""
+    check_even(sharding, dim, shards)
+    return sharding.parts(sharding.dim_index(dim), shards, 0)
 
 
 def slow_first(mesh: Mesh, axes: Sequence[str], levels: Levels) -> tuple[tuple[str, int], ...]:

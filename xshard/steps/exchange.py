@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
@@ -22,8 +22,11 @@ from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Dim
 from xshard.ownership import Run, Runs, Segment, common, holders, owners, rows
-from xshard.sharding import Sharding
-from xshard.steps.base import REDUCERS, Block, Blocks, Hop, Levels, Step, Traffic
+from xshard.sharding import Cuts, Sharding
+from xshard.steps.base import REDUCERS, Block, Blocks, Hop, Levels, Step, Traffic, slow_first
+
+# Up to this many devices an exchange over several kinds of links is priced by looking at each.
+MAX_TABLED = 4096
 
 
 class Message(NamedTuple):
@@ -74,12 +77,14 @@ class Exchange(Step):
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
         after = before.with_layout(self.to)
-        src, dst = _even_cuts(before), _even_cuts(after)
-        if src and dst and len(levels) < 2 and not begun(before.layout, after.layout):
-            addends = [(a, before.mesh.size(a)) for a in ended(before.layout, after.layout)]
-            traffic = even_traffic(before.shape, src, dst, addends)
-            if traffic is not None:
-                return traffic
+        even = _even_traffic_between(before, after)
+        if even is not None and len(levels) < 2:
+            return even
+        if even is not None and before.mesh.n_devices > MAX_TABLED:
+            # Too many devices to look at: priced as if all crossed the slowest link that any of it may cross.
+            moving = [a for a in before.mesh.axes if before.layout.role(a) != after.layout.role(a)]
+            slowest = slow_first(before.mesh, moving, levels)[:1]
+            return replace(even, hops=tuple(h._replace(axis=a) for h in even.hops for a, _ in slowest))
         reached = reach(before, after, ())
         most = int(reached.elements.max())
         hops: list[Hop] = []
@@ -202,9 +207,6 @@ def _cut_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(a for dim in layout.dims for a in dim.axes)
 
 
-Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
-
-
 def even_traffic(
     shape: Sequence[int], src: Cuts, dst: Cuts, addends: Sequence[tuple[str, int]]
 ) -> Traffic | None:
@@ -237,17 +239,12 @@ def even_traffic(
     return Traffic(received, 2 * need, (Hop(max(moving)[1], received, senders - (own > 0)),))
 
 
-def _even_cuts(sharding: Sharding) -> Cuts | None:
-    """The axes that cut every dim, if all cuts are contiguous and even."""
-    cuts = []
-    for dim, length in zip(sharding.layout.dims, sharding.shape, strict=True):
-        if dim.overlap is not None or any(s.order != "block" or len(s.axes) > 1 for s in dim.shards):
-            return None
-        cut = tuple((a, sharding.mesh.size(a)) for a in dim.axes)
-        if length % math.prod(n for _, n in cut):
-            return None
-        cuts.append(cut)
-    return tuple(cuts)
+def _even_traffic_between(before: Sharding, after: Sharding) -> Traffic | None:
+    src, dst = before.even_cuts, after.even_cuts
+    if src is None or dst is None or begun(before.layout, after.layout):
+        return None
+    addends = [(a, before.mesh.size(a)) for a in ended(before.layout, after.layout)]
+    return even_traffic(before.shape, src, dst, addends)
 
 
 class Reach(NamedTuple):

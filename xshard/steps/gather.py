@@ -21,6 +21,7 @@ from xshard.steps.base import (
     Step,
     Traffic,
     axes_of,
+    check_even,
     even_parts,
     freed,
     lands_in_place,
@@ -48,7 +49,7 @@ class AllGather(Step):
     copies: tuple[str, ...] = ()
 
     def after(self, before: Sharding) -> Sharding:
-        even_parts(before, self.dim, self.shards)
+        check_even(before, self.dim, self.shards)
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
 

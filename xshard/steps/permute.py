@@ -27,7 +27,10 @@ class Permute(Step):
         kept, made = (without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after))
         if kept != made:
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
-        senders(before, after)
+        if before.even_cuts is None or after.even_cuts is None:
+            senders(before, after)  # raises where blocks differ
+        elif before.max_local_shape != after.max_local_shape:
+            raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
         return after
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:

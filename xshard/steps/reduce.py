@@ -23,6 +23,7 @@ from xshard.steps.base import (
     Step,
     Traffic,
     axes_of,
+    check_even,
     even_parts,
     freed,
     lands_in_place,
@@ -80,7 +81,7 @@ class ReduceScatter(Step):
 
     def after(self, before: Sharding) -> Sharding:
         layout = _reduced_layout(before.layout, axes_of(self.shards), self.op)
-        even_parts(before, self.dim, self.shards)
+        check_even(before, self.dim, self.shards)
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
     def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
