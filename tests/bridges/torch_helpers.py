@@ -1,0 +1,61 @@
+"""What the torch tests share: ranks that start clean, and comparisons with the reference."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_bridge as xt
+import xshard as xs
+from xshard import reference
+
+# Ranks are forked from a server that has imported torch and done nothing else: pytest's own process
+# may have run JAX or a backward pass before, after which it cannot be forked safely.
+multiprocessing.set_forkserver_preload(["torch_bridge", "pytest"])
+
+
+def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """The results of `function(*args)` on `n` ranks; a failed assertion in any of them is raised here."""
+    return xt.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
+
+
+def for_each(expressions: Sequence[str], function: Callable[[str], None]) -> None:
+    """Call `function` on every expression; a failure names the one it belongs to."""
+    for expression in expressions:
+        try:
+            function(expression)
+        except Exception as error:
+            error.add_note(f"in '{expression}'")
+            raise
+
+
+def block_of(x: np.ndarray, layout: str, mesh: xs.Mesh, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The block of this rank, which is its device number on `mesh`."""
+    return torch.from_numpy(reference.scatter(x, layout, mesh)[dist.get_rank()]).to(dtype)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    """1, 2, 3, ... in an array of `shape`."""
+    return np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+
+
+def error_of(function: Callable[[], Any]) -> tuple[str, str]:
+    """The class and the text of the error that `function` raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def still_connected() -> bool:
+    """Whether the world answers: nothing that was sent before is left half done."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item() == dist.get_world_size()

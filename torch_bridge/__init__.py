@@ -1,0 +1,29 @@
+"""torch_bridge: torch carries out the plans of xshard, forward and backward."""
+
+from torch_bridge.dtensor import from_placements, to_placements
+from torch_bridge.launch import RankError, run_ranks
+from torch_bridge.ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    copy_to,
+    redistribute,
+    reduce_from,
+    reduce_scatter,
+    slice,
+)
+
+__all__ = [
+    "RankError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "copy_to",
+    "from_placements",
+    "redistribute",
+    "reduce_from",
+    "reduce_scatter",
+    "run_ranks",
+    "slice",
+    "to_placements",
+]

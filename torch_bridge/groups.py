@@ -1,0 +1,131 @@
+"""Which process is which device of a mesh, and the process groups along its axes.
+
+Decides how a `DeviceMesh` or an `xshard.Mesh` becomes devices with global ranks, and when
+groups are made. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_bridge.collectives import Group
+from xshard import Mesh, MeshError
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessMesh:
+    """A mesh whose devices are processes of this program.
+
+    ranks: the global rank of every device. device: this process's own device.
+    process_group: the axes, in mesh order, -> this process's group along them.
+    """
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    device: int
+    process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
+
+    def group(self, axes: Sequence[str]) -> Group:
+        """The processes that differ from this one along `axes` only; all of them call this the first time."""
+        axes = self._in_mesh_order(axes)
+        if axes not in self._groups:
+            process_group = self.process_group(axes)
+            members = dist.get_process_group_ranks(process_group)
+            self._groups[axes] = Group(process_group, tuple(self.ranks.index(r) for r in members))
+        return self._groups[axes]
+
+    def along(self, axes: Sequence[str]) -> ProcessMesh:
+        """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone.
+
+        What the other axes hold (replicas, cuts, anything) is then nobody's business.
+        """
+        axes = self._in_mesh_order(axes)
+        if axes not in self._parts:
+            mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
+            ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
+            device = self.mesh.index(self.device, axes)
+            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
+        return self._parts[axes]
+
+    def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(sorted(axes, key=self.mesh.position))
+
+
+MeshLike = DeviceMesh | Mesh | ProcessMesh
+
+
+def process_mesh(mesh: MeshLike) -> ProcessMesh:
+    """A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world -> its processes.
+
+    A `DeviceMesh` may be a part of the world, in any order. Nothing is sent.
+    Raises MeshError where no process group is initialised, the mesh has no names, does not cover
+    the world (an `xshard.Mesh`), or does not hold this process (a `DeviceMesh`).
+    """
+    if isinstance(mesh, ProcessMesh):
+        return mesh
+    if not dist.is_initialized():
+        raise MeshError(
+            "no process group is initialised",
+            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
+        )
+    return _process_mesh(mesh, dist.group.WORLD)
+
+
+def mesh_of(mesh: MeshLike) -> Mesh:
+    """The axes and sizes of any mesh. Raises MeshError for a `DeviceMesh` without names."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, ProcessMesh):
+        return mesh.mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{mesh!r} is no mesh", hint="it is a torch DeviceMesh or an xshard.Mesh")
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"{mesh!r} has no names for its dims",
+            hint='as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
+        )
+    return Mesh(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+
+
+@functools.lru_cache(maxsize=256)
+def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+    """Cached by the world too: its groups end with it, and threads may each have their own."""
+    axes, rank, size = mesh_of(mesh), dist.get_rank(), dist.get_world_size()
+    if isinstance(mesh, DeviceMesh):
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if rank not in ranks:
+            raise MeshError(f"rank {rank} is not in {mesh!r}", hint="call this on the mesh's ranks only")
+    else:
+        ranks = tuple(range(size))
+        if axes.n_devices != size:
+            raise MeshError(
+                f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
+                hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
+            )
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    create = functools.partial(_create, axes, ranks, ranks.index(rank), device_mesh)
+    return ProcessMesh(axes, ranks, ranks.index(rank), functools.cache(create))
+
+
+def _create(
+    mesh: Mesh, ranks: tuple[int, ...], device: int, device_mesh: DeviceMesh | None, axes: tuple[str, ...]
+) -> dist.ProcessGroup:
+    if device_mesh is not None and len(axes) == 1:
+        return device_mesh.get_group(axes[0])
+    world = dist.group.WORLD
+    if world is not None and mesh.size(*axes) == dist.get_world_size():
+        return world
+    if len(ranks) == dist.get_world_size():
+        # Every process makes every group, so that their numbering agrees in the whole world.
+        groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
+        return dist.new_subgroups_by_enumeration(groups)[0]
+    # The rest of the world does not take part and need not call.
+    members = [ranks[d] for d in mesh.group(device, axes)]
+    return dist.new_group(members, use_local_synchronization=True)

@@ -1,0 +1,76 @@
+"""Ranks on this machine: forked gloo processes, for tests, verification and first steps.
+
+Decides how they start, how their results and errors come back, and that none outlives a
+failure. Real jobs are started by torchrun.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from xshard import XshardError
+
+
+class RankError(XshardError):
+    """A rank failed, or did not end in time; its own traceback is in the text."""
+
+
+def run_ranks(
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 300.0,
+    start_method: str = "fork",
+) -> list[Any]:
+    """Run `function(*args)` in `n` new processes, a gloo world of their own -> their results, by rank.
+
+    start_method: "fork" (0.2 s) from a process that has run no backward pass and has no threads
+    of its own, as JAX does; else "forkserver", for functions that can be imported.
+    Raises RankError when one fails or time is over; the others are ended first.
+
+    >>> run_ranks(2, dist.get_rank)
+    [0, 1]
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            _rank, (n, folder, timeout_s, function, args), n, join=False, start_method=start_method
+        )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not context.join(max(0.0, deadline - time.monotonic()), grace_period=1.0):
+                if time.monotonic() >= deadline:
+                    raise RankError(f"not all of {n} ranks ended within {timeout_s:g} s")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RankError(f"rank {error.error_index} of {n} failed", hint=str(error).strip()) from None
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(n)]
+
+
+def _rank(
+    rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=n,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    result = function(*args)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+    dist.barrier()  # no rank closes its connections while another still needs them
+    dist.destroy_process_group()

@@ -1,0 +1,284 @@
+"""Plans -> what this process executes: one short rule per step.
+
+Decides how torch carries out a step that the plan has decided on. Rows, sizes and groups are
+settled here, once per plan and mesh; running it only moves data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bridge.collectives import CARRIERS, Group
+from torch_bridge.groups import ProcessMesh
+from torch_bridge.packing import EMPTY, Message, Packing, message
+from xshard import DtypeError, Layout, Plan, PlanError, Sharding
+from xshard.notation import Dim
+from xshard.ownership import Run, Runs
+from xshard.planner import find_plan
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Embed,
+    Exchange,
+    Mask,
+    Permute,
+    ReduceScatter,
+    Retag,
+    Scale,
+    Slice,
+    Step,
+)
+from xshard.steps.base import axes_of, even_parts
+from xshard.steps.exchange import messages_from, messages_to
+from xshard.steps.permute import senders
+from xshard.winners import winner_plans
+
+Move = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A plan as this process executes it: its block under `plan.src` -> its block under `plan.dst`.
+
+    The result is a new tensor; the block is left as it is.
+    """
+
+    plan: Plan
+    processes: ProcessMesh
+    tensor_device: torch.device
+    moves: tuple[Move, ...]
+
+    def __call__(self, block: Tensor) -> Tensor:
+        carrier = CARRIERS.get(block.dtype)
+        if carrier is not None:
+            return self._moved(block.view(carrier)).view(block.dtype)
+        return self._moved(block)
+
+    def _moved(self, block: Tensor) -> Tensor:
+        out = block
+        for move in self.moves:
+            out = move(out)
+        # Where nothing moves the result still is the caller's own, to write to as they like.
+        return block.clone(memory_format=torch.contiguous_format) if out is block else out
+
+    @cached_property
+    def backward(self) -> Executable:
+        """The plan of the adjoint. Raises LinearityError, DtypeError."""
+        return self._like(self.plan.backward)
+
+    def plan_gradient(self) -> None:
+        """Lower what the backward pass runs. Raises LinearityError, DtypeError where there is none."""
+        _ = self.backward if self.plan.src.is_linear else self.winners
+
+    @cached_property
+    def winners(self) -> tuple[Executable, Executable, Executable]:
+        """For the gradient of a max or min, as in `xshard.winners`: result, count, cotangent."""
+        plans = winner_plans(self.plan)
+        return self._like(plans.result), self._like(plans.count), self._like(plans.cotangent)
+
+    def batched(self, n: int) -> Executable:
+        """The same redistribution of a block with one more dim, whole and leading, of length `n`."""
+        plan = self.plan
+        # No two dims have this name: nested batches have ever more dims.
+        dim = Dim(f"_batch{len(plan.shape)}")
+        src, dst = (Layout((dim, *layout.dims), layout.tags) for layout in (plan.src, plan.dst))
+        shape = (n, *plan.shape)
+        return self._like(find_plan(src, dst, plan.mesh, shape, plan.dtype, plan.profile, scale=plan.scale))
+
+    def _like(self, plan: Plan) -> Executable:
+        return lower(plan, self.processes, self.tensor_device)
+
+
+class Site(NamedTuple):
+    """Where one step happens: the shardings around it, this process, and where its tensors are."""
+
+    before: Sharding
+    after: Sharding
+    processes: ProcessMesh
+    tensor_device: torch.device
+
+    @property
+    def device(self) -> int:
+        return self.processes.device
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """This process's block before and after the step."""
+        return self.before.local_shape(self.device), self.after.local_shape(self.device)
+
+    def message(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Message:
+        return message(shape, rows, self.tensor_device)
+
+    def own_part(self, step: Slice | Embed) -> dict[int, Runs]:
+        """This process's rows of the dim that a step cuts, or puts together."""
+        dim = self.before.dim_index(step.dim)
+        parts = self.before.parts(dim, step.shards, self.device)
+        return {dim: parts[self.before.mesh.index(self.device, axes_of(step.shards))]}
+
+    def cut(
+        self, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], axes: tuple[str, ...], group: Group
+    ) -> Packing:
+        """A block with a message for every rank of a group: the part of `dim` at its index along `axes`."""
+        mine = [parts[self.before.mesh.index(device, axes)] for device in group.devices]
+        return Packing(shape, tuple(self.message(shape, {dim: rows}) for rows in mine))
+
+
+@lru_cache(maxsize=4096)
+def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
+    """A plan -> what this process executes; all processes of the mesh call it, since groups may be made.
+
+    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
+    """
+    moves = []
+    for step, before, after in plan.stages:
+        if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
+            raise DtypeError(
+                f"torch has no '{step}' of {plan.dtype}",
+                hint="this dtype only moves: cast before the reduction",
+            )
+        rule = RULES.get(type(step))
+        if rule is None:
+            raise PlanError(f"torch_bridge has no rule for the step '{step}'", hint="add it to lower.RULES")
+        moves.append(rule(step, Site(before, after, processes, tensor_device)))
+    return Executable(plan, processes, tensor_device, tuple(moves))
+
+
+def _computes(step: Step, before: Sharding) -> bool:
+    if isinstance(step, Exchange):
+        return step.op(before) is not None
+    return isinstance(step, AllReduce | ReduceScatter | Scale)
+
+
+def _all_gather(step: AllGather, site: Site) -> Move:
+    axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
+    group, parts = site.processes.group(axes), even_parts(site.before, step.dim, step.shards)
+    whole = site.cut(site.shapes[1], dim, parts, axes, group)
+    return lambda block: whole.unpack(group.all_gather(block, whole.arriving))
+
+
+def _slice(step: Slice, site: Site) -> Move:
+    return site.message(site.shapes[0], site.own_part(step)).copied
+
+
+def _all_reduce(step: AllReduce, site: Site) -> Move:
+    group = site.processes.group(step.axes)
+    return lambda block: group.all_reduce(block, step.op)
+
+
+def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
+    axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
+    group, parts = site.processes.group(axes), even_parts(site.before, step.dim, step.shards)
+    whole = site.cut(site.shapes[0], dim, parts, axes, group)
+    shape = (len(group.devices), *site.shapes[1])
+    return lambda block: group.reduce_scatter(whole.pack(block).view(shape), step.op)
+
+
+def _all_to_all(step: AllToAll, site: Site) -> Move:
+    before, (have, want) = site.before, site.shapes
+    group = site.processes.group(axes_of(step.src_shards))
+    ends = (have, step.dst_dim, step.dst_shards), (want, step.src_dim, step.src_shards)
+    sent, received = (
+        site.cut(shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group)
+        for shape, dim, shards in ends
+    )
+    return lambda block: received.unpack(group.all_to_all(sent.pack(block), received.arriving))
+
+
+def _permute(step: Permute, site: Site) -> Move:
+    sender = senders(site.before, site.after)
+    have, want = (site.message(shape, {}) for shape in site.shapes)
+    return _relay(site, {sender.index(site.device): have}, {sender[site.device]: want})
+
+
+def _exchange(step: Exchange, site: Site) -> Move:
+    outgoing = messages_from(site.before, site.after, site.device)
+    incoming = messages_to(site.before, site.after, site.device)
+
+    def rows(box: Any, end: int) -> dict[int, Runs]:
+        return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
+
+    return _relay(
+        site,
+        {m.dst: site.message(site.shapes[0], rows(m.box, 0)) for m in outgoing},
+        {m.src: site.message(site.shapes[1], rows(m.box, 1)) for m in incoming},
+        step.op(site.before),
+    )
+
+
+def _relay(
+    site: Site, outgoing: dict[int, Message], incoming: dict[int, Message], op: str | None = None
+) -> Move:
+    """Messages to and from some devices; what a device has for itself it takes directly.
+
+    Always an all-to-all, whose group is the smallest that all movement stays in: point-to-point
+    calls are missing from some backends and from torch.compile.
+    """
+    before, after, me = site.before, site.after, site.device
+    group = site.processes.group(
+        [a for a in before.mesh.axes if before.layout.role(a) != after.layout.role(a)]
+    )
+    own = outgoing.pop(me, EMPTY)
+    whole = Packing(site.shapes[1], tuple(incoming.get(d, EMPTY) for d in group.devices), op)
+    others = tuple(EMPTY if d == me else m for d, m in zip(group.devices, whole.messages, strict=True))
+    sent = Packing(site.shapes[0], tuple(outgoing.get(d, EMPTY) for d in group.devices))
+    received = Packing(site.shapes[1], others, op)
+
+    def exchange(block: Tensor) -> Tensor:
+        return group.all_to_all(sent.pack(block), received.arriving, sent.sizes, received.sizes)
+
+    if own is EMPTY:
+        return lambda block: received.unpack(exchange(block))
+    at = group.devices.index(me)
+
+    def move(block: Tensor) -> Tensor:
+        parts = received.split(exchange(block))
+        parts[at] = own.read(block)  # in the order of the ranks, so that replicas add alike
+        return whole.place(parts)
+
+    return move
+
+
+def _embed(step: Embed, site: Site) -> Move:
+    whole = Packing(site.shapes[1], (site.message(site.shapes[1], site.own_part(step)),))
+    return lambda block: whole.place([block])
+
+
+def _mask(step: Mask, site: Site) -> Move:
+    if site.before.mesh.index(site.device, step.axes):
+        return lambda block: block.new_zeros(block.shape)
+    return lambda block: block
+
+
+def _retag(step: Retag, site: Site) -> Move:
+    return lambda block: block
+
+
+def _scale(step: Scale, site: Site) -> Move:
+    numerator, denominator = step.factor.numerator, step.factor.denominator
+    if denominator == 1:
+        return lambda block: block * numerator
+    # Divided, not multiplied by a rounded reciprocal: exact where the result is representable.
+    return lambda block: block * numerator / denominator
+
+
+# mypy cannot tie a rule's step to its key.
+RULES: dict[type[Step], Callable[[Any, Site], Move]] = {
+    AllGather: _all_gather,
+    AllReduce: _all_reduce,
+    AllToAll: _all_to_all,
+    Embed: _embed,
+    Exchange: _exchange,
+    Mask: _mask,
+    Permute: _permute,
+    ReduceScatter: _reduce_scatter,
+    Retag: _retag,
+    Scale: _scale,
+    Slice: _slice,
+}

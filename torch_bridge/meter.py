@@ -1,0 +1,65 @@
+"""Bytes that a rank really receives, counted where collectives reach the process group.
+
+Decides what each collective counts for. Reads sizes of the tensors that are handed to c10d; knows
+no plan, so that a plan's numbers can be compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Meter(TorchDispatchMode):
+    """While active, `received` lists the bytes that reach this rank from others, one entry per collective.
+
+    Of an all-reduce over n ranks, whose algorithm is the backend's own business, 2(n-1)/n of its
+    bytes count: the least a ring or tree needs. Raises KeyError for a collective it does not know.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            count = _COUNTS[func.overloadpacket.__name__]
+            if count is not None:
+                self.received.append(count(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _all_gather(output: Tensor, block: Tensor, *_: Any) -> int:
+    return output.nbytes - block.nbytes
+
+
+def _all_reduce(tensors: list[Tensor], group: Any, *_: Any) -> int:
+    n = ProcessGroup.unbox(group).size()
+    return sum(-(-2 * (n - 1) * t.numel() // n) * t.element_size() for t in tensors)
+
+
+def _reduce_scatter(output: Tensor, parts: Tensor, *_: Any) -> int:
+    return parts.nbytes - output.nbytes
+
+
+def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: list[int], *__: Any) -> int:
+    ranks = ProcessGroup.unbox(group)
+    rows = output.shape[0]
+    own = sizes[ranks.rank()] if sizes else rows // ranks.size()
+    return output.nbytes * (rows - own) // rows if rows else 0
+
+
+# By the name that c10d gives the operation; None for those that carry no data.
+_COUNTS: dict[str, Callable[..., int] | None] = {
+    "_allgather_base_": _all_gather,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "allreduce_": _all_reduce,
+    "alltoall_base_": _all_to_all,
+    "barrier": None,
+}
