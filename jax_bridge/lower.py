@@ -1,0 +1,170 @@
+"""How JAX executes a plan: one short rule per step, collectives of `jax.lax` on one device's block.
+
+Decides nothing: what to do is in the plan. A block is padded to the largest (`blocks`), and inside
+a plan every axis it names is varying; what holds replicas at the end is declared once, from the
+layout. Rules go forward only: the gradient is another plan (`autodiff`).
+
+A step works on the normal form of its layouts, so its axes have more than one device each. A rule
+takes the step, the block, and the shardings before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from jax_bridge.axes import invariant, send, varying
+from jax_bridge.blocks import inverse, numbers, pick, table, without_padding
+from jax_bridge.exchange import exchange
+from xshard.notation import Shard
+from xshard.plan import Plan
+from xshard.sharding import Sharding
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Embed,
+    Exchange,
+    Mask,
+    Permute,
+    ReduceScatter,
+    Retag,
+    Scale,
+    Slice,
+    Step,
+)
+from xshard.steps.base import axes_of, even_parts
+from xshard.steps.permute import senders
+
+ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+ALONG = {"max": jnp.max, "min": jnp.min}
+
+
+# Jitted, so that a plan is traced once for all its uses in a model, and compiled once where a
+# shard_map is run without jit.
+@partial(jax.jit, static_argnums=0, inline=True)
+def run(plan: Plan, x: jax.Array) -> jax.Array:
+    """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
+
+    x: of shape `plan.source.max_local_shape`; what its padding holds does not matter. The result
+    is padded with zeros, invariant along the axes that `plan.src` names and `plan.dst` does not.
+    """
+    axes = tuple(dict.fromkeys((*plan.src.axes, *plan.dst.axes)))
+    x = without_padding(varying(x, axes), _normal(plan.source))
+    for step, before, after in plan.stages:
+        x = varying(RULES[type(step)](step, x, before, after), axes)
+    return invariant(x, (a for a in axes if a not in plan.dst.axes))
+
+
+def _normal(sharding: Sharding) -> Sharding:
+    return sharding.with_layout(sharding.normal)
+
+
+def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    dim = before.dim_index(step.dim)
+    axes = axes_of(step.shards)
+    x = lax.all_gather(x, axes, axis=dim, tiled=True)
+    return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
+
+
+def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+    dim, mesh, axes = before.dim_index(step.dim), before.mesh, after.layout.dim(step.dim).axes
+
+    def own_part(device: int) -> NDArray[np.int64]:
+        return numbers(before.parts(dim, step.shards, device)[mesh.index(device, axes_of(step.shards))])
+
+    return pick(x, dim, table(mesh, axes, after.max_local_shape[dim], own_part), axes)
+
+
+def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+    dim, mesh, axes = before.dim_index(step.dim), before.mesh, before.layout.dim(step.dim).axes
+    length = after.max_local_shape[dim]
+
+    def place_of_own_part(device: int) -> NDArray[np.int64]:
+        parts = before.parts(dim, step.shards, device)
+        return inverse(numbers(parts[mesh.index(device, axes_of(step.shards))]), length)
+
+    return pick(x, dim, table(mesh, axes, length, place_of_own_part), axes)
+
+
+def _all_reduce(step: AllReduce, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+    return ALL_REDUCE[step.op](x, step.axes)
+
+
+def _reduce_scatter(step: ReduceScatter, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    dim, axes = before.dim_index(step.dim), axes_of(step.shards)
+    x = _to_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
+    if step.op == "sum":
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
+    x = lax.all_to_all(x, axes, dim, dim, tiled=True)
+    n = before.mesh.size(*axes)
+    pieces = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return ALONG[step.op](pieces, axis=dim)
+
+
+def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
+    axes = axes_of(step.dst_shards)
+    x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
+    x = lax.all_to_all(x, axes, dst, src, tiled=True)
+    return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, axes))
+
+
+def _permute(_: Permute, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+    return send(x, before.mesh, [(s, d) for d, s in enumerate(senders(before, after))])
+
+
+def _mask(step: Mask, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+    return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
+
+
+def _retag(_: Retag, x: jax.Array, __: Sharding, ___: Sharding) -> jax.Array:
+    return x
+
+
+def _scale(step: Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+    # Divided, not multiplied by a rounded reciprocal, as the reference does.
+    x = x * np.array(step.factor.numerator, x.dtype)
+    return x if step.factor.denominator == 1 else x / np.array(step.factor.denominator, x.dtype)
+
+
+def _joined_parts(
+    before: Sharding, dim: str, shards: tuple[Shard, ...], group: tuple[str, ...]
+) -> NDArray[np.int64]:
+    """Rows of a dim's parts under `shards`, part after part as `group` counts its members."""
+    parts = even_parts(before, dim, shards)
+    members = (before.mesh.index(d, axes_of(shards)) for d in before.mesh.group(0, group))
+    return np.concatenate([numbers(parts[member]) for member in members])
+
+
+def _to_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
+    return pick(x, dim, rows[None], ())
+
+
+def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
+    return pick(x, dim, inverse(rows, len(rows))[None], ())
+
+
+Rule = Callable[[Any, jax.Array, Sharding, Sharding], jax.Array]
+
+RULES: dict[type[Step], Rule] = {
+    AllGather: _all_gather,
+    AllReduce: _all_reduce,
+    AllToAll: _all_to_all,
+    Embed: _embed,
+    Exchange: exchange,
+    Mask: _mask,
+    Permute: _permute,
+    ReduceScatter: _reduce_scatter,
+    Retag: _retag,
+    Scale: _scale,
+    Slice: _slice,
+}

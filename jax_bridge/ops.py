@@ -1,0 +1,179 @@
+"""What users call on one device's block: `redistribute`, and its common cases by the names they have
+elsewhere.
+
+Works inside `jax.shard_map`, with `check_vma=True` or `False`, and inside `jax.pmap`. The common cases
+take the same arguments as those of `torch_bridge` and only write the expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_bridge.autodiff import apply
+from jax_bridge.context import AnyMesh, Expression, entered, plan_here, sides
+from xshard import Profile, ShapeError, XshardError
+
+Axes = str | tuple[str, ...]
+Grad = Literal["sum", "replicated"]
+
+
+def redistribute(
+    x: jax.Array,
+    expression: Expression,
+    mesh: AnyMesh | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    profile: str | Path | Profile = "h100",
+) -> jax.Array:
+    """This device's block under the left layout -> its block under the right one, differentiable.
+
+    expression: `"layout -> layout"`, a pair of layouts, or a plan. mesh: read from the context where
+    it is left out. shape: the global shape, inferred where all blocks are as large as this one; an
+    uneven block has the shape of the largest. What its padding holds does not matter on the way
+    in, and is zero on the way out. profile: the machine it is planned for.
+    Axes that the expression does not name are left alone: blocks may differ along them. With
+    `check_vma=True` the result is invariant along an axis that only the left side names.
+
+    Raises, while tracing, NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError
+    for a gradient that is not defined.
+
+    >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
+    >>> gather(jnp.ones((1, 4, 2))).shape  # one block on one device
+    (1, 4, 2)
+    """
+    x = jnp.asarray(x)
+    plan = plan_here(x, expression, mesh, shape, profile)
+    return apply(plan, entered(x, plan, sides(expression)[2]))
+
+
+def all_gather(
+    x: jax.Array,
+    dim: int,
+    axis: Axes,
+    mesh: AnyMesh | None = None,
+    *,
+    grad: Grad,
+    shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """Blocks along `axis` put together along `dim`: `n/axis -> n`.
+
+    grad: what the gradients of the results are. "sum": each is a contribution of its own, and the
+    backward pass reduce-scatters. "replicated": they are equal, and it slices.
+    """
+    src, dst = _cut(x, {dim: _shard(axis)}), _cut(x) + _whole(axis, grad)
+    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+
+
+def reduce_scatter(
+    x: jax.Array,
+    dim: int,
+    axis: Axes,
+    mesh: AnyMesh | None = None,
+    *,
+    op: str = "sum",
+    shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """The reduction of the blocks along `axis`, cut along `dim`: `n | sum(axis) -> n/axis`.
+
+    op: sum, mean, max or min. The backward pass all-gathers.
+    """
+    src, dst = _cut(x) + _tag(op, axis), _cut(x, {dim: _shard(axis)})
+    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+
+
+def all_reduce(
+    x: jax.Array, axis: Axes, mesh: AnyMesh | None = None, *, op: str = "sum", grad: Grad
+) -> jax.Array:
+    """The reduction of the blocks along `axis`, on every device: `n | sum(axis) -> n`.
+
+    op: sum, mean, max or min. grad: "sum": the results' gradients add up, and the backward pass
+    all-reduces. "replicated": they are equal, and it moves nothing.
+    """
+    src, dst = _cut(x) + _tag(op, axis), _cut(x) + _whole(axis, grad)
+    return redistribute(x, f"{src} -> {dst}", mesh)
+
+
+def all_to_all(
+    x: jax.Array,
+    split_dim: int,
+    concat_dim: int,
+    axis: Axes,
+    mesh: AnyMesh | None = None,
+    *,
+    split_order: str = "block",
+    concat_order: str = "block",
+    shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """A cut moves from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
+
+    split_order, concat_order: the order of the cut after and before: block, zigzag, cyclic, balanced.
+    """
+    src, dst = (
+        _cut(x, {concat_dim: _shard(axis, concat_order)}),
+        _cut(x, {split_dim: _shard(axis, split_order)}),
+    )
+    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+
+
+def slice(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad) -> jax.Array:
+    """This device's part of `dim` of a block that all along `axis` have: `n -> n/axis`.
+
+    grad: what the gradient of the block is to be. "sum": each device's is its own contribution
+    (its part, and zeros). "replicated": all get the same, and the backward pass all-gathers.
+    """
+    src, dst = _cut(x) + _whole(axis, grad), _cut(x, {dim: _shard(axis)})
+    return redistribute(x, f"{src} -> {dst}", mesh)
+
+
+def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
+    """The same block, of which every device along `axis` has a copy of its own: `n -> n | copy(axis)`.
+
+    Moves nothing; the backward pass all-reduces.
+    """
+    return redistribute(x, f"{_cut(x)} -> {_cut(x)}{_whole(axis, 'sum')}", mesh)
+
+
+def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
+    """The sum of the blocks along `axis`, one value for all: `n | sum(axis) -> n`.
+
+    The backward pass moves nothing: the adjoint of `copy_to`.
+    """
+    return all_reduce(x, axis, mesh, grad="replicated")
+
+
+def _cut(x: jax.Array, shards: Mapping[int, str] | None = None) -> str:
+    """The dims of `x` as text, some of them cut."""
+    names = [f"d{d}" for d in range(x.ndim)]
+    for dim, shard in (shards or {}).items():
+        if not -x.ndim <= dim < x.ndim:
+            raise ShapeError(f"no dim {dim} in a block of shape {x.shape}")
+        names[dim] += f"/{shard}"
+    return " ".join(names) or "()"
+
+
+def _shard(axis: Axes, order: str = "block") -> str:
+    axes = _names(axis)
+    if order != "block":
+        return f"{order}({axes})"
+    return axes if isinstance(axis, str) else f"({axes})"
+
+
+def _whole(axis: Axes, grad: str) -> str:
+    if grad not in ("sum", "replicated"):
+        raise XshardError(
+            f"grad={grad!r}", hint='"sum": gradients add up along the axis; "replicated": they are equal'
+        )
+    return _tag("copy", axis) if grad == "sum" else ""
+
+
+def _tag(kind: str, axis: Axes) -> str:
+    return f" | {kind}({_names(axis)})"
+
+
+def _names(axis: Axes) -> str:
+    return axis if isinstance(axis, str) else ",".join(axis)

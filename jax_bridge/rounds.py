@@ -1,0 +1,68 @@
+"""Messages in rounds: in one round every device sends at most one and receives at most one.
+
+Decides the schedule of an `Exchange` where the wire only knows permutations. The messages are
+the edges of a bipartite graph, senders against receivers, and the rounds a colouring of its
+edges; the fewest possible, the largest number of messages at one device, is always reached
+(König 1916). Knows no JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from xshard.sharding import Sharding
+from xshard.steps.exchange import Message, messages_to
+
+Round = tuple[Message, ...]
+
+
+@lru_cache(maxsize=1024)
+def rounds(before: Sharding, after: Sharding) -> tuple[Round, ...]:
+    """The messages of an exchange: first those from each device to itself, then the rounds."""
+    messages = [m for d in range(before.mesh.n_devices) for m in messages_to(before, after, d)]
+    local = tuple(m for m in messages if m.src == m.dst)
+    # A round is as long as its longest message: colouring those first puts them together.
+    sent = sorted((m for m in messages if m.src != m.dst), key=lambda m: -m.size)
+    colours = edge_colours([(m.src, m.dst) for m in sent])
+    by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
+    for message, colour in zip(sent, colours, strict=True):
+        by_colour[colour].append(message)
+    return ((local,) if local else ()) + tuple(map(tuple, by_colour))
+
+
+def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Edges (sender, receiver) -> a colour each, no two alike at one end; as few as the largest degree.
+
+    >>> edge_colours([(0, 1), (0, 2), (1, 2)])
+    [0, 1, 0]
+    """
+    # at[end][vertex][colour] is the edge there; end 0 are senders, end 1 receivers.
+    at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
+    colours: list[int] = []
+    for edge, ends in enumerate(edges):
+        used = [at[end].setdefault(ends[end], {}) for end in (0, 1)]
+        mine, theirs = (_first_free(u) for u in used)
+        if mine in used[1]:
+            # Swap the two colours along the path that starts at the receiver with `mine`: it
+            # alternates between them and cannot reach the sender, where `mine` is free.
+            path, end, vertex, colour = [], 1, ends[1], mine
+            while (step := at[end][vertex].get(colour)) is not None:
+                path.append(step)
+                end, colour = 1 - end, theirs if colour == mine else mine
+                vertex = edges[step][end]
+            for step in path:
+                for end in (0, 1):
+                    del at[end][edges[step][end]][colours[step]]
+            for step in path:
+                colours[step] = theirs if colours[step] == mine else mine
+                for end in (0, 1):
+                    at[end][edges[step][end]][colours[step]] = step
+        colours.append(mine)
+        for u in used:
+            u[mine] = edge
+    return colours
+
+
+def _first_free(used: dict[int, int]) -> int:
+    return next(colour for colour in range(len(used) + 1) if colour not in used)

@@ -1,0 +1,156 @@
+"""`python -m jax_bridge.worker TASKS OUTCOMES [--mode vma|novma|pmap]`: the tasks of `xshard.verify` in JAX.
+
+Decides how every device gets the block that a task gives it, and measures what was moved. With
+types (`vma`) a replicated axis enters and leaves as an invariant one, so that a run tests types
+as well as values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from jax_bridge.hlo import received_bytes
+from jax_bridge.ops import redistribute
+from jax_bridge.sharding import padded, unpadded
+from xshard.mesh import Mesh
+from xshard.plan import Plan
+from xshard.sharding import Sharding
+from xshard.steps.base import Block, Blocks
+from xshard.verify import Outcome, Task
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the tasks, run each in the mode asked for, write the outcomes."""
+    parser = argparse.ArgumentParser(prog="python -m jax_bridge.worker")
+    parser.add_argument("tasks", type=Path)
+    parser.add_argument("outcomes", type=Path)
+    parser.add_argument("--mode", choices=("vma", "novma", "pmap"), default="vma")
+    options = parser.parse_args(arguments)
+    tasks: list[Task] = pickle.loads(options.tasks.read_bytes())
+    configure(tasks)
+    outcomes = [run_task(task, options.mode) for task in tasks]
+    options.outcomes.write_bytes(pickle.dumps(outcomes))
+
+
+def configure(tasks: Sequence[Task]) -> None:
+    """As many host devices as the tasks need, and 64-bit numbers if they have some.
+
+    Before JAX makes its devices, which the first of its functions does.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max((t.plan.mesh.n_devices for t in tasks), default=1))
+    jax.config.update("jax_enable_x64", any(jnp.dtype(t.plan.dtype).itemsize >= 8 for t in tasks))
+
+
+def run_task(task: Task, mode: str) -> Outcome:
+    """The task forward and backward: the blocks, and the bytes and seconds it took to make them."""
+    plan, source, target = task.plan, task.plan.source, task.plan.target
+    forward = Program(lambda x: redistribute(x, plan), (source,), target, mode).run(task.inputs)
+    backward = Program(lambda x, g: _pulled_back(plan, x, g), (source, target), source, mode).run(
+        task.inputs, task.cotangents
+    )
+    return Outcome(
+        tuple(forward.blocks),
+        tuple(backward.blocks),
+        forward.received_bytes,
+        # What is not linear looks at its forward pass again, which is not the gradient's traffic.
+        backward.received_bytes if plan.src.is_linear else None,
+        forward.seconds + backward.seconds,
+    )
+
+
+def _pulled_back(plan: Plan, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX differentiates no whole numbers, a plan moves them too
+        return redistribute(cotangent, plan.backward)
+    _, pull = jax.vjp(lambda x: redistribute(x, plan), x)
+    return pull(cotangent)[0]
+
+
+class Measured(NamedTuple):
+    """What a program made on every device, and what a second run of it took."""
+
+    blocks: list[Block]
+    received_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """One device's function, for all devices of a mesh. Its blocks travel in one array, padded."""
+
+    local: Callable[..., jax.Array]
+    inputs: tuple[Sharding, ...]
+    output: Sharding
+    mode: str
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.output.mesh
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        return jax.devices()[: self.mesh.n_devices]
+
+    def run(self, *inputs: Blocks) -> Measured:
+        """Blocks per device -> blocks per device."""
+        arrays = [self._stacked(blocks, s) for blocks, s in zip(inputs, self.inputs, strict=True)]
+        compiled = (self._pmap() if self.mode == "pmap" else self._shard_map()).lower(*arrays).compile()
+        jax.block_until_ready(compiled(*arrays))
+        start = time.perf_counter()
+        out = jax.block_until_ready(compiled(*arrays))
+        seconds = time.perf_counter() - start
+        held = {shard.device: shard.data for shard in out.addressable_shards}
+        blocks = [np.asarray(held[d]).reshape(self.output.max_local_shape) for d in self.devices]
+        received = received_bytes(compiled.as_text(), self.mesh.n_devices)
+        return Measured(unpadded(blocks, self.output), received, seconds)
+
+    def _pmap(self):
+        long = [a for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True) if n > 1]
+        return jax.pmap(self.local, axis_name=(*long, "alone")[0], devices=self.devices)
+
+    def _shard_map(self):
+        lead = len(self.mesh.axes)
+
+        def local(*stacked: jax.Array) -> jax.Array:
+            out = self.local(*(block.reshape(block.shape[lead:]) for block in stacked))
+            return out.reshape(*[1] * lead, *out.shape)
+
+        return jax.jit(
+            jax.shard_map(
+                local,
+                mesh=JaxMesh(np.array(self.devices).reshape(self.mesh.sizes), self.mesh.axes),
+                in_specs=tuple(map(_spec, self.inputs)),
+                out_specs=_spec(self.output),
+                check_vma=self.mode == "vma",
+            )
+        )
+
+    def _stacked(self, blocks: Blocks, sharding: Sharding) -> NDArray:
+        stacked = padded(blocks, sharding)
+        if self.mode == "pmap":
+            return stacked
+        # One leading dim per axis. An axis that the layout does not name holds one value: shard_map
+        # gets one, with no spec, and takes it for invariant.
+        stacked = stacked.reshape(*self.mesh.sizes, *stacked.shape[1:])
+        return stacked[tuple(np.s_[:] if a in sharding.layout.axes else np.s_[:1] for a in self.mesh.axes)]
+
+
+def _spec(sharding: Sharding) -> PartitionSpec:
+    return PartitionSpec(*(a if a in sharding.layout.axes else None for a in sharding.mesh.axes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`reshard` on global arrays, and layouts as PartitionSpecs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.hlo import received_bytes
+from tests.bridges.jax_helpers import in_jax
+
+X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh(kind: str = "auto") -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("a", "b"), (KINDS[kind],) * 2)
+
+
+def on(kind: str, *spec, x=X) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+
+
+CASES = [
+    (P("a", "b"), "n/a d/b -> n/b d/a", P("b", "a")),
+    (P(("a", "b")), "n/(a,b) d -> n d/b/a", P(None, ("b", "a"))),
+    (P("a"), "n/a ... -> n ...", P()),
+    (P(), "n d -> n/b d", P("b")),
+    (P("b"), "n/b d -> n/a d", P("a")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "expression", "after"), CASES)
+@in_jax
+def test_arrays_stay_the_same_and_get_the_sharding(kind, before, expression, after) -> None:
+    y = xj.reshard(on(kind, *before), expression)
+    assert np.array_equal(y, X)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh(kind), after), X.ndim)
+    for shard in y.addressable_shards:
+        assert np.array_equal(shard.data, X[shard.index])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_jax
+def test_under_jit_and_differentiated(kind) -> None:
+    weights = on(kind, "b", "a", x=X % 7)
+
+    @jax.jit
+    def loss(x):
+        return (xj.reshard(x * 2, "n/a d/b -> n/b d/a", mesh(kind)) * weights).sum()
+
+    with jax.set_mesh(mesh(kind)):
+        gradient = jax.grad(loss)(on(kind, "a", "b"))
+    assert np.array_equal(gradient, 2 * (X % 7))
+
+
+@in_jax
+def test_storage_order() -> None:
+    """A zigzag dim is held as the devices keep it: rank 0 has the first and the last of 8 chunks."""
+    y = xj.reshard(on("auto", "b"), "n/b d -> n/zigzag(b) d")
+    kept = np.concatenate(xs.reference.scatter(X, "n/zigzag(b) d", xs.Mesh(b=4)))
+    assert np.array_equal(y, kept) and not np.array_equal(y, X)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh(), P("b")), 2)
+    assert np.array_equal(xj.reshard(y, "n/zigzag(b) d -> n d/b"), X)
+
+
+@in_jax
+def test_compiled_once() -> None:
+    x, compiled = on("auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    for _ in range(2):
+        first = len(compiled)
+        xj.reshard(x, "n/a d/b -> n/b d/a")
+    named = [name for name in compiled[first:] if "compile" in name or "trace" in name]
+    assert not named and any("compile" in name for name in compiled)
+
+
+@in_jax
+def test_the_program_moves_what_the_plan_says() -> None:
+    plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=4), X.shape)
+    text = jax.jit(lambda x: xj.reshard(x, plan)).lower(on("auto", "a", "b")).compile().as_text()
+    assert received_bytes(text, 8) == plan.bytes_received > 0
+
+
+@in_jax
+def test_partial_sums_on_explicit_meshes() -> None:
+    """An unreduced product is reduce-scattered by its name, and so is its gradient gathered."""
+    with jax.set_mesh(mesh("explicit")):
+        a, b = jax.reshard(X, P(None, "b")), jax.reshard(X.T, P("b", None))
+
+        def product(a, b):
+            return jnp.einsum("ik,kj->ij", a, b, out_sharding=P(unreduced={"b"}))
+
+        @jax.jit
+        def loss(a, b):
+            return (xj.reshard(product(a, b), "i j | sum(b) -> i/b j") ** 2).sum()
+
+        partial = jax.jit(product)(a, b)
+        assert np.array_equal(xj.reshard(partial, "i j | sum(b) -> i/b j"), X @ X.T)
+        assert np.allclose(jax.grad(loss)(a, b), jax.grad(lambda a: ((a @ X.T) ** 2).sum())(X), rtol=1e-5)
+        there = xj.reshard(a, "n d/b -> n d | copy(b)")
+        assert jax.typeof(there).sharding.spec.reduced == {"b"}
+        addends = xj.reshard(a, "n d/b -> n d | sum(b)")
+        assert jax.typeof(addends).sharding.spec.unreduced == {"b"}
+        assert np.array_equal(xj.reshard(addends, "n d | sum(b) -> n d"), X)
+
+
+@in_jax
+def test_errors() -> None:
+    x = on("auto", "a", "b")
+    with pytest.raises(xs.ShapeError, match="the array is not sharded as 'n/b d' says in 'n/b d -> n d'"):
+        xj.reshard(x, "n/b d -> n d")
+    with pytest.raises(xs.ShapeError, match=r"\(14, 8\) does not divide under 'n/b d' in 'n/a d -> n/b d'"):
+        xj.reshard(X[:14], "n/a d -> n/b d", mesh())
+    with pytest.raises(xs.MeshError, match="Explicit axes only") as caught:
+        xj.reshard(x, "n/a d/b -> n d/b | copy(a)")
+    assert "in 'n/a d/b -> n d/b | copy(a)'" in str(caught.value)
+    with pytest.raises(xs.MeshError, match="on which mesh"):
+        xj.reshard(X, "n/a d -> n d")
+    with pytest.raises(xs.NotationError, match="unknown mesh axis 'c'"):
+        xj.reshard(x, "n/c d -> n d")
+
+
+@pytest.mark.parametrize(
+    "text", ["d0/a d1", "d0 d1/(b,a)", "d0 d1", "d0/a d1/b", "d0/a d1 | sum(b)", "d0 d1 | sum(a) copy(b)"]
+)
+def test_specs_and_back(text) -> None:
+    layout = xs.Layout.parse(text)
+    assert xj.from_partition_spec(xj.to_partition_spec(layout), 2) == layout
+
+
+def test_specs() -> None:
+    assert xj.to_partition_spec("n/a/b d") == P(("a", "b"), None)  # nested and grouped cuts are one to JAX
+    assert xj.to_partition_spec("n/a ... c/b", ndim=4) == P("a", None, None, "b")
+    assert str(xj.from_partition_spec(P("a"), 3, names="xyz")) == "x/a y z"
+    for text, reason in [
+        ("n/zigzag(a) d", "order 'zigzag"),
+        ("n | mean(a)", "no reduction but sum"),
+        ("n/a:halo(1,1)", "no overlap"),
+    ]:
+        with pytest.raises(xs.PlanError, match=reason):
+            xj.to_partition_spec(text)
+    with pytest.raises(xs.ShapeError, match="has 2 dims, the array has 1"):
+        xj.from_partition_spec(P("a", "b"), 1)
+    with pytest.raises(xs.PlanError, match="names no axes"):
+        xj.from_partition_spec(P(P.UNCONSTRAINED), 1)
+
+
+@in_jax
+def test_named_shardings() -> None:
+    sharding = xj.to_named_sharding("n/a d | sum(b)", mesh("explicit"))
+    assert sharding == NamedSharding(mesh("explicit"), P("a", None, unreduced={"b"}))
+    with pytest.raises(xs.MeshError, match="Explicit axes only"):
+        xj.to_named_sharding("n/a d | sum(b)", mesh("auto"))
