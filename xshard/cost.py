@@ -146,5 +146,5 @@ def _load(name: str) -> Profile:
             launch_s=tuple(sorted(data["launch_s"].items())),
             copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"profile {name!r} is malformed: {error}") from None

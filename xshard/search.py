@@ -124,8 +124,9 @@ class Search:
         yield Move("exchange", (), moves.goal)
         yield from moves.collectives(state)
         # Any other exchange leaves at least one more step with communication to do: what can be
-        # done locally afterwards, the direct one has done.
-        least = path.seconds + self._least_exchange + self._remaining(state)
+        # done locally afterwards, the direct one has done. Only a sum may be begun better locally.
+        begins = set(moves.goal.sums) - set(state.sums)
+        least = path.seconds + self._least_exchange + (0.0 if begins else self._remaining(state))
         if best is None or least < best.seconds:
             yield from moves.exchanges(state)
 

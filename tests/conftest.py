@@ -1,0 +1,13 @@
+"""Settings for every test: repeatable examples, and one thread per process."""
+
+import os
+
+from hypothesis import settings
+
+# Test processes start processes of their own; each of them takes one core.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+# The same examples on every machine and in every run; no example is judged by its time.
+settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=150)
+settings.load_profile("xshard")

@@ -1,0 +1,111 @@
+"""The alpha-beta model, and the profiles it reads its constants from."""
+
+import json
+import math
+
+import pytest
+
+import xshard as xs
+from xshard.steps import Traffic
+from xshard.steps.base import Hop
+
+SLOW, FAST = xs.Link(1e-5, 1e9), xs.Link(1e-6, 1e11)
+MACHINE = xs.Profile(
+    "machine",
+    "made up",
+    SLOW,
+    axes=(("tp", FAST),),
+    launch_s=(("exchange", 3e-5), ("other", 2e-5)),
+    copy_bytes_per_s=1e12,
+)
+MESH = xs.Mesh(dp=2, tp=4)
+GOOD = {
+    "name": "mine",
+    "source": "measured",
+    "default": {"latency_s": 1e-6, "bytes_per_s": 1e9},
+    "axes": {"tp": {"latency_s": 0.0, "bytes_per_s": 1e11}},
+    "launch_s": {"other": 1e-6},
+    "copy_bytes_per_s": None,
+}
+
+
+def test_a_step_pays_its_launch_its_messages_its_bytes_and_its_copies():
+    traffic = Traffic(5000, 700, (Hop("dp", 1000, 1), Hop("tp", 4000, 3)))
+    over_dp = 1 * 1e-5 + 1000 * 2 / 1e9
+    over_tp = 3 * 1e-6 + 4000 * 2 / 1e11
+    copied = 700 * 2 / 1e12
+    assert math.isclose(MACHINE.seconds("all_gather", traffic, 2, MESH), 2e-5 + over_dp + over_tp + copied)
+    assert math.isclose(MACHINE.seconds("exchange", traffic, 2, MESH), 3e-5 + over_dp + over_tp + copied)
+
+
+def test_a_local_step_pays_its_copies_only():
+    assert MACHINE.seconds("slice", Traffic(copied=700), 2, MESH) == 700 * 2 / 1e12
+
+
+def test_levels_are_links_the_slowest_first():
+    assert MACHINE.levels(xs.Mesh(tp=4, dp=2, pp=3)) == (("dp", "pp"), ("tp",))
+    assert xs.load_profile("bandwidth").levels(MESH) == (("dp", "tp"),)
+
+
+def test_axes_that_leave_a_node_have_the_link_between_nodes():
+    nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=8)
+    mesh = xs.Mesh(dp=4, cp=2, tp=4)
+    assert [nodes.link(axis, mesh) for axis in mesh.axes] == [SLOW, FAST, FAST]
+    assert nodes.levels(mesh) == (("dp",), ("cp", "tp"))
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth"), [(-1.0, 1e9), (math.inf, 1e9), (math.nan, 1e9), (0.0, 0.0)]
+)
+def test_links_that_cannot_be(latency, bandwidth):
+    with pytest.raises(xs.ProfileError) as caught:
+        xs.Link(latency, bandwidth)
+    assert str(caught.value) == (
+        f"no such link: {latency} s, {bandwidth} bytes/s\n  a latency is >= 0 and a bandwidth > 0"
+    )
+
+
+@pytest.mark.parametrize("name", ["h100", "bandwidth"])
+def test_shipped_profiles_state_their_source(name):
+    profile = xs.load_profile(name)
+    assert profile.name == name
+    assert len(profile.source) > 40
+
+
+def test_a_profile_from_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD))
+    profile = xs.load_profile(path)
+    assert (profile.name, profile.link("tp", MESH), profile.copy_bytes_per_s) == (
+        "mine",
+        xs.Link(0.0, 1e11),
+        math.inf,
+    )
+    assert xs.plan("n/tp -> n", MESH, (8,), profile=str(path)).profile == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is malformed: "),
+        ("[]", "is malformed: "),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "default"}), "is malformed: 'default'"),
+        (json.dumps({**GOOD, "default": {"latency_s": 0.0}}), "is malformed: "),
+        (json.dumps({**GOOD, "default": {"latency_s": 0.0, "bytes_per_s": -1}}), "no such link"),
+        (json.dumps({**GOOD, "axes": [1]}), "is malformed: "),
+    ],
+)
+def test_malformed_profiles(tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(xs.ProfileError) as caught:
+        xs.load_profile(path)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_profile_names_those_that_are_shipped():
+    with pytest.raises(xs.ProfileError) as caught:
+        xs.load_profile("h1000")
+    reason, hint = str(caught.value).splitlines()
+    assert reason == "no profile 'h1000'"
+    assert "bandwidth" in hint and "h100" in hint and hint.endswith("; or give a file")

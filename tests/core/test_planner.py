@@ -1,0 +1,198 @@
+"""The planner's contract: right, cheap, within memory, and the same in every process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import xshard as xs
+from tests.cases import CASES
+from tests.strategies import layouts
+from xshard.layout import Layout
+from xshard.steps import AllGather, AllReduce, Slice
+from xshard.steps.exchange import ended
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("expression", "forward", "backward"),
+    [
+        ("b s/cp c -> b s c/cp", ["all_to_all s/cp -> c/cp"], ["all_to_all c/cp -> s/cp"]),
+        (
+            "b s/zigzag(cp) c -> b s c/cp",
+            ["all_to_all s/zigzag(cp) -> c/cp"],
+            ["all_to_all c/cp -> s/zigzag(cp)"],
+        ),
+        ("b/dp s c -> b s c", ["all_gather b/dp"], ["slice b/dp"]),
+        ("b/dp s c -> b s c | copy(dp)", ["all_gather b/dp"], ["reduce_scatter sum -> b/dp"]),
+        ("b s c | sum(cp) -> b/cp s c", ["reduce_scatter sum -> b/cp"], ["all_gather b/cp"]),
+        ("b s c | sum(cp) -> b s c", ["all_reduce sum(cp)"], ["retag -> copy(cp)"]),
+        ("b s c | sum(cp) -> b s c | copy(cp)", ["all_reduce sum(cp)"], ["all_reduce sum(cp)"]),
+        ("b s c -> b s c | copy(cp)", ["retag -> copy(cp)"], ["all_reduce sum(cp)"]),
+        ("b s c -> b/cp s c", ["slice b/cp"], ["all_gather b/cp"]),
+        ("b s/dp/cp c -> b s/cp/dp c", ["permute"], ["permute"]),
+        ("b/dp s/cp c -> b/dp s/cp c", [], []),
+    ],
+)
+def test_the_usual_moves_are_the_usual_collectives(expression, forward, backward):
+    plan = xs.plan(expression, xs.Mesh(dp=2, cp=4), (8, 4096, 4096), "bfloat16")
+    assert [str(step) for step in plan.steps] == forward
+    assert [str(step) for step in plan.backward.steps] == backward
+
+
+DUMP_PLANS = """
+import json
+from pathlib import Path
+import xshard as xs
+from tests.cases import CASES
+from tests.core.test_public_cases import PUBLIC_CASES, move_of
+for case in CASES:
+    for profile in ("h100", "bandwidth"):
+        plan = case.plan(profile=profile)
+        print(plan.to_json(), plan.backward.to_json() if plan.src.is_linear else "")
+for case in PUBLIC_CASES:
+    if len(case["mesh"]) >= 4:
+        print(xs.plan(*move_of(case)).to_json())
+"""
+
+
+def test_every_process_plans_the_same():
+    """Whatever its hash seed: a set's order in a planner is a deadlock in a training run."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DUMP_PLANS],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "1", "2")
+    ]
+    first, *others = [process.communicate()[0] for process in processes]
+    assert len(first) > 100_000
+    assert others == [first, first]
+
+
+def test_the_same_question_gets_the_same_object():
+    ask = lambda: xs.plan("n/a d -> n d/a", xs.Mesh(a=2), [8, 4])  # noqa: E731
+    assert ask() is ask()
+
+
+LIMITED = [
+    ("n/a d -> n d/a", "a=4", (64, 64)),
+    ("n/a/b d -> n d/b", "a=4,b=2", (64, 64)),
+    ("n d | sum(a) -> n/a d", "a=4", (64, 64)),
+    ("n/a d | sum(b) -> n/b d | copy(a)", "a=2,b=4", (64, 64)),
+    ("x/a y/b z/c -> x/c y/a z/b", "a=2,b=4,c=2", (8, 8, 8)),
+    ("n/zigzag(a) d -> n/cyclic(a) d", "a=4", (30, 8)),
+]
+
+
+@pytest.mark.parametrize(("expression", "mesh", "shape"), LIMITED)
+def test_no_plan_exceeds_its_memory_limit(expression, mesh, shape):
+    free = xs.plan(expression, xs.Mesh.parse(mesh), shape)
+    for limit in range(free.peak_bytes, 0, -max(1, free.peak_bytes // 16)):
+        try:
+            plan = xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
+        except xs.PlanError:
+            break
+        assert plan.peak_bytes <= limit
+        assert plan.cost >= free.cost
+        # What fits the limit anyway is not given up for it.
+        assert (plan.steps == free.steps) == (free.peak_bytes <= limit)
+    else:
+        pytest.fail("a limit near zero was kept")
+
+
+@pytest.mark.parametrize(("expression", "mesh", "shape"), LIMITED)
+def test_an_impossible_limit_names_the_least_possible(expression, mesh, shape):
+    def plan(limit):
+        return xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
+
+    with pytest.raises(xs.PlanError, match="no plan stays within 1 B per device") as caught:
+        plan(1)
+    least = int(re.search(r"the least any plan needs is .* \((\d+) bytes\)", str(caught.value))[1])
+    assert plan(least).peak_bytes == least
+    with pytest.raises(xs.PlanError, match=re.escape(f"({least} bytes)")):
+        plan(least - 1)
+
+
+def gather_and_slice(src, dst, mesh, shape, profile):
+    """The plan that always works: reduce, gather what is cut differently, slice."""
+    ends = [xs.Sharding(layout, mesh, shape).normal for layout in (src, dst)]
+    over = ended(*ends)
+    gathers, slices = [], []
+    for a, b in zip(ends[0].dims, ends[1].dims, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a.shards, b.shards, strict=False)) if x != y), None)
+        same = min(len(a.shards), len(b.shards)) if same is None else same
+        gathers += [AllGather(a.name, a.shards[same:])] * (same < len(a.shards))
+        slices += [Slice(b.name, b.shards[same:])] * (same < len(b.shards))
+    steps = (*[AllReduce(over)][: len(over)], *gathers, *slices)
+    return xs.Plan(src, dst, mesh, shape, "float32", steps, profile=xs.load_profile(profile))
+
+
+@given(st.data(), st.lists(st.sampled_from((1, 2, 4)), min_size=1, max_size=3))
+def test_never_worse_than_gather_and_slice(data, sizes):
+    mesh, shape = xs.Mesh(dict(zip("xyz", sizes, strict=False))), (64, 128)
+    src, dst = (data.draw(layouts(mesh, 2, kinds)) for kinds in (("sum",), ()))
+    for profile in ("bandwidth", "h100"):
+        plain = gather_and_slice(src, dst, mesh, shape, profile)
+        plan = xs.plan((src, dst), mesh, shape, profile=profile)
+        if profile == "bandwidth":
+            assert plan.bytes_received <= plain.bytes_received
+        # A plan may cost more in order to hold no block larger than both ends.
+        ends = max(plan.source.max_local_size, plan.target.max_local_size)
+        if all(stage.after.max_local_size <= ends for stage in plain.stages):
+            assert plan.cost <= plain.cost * (1 + 1e-9)
+
+
+def test_a_dtype_by_any_of_its_names():
+    ask = lambda dtype: xs.plan("n/a -> n", xs.Mesh(a=2), (4,), dtype)  # noqa: E731
+    assert ask("float32") is ask(np.float32) is ask(np.dtype("f4")) is ask(torch.float32)
+
+
+def test_a_slow_axis_is_spared():
+    """The four replicas along the fast axis each fetch a quarter over the slow one, then share."""
+    fast, slow = xs.Link(0.0, 1e11), xs.Link(0.0, 1e9)
+    profile = xs.Profile("two levels", "made up", slow, axes=(("fast", fast),))
+    mesh = xs.Mesh(slow=2, fast=4)
+    plan = xs.plan("n/slow -> n", mesh, (4096,), profile=profile)
+    assert [str(step) for step in plan.steps] == ["slice n/fast", "all_gather n/slow/fast"]
+    over_slow = [
+        hop.received
+        for stage in plan.stages
+        for hop in stage.step.traffic(stage.before, profile.levels(mesh)).hops
+        if hop.axis == "slow"
+    ]
+    assert over_slow == [2048 // 4]
+
+
+@pytest.mark.parametrize(
+    ("expression", "options", "error", "message"),
+    [
+        ("n/a -> n", {"shape": (4, 4)}, xs.ShapeError, "'n/a' has 1 dims, the array has 2 in 'n/a -> n'"),
+        ("n/a -> n", {"shape": (4.0,)}, xs.ShapeError, "shape (4.0,) has 4.0 where a length >= 0 belongs"),
+        ("n/a -> n", {"shape": (-1,)}, xs.ShapeError, "shape (-1,) has -1 where a length >= 0 belongs"),
+        ("n/a -> n", {"profile": "h1000"}, xs.ProfileError, "no profile 'h1000'"),
+        ("n/a:halo(1,1) -> n/a", {}, xs.PlanError, "'n/a:halo(1,1)' overlaps"),
+        (("n/a", "m/a"), {}, xs.NotationError, "dim names differ: 'n/a' and 'm/a'"),
+        (("n/a", "n/q"), {}, xs.NotationError, "unknown mesh axis 'q' in 'n/q'"),
+        ((Layout.parse("n/a"), "n | max(a)"), {}, xs.PlanError, "'n | max(a)' holds a max over a that"),
+    ],
+)
+def test_wrong_input(expression, options, error, message):
+    with pytest.raises(error) as caught:
+        xs.plan(expression, xs.Mesh(a=2), **{"shape": (4,), **options})
+    assert message in str(caught.value)
+
+
+def test_cases_have_names_of_their_own():
+    assert len({case.name for case in CASES}) == len(CASES) >= 70

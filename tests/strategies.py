@@ -1,0 +1,81 @@
+"""Random meshes, shapes and layouts for hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+import xshard as xs
+from xshard.notation import BOUNDARIES, ORDERS, Dim, Fold, Halo, Shard, Window
+
+NAMES = ("b", "s", "c")
+# Uneven, empty and divisible lengths, small enough for 16 devices to be quick.
+LENGTHS = st.sampled_from((0, 1, 3, 5, 8, 8, 12, 12))
+LINEAR = ("sum", "mean", "copy")
+
+
+@st.composite
+def meshes(draw, max_devices=16):
+    """One to three axes of sizes 1 to 4."""
+    sizes = {}
+    for name in ("x", "y", "z")[: draw(st.integers(1, 3))]:
+        room = max_devices // max(1, xs.Mesh(sizes).n_devices)
+        sizes[name] = draw(st.integers(1, min(4, room)))
+    return xs.Mesh(sizes)
+
+
+def shapes(max_dims=3):
+    return st.lists(LENGTHS, max_size=max_dims).map(tuple)
+
+
+@st.composite
+def layouts(draw, mesh, n_dims, kinds=LINEAR, kept=()):
+    """Every axis cuts a dim, alone or in a group, carries a tag, or holds replicas.
+
+    kept: (kind, axes): a tag that only these axes may carry.
+    """
+    axes = list(draw(st.permutations(mesh.axes)))
+    shards, tags = [[] for _ in range(n_dims)], []
+    roles = [*range(n_dims), *range(n_dims), *kinds, *(kind for kind, _ in kept), None]
+    while axes:
+        group = tuple(axes[: draw(st.sampled_from((1, 1, 1, 2)))])
+        del axes[: len(group)]
+        role = draw(st.sampled_from(roles))
+        if isinstance(role, int):
+            shards[role].append(Shard(group, draw(st.sampled_from(("block", *ORDERS)))))
+        elif role is not None:
+            allowed = dict(kept).get(role, group)
+            tags.append((role, tuple(axis for axis in group if axis in allowed)))
+    dims = tuple(Dim(name, tuple(cuts)) for name, cuts in zip(NAMES, shards, strict=False))
+    return xs.Layout(dims, tuple(tags))
+
+
+@st.composite
+def moves(draw, kinds=("linear", "max", "min")):
+    """(mesh, shape, src, dst) between which a redistribution is defined."""
+    mesh, shape = draw(meshes()), draw(shapes())
+    kind = draw(st.sampled_from(kinds))
+    if kind == "linear":
+        return mesh, shape, draw(layouts(mesh, len(shape))), draw(layouts(mesh, len(shape)))
+    src = draw(layouts(mesh, len(shape), (kind, "copy")))
+    return mesh, shape, src, draw(layouts(mesh, len(shape), ("copy",), [(kind, src.tagged(kind))]))
+
+
+@st.composite
+def overlaps(draw, folded=True):
+    boundary = draw(st.sampled_from(BOUNDARIES))
+    if draw(st.booleans()):
+        overlap = Halo(draw(st.integers(-2, 9)), draw(st.integers(-2, 9)), boundary)
+    else:
+        k, s, d, p = (draw(st.integers(low, high)) for low, high in ((1, 5), (1, 4), (1, 3), (0, 4)))
+        overlap = Window(k, s, d, p, boundary)
+    return Fold(overlap) if folded and draw(st.booleans()) else overlap
+
+
+@st.composite
+def written_layouts(draw):
+    """Any layout of the grammar, overlaps and anonymous dims included."""
+    layout = draw(layouts(draw(meshes()), draw(st.integers(0, 3))))
+    dims = [Dim(dim.name, dim.shards, draw(st.none() | overlaps())) for dim in layout.dims]
+    if draw(st.booleans()):
+        dims.insert(draw(st.integers(0, len(dims))), Dim("..."))
+    return xs.Layout(tuple(dims), layout.tags)
