@@ -77,7 +77,9 @@ class Profile:
         if named is not None or self.across is None or self.node_devices is None:
             return named or self.default
         reach = math.prod(mesh.sizes[mesh.position(axis) :])
-        return self.across if reach > self.node_devices and mesh.size(axis) > 1 else self.default
+        # Groups along the axis stay in a node only where whole runs of `reach` devices fill it.
+        inside = self.node_devices % reach == 0 or mesh.size(axis) == 1
+        return self.default if inside else self.across
 
     def launch(self, kind: str) -> float:
         known = dict(self.launch_s)

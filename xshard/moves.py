@@ -2,7 +2,7 @@
 
 Decides the planner's step set. A plan touches the axes whose role differs between the two ends;
 others are pinned, so that devices along them do not wait for each other. The exception are
-replicas on a faster link than one that must be crossed: they can take shares of what crosses it.
+replicas that can take shares of what crosses a link slower than theirs, or of what is reduced.
 
 On small meshes the set is complete: over these axes, every collective over every group, every
 slice, permutation and exchange between any two states. On large ones it is directed: an axis is
@@ -40,14 +40,15 @@ class Moves:
         )
 
     def _usable(self, start: State) -> tuple[int, ...]:
-        """The axes that steps may work on: those that change, and replicas on faster links than theirs."""
+        """The axes that steps may work on: those that change, and replicas that relieve them."""
         space, goal = self.space, self.goal
         old, new = space.roles(start), space.roles(goal)
         changing = [a for a in {**old, **new} if old.get(a) != new.get(a)]
         changing += [a for a in range(len(space.axes)) if (a in start.sums) != (a in goal.sums)]
         slowest = min((space.level(a) for a in changing), default=0)
+        least = slowest + (not set(start.sums) - set(goal.sums))  # a reduction gains on an equal link too
         spare = set(space.free(start)) & set(space.free(goal))
-        relief = [a for a in spare if space.level(a) > slowest]
+        relief = [a for a in spare if space.level(a) >= least]
         return tuple(sorted({*changing, *relief}))
 
     def _free(self, state: State) -> tuple[int, ...]:
@@ -217,9 +218,7 @@ class Moves:
             rest = [a for a in usable if a not in lead]
             for k in range(len(rest) + 1):
                 # The order of axes that the goal does not want there is indifferent.
-                tail = next((c for c in combinations(rest, k) if self._parts(lead + c) == parts), None)
-                if tail is not None:
-                    yield lead + tail
+                yield from (lead + c for c in combinations(rest, k) if self._parts(lead + c) == parts)
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """All of the axes first, then fewer; on large spaces all of them and each alone."""

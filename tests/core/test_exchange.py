@@ -93,6 +93,14 @@ def test_a_new_sum_has_one_contribution_of_every_element():
     assert [b.tolist() for b in blocks] == [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
 
 
+def test_a_maximum_may_end_along_the_axis_where_a_sum_begins():
+    """The winners are contributed once, by the first device."""
+    mesh = xs.Mesh(a=3)
+    src, dst = (xs.Sharding(Layout.parse(text), mesh, (2,)) for text in ("n | max(a)", "n | sum(a)"))
+    blocks = Exchange(dst.layout).run([np.array([1, 9]), np.array([5, 2]), np.array([3, 3])], src)
+    assert [b.tolist() for b in blocks] == [[5, 9], [0, 0], [0, 0]]
+
+
 def test_addends_are_added_in_the_order_of_their_devices():
     """The same order everywhere: in floats, another order is another number."""
     mesh = xs.Mesh(a=4)

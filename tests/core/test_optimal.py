@@ -98,11 +98,12 @@ def graph(mesh, shape, profile):
 
 
 def allowed(mesh, src, dst, profile):
-    """Where a plan may pass: over axes that change, and replicas on links faster than theirs."""
+    """Where a plan may pass: over axes that change, and replicas that relieve them."""
     level = {axis: i for i, axes in enumerate(profile.levels(mesh)) for axis in axes}
     changing = [a for a in mesh.axes if src.role(a) != dst.role(a)]
     slowest = min(level[a] for a in changing)
-    relief = [a for a in mesh.axes if src.role(a) == dst.role(a) == () and level[a] > slowest]
+    least = slowest if set(src.tagged("sum")) - set(dst.tagged("sum")) else slowest + 1
+    relief = [a for a in mesh.axes if src.role(a) == dst.role(a) == () and level[a] >= least]
     pinned = [a for a in mesh.axes if a not in changing and a not in relief]
     begins = set(dst.tagged("sum")) - set(src.tagged("sum"))
 
