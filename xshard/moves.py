@@ -2,7 +2,7 @@
 
 Decides the planner's step set. A plan touches the axes whose role differs between the two ends;
 others are pinned, so that devices along them do not wait for each other. The exception are
-replicas that can take shares of what crosses a link slower than theirs, or of what is reduced.
+replicas on a faster link than one that must be crossed: they can take shares of what crosses it.
 
 On small meshes the set is complete: over these axes, every collective over every group, every
 slice, permutation and exchange between any two states. On large ones it is directed: an axis is
@@ -40,15 +40,14 @@ class Moves:
         )
 
     def _usable(self, start: State) -> tuple[int, ...]:
-        """The axes that steps may work on: those that change, and replicas that relieve them."""
+        """The axes that steps may work on: those that change, and replicas on faster links than theirs."""
         space, goal = self.space, self.goal
         old, new = space.roles(start), space.roles(goal)
         changing = [a for a in {**old, **new} if old.get(a) != new.get(a)]
         changing += [a for a in range(len(space.axes)) if (a in start.sums) != (a in goal.sums)]
         slowest = min((space.level(a) for a in changing), default=0)
-        least = slowest + (not set(start.sums) - set(goal.sums))  # a reduction gains on an equal link too
         spare = set(space.free(start)) & set(space.free(goal))
-        relief = [a for a in spare if space.level(a) >= least]
+        relief = [a for a in spare if space.level(a) > slowest]
         return tuple(sorted({*changing, *relief}))
 
     def _free(self, state: State) -> tuple[int, ...]:

@@ -102,8 +102,7 @@ def allowed(mesh, src, dst, profile):
     level = {axis: i for i, axes in enumerate(profile.levels(mesh)) for axis in axes}
     changing = [a for a in mesh.axes if src.role(a) != dst.role(a)]
     slowest = min(level[a] for a in changing)
-    least = slowest if set(src.tagged("sum")) - set(dst.tagged("sum")) else slowest + 1
-    relief = [a for a in mesh.axes if src.role(a) == dst.role(a) == () and level[a] >= least]
+    relief = [a for a in mesh.axes if src.role(a) == dst.role(a) == () and level[a] > slowest]
     pinned = [a for a in mesh.axes if a not in changing and a not in relief]
     begins = set(dst.tagged("sum")) - set(src.tagged("sum"))
 
