@@ -7,11 +7,11 @@ from torch_bridge.ops import (
     all_reduce,
     all_to_all,
     copy_to,
-    redistribute,
     reduce_from,
     reduce_scatter,
     slice,
 )
+from torch_bridge.redistribution import redistribute
 
 __all__ = [
     "RankError",
@@ -21,6 +21,7 @@ __all__ = [
     "copy_to",
     "from_placements",
     "redistribute",
+    "redistribute_between",
     "reduce_from",
     "reduce_scatter",
     "run_ranks",

@@ -50,8 +50,8 @@ class Group:
     devices: tuple[int, ...]
 
     @cached_property
-    def _backends(self) -> str:
-        """As in `cpu:gloo,cuda:nccl`."""
+    def backends(self) -> str:
+        """Which backend serves which kind of device, as in `cpu:gloo,cuda:nccl`."""
         return dist.get_backend_config(self.process_group)
 
     def all_gather(self, block: Tensor, shape: Sequence[int]) -> Tensor:
@@ -68,11 +68,11 @@ class Group:
 
     def reduce_scatter(self, parts: Tensor, op: str) -> Tensor:
         """`(ranks, *part)`, one part per rank -> the reduction of this rank's part: `part`."""
-        if f"{parts.device.type}:gloo" in self._backends:
+        if f"{parts.device.type}:gloo" in self.backends:
             # 1.7 to 2.8 times as fast as gloo's own (4 and 8 ranks, 16 MiB), and rounds once.
             return _LOCAL[op](self.all_to_all(parts.view(-1), parts.shape))
         out = parts.new_empty(parts.shape[1:])
-        _reduce_scatter_single(out, parts, _OPS[op], group=self.process_group)
+        _reduce_scatter_single(out.view(-1), parts.view(-1), _OPS[op], group=self.process_group)
         return out
 
     def all_to_all(

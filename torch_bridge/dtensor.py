@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge.groups import MeshLike, mesh_of
 from xshard import Layout, Mesh, NotationError, PlanError, Sharding
-from xshard.layout import check_axes
+from xshard.layout import NONLINEAR, check_axes
 from xshard.notation import Dim, spans
 from xshard.notation import Shard as Cut
 from xshard.steps.base import without_tags
@@ -48,19 +48,8 @@ def to_placements(
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)
     found: dict[str, Placement] = {}
-    for d, dim in enumerate(layout.dims):
+    for d in range(len(layout.dims)):
         nested = _nested(layout, d, axes, shape)
-        in_order = sorted(nested, key=axes.position)
-        if (
-            shape is not None
-            and len(nested) > 2
-            and list(nested) != in_order
-            and shape[d] % axes.size(*nested)
-        ):
-            raise PlanError(
-                f"a DTensor divides {shape[d]} rows otherwise than '{dim}'",
-                hint="uneven dims over three axes or more: name the axes in mesh order",
-            )
         for i, axis in enumerate(nested):
             # How many pieces there are already of what this axis cuts, though it comes first in the mesh.
             before = [a for a in nested[:i] if axes.position(a) > axes.position(axis)]
@@ -123,19 +112,24 @@ def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
             span=(0, len(text.partition("->")[0].rstrip())),
             hint=f"its placements are {x.placements} on {mesh!r}",
         )
-    gradient = layout.dual if layout.is_linear else layout
-    return x.to_local(grad_placements=to_placements(gradient, mesh, shape))
+    return x.to_local(grad_placements=to_placements(_of_gradient(layout), mesh, shape))
 
 
 def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     """A local block under `layout` -> the DTensor of global `shape`."""
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    options: dict[str, Any] = (
-        {"grad_placements": to_placements(layout.dual, mesh, shape)} if layout.tagged("copy") else {}
-    )
+    options: dict[str, Any] = {}
+    if layout.tagged("copy"):  # whose gradients are partial: not what a DTensor assumes of `Replicate`
+        options["grad_placements"] = to_placements(_of_gradient(layout), mesh, shape)
     return DTensor.from_local(
         local, mesh, to_placements(layout, mesh, shape), shape=Size(shape), stride=stride, **options
     )
+
+
+def _of_gradient(layout: Layout) -> Layout:
+    """The layout of a block's gradient: the dual, with the addends of a maximum read as those of a sum."""
+    tags = tuple(("sum" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
+    return replace(layout, tags=tags).dual
 
 
 def _nested(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> tuple[str, ...]:
@@ -144,13 +138,19 @@ def _nested(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> 
     plain = dim
     if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
         plain = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
-    if plain.overlap is None and all(len(cut.axes) == 1 and cut.order == "block" for cut in plain.shards):
-        return plain.axes
+    axes = plain.axes
+    if plain.overlap is not None or any(len(cut.axes) > 1 or cut.order != "block" for cut in plain.shards):
+        hint = "its placements are nested contiguous cuts"
+        if shape is None:
+            hint += "; pass shape= where blocks are even"
+    elif shape is not None and len(axes) > 2 and shape[d] % mesh.size(*axes) and _strided(axes, mesh):
+        hint = "it divides uneven dims otherwise, over three axes or more that are not in mesh order"
+    else:
+        return axes
     text = str(layout)
-    raise PlanError(
-        f"a DTensor cannot hold '{dim}'",
-        text=text,
-        span=next((span for name, span in spans(text).dims if name == dim.name), None),
-        hint="its placements are nested contiguous cuts"
-        + ("" if shape is not None else "; pass shape= where blocks are even"),
-    )
+    span = next((span for name, span in spans(text).dims if name == dim.name), None)
+    raise PlanError(f"a DTensor cannot hold '{dim}'", text=text, span=span, hint=hint)
+
+
+def _strided(axes: Sequence[str], mesh: Mesh) -> bool:
+    return list(axes) != sorted(axes, key=mesh.position)

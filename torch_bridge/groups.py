@@ -126,6 +126,7 @@ def _create(
         # Every process makes every group, so that their numbering agrees in the whole world.
         groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
         return dist.new_subgroups_by_enumeration(groups)[0]
-    # The rest of the world does not take part and need not call.
+    # The rest of the world does not take part and need not call. Members find each other by how many
+    # groups each has made so far, which is equal where all make groups through the same meshes.
     members = [ranks[d] for d in mesh.group(device, axes)]
     return dist.new_group(members, use_local_synchronization=True)

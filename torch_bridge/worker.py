@@ -22,7 +22,7 @@ from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
 from torch_bridge.lower import lower
 from torch_bridge.meter import Meter
-from torch_bridge.ops import redistribute
+from torch_bridge.redistribution import redistribute
 from xshard import Plan
 from xshard.steps.base import Block
 from xshard.verify import Outcome, Task

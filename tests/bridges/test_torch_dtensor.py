@@ -133,12 +133,27 @@ def _redistributed() -> None:
         y.sum().backward()
         assert torch.equal(local.grad, torch.full_like(whole, share))
 
+    # A maximum, whose gradient goes to the rank that has it.
+    local = ((rank // 2 + 1) * whole).requires_grad_()
+    x = DTensor.from_local(local, mesh, (Partial("max"), Replicate()))
+    y = xt.redistribute(x, "n d | max(a) -> n d")
+    assert torch.equal(y.to_local(), 2 * whole)
+    y.sum().backward()
+    assert torch.equal(local.grad, torch.full_like(whole, rank // 2))
+
     # Copies: each rank's own loss adds to the gradient.
     x = distribute_tensor(whole, mesh, (Shard(0), Replicate()), src_data_rank=None).requires_grad_()
     y = xt.redistribute(x, "n/a d -> n d | copy(a)")
     (y.to_local(grad_placements=(Partial(), Replicate())) * (rank // 2 + 1)).sum().backward()
     assert torch.equal(x.grad.full_tensor(), torch.full_like(whole, 3.0))
 
+    # The other way round: each rank's part of a copy gives its part of the gradient.
+    x = distribute_tensor(whole, mesh, (Replicate(), Shard(1)), src_data_rank=None).requires_grad_()
+    y = xt.redistribute(x, "n d/b | copy(a) -> n/a d/b")
+    (y * distribute_tensor(whole, mesh, y.placements, src_data_rank=None)).sum().backward()
+    assert x.grad.placements == (Partial(), Shard(1)) and torch.equal(x.grad.full_tensor(), whole)
+
+    x = distribute_tensor(whole, mesh, (Shard(0), Replicate()), src_data_rank=None).requires_grad_()
     refused = [
         error_of(lambda: xt.redistribute(x, "n d/a -> n d")),
         error_of(lambda: xt.redistribute(x, "n/a d -> n/zigzag(a) d")),

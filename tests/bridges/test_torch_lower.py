@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.bridges.torch_helpers import on_ranks
 from torch_bridge import RankError
+from torch_bridge.collectives import Group
 from torch_bridge.lower import RULES
 from torch_bridge.meter import Meter
 from torch_bridge.packing import MAX_SLICES, Message, Packing, message
@@ -100,6 +101,22 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
     for part, start, stop in ((values[::2], 0, 2), (values[1::2], 2, 5)):
         assert out[start:stop].unique().tolist() == [reduce(int(v[0, 0]) for v in part)]
     assert out[5].tolist() == [0] * 4, "a row that nobody sends is zero, not a leftover"
+
+
+def _reduce_scatters(op: str) -> None:
+    rank = dist.get_rank()
+    parts = torch.arange(24.0).view(4, 3, 2) * (1 - 2 * (rank % 2)) + rank
+    ours, native = (Group(dist.group.WORLD, (0, 1, 2, 3)) for _ in range(2))
+    native.__dict__["backends"] = "cpu:another"  # any but gloo: the backend's own
+    assert "cpu:gloo" in ours.backends
+    with Meter() as meter:
+        assert torch.equal(ours.reduce_scatter(parts, op), native.reduce_scatter(parts, op))
+    assert meter.received == [72, 72]
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
+    on_ranks(4, _reduce_scatters, op)
 
 
 def _counted() -> list[int]:

@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "local shape": (
         lambda: xt.redistribute(X, "n/tp d -> n d", MESH, shape=(8, 5)),
         "ShapeError",
-        ("has shape (2, 4), not (2, 5) in 'n/tp d -> n d'", "under 'n/tp d' on Mesh(tp=4)", "a (8, 5) array"),
+        ("has shape (2, 4), not (2, 5) in 'n/tp d -> n d'", "under 'n/tp d'", "a (8, 5) array"),
     ),
     "no such even block": (
         lambda: xt.redistribute(torch.ones(3), "n/zigzag(tp) -> n", MESH),
@@ -224,7 +224,7 @@ def test_examples_of_the_docstrings() -> None:
     """In a process of their own, since they fork."""
     script = (
         "import doctest, importlib\n"
-        "for name in ('dtensor', 'launch', 'ops'):\n"
+        "for name in ('dtensor', 'launch', 'ops', 'redistribution'):\n"
         "    found = doctest.testmod(importlib.import_module('torch_bridge.' + name))\n"
         "    assert found.attempted and not found.failed, found\n"
     )
