@@ -48,7 +48,8 @@ def is_typed(axis: str) -> bool:
     """Whether values have a type along the axis: inside a shard_map with check_vma=True."""
     if bound_size(axis) is None:
         return False
-    return bool(jax.typeof(lax.axis_index(axis)).manual_axis_type.varying)
+    found = jax.eval_shape(lambda: lax.axis_index(axis)).manual_axis_type  # None under vmap
+    return found is not None and bool(found.varying)
 
 
 def varies(x: jax.Array, axis: str) -> bool:

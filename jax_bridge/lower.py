@@ -131,9 +131,14 @@ def _retag(_: Retag, x: jax.Array, __: Sharding, ___: Sharding) -> jax.Array:
 
 
 def _scale(step: Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
-    # Divided, not multiplied by a rounded reciprocal, as the reference does.
+    n = step.factor.denominator
     x = x * np.array(step.factor.numerator, x.dtype)
-    return x if step.factor.denominator == 1 else x / np.array(step.factor.denominator, x.dtype)
+    if n == 1:
+        return x
+    by = jnp.full_like(x, n)
+    # By what it sees is a constant XLA does not divide: it multiplies by the reciprocal, and does not round
+    # before it adds. With a reciprocal that is rounded, a mean of whole numbers would not be whole.
+    return x / (by if n & (n - 1) == 0 else lax.optimization_barrier(by))
 
 
 def _joined_parts(

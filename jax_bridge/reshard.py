@@ -56,6 +56,10 @@ def reshard(
     mesh = _mesh_of(array) if mesh is None else mesh
     program = _program(expression, mesh, array.shape, array.dtype.name, profile)
     known = not isinstance(array, jax.core.Tracer) and array.committed
+    if known and isinstance(mesh, AbstractMesh):
+        raise MeshError(
+            "the array is on devices, the mesh given has none", hint="pass the jax.Mesh, or nothing"
+        )
     if known and not array.sharding.is_equivalent_to(program.source, array.ndim):
         src, _, text = sides(expression)
         raise ShapeError(

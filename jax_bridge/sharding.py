@@ -57,15 +57,16 @@ def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | N
     """
     if len(spec) > ndim:
         raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
-    entries = [*spec.partitions, *[None] * (ndim - len(spec))]
+    # JAX refuses to iterate over a spec with tags.
+    cuts = spec.update(unreduced=frozenset(), reduced=frozenset())
+    entries = [*cuts, *[None] * (ndim - len(cuts))]
     dims = []
     for name, entry in zip(names or [f"d{i}" for i in range(ndim)], entries, strict=True):
         axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
         if not isinstance(axes, tuple) or not all(isinstance(a, str) for a in axes):
             raise PlanError(f"{entry} in {spec} names no axes")
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
-    tags = (("sum", tuple(sorted(spec.unreduced))), ("copy", tuple(sorted(spec.reduced))))
-    return Layout(tuple(dims), tuple((kind, axes) for kind, axes in tags if axes))
+    return Layout(tuple(dims), (("sum", tuple(spec.unreduced)), ("copy", tuple(spec.reduced))))
 
 
 def to_named_sharding(

@@ -38,7 +38,14 @@ def in_jax(test: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _server() -> subprocess.Popen[bytes]:
-    server = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Two programs at once need a thread for each of their devices: with fewer they wait for
+        # each other for ever, and XLA makes as many as there are cores.
+        env={**os.environ, "PJRT_NPROC": "64"},
+    )
     atexit.register(server.kill)
     return server
 

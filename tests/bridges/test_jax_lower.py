@@ -33,6 +33,8 @@ CASES = (
     ("n d | max(a,b) -> n/zigzag(b) d | copy(a)", "a=2,b=2", (8, 3)),
     ("n/b d | mean(a) -> n d/a", "a=4,b=2", (4, 8)),
     ("n d/a -> n/b d | mean(a)", "a=4,b=2", (6, 9)),
+    ("n d | mean(a) -> n d | copy(a)", "a=3", (4, 16)),
+    ("n | mean(a,b) -> n/a", "a=5,b=1", (50,)),
     ("n/b d | min(a) -> n d", "a=2,b=3", (6, 3)),
     ("n/b d | max(a) -> n/a d/b", "a=2,b=3", (7, 5)),
     ("() | max(a) -> () | copy(a)", "a=8", ()),
@@ -58,6 +60,7 @@ EXCHANGES = (
     ("n/b d | max(a) -> n d", "a=2,b=3", (7, 2)),
     ("n d | sum(a) -> n d", "a=4", (5, 2)),
     ("n d -> n d | sum(a)", "a=4", (5, 2)),
+    ("() -> () | sum(a)", "a=4", ()),
 )
 
 

@@ -123,6 +123,8 @@ def test_errors() -> None:
     assert "in 'n/a d/b -> n d/b | copy(a)'" in str(caught.value)
     with pytest.raises(xs.MeshError, match="on which mesh"):
         xj.reshard(X, "n/a d -> n d")
+    with pytest.raises(xs.MeshError, match="the mesh given has none"):
+        xj.reshard(x, "n/a d/b -> n d", mesh().abstract_mesh)
     with pytest.raises(xs.NotationError, match="unknown mesh axis 'c'"):
         xj.reshard(x, "n/c d -> n d")
 
