@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -77,9 +77,9 @@ class Profile:
         if named is not None or self.across is None or self.node_devices is None:
             return named or self.default
         reach = math.prod(mesh.sizes[mesh.position(axis) :])
-        # Groups along the axis stay in a node only where whole runs of `reach` devices fill it.
-        inside = self.node_devices % reach == 0 or mesh.size(axis) == 1
-        return self.default if inside else self.across
+        # Groups along the axis stay in a node where whole runs of `reach` devices fill it, or all fit.
+        fits = self.node_devices % reach == 0 or mesh.n_devices <= self.node_devices
+        return self.default if fits or mesh.size(axis) == 1 else self.across
 
     def launch(self, kind: str) -> float:
         known = dict(self.launch_s)
@@ -102,6 +102,20 @@ class Profile:
         slow_first = sorted(set(links.values()), key=lambda x: (x.bytes_per_s, -x.latency_s))
         return tuple(tuple(a for a in mesh.axes if links[a] == link) for link in slow_first)
 
+    def to_json(self) -> str:
+        """The profile as text; in a file, `load_profile` reads it back."""
+        data = {
+            "name": self.name,
+            "source": self.source,
+            "launch_s": dict(self.launch_s),
+            "copy_bytes_per_s": None if math.isinf(self.copy_bytes_per_s) else self.copy_bytes_per_s,
+            "default": asdict(self.default),
+            "node_devices": self.node_devices,
+            "across": None if self.across is None else asdict(self.across),
+            "axes": {axis: asdict(link) for axis, link in self.axes},
+        }
+        return json.dumps(data, indent=2) + "\n"
+
 
 @dataclass(frozen=True)
 class Price:
@@ -116,7 +130,8 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
     traffic = step.traffic(before, profile.levels(before.mesh))
     buffer = traffic.copied if traffic.hops else 0
-    held = before.max_local_size + after.max_local_size + buffer
+    made = 0 if step.kind == "retag" else after.max_local_size  # a block renamed is the same block
+    held = before.max_local_size + made + buffer
     seconds = profile.seconds(step.kind, traffic, itemsize, before.mesh)
     return Price(seconds, traffic.received * itemsize, held * itemsize)
 

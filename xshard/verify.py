@@ -86,11 +86,12 @@ def run_reference(task: Task) -> Outcome:
 
 
 def run_worker(
-    module: str, tasks: Sequence[Task], *options: str, timeout_s: float | None = None
-) -> list[Outcome]:
-    """The tasks on another runtime, in a process of its own. Raises WorkerError.
+    module: str, tasks: Sequence[Task | Plan], *options: str, timeout_s: float | None = None
+) -> list[Any]:
+    """What another runtime answers to every task, in a process of its own. Raises WorkerError.
 
-    module: as in `"torch_bridge.worker"`; options: passed on to it. timeout_s: None waits forever.
+    module: as in `"torch_bridge.worker"`, which answers a `Task` with an `Outcome`; `torch_bridge.timing`
+    answers a plan with seconds. options: passed on to it. timeout_s: None waits forever.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "tasks.pickle"), Path(folder, "outcomes.pickle")
@@ -102,7 +103,7 @@ def run_worker(
             raise WorkerError(f"{name} did not finish within {timeout_s:g} s", hint=hint)
         if status or not answered.exists():
             raise WorkerError(f"{name} failed with status {status}", hint=hint)
-        outcomes: list[Outcome] = pickle.loads(answered.read_bytes())
+        outcomes: list[Any] = pickle.loads(answered.read_bytes())
     if len(outcomes) != len(tasks):
         raise WorkerError(f"{name} answered {len(outcomes)} of {len(tasks)} tasks")
     return outcomes

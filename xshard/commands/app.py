@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from xshard.commands.calibrate import calibrate_command
 from xshard.commands.console import print_error
 from xshard.commands.plan import plan
 from xshard.commands.show import show
@@ -34,3 +35,4 @@ app = typer.Typer(
 )
 for command in (plan, show, verify):
     app.command()(command)
+app.command("calibrate")(calibrate_command)
