@@ -1,0 +1,1 @@
+"""What `benchmarks/planner.py` measures: the planner beside four published ones."""

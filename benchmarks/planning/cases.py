@@ -1,0 +1,67 @@
+"""The cases: redistributions from the test suites and issues of others.
+
+Decides what a case is. The files name every case's source; the scaled set has the same moves at
+the sizes of real tensors (even, bf16, 2^28 elements and more).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xshard as xs
+from xshard.notation import Dim, Shard
+
+DATA = Path(__file__).parents[2] / "tests" / "data"
+FILES = {"public": "reshard.json", "scaled": "reshard_large.json"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A move of an array of global `shape` on a mesh."""
+
+    name: str
+    mesh: xs.Mesh
+    shape: tuple[int, ...]
+    dtype: str
+    src: xs.Layout
+    dst: xs.Layout
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether partial sums are at either end."""
+        return bool(self.src.tags or self.dst.tags)
+
+    @cached_property
+    def is_even(self) -> bool:
+        return all(xs.Sharding(end, self.mesh, self.shape).is_even for end in (self.src, self.dst))
+
+    def plan(self, profile: xs.Profile) -> xs.Plan:
+        """Our plan."""
+        return xs.plan((self.src, self.dst), self.mesh, self.shape, self.dtype, profile=profile)
+
+
+def load(which: str) -> tuple[Case, ...]:
+    """The cases of a set: "public" or "scaled"."""
+    return tuple(_case(entry) for entry in json.loads((DATA / FILES[which]).read_text()))
+
+
+def layout_of(cuts: Iterable[Sequence[str]], sums: Sequence[str] = ()) -> xs.Layout:
+    """Axes that cut every dim, outermost first, and axes that hold addends -> a layout of dims d0, d1, ..."""
+    dims = tuple(Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts))
+    return xs.Layout(dims, (("sum", tuple(sums)),))
+
+
+def _case(entry: dict[str, Any]) -> Case:
+    return Case(
+        entry["name"],
+        xs.Mesh(entry["mesh"]),
+        tuple(entry["shape"]),
+        entry["dtype"],
+        layout_of(entry["src"], entry["src_partial"]),
+        layout_of(entry["dst"], entry["dst_partial"]),
+    )

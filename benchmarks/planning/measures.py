@@ -1,0 +1,100 @@
+"""What is measured of a case: our plans on every machine, the bounds, and the peers beside them.
+
+A row holds one case's numbers, as they go into the JSON; `claims` judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import xshard as xs
+from planning import bounds, values
+from planning.cases import Case
+from planning.peers.base import NODE_DEVICES, PeerPlan
+from planning.peers.collect import Answer
+from planning.traffic import plan_flow
+from xshard import dtypes
+
+Row = dict[str, Any]
+
+
+def profiles() -> dict[str, xs.Profile]:
+    """The machines: bytes alone; nodes of eight H100; as many H100 as there are, all on NVLink."""
+    h100 = xs.load_profile("h100")
+    return {
+        "bandwidth": xs.load_profile("bandwidth"),
+        "h100": h100,
+        "h100_nvlink": replace(h100, name="h100_nvlink", across=None, node_devices=None),
+    }
+
+
+def case_row(case: Case) -> Row:
+    """Our plans for a case."""
+    plans = {name: case.plan(profile) for name, profile in profiles().items()}
+    row = {
+        "case": case.name,
+        "mesh": str(case.mesh),
+        "shape": list(case.shape),
+        "dtype": case.dtype,
+        "move": f"{case.src} -> {case.dst}",
+        "even": case.is_even,
+        "partial": case.is_partial,
+        "plans": {name: _plan_facts(plan) for name, plan in plans.items()},
+    }
+    if case.is_partial:
+        bound = bounds.total_elements(case) * dtypes.itemsize(case.dtype)
+        row |= {"total_bound_bytes": bound}
+    elif case.mesh.n_devices > NODE_DEVICES:
+        row["nodes"] = _node_facts(case, plans["h100"])
+    return row
+
+
+def add_peers(row: Row, case: Case, answers: Mapping[str, Answer]) -> None:
+    """The peers' numbers for the case of a row."""
+    row["peers"] = {name: _peer_facts(case, answer) for name, answer in answers.items()}
+
+
+def _plan_facts(plan: xs.Plan) -> Row:
+    ends = max(plan.source.max_local_size, plan.target.max_local_size)
+    largest = max([ends, *(stage.after.max_local_size for stage in plan.stages)])
+    return {
+        "steps": [str(step) for step in plan.steps],
+        "seconds": plan.cost,
+        "received_bytes": plan.bytes_received,
+        "bound_bytes": plan.bytes_lower_bound,
+        "total_bytes": float(plan_flow(plan, NODE_DEVICES).devices.sum()) * plan.itemsize,
+        "peak_over_ends": largest / ends if ends else 1.0,
+        "values_right": values.are_right(plan),
+    }
+
+
+def _node_facts(case: Case, plan: xs.Plan) -> Row:
+    """Bytes that cross nodes, all nodes together."""
+    bound = int(bounds.node_elements(case, NODE_DEVICES).sum()) * plan.itemsize
+    crossing = float(plan_flow(plan, NODE_DEVICES).nodes.sum()) * plan.itemsize
+    return {
+        "bound_bytes": bound,
+        "crossing_bytes": crossing,
+        "aligned": bounds.nodes_are_aligned(case.mesh, NODE_DEVICES),
+    }
+
+
+def _peer_facts(case: Case, answer: Answer) -> Row:
+    facts: Row = {"source": answer.source, "received_bytes": answer.received_bytes(case)}
+    if answer.reason:
+        facts["reason"] = answer.reason
+    if answer.plan is None:
+        return facts
+    facts["plan_s"] = answer.plan.plan_s
+    facts["seconds"] = {name: answer.plan.seconds(case, p) for name, p in profiles().items()}
+    if isinstance(answer.plan, PeerPlan):
+        plan = answer.plan.plan(case, xs.load_profile("h100"))
+        flow = plan_flow(plan, NODE_DEVICES)
+        facts["steps"] = [str(step) for step in plan.steps]
+        facts["crossing_bytes"] = float(flow.nodes.sum()) * plan.itemsize
+        facts["total_bytes"] = float(flow.devices.sum()) * plan.itemsize
+    else:
+        facts["steps"] = [f"{c.kind} of {c.devices}" for c in answer.plan.collectives]
+    return facts

@@ -1,0 +1,156 @@
+"""What a run leaves behind: a table on the terminal, a JSON file and a plot."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from planning import ratios
+from planning.claims import SECONDS_PROFILES, Claim
+from planning.measures import Row
+from planning.peers.collect import PEERS, versions
+from xshard.units import format_bytes
+
+SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON has them all
+NAME = "planner_bytes_seconds_nodes_speed"
+LIBRARIES = ("xshard", "numpy", "rich", "matplotlib")
+
+
+def context(command: str, *, live: bool, quick: bool) -> dict[str, Any]:
+    """When, how and with what a run was made; nothing that names the machine."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": command,
+        "peers": "live where installed" if live else "recorded",
+        "quick": quick,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in LIBRARIES},
+            "peers": versions(live=live),
+        },
+        "machine": {
+            "system": platform.system(),
+            "architecture": platform.machine(),
+            "cpu_cores": os.cpu_count(),
+        },
+    }
+
+
+def write_json(
+    folder: Path, about: Mapping[str, Any], found: Sequence[Claim], rows: Mapping[str, Sequence[Row]]
+) -> Path:
+    """The run as a file: what it is, every claim, every case on a line of its own."""
+    path = folder / f"{NAME}.json"
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
+    for key, entries in {"claims": [claim.to_dict() for claim in found], **rows}.items():
+        parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, entries)) + "\n]")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    return path
+
+
+def print_table(console: Console, found: Sequence[Claim]) -> None:
+    """Every claim with the peers beside it, then the cases that break one."""
+    table = Table(title="The planner and four others", title_justify="left")
+    table.add_column("what")
+    for head in ("cases", "xshard", "limit", "", *(peer.title for peer in PEERS.values())):
+        table.add_column(head, justify="right")
+    for claim in found:
+        others = dict(claim.peers)
+        table.add_row(
+            claim.statement,
+            str(claim.n_cases),
+            _number(claim.measured, claim.unit),
+            _number(claim.limit, claim.unit),
+            _verdict(claim),
+            *(_number(others[name], claim.unit) if name in others else "" for name in PEERS),
+        )
+    console.print(table)
+    for claim in found:
+        if not claim.holds:
+            word = "fails" if claim.must else "misses its aim"
+            named = f": {_named(claim.failing)}" if claim.failing else ""
+            console.print(f"[bold]{claim.name}[/bold] {word}{named}", highlight=False)
+
+
+def _verdict(claim: Claim) -> str:
+    if claim.holds:
+        return "[green]holds[/green]"
+    return "[red]fails[/red]" if claim.must else "[yellow]aim[/yellow]"
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(round(value))
+    if unit == "cases":
+        return f"{value:.0f}"
+    return f"{value:.3f}" if unit == "ratio" else f"{value:.3g} {unit}"
+
+
+def _named(failing: Sequence[str]) -> str:
+    more = len(failing) - SHOWN_FAILURES
+    return ", ".join(failing[:SHOWN_FAILURES]) + (f" and {more} more" if more > 0 else "")
+
+
+def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
+    """Four panels of the scaled set: every planner's cases in order, the lower the better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    (bytes_, nodes), (seconds, speed) = axes
+    for panel, title, of_all, ours, of_peer in (
+        (
+            bytes_,
+            "bytes received / lower bound",
+            ratios.bytes_ratios,
+            ratios.our_bytes,
+            ratios.peer_bytes,
+        ),
+        (
+            nodes,
+            "bytes crossing 8-device nodes / bound",
+            ratios.node_ratios,
+            ratios.our_crossing,
+            ratios.peer_crossing,
+        ),
+    ):
+        _curve(panel, "xshard", (v for _, v in of_all(scaled, ours)), color="black")
+        for name, peer in PEERS.items():
+            _curve(panel, peer.title, (v for _, v in of_all(scaled, of_peer(name))))
+        _label(panel, title)
+    for profile in SECONDS_PROFILES:
+        _curve(seconds, profile, (v for _, v in ratios.seconds_ratios(scaled, profile)))
+    seconds.axhline(1, color="black", linewidth=0.6)
+    _label(seconds, "predicted time / best peer's")
+    _curve(speed, "xshard", (row["cold_s"] * 1e3 for row in scaled), color="black")
+    for name, peer in PEERS.items():
+        times = [row["peers"][name]["plan_s"] * 1e3 for row in scaled if "plan_s" in row["peers"][name]]
+        _curve(speed, peer.title, times)
+    _label(speed, "planning time, ms")
+    path = folder / f"{NAME}.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _curve(axes: Any, label: str, values: Iterable[float], **style: Any) -> None:
+    ranked = sorted(values)
+    if ranked:
+        share = [100 * (i + 1) / len(ranked) for i in range(len(ranked))]
+        axes.plot(share, ranked, label=label, **style)
+
+
+def _label(axes: Any, title: str) -> None:
+    axes.set(title=title, yscale="log", xlabel="% of cases")
+    axes.legend(fontsize=8)
