@@ -59,6 +59,8 @@ class Plan:
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
+        if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
+            raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
 
     @cached_property
     def source(self) -> Sharding:

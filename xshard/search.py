@@ -45,11 +45,13 @@ class Search:
     """Cheapest-first search over a space.
 
     memory_limit: bytes that no device may exceed at any moment. exchanges: whether they may be used.
+    scaled: elements held by the step that multiplies by the plan's constant, which no path shows.
     """
 
     space: Space
     memory_limit: int | None
     exchanges: bool = True
+    scaled: int = 0
 
     def best_path(self) -> tuple[Step, ...]:
         """The steps of the cheapest path within the memory limit. Raises PlanError where none fits."""
@@ -87,7 +89,10 @@ class Search:
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
-        queue = [((0.0, 0), next(tie), start, _Path(0.0, 0, space.block(start), ()))]
+        held = max(space.block(start), self.scaled)
+        if self.memory_limit is not None and held * space.itemsize > self.memory_limit:
+            return None
+        queue = [((0.0, 0), next(tie), start, _Path(0.0, 0, held, ()))]
         while queue:
             estimate, _, state, path = heapq.heappop(queue)
             if best is not None and estimate >= best.rank:

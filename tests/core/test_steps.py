@@ -68,6 +68,7 @@ STEPS = [
     (Retag(copies=("b",), replicas=("a",)), "n d | copy(a)", "n d | copy(b)"),
     (Scale(Fraction(3, 7)), "n/a d", "n/a d"),
     (exchange("n/b d/a"), "n/a d/b", "n/b d/a"),
+    (exchange("n d/a/b"), "n/a/b d", "n d/a/b"),
     (exchange("n/zigzag(a) d | copy(b)"), "n/a d | sum(b)", "n/zigzag(a) d | copy(b)"),
     (exchange("n d/a | max(b)"), "n/a d | max(b)", "n d/a | max(b)"),
     (exchange("n d | sum(a,b)"), "n/a d", "n d | sum(a,b)"),
@@ -117,11 +118,13 @@ def test_it_receives_what_it_says(step, before):
 
 
 def test_scale_is_local_and_exact():
-    step, before = Scale(Fraction(1, 3)), sharding("n/a d")
+    """Multiples of 49, many of which a rounded 1/49 would miss."""
+    step, before = Scale(Fraction(1, 49)), sharding("n/a d")
     assert (step.traffic(before).received, step.traffic(before).hops) == (0, ())
-    for dtype in (np.float16, np.float32, np.complex64):
-        thirds = step.run([np.array([3, 21, -300], dtype)], before)[0]
-        assert thirds.dtype == dtype and thirds.tolist() == [1, 7, -100]
+    wholes = np.arange(-40, 41)
+    for dtype in (np.float16, np.float32, np.float64, np.complex64):
+        (result,) = step.run([(49 * wholes).astype(dtype)], before)
+        assert result.dtype == dtype and result.tolist() == wholes.tolist()
 
 
 def test_all_reduce_receives_what_its_two_halves_do():
