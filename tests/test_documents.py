@@ -94,7 +94,9 @@ def test_the_code_runs_and_prints_the_plans_shown(document, tmp_path):
     printed = run(script_of(plain, tmp_path))
     for block in blocks(document):
         if "layout after" in block.code:
-            assert block.code.strip() in printed, f"{document}:{block.line} shows another plan than\n{printed}"
+            assert block.code.strip() in printed, (
+                f"{document}:{block.line} shows another plan than\n{printed}"
+            )
 
 
 @pytest.mark.parametrize(

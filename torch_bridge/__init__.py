@@ -12,6 +12,7 @@ from torch_bridge.ops import (
     slice,
 )
 from torch_bridge.redistribution import redistribute
+from torch_bridge.transfer import redistribute_between
 
 __all__ = [
     "RankError",

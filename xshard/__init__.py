@@ -16,6 +16,8 @@ from xshard.mesh import Mesh
 from xshard.plan import Plan, Stage
 from xshard.planner import plan
 from xshard.sharding import Sharding
+from xshard.transfer import Transfer
+from xshard.transfer_plan import TransferPlan
 
 __all__ = [
     "DtypeError",
@@ -32,6 +34,8 @@ __all__ = [
     "ShapeError",
     "Sharding",
     "Stage",
+    "Transfer",
+    "TransferPlan",
     "XshardError",
     "load_profile",
     "parse_expression",

@@ -12,10 +12,11 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 from xshard import dtypes
 from xshard.cost import Profile, load_profile
-from xshard.errors import NotationError, PlanError, ShapeError
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, check_axes, parse_expression
 from xshard.mesh import Mesh
 from xshard.plan import Plan
@@ -25,33 +26,97 @@ from xshard.space import Space
 from xshard.steps import AllGather, AllReduce, Exchange, Permute, Retag, Scale, Step
 from xshard.steps.base import axes_of, with_tag, without_tags
 
+if TYPE_CHECKING:
+    from xshard.transfer_plan import TransferPlan  # made of plans, so it is one level up
 
+
+Expression = str | tuple[Layout | str, Layout | str]
+
+
+@overload
 def plan(
-    expression: str | tuple[Layout | str, Layout | str],
+    expression: Expression,
     mesh: Mesh,
     shape: Sequence[int],
     dtype: object = "float32",
     *,
     profile: str | Path | Profile = "h100",
     memory_limit: int | None = None,
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def plan(
+    expression: Expression,
+    *,
+    src_mesh: Mesh,
+    dst_mesh: Mesh,
+    shape: Sequence[int],
+    dtype: object = "float32",
+    src_devices: Sequence[int] | None = None,
+    dst_devices: Sequence[int] | None = None,
+    relabel: bool = False,
+    profile: str | Path | Profile = "h100",
+    memory_limit: int | None = None,
+) -> Plan | TransferPlan: ...
+
+
+def plan(
+    expression: Expression,
+    mesh: Mesh | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: object = "float32",
+    *,
+    src_mesh: Mesh | None = None,
+    dst_mesh: Mesh | None = None,
+    src_devices: Sequence[int] | None = None,
+    dst_devices: Sequence[int] | None = None,
+    relabel: bool = False,
+    profile: str | Path | Profile = "h100",
+    memory_limit: int | None = None,
+) -> Plan | TransferPlan:
     """`"layout -> layout"` for an array of global `shape` -> the cheapest plan.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
     memory_limit: bytes that no device may exceed at any moment.
-    Raises NotationError, ShapeError, DtypeError; PlanError where no plan fits the limit.
+
+    src_mesh, dst_mesh, instead of `mesh`: the left layout is on the one, the right on the other.
+    src_devices, dst_devices: the number of every device, in the order of its mesh; 0, 1, 2, ... by
+    default, so that two meshes share the devices of the smaller. relabel: over one set of devices,
+    these may change places in the destination's mesh, so that less moves; the plan's
+    `dst_devices` says how.
+    Over the same devices in the same order the result is a `Plan` on the coarsest mesh that refines
+    both, whose axes it prints; where there is none, and over other devices, it is a `TransferPlan`.
+
+    Raises MeshError, NotationError, ShapeError, DtypeError; PlanError where no plan fits the limit.
 
     >>> p = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))
     >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
     (['all_to_all s/cp -> c/cp'], True)
+    >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
+    'transfer, 3 messages'
     """
-    lengths = tuple(shape)
+    if mesh is None or relabel or (src_mesh, dst_mesh, src_devices, dst_devices) != (None,) * 4:
+        from xshard.between import plan_between  # made of plans on one mesh, so it is one level up
+
+        return plan_between(
+            expression,
+            *_two_meshes(mesh, src_mesh, dst_mesh),
+            _lengths(shape),
+            dtype,
+            src_devices=src_devices,
+            dst_devices=dst_devices,
+            relabel=relabel,
+            profile=profile,
+            memory_limit=memory_limit,
+        )
+    lengths = _lengths(shape)
     return _plan(expression, mesh, lengths, tuple(map(type, lengths)), dtype, profile, memory_limit)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    expression: str | tuple[Layout | str, Layout | str],
+    expression: Expression,
     mesh: Mesh,
     shape: tuple[int, ...],
     _: tuple[type, ...],  # tells 4 from 4.0, which are equal keys
@@ -59,14 +124,7 @@ def _plan(
     profile: str | Path | Profile,
     memory_limit: int | None,
 ) -> Plan:
-    if isinstance(expression, str):
-        text: str | None = expression
-        src, dst = parse_expression(expression)
-    else:
-        text = None
-        src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
-        if src.names != dst.names:
-            raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
+    src, dst, text = sides(expression)
     for layout in (src, dst):
         check_axes(layout, mesh, text)
     try:
@@ -76,6 +134,36 @@ def _plan(
         )
     except ShapeError as error:
         raise ShapeError(error.reason, text=text, hint=error.hint) from None
+
+
+def sides(expression: Expression) -> tuple[Layout, Layout, str | None]:
+    """Both layouts of an expression over the same dim names, and its text where it is one."""
+    if isinstance(expression, str):
+        return *parse_expression(expression), expression
+    src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
+    if src.names != dst.names:
+        raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
+    return src, dst, None
+
+
+def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:
+    if mesh is not None and src_mesh is None and dst_mesh is None:
+        raise MeshError(
+            "src_devices, dst_devices and relabel are for two meshes",
+            hint="pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
+        )
+    if mesh is not None:
+        raise MeshError("one mesh and two", hint="pass the mesh, or src_mesh= and dst_mesh=")
+    if src_mesh is None or dst_mesh is None:
+        missing = [n for n, m in (("src_mesh", src_mesh), ("dst_mesh", dst_mesh)) if m is None]
+        raise MeshError(f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh=")
+    return src_mesh, dst_mesh
+
+
+def _lengths(shape: Sequence[int] | None) -> tuple[int, ...]:
+    if shape is None:
+        raise ShapeError("no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)")
+    return tuple(shape)
 
 
 @lru_cache(maxsize=4096)
@@ -97,7 +185,8 @@ def find_plan(
     factor = source.scale / target.scale if scale is None else scale
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     space = Space(without_copies(start), without_copies(goal), dtype, profile)
-    steps = with_copies(Search(space, memory_limit).best_path(), start, goal)
+    scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
+    steps = with_copies(Search(space, memory_limit, scaled=scaled).best_path(), start, goal)
     steps = with_scale(steps, factor, start, goal)
     return Plan(source.layout, target.layout, mesh, shape, dtype, steps, factor, profile, memory_limit)
 

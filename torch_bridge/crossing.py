@@ -1,0 +1,178 @@
+"""A plan between two meshes as one process executes it: steps on its own mesh, and messages.
+
+Decides which parts of its block a process sends to whom, what it puts together, and the groups
+for that. An empty tensor stands for the block of a process that has none, so that autograd
+reaches every process.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.collectives import CARRIERS
+from torch_bridge.groups import ProcessMesh
+from torch_bridge.lower import Executable, lower
+from torch_bridge.packing import Message, Packing, message
+from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
+from xshard.cost import LOCAL
+from xshard.ownership import Run
+from xshard.steps.exchange import Message as Box
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A plan between two meshes as this process executes it; an empty tensor stands for no block.
+
+    before, after: what it does at either end. sent: ranks and the parts of its block that they get.
+    received: ranks and the parts of its new block that come from them, in the order in which they
+    are put together in `whole`. Its own rank is in both where it keeps a part. None or nothing
+    where it is not at that end.
+    """
+
+    plan: TransferPlan
+    tensor_device: torch.device
+    before: Executable | None
+    sent: tuple[tuple[int, Message], ...]
+    received: tuple[tuple[int, Message], ...]
+    whole: Packing | None
+    after: Executable | None
+
+    def __call__(self, block: Tensor) -> Tensor:
+        carrier = CARRIERS.get(block.dtype)
+        if carrier is not None:
+            return self._moved(block.view(carrier)).view(block.dtype)
+        return self._moved(block)
+
+    def _moved(self, block: Tensor) -> Tensor:
+        out = self.before(block) if self.before else block
+        if self.plan.transfer:
+            out = self._transferred(out)
+        out = self.after(out) if self.after else out
+        # Where nothing moves the result still is the caller's own, to write to as they like.
+        return block.clone(memory_format=torch.contiguous_format) if out is block else out
+
+    def _transferred(self, block: Tensor) -> Tensor:
+        me, parts, work = dist.get_rank(), {}, []
+        for rank, part in self.sent:
+            if rank == me:
+                parts[me] = part.read(block)
+            else:
+                work.append(dist.P2POp(dist.isend, _as_bytes(part.read(block)), rank))
+        for rank, part in self.received:
+            if rank != me:
+                parts[rank] = block.new_empty(part.shape)
+                work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank))
+        for pending in dist.batch_isend_irecv(work) if work else ():
+            pending.wait()
+        if self.whole is None:
+            return block.new_empty(0)
+        if not self.received:  # a device that adds nothing to a new sum
+            return block.new_zeros(self.whole.shape)
+        return self.whole.place([parts[rank] for rank, _ in self.received])
+
+    @cached_property
+    def backward(self) -> Crossing:
+        """The plan of the adjoint. Raises LinearityError, DtypeError."""
+        return cross(self.plan.backward, self.tensor_device, dist.group.WORLD)
+
+    def plan_gradient(self) -> None:
+        """Make what the backward pass runs. Raises LinearityError, DtypeError where there is none."""
+        _ = self.backward
+
+    def batched(self, n: int) -> NoReturn:
+        raise PlanError("torch.func.vmap does not reach over two meshes", hint="name the batch as a dim")
+
+
+@functools.lru_cache(maxsize=1024)
+def cross(made: TransferPlan, tensor_device: torch.device, world: dist.ProcessGroup) -> Crossing:
+    """A plan between two meshes -> what this process executes; the whole world calls it, as groups are made.
+
+    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
+    """
+    rank, transfer = dist.get_rank(), made.transfer
+    if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
+        raise DtypeError(
+            f"torch has no {transfer.op} of {made.dtype}",
+            hint="this dtype only moves: cast before the reduction",
+        )
+    before = _at_end(made.src_plan, made.src_devices, tensor_device, world)
+    after = _at_end(made.dst_plan, made.dst_devices, tensor_device, world)
+    if transfer is None:
+        return Crossing(made, tensor_device, before, (), (), None, after)
+    _connect(tensor_device, world)
+    sent: list[tuple[int, Message]] = []
+    received: list[tuple[int, Message]] = []
+    for box in transfer.messages:
+        giver, taker = made.src_devices[box.src], made.dst_devices[box.dst]
+        if giver == rank:
+            sent.append((taker, _part(box, 0, transfer.source.local_shape(box.src), tensor_device)))
+        if taker == rank:
+            received.append((giver, _part(box, 1, transfer.target.local_shape(box.dst), tensor_device)))
+    whole = None
+    if rank in made.dst_devices:
+        shape = transfer.target.local_shape(made.dst_devices.index(rank))
+        whole = Packing(shape, tuple(part for _, part in received), transfer.op)
+    return Crossing(made, tensor_device, before, tuple(sent), tuple(received), whole, after)
+
+
+def _at_end(
+    made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device, world: dist.ProcessGroup
+) -> Executable | None:
+    """What this process does before or after the transfer."""
+    if made is None:
+        return None
+    for step, start, end in made.stages:
+        if step.kind not in LOCAL:
+            moved = [a for a in made.mesh.axes if start.layout.role(a) != end.layout.role(a)]
+            _process_group(made.mesh, ranks, tuple(moved), world)
+    if dist.get_rank() not in ranks:
+        return None
+    return lower(made, _processes(made.mesh, ranks, world), tensor_device)
+
+
+@functools.lru_cache(maxsize=256)
+def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
+    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
+        found = _process_group(mesh, ranks, axes, world)
+        assert found is not None  # this process is one of the ranks
+        return found
+
+    return ProcessMesh(mesh, ranks, ranks.index(dist.get_rank()), process_group)
+
+
+@functools.cache
+def _process_group(
+    mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...], world: dist.ProcessGroup
+) -> dist.ProcessGroup | None:
+    """This process's group along some axes, in mesh order; None where it is not in the mesh.
+
+    The whole world makes all groups: what their members alone make they find by how many groups
+    each has made before, which differs where a process is in one mesh or in both.
+    """
+    groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
+    if groups == [list(range(dist.get_world_size()))]:
+        return world
+    return dist.new_subgroups_by_enumeration(groups)[0]
+
+
+@functools.cache
+def _connect(tensor_device: torch.device, world: dist.ProcessGroup) -> None:
+    """NCCL wants the whole group in its first call; later some processes may have nothing to send."""
+    dist.all_reduce(torch.zeros(1, device=tensor_device), group=world)
+
+
+def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Message:
+    rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
+    return message(shape, rows, tensor_device)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as bytes, which every backend knows; a view of it where it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,38 @@
+"""Which link connects devices by their numbers, for meshes that do not begin at device 0.
+
+Decides what a profile's nodes mean for devices of two meshes; a `Profile` alone knows the axes of
+one mesh whose devices are 0, 1, 2, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xshard.cost import Link, Profile
+from xshard.mesh import Mesh
+
+
+def link_between(profile: Profile, a: int, b: int) -> Link:
+    """The link between two devices: that inside a node, or that across nodes."""
+    if profile.across is None or profile.node_devices is None:
+        return profile.default
+    return profile.default if a // profile.node_devices == b // profile.node_devices else profile.across
+
+
+def located(profile: Profile, mesh: Mesh, devices: tuple[int, ...]) -> Profile:
+    """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
+
+    It is the profile itself where that is what it says already.
+    """
+    if profile.across is None or devices == tuple(range(mesh.n_devices)):
+        return profile
+    links = dict.fromkeys(mesh.axes, profile.default)
+    for axis in mesh.axes:
+        for first, *others in mesh.groups((axis,)):
+            for other in others:
+                if link_between(profile, devices[first], devices[other]) == profile.across:
+                    links[axis] = profile.across
+    links |= dict(profile.axes)
+    if all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes):
+        return profile
+    return replace(profile, axes=tuple(sorted(links.items())))
