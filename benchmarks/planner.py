@@ -4,7 +4,7 @@
     python benchmarks/planner.py --recorded  # peers as recorded: needs neither
     python benchmarks/planner.py --quick     # a few cases, peers as recorded
 
-Prints a table, writes a JSON file and a plot. Exit status 1 when a claim that issue 3 makes does
+Prints a table, writes a JSON file and a plot. Exit status 1 when a claim of `planning.claims` does
 not hold; the cases that break it are named.
 """
 

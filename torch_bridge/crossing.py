@@ -174,5 +174,8 @@ def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.devic
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as bytes, which every backend knows; a view of it where it is contiguous."""
+    """The elements of a tensor as bytes: whether booleans and complex numbers travel differs by backend.
+
+    A view of it where it is contiguous.
+    """
     return tensor.contiguous().view(-1).view(torch.uint8)

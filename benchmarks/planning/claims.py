@@ -1,4 +1,4 @@
-"""What issue 3 says the planner must show, judged on measured rows.
+"""What the planner must show, judged on measured rows.
 
 Decides which cases count for a claim, how its number is formed and when it holds. An aim is
 reported and judged like a claim, but a missed aim fails nothing.

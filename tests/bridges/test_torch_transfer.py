@@ -53,7 +53,7 @@ CROSSINGS = [
     Crossing("n d/b -> n d", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
     Crossing("n d -> n d | copy(a) sum(c)", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
     Crossing("n -> n", "b=1", "a=3", (7,), (3,), (0, 1, 2)),
-    # the same devices: a refined plan, none (2x3 and 3x2 need six), other places
+    # the same devices: a refined plan, other places
     Crossing("n/a d -> n/b d/c", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
     Crossing("n/a d -> n d | copy(b)", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
     Crossing("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (3, 1, 0, 2)),
@@ -105,19 +105,33 @@ def results():
     return list(zip(*on_ranks(4, all_shares, PREPARED), strict=True))
 
 
-@pytest.mark.parametrize("at", range(len(PREPARED)), ids=lambda at: str(PREPARED[at][0].expression))
-def test_values_and_gradients(results, at):
-    case, plan, inputs, cotangents = PREPARED[at]
+def assert_like_the_reference(shares, case, plan, inputs, cotangents):
+    """What the ranks have, against the reference."""
     takers = plan.dst_devices if isinstance(plan, xs.TransferPlan) else case.dst_ranks
-    outputs = [results[at][rank][0] for rank in takers]
-    gradients = [results[at][rank][1] for rank in case.src_ranks]
+    outputs = [shares[rank][0] for rank in takers]
+    gradients = [shares[rank][1] for rank in case.src_ranks]
     expected = xs.reference.run(plan, inputs)
     pulled = xs.reference.pullback(plan, inputs, cotangents)
     for found, wanted in ((outputs, expected), (gradients, pulled)):
         for have, want in zip(found, wanted, strict=True):
             assert (have.dtype, have.shape) == (want.dtype, want.shape)
             assert np.array_equal(have, want)
-    assert all(results[at][rank][0] is None for rank in range(4) if rank not in takers)
+    assert all(shares[rank][0] is None for rank in range(len(shares)) if rank not in takers)
+
+
+@pytest.mark.parametrize("at", range(len(PREPARED)), ids=lambda at: str(PREPARED[at][0].expression))
+def test_values_and_gradients(results, at):
+    assert_like_the_reference(results[at], *PREPARED[at])
+
+
+def test_the_same_devices_without_a_refinement():
+    """3x2 -> 2x3: every rank sends and receives straight."""
+    ranks = tuple(range(6))
+    case = Crossing("n/x d/y -> n/x d/y", "x=3,y=2", "x=2,y=3", (6, 6), ranks, ranks)
+    everything = prepared(case, "bandwidth")
+    assert isinstance(everything[1], xs.TransferPlan)
+    shares = [share for (share,) in on_ranks(6, all_shares, [everything])]
+    assert_like_the_reference(shares, *everything)
 
 
 def test_the_cases_cover_every_kind_of_plan():
