@@ -7,8 +7,10 @@ failure. Real jobs are started by torchrun.
 from __future__ import annotations
 
 import pickle
+import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from xshard import XshardError
 
@@ -51,7 +58,8 @@ def run_ranks(
                 if time.monotonic() >= deadline:
                     raise RankError(f"not all of {n} ranks ended within {timeout_s:g} s")
         except (ProcessRaisedException, ProcessExitedException) as error:
-            raise RankError(f"rank {error.error_index} of {n} failed", hint=str(error).strip()) from None
+            rank, why = _first_failure(context, Path(folder)) or (error.error_index, str(error))
+            raise RankError(f"rank {rank} of {n} failed", hint=why.strip()) from None
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -59,7 +67,26 @@ def run_ranks(
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(n)]
 
 
-def _rank(
+def _first_failure(context: ProcessContext, folder: Path) -> tuple[int, str] | None:
+    """The rank that the others failed after, and why: their lost connections are not the cause."""
+    for rank, process in enumerate(context.processes):
+        code = process.exitcode or 0
+        if code < 0 and -code != signal.SIGTERM:  # SIGTERM is how the others were ended
+            return rank, f"terminated by signal {signal.Signals(-code).name}"
+    failures = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.failure"))]
+    return min(failures)[1:] if failures else None
+
+
+def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
+    try:
+        _work(rank, n, folder, *work)
+    except BaseException:
+        failure = time.monotonic(), rank, traceback.format_exc()  # one clock for all processes
+        Path(folder, f"{rank}.failure").write_bytes(pickle.dumps(failure))
+        raise
+
+
+def _work(
     rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)

@@ -56,6 +56,7 @@ def redistribute_between(
     LinearityError (a gradient that is not defined), on all processes; ShapeError for a block that
     does not fit or is missing, on its own process: the others then wait for the group's timeout.
 
+    >>> from xshard import Mesh
     >>> redistribute_between(torch.ones(4), "n/a -> n/b", Mesh(a=1), Mesh(b=1), shape=(4,))
     tensor([1., 1., 1., 1.])
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import pickle
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import xshard as xs
 from tests import oracle
 from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
-from torch_bridge import redistribute_between
+from torch_bridge import redistribute_between, transfer
 
 
 class Crossing(NamedTuple):
@@ -298,6 +299,14 @@ def test_wrong_input():
 def test_without_a_process_group():
     with pytest.raises(xs.MeshError, match="no process group is initialised"):
         redistribute_between(torch.ones(4), "n -> n", xs.Mesh(a=1), xs.Mesh(b=1), shape=(4,))
+
+
+def run_its_example():
+    return doctest.testmod(transfer)
+
+
+def test_the_example_runs():
+    assert on_ranks(1, run_its_example) == [(0, 2)]
 
 
 def test_plans_travel_to_ranks():
