@@ -7,7 +7,7 @@ take the same arguments as those of `torch_bridge` and only write the expression
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from jax_bridge.autodiff import apply
 from jax_bridge.context import AnyMesh, Expression, entered, plan_here, sides
-from xshard import Profile, ShapeError, XshardError
+from xshard import Profile
+from xshard.spelling import Axes, dims, shard, tag, whole
 
-Axes = str | tuple[str, ...]
 Grad = Literal["sum", "replicated"]
 
 
@@ -65,7 +65,7 @@ def all_gather(
     grad: what the gradients of the results are. "sum": each is a contribution of its own, and the
     backward pass reduce-scatters. "replicated": they are equal, and it slices.
     """
-    src, dst = _cut(x, {dim: _shard(axis)}), _cut(x) + _whole(axis, grad)
+    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape) + whole(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -82,7 +82,7 @@ def reduce_scatter(
 
     op: sum, mean, max or min. The backward pass all-gathers.
     """
-    src, dst = _cut(x) + _tag(op, axis), _cut(x, {dim: _shard(axis)})
+    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape, {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -94,7 +94,7 @@ def all_reduce(
     op: sum, mean, max or min. grad: "sum": the results' gradients add up, and the backward pass
     all-reduces. "replicated": they are equal, and it moves nothing.
     """
-    src, dst = _cut(x) + _tag(op, axis), _cut(x) + _whole(axis, grad)
+    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape) + whole(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -114,8 +114,8 @@ def all_to_all(
     split_order, concat_order: the order of the cut after and before: block, zigzag, cyclic, balanced.
     """
     src, dst = (
-        _cut(x, {concat_dim: _shard(axis, concat_order)}),
-        _cut(x, {split_dim: _shard(axis, split_order)}),
+        dims(x.shape, {concat_dim: shard(axis, concat_order)}),
+        dims(x.shape, {split_dim: shard(axis, split_order)}),
     )
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
@@ -126,7 +126,7 @@ def slice(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, gr
     grad: what the gradient of the block is to be. "sum": each device's is its own contribution
     (its part, and zeros). "replicated": all get the same, and the backward pass all-gathers.
     """
-    src, dst = _cut(x) + _whole(axis, grad), _cut(x, {dim: _shard(axis)})
+    src, dst = dims(x.shape) + whole(axis, grad), dims(x.shape, {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -135,7 +135,7 @@ def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
 
     Moves nothing; the backward pass all-reduces.
     """
-    return redistribute(x, f"{_cut(x)} -> {_cut(x)}{_whole(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{whole(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
@@ -144,36 +144,3 @@ def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Ar
     The backward pass moves nothing: the adjoint of `copy_to`.
     """
     return all_reduce(x, axis, mesh, grad="replicated")
-
-
-def _cut(x: jax.Array, shards: Mapping[int, str] | None = None) -> str:
-    """The dims of `x` as text, some of them cut."""
-    names = [f"d{d}" for d in range(x.ndim)]
-    for dim, shard in (shards or {}).items():
-        if not -x.ndim <= dim < x.ndim:
-            raise ShapeError(f"no dim {dim} in a block of shape {x.shape}")
-        names[dim] += f"/{shard}"
-    return " ".join(names) or "()"
-
-
-def _shard(axis: Axes, order: str = "block") -> str:
-    axes = _names(axis)
-    if order != "block":
-        return f"{order}({axes})"
-    return axes if isinstance(axis, str) else f"({axes})"
-
-
-def _whole(axis: Axes, grad: str) -> str:
-    if grad not in ("sum", "replicated"):
-        raise XshardError(
-            f"grad={grad!r}", hint='"sum": gradients add up along the axis; "replicated": they are equal'
-        )
-    return _tag("copy", axis) if grad == "sum" else ""
-
-
-def _tag(kind: str, axis: Axes) -> str:
-    return f" | {kind}({_names(axis)})"
-
-
-def _names(axis: Axes) -> str:
-    return axis if isinstance(axis, str) else ",".join(axis)

@@ -6,16 +6,15 @@ Decides only how their arguments are written as an expression; each does and rai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from torch_bridge.groups import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard import ShapeError, XshardError
+from xshard.spelling import Axes, dims, shard, tag, whole
 
-Axes = str | tuple[str, ...]
 Grad = Literal["sum", "replicated"]
 
 
@@ -34,7 +33,7 @@ def all_gather(
     [1, 2, 1, 2]
     """
     return redistribute(
-        x, f"{_cut(x, {dim: _shard(axis)})} -> {_cut(x)}{_whole(axis, grad)}", mesh, shape=shape
+        x, f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape)}{whole(axis, grad)}", mesh, shape=shape
     )
 
 
@@ -51,7 +50,9 @@ def reduce_scatter(
     >>> xt.run_ranks(2, lambda: xt.reduce_scatter(x, 0, "tp", mesh).tolist())[1]
     [4]
     """
-    return redistribute(x, f"{_cut(x)}{_tag(op, axis)} -> {_cut(x, {dim: _shard(axis)})}", mesh, shape=shape)
+    return redistribute(
+        x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape, {dim: shard(axis)})}", mesh, shape=shape
+    )
 
 
 def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: Grad) -> Tensor:
@@ -66,7 +67,7 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     >>> xt.run_ranks(2, lambda: xt.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
-    return redistribute(x, f"{_cut(x)}{_tag(op, axis)} -> {_cut(x)}{_whole(axis, grad)}", mesh)
+    return redistribute(x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape)}{whole(axis, grad)}", mesh)
 
 
 def all_to_all(
@@ -90,8 +91,8 @@ def all_to_all(
     >>> xt.run_ranks(2, lambda: xt.all_to_all(x, 1, 0, "cp", mesh).tolist())[1]
     [[2], [2]]
     """
-    before, after = {concat_dim: _shard(axis, concat_order)}, {split_dim: _shard(axis, split_order)}
-    return redistribute(x, f"{_cut(x, before)} -> {_cut(x, after)}", mesh, shape=shape)
+    before, after = {concat_dim: shard(axis, concat_order)}, {split_dim: shard(axis, split_order)}
+    return redistribute(x, f"{dims(x.shape, before)} -> {dims(x.shape, after)}", mesh, shape=shape)
 
 
 def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Tensor:
@@ -106,7 +107,7 @@ def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     >>> xt.run_ranks(2, lambda: xt.slice(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
-    return redistribute(x, f"{_cut(x)}{_whole(axis, grad)} -> {_cut(x, {dim: _shard(axis)})}", mesh)
+    return redistribute(x, f"{dims(x.shape)}{whole(axis, grad)} -> {dims(x.shape, {dim: shard(axis)})}", mesh)
 
 
 def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -120,7 +121,7 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     >>> xt.run_ranks(2, lambda: xt.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
-    return redistribute(x, f"{_cut(x)} -> {_cut(x)}{_whole(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{whole(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -135,36 +136,3 @@ def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     [2, 4]
     """
     return all_reduce(x, axis, mesh, grad="replicated")
-
-
-def _cut(x: Tensor, shards: Mapping[int, str] | None = None) -> str:
-    """The dims of `x` as text, some of them cut."""
-    names = [f"d{d}" for d in range(x.ndim)]
-    for dim, shard in (shards or {}).items():
-        if not -x.ndim <= dim < x.ndim:
-            raise ShapeError(f"no dim {dim} in a block of shape {tuple(x.shape)}")
-        names[dim] += f"/{shard}"
-    return " ".join(names) or "()"
-
-
-def _shard(axis: Axes, order: str = "block") -> str:
-    axes = _axes(axis)
-    if order != "block":
-        return f"{order}({axes})"
-    return axes if isinstance(axis, str) else f"({axes})"
-
-
-def _whole(axis: Axes, grad: str) -> str:
-    if grad not in ("sum", "replicated"):
-        raise XshardError(
-            f"grad={grad!r}", hint='"sum": gradients add up along the axis; "replicated": they are equal'
-        )
-    return _tag("copy", axis) if grad == "sum" else ""
-
-
-def _tag(kind: str, axis: Axes) -> str:
-    return f" | {kind}({_axes(axis)})"
-
-
-def _axes(axis: Axes) -> str:
-    return axis if isinstance(axis, str) else ",".join(axis)
