@@ -28,24 +28,12 @@ from xshard import (
     ShapeError,
     XshardError,
     notation,
-    parse_expression,
     planner,
 )
 from xshard.layout import check_axes
+from xshard.spelling import Expression, sides
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
-Expression = str | tuple[Layout | str, Layout | str] | Plan
-
-
-def sides(expression: Expression) -> tuple[Layout, Layout, str]:
-    """Both layouts of an expression, and the text that errors mark."""
-    if isinstance(expression, str):
-        return *parse_expression(expression), expression
-    if isinstance(expression, Plan):
-        src, dst = expression.src, expression.dst
-    else:
-        src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
-    return src, dst, f"{src} -> {dst}"
 
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.autodiff import apply
-from jax_bridge.context import AnyMesh, Expression, entered, plan_here, sides
+from jax_bridge.context import AnyMesh, entered, plan_here
 from xshard import Profile
-from xshard.spelling import Axes, dims, shard, tag, whole
+from xshard.spelling import Axes, Expression, dims, shard, sides, tag, whole
 
 Grad = Literal["sum", "replicated"]
 

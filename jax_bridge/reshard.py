@@ -23,11 +23,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.axes import reduced, unreduced
-from jax_bridge.context import Expression, marked, sides, xshard_mesh
+from jax_bridge.context import marked, xshard_mesh
 from jax_bridge.ops import redistribute
 from jax_bridge.sharding import to_named_sharding
 from xshard import Layout, MeshError, Plan, Profile, ShapeError, planner
 from xshard.notation import Shard
+from xshard.spelling import Expression, sides
 
 
 def reshard(

@@ -30,12 +30,10 @@ from xshard import (
     dtypes,
     load_profile,
     notation,
-    parse_expression,
     planner,
 )
 from xshard.layout import check_axes
-
-Expression = str | tuple[Layout | str, Layout | str] | Plan
+from xshard.spelling import Expression, sides
 
 
 def redistribute(
@@ -92,7 +90,7 @@ def _redistribute_dtensor(
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
 ) -> DTensor:
-    src, dst, text = _sides(expression)
+    src, dst, text = sides(expression)
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
     if shape is not None and tuple(shape) != tuple(x.shape):
@@ -101,17 +99,6 @@ def _redistribute_dtensor(
     local = local_of(x, src, text)
     y = redistribute(local, expression, x.device_mesh, shape=tuple(x.shape), profile=profile)
     return as_dtensor(y, dst, x.device_mesh, tuple(x.shape))
-
-
-def _sides(expression: Expression) -> tuple[Layout, Layout, str]:
-    """Both layouts of an expression, and the text that errors mark."""
-    if isinstance(expression, str):
-        return *parse_expression(expression), expression
-    if isinstance(expression, Plan):
-        src, dst = expression.src, expression.dst
-    else:
-        src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
-    return src, dst, f"{src} -> {dst}"
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +111,7 @@ def _executable(
     shape: tuple[int, ...] | None,
     profile: str | Path | Profile,
 ) -> Executable:
-    src, dst, text = _sides(expression)
+    src, dst, text = sides(expression)
     name = dtypes.name_of(dtype)
     for layout in (src, dst):
         check_axes(layout, processes.mesh, text)

@@ -1,6 +1,7 @@
-"""How the named operations of the bridges are spelt: pieces of the expressions they stand for.
+"""What the bridges take as an expression, and how their named operations are spelt as one.
 
-Both bridges have the same operations with the same arguments, so their text is made here, once.
+Both bridges have the same operations with the same arguments, so their text is read and made
+here, once.
 """
 
 from __future__ import annotations
@@ -8,8 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from xshard.errors import ShapeError, XshardError
+from xshard.layout import Layout, parse_expression
+from xshard.plan import Plan
 
+Expression = str | tuple[Layout | str, Layout | str] | Plan
 Axes = str | tuple[str, ...]
+
+
+def sides(expression: Expression) -> tuple[Layout, Layout, str]:
+    """Both layouts of an expression, and the text that errors mark."""
+    if isinstance(expression, str):
+        return *parse_expression(expression), expression
+    if isinstance(expression, Plan):
+        src, dst = expression.src, expression.dst
+    else:
+        src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
+    return src, dst, f"{src} -> {dst}"
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
