@@ -31,7 +31,7 @@ from xshard import (
     planner,
 )
 from xshard.layout import check_axes
-from xshard.spelling import Expression, sides
+from xshard.spelling import Expression, sides, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
 
@@ -61,7 +61,7 @@ def plan_here(
                 raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
         else:
             named = _named_mesh(None if mesh is None else xshard_mesh(mesh), src, dst, text)
-            whole = _even_shape(src, named, x.shape) if shape is None else shape
+            whole = whole_shape(src, named, x.shape, text) if shape is None else shape
             plan = planner.plan(expression, named, whole, x.dtype.name, profile=profile)
     _check_block(x.shape, plan, text, inferred=shape is None)
     return plan
@@ -126,12 +126,6 @@ def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:
         hint=f"manual are: {Mesh(here).describe()}; redistribute works inside jax.shard_map or jax.pmap "
         "over the axis, reshard works outside",
     )
-
-
-def _even_shape(layout: Layout, mesh: Mesh, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The global shape of which every block is as large as this one."""
-    dims = layout.resolved(len(local_shape)).dims
-    return tuple(n * mesh.size(*dim.axes) for n, dim in zip(local_shape, dims, strict=True))
 
 
 def _check_block(local_shape: tuple[int, ...], plan: Plan, text: str, *, inferred: bool) -> None:

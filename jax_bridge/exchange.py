@@ -17,7 +17,7 @@ from jax_bridge.blocks import VOID, Table, inverse, mine, pick
 from jax_bridge.rounds import Round, rounds
 from xshard.sharding import Sharding
 from xshard.steps import Exchange
-from xshard.steps.exchange import rows_at
+from xshard.steps.exchange import filled, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
@@ -26,7 +26,7 @@ def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding) ->
     """Sums that end are added in the order of the rounds, a device's own box first."""
     op, mesh = step.op(before), before.mesh
     axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
-    out = jnp.zeros(after.max_local_shape, x.dtype)
+    out = _filled(after, x.dtype, axes)
     written = jnp.zeros(out.shape, bool)
     for messages in rounds(before, after):
         box = x
@@ -41,9 +41,30 @@ def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding) ->
             along = [1] * x.ndim
             along[dim] = -1
             arrived = arrived & mine(placing != VOID, axes).reshape(along)
+        if any(m.sign < 0 for m in messages):
+            signs = np.ones(mesh.n_devices, np.int8)
+            signs[[m.dst for m in messages]] = [m.sign for m in messages]
+            box = jnp.where(mine(signs, axes) < 0, -box, box)
         if op is not None:
             box = jnp.where(written, COMBINE[op](out, box), box)
         out, written = jnp.where(arrived, box, out), written | arrived
+    return out
+
+
+def _filled(after: Sharding, dtype: jnp.dtype, axes: tuple[str, ...]) -> jax.Array:
+    """A block of what stands outside the array, and zeros."""
+    out = jnp.zeros(after.max_local_shape, dtype)
+    for dim, length in enumerate(after.max_local_shape):
+        values = np.full((after.mesh.n_devices, length), np.nan)  # no value: a row of the array
+        for device in range(after.mesh.n_devices):
+            for d, start, stop, value in filled(after, device):
+                values[device, start:stop] = value if d == dim else values[device, start:stop]
+        if not np.isnan(values).all():
+            along = [1] * out.ndim
+            along[dim] = -1
+            inside = mine(np.isnan(values), axes).reshape(along)
+            constants = mine(np.nan_to_num(values, posinf=np.inf, neginf=-np.inf), axes).astype(dtype)
+            out = jnp.where(inside, out, constants.reshape(along))
     return out
 
 

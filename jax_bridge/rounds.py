@@ -8,6 +8,7 @@ edges; the fewest possible, the largest number of messages at one device, is alw
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -21,14 +22,24 @@ Round = tuple[Message, ...]
 def rounds(before: Sharding, after: Sharding) -> tuple[Round, ...]:
     """The messages of an exchange: first those from each device to itself, then the rounds."""
     messages = [m for d in range(before.mesh.n_devices) for m in messages_to(before, after, d)]
-    local = tuple(m for m in messages if m.src == m.dst)
+    local = [m for m in messages if m.src == m.dst]
     # A round is as long as its longest message: colouring those first puts them together.
     sent = sorted((m for m in messages if m.src != m.dst), key=lambda m: -m.size)
     colours = edge_colours([(m.src, m.dst) for m in sent])
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for message, colour in zip(sent, colours, strict=True):
         by_colour[colour].append(message)
-    return ((local,) if local else ()) + tuple(map(tuple, by_colour))
+    return (*_one_per_device(local), *map(tuple, by_colour))
+
+
+def _one_per_device(local: Sequence[Message]) -> list[Round]:
+    """Messages from devices to themselves: the first of every device, then the second, ..."""
+    found: list[list[Message]] = []
+    for _, own in itertools.groupby(local, key=lambda m: m.dst):
+        for turn, message in enumerate(own):
+            found += [[]] if turn == len(found) else []
+            found[turn].append(message)
+    return [tuple(turn) for turn in found]
 
 
 def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from xshard.layout import Layout
 from xshard.mesh import Mesh
-from xshard.notation import Dim, Halo, Window
+from xshard.notation import Dim, Shard
+from xshard.overlap import Halo, Window
 from xshard.sharding import Sharding
 from xshard.steps import Step
 
@@ -19,8 +20,11 @@ REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 PAD_MODES = {"periodic": "wrap", "reflect": "reflect", "edge": "edge", "pole": "symmetric"}
 
 
-def cut(rows: Rows, order: str, n: int, index: int) -> Rows:
+def cut(rows: Rows, shard: Shard, n: int, index: int) -> Rows:
     """Part `index` of `n` of some rows."""
+    order = shard.order
+    if order == "sizes":
+        return np.split(np.array(rows, int), np.cumsum(shard.sizes)[:-1])[index].tolist()
     if order == "cyclic":
         return rows[index::n]
     if order == "balanced":
@@ -37,7 +41,7 @@ def owned_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
     """Global rows of a dim that a device owns, in local order."""
     rows: Rows = list(range(length))
     for shard in dim.shards:
-        rows = cut(rows, shard.order, mesh.size(*shard.axes), mesh.index(device, shard.axes))
+        rows = cut(rows, shard, mesh.size(*shard.axes), mesh.index(device, shard.axes))
     return rows
 
 
@@ -47,22 +51,36 @@ def held_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
     if isinstance(overlap, Halo):
         mine = owned_rows(dim, length, mesh, device)
         reach = range(mine[0] - overlap.lo, mine[-1] + overlap.hi + 1) if mine else range(0)
-        return [row for i in reach for row in bounded(i, length, overlap.boundary)]
+        return [row for i in reach for row in bounded(i, length, overlap)]
     if isinstance(overlap, Window):
         span = overlap.d * (overlap.k - 1) + 1
-        outputs = owned_rows(dim, max(0, (length + 2 * overlap.p - span) // overlap.s + 1), mesh, device)
+        outputs = output_rows(dim, length, mesh, device)
         if not outputs:
             return []
-        first = outputs[0] * overlap.s - overlap.p
-        reach = range(first, outputs[-1] * overlap.s - overlap.p + span)
-        return [row for i in reach for row in bounded(i, length, overlap.boundary)]
+        first = outputs[0] * overlap.s - overlap.padding[0]
+        reach = range(first, outputs[-1] * overlap.s - overlap.padding[0] + span)
+        return [row for i in reach for row in bounded(i, length, overlap)]
     return owned_rows(dim, length, mesh, device)
 
 
-def bounded(row: int, length: int, boundary: str) -> Rows:
+def output_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
+    """Which outputs of a window op a device computes."""
+    window = dim.overlap
+    n = max(0, (length + sum(window.padding) - window.d * (window.k - 1) - 1) // window.s + 1)
+    if window.out == "balanced":
+        whole = Shard(dim.axes, "balanced")
+        return cut(list(range(n)), whole, mesh.size(*dim.axes), mesh.index(device, dim.axes))
+    if window.out == "aligned":
+        mine = owned_rows(dim, length, mesh, device)
+        return [o for o in range(n) if min(o * window.s, length - 1) in mine]
+    return owned_rows(dim, n, mesh, device)
+
+
+def bounded(row: int, length: int, overlap: Halo | Window) -> Rows:
     """Which row stands at a position that may lie outside the array, by numpy's own padding."""
     if 0 <= row < length:
         return [row]
+    boundary = (overlap.before if row < 0 else overlap.after).kind
     if boundary == "none":
         return []
     if boundary in ("zero", "constant"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 import xshard as xs
-from xshard.notation import BOUNDARIES, ORDERS, Dim, Fold, Halo, Shard, Window
+from xshard.notation import ORDERS, Dim, Shard
+from xshard.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Window
 
 NAMES = ("b", "s", "c")
 # Uneven, empty and divisible lengths, small enough for 16 devices to be quick.
@@ -60,14 +61,20 @@ def moves(draw, kinds=("linear", "max", "min")):
     return mesh, shape, src, draw(layouts(mesh, len(shape), ("copy",), [(kind, src.tagged(kind))]))
 
 
+def boundaries():
+    constants = st.floats(allow_nan=False, width=32).map(lambda value: Boundary("constant", value))
+    return st.sampled_from(BOUNDARIES).map(Boundary) | constants
+
+
 @st.composite
 def overlaps(draw, folded=True):
-    boundary = draw(st.sampled_from(BOUNDARIES))
+    ends = draw(boundaries()), draw(boundaries())
     if draw(st.booleans()):
-        overlap = Halo(draw(st.integers(-2, 9)), draw(st.integers(-2, 9)), boundary)
+        overlap = Halo(draw(st.integers(-2, 9)), draw(st.integers(-2, 9)), *ends)
     else:
         k, s, d, p = (draw(st.integers(low, high)) for low, high in ((1, 5), (1, 4), (1, 3), (0, 4)))
-        overlap = Window(k, s, d, p, boundary)
+        padding = draw(st.sampled_from((p, (p, draw(st.integers(0, 3))))))
+        overlap = Window(k, s, d, padding, draw(st.sampled_from(("", *OUTPUT_RULES))), *ends)
     return Fold(overlap) if folded and draw(st.booleans()) else overlap
 
 

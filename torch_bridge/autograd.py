@@ -49,7 +49,7 @@ class Redistribute(torch.autograd.Function):
         executable: Executable = ctx.executable
         if not executable.plan.src.is_linear:
             raise LinearityError(f"'{executable.plan.src}' has no forward-mode derivative: use reverse mode")
-        return Redistribute.apply(tangent, executable)
+        return Redistribute.apply(tangent, executable.tangent)
 
     @staticmethod
     def vmap(

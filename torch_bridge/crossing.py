@@ -24,6 +24,7 @@ from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
 from xshard.cost import LOCAL
 from xshard.ownership import Run
 from xshard.steps.exchange import Message as Box
+from xshard.steps.exchange import moving
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +74,17 @@ class Crossing:
             pending.wait()
         if self.whole is None:
             return block.new_empty(0)
-        if not self.received:  # a device that adds nothing to a new sum
-            return block.new_zeros(self.whole.shape)
-        return self.whole.place([parts[rank] for rank, _ in self.received])
+        return self.whole.place(block, [parts[rank] for rank, _ in self.received])
 
     @cached_property
     def backward(self) -> Crossing:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         return cross(self.plan.backward, self.tensor_device, dist.group.WORLD)
+
+    @property
+    def tangent(self) -> Crossing:
+        """What tangents take: the same, as nothing overlaps between two meshes."""
+        return self
 
     def plan_gradient(self) -> None:
         """Make what the backward pass runs. Raises LinearityError, DtypeError where there is none."""
@@ -130,8 +134,7 @@ def _at_end(
         return None
     for step, start, end in made.stages:
         if step.kind not in LOCAL:
-            moved = [a for a in made.mesh.axes if start.layout.role(a) != end.layout.role(a)]
-            _process_group(made.mesh, ranks, tuple(moved), world)
+            _process_group(made.mesh, ranks, moving(start, end), world)
     if dist.get_rank() not in ranks:
         return None
     return lower(made, _processes(made.mesh, ranks, world), tensor_device)

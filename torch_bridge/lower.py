@@ -6,8 +6,9 @@ settled here, once per plan and mesh; running it only moves data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS, Group
 from torch_bridge.groups import ProcessMesh
-from torch_bridge.packing import EMPTY, Message, Packing, message
+from torch_bridge.packing import Fill, Message, Packing, message
 from xshard import DtypeError, Layout, Plan, PlanError, Sharding
 from xshard.notation import Dim
 from xshard.ownership import Run, Runs
@@ -36,7 +37,7 @@ from xshard.steps import (
     Step,
 )
 from xshard.steps.base import axes_of, even_parts
-from xshard.steps.exchange import messages_from, messages_to
+from xshard.steps.exchange import filled, messages_from, messages_to, moving
 from xshard.steps.permute import senders
 from xshard.winners import winner_plans
 
@@ -78,6 +79,12 @@ class Executable:
         _ = self.backward if self.plan.src.is_linear else self.winners
 
     @cached_property
+    def tangent(self) -> Executable:
+        """What tangents take: the same, but that constants beyond the ends of the array are zeros."""
+        tangent = self.plan.tangent
+        return self if tangent is self.plan else self._like(tangent)
+
+    @cached_property
     def winners(self) -> tuple[Executable, Executable, Executable]:
         """For the gradient of a max or min, as in `xshard.winners`: result, count, cotangent."""
         plans = winner_plans(self.plan)
@@ -97,12 +104,13 @@ class Executable:
 
 
 class Site(NamedTuple):
-    """Where one step happens: the shardings around it, this process, and where its tensors are."""
+    """Where one step happens: the shardings around it, this process, where and what its tensors are."""
 
     before: Sharding
     after: Sharding
     processes: ProcessMesh
     tensor_device: torch.device
+    dtype: str
 
     @property
     def device(self) -> int:
@@ -115,6 +123,12 @@ class Site(NamedTuple):
 
     def message(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Message:
         return message(shape, rows, self.tensor_device)
+
+    def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
+        """Rows of this process's block that hold a constant, in the dtype in which they travel."""
+        dtype = getattr(torch, self.dtype)
+        constant = torch.tensor(value, dtype=dtype, device=self.tensor_device)
+        return Fill(dim, start, stop, constant.view(CARRIERS.get(dtype, dtype)))
 
     def own_part(self, step: Slice | Embed) -> dict[int, Runs]:
         """This process's rows of the dim that a step cuts, or puts together."""
@@ -146,13 +160,15 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
         rule = RULES.get(type(step))
         if rule is None:
             raise PlanError(f"torch_bridge has no rule for the step '{step}'", hint="add it to lower.RULES")
-        moves.append(rule(step, Site(before, after, processes, tensor_device)))
+        moves.append(rule(step, Site(before, after, processes, tensor_device, plan.dtype)))
     return Executable(plan, processes, tensor_device, tuple(moves))
 
 
 def _computes(step: Step, before: Sharding) -> bool:
     if isinstance(step, Exchange):
-        return step.op(before) is not None
+        after = step.after(before)
+        signs = (m.sign for d in range(before.mesh.n_devices) for m in messages_to(before, after, d))
+        return step.op(before) is not None or min(signs, default=1) < 0
     return isinstance(step, AllReduce | ReduceScatter | Scale)
 
 
@@ -194,7 +210,7 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
 def _permute(step: Permute, site: Site) -> Move:
     sender = senders(site.before, site.after)
     have, want = (site.message(shape, {}) for shape in site.shapes)
-    return _relay(site, {sender.index(site.device): have}, {sender[site.device]: want})
+    return _relay(site, [(sender.index(site.device), have)], [(sender[site.device], want)])
 
 
 def _exchange(step: Exchange, site: Site) -> Move:
@@ -206,48 +222,74 @@ def _exchange(step: Exchange, site: Site) -> Move:
 
     return _relay(
         site,
-        {m.dst: site.message(site.shapes[0], rows(m.box, 0)) for m in outgoing},
-        {m.src: site.message(site.shapes[1], rows(m.box, 1)) for m in incoming},
+        [(m.dst, site.message(site.shapes[0], rows(m.box, 0))) for m in outgoing],
+        [(m.src, replace(site.message(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
         step.op(site.before),
+        [site.fill(*fill) for fill in filled(site.after, site.device)],
     )
 
 
 def _relay(
-    site: Site, outgoing: dict[int, Message], incoming: dict[int, Message], op: str | None = None
+    site: Site,
+    outgoing: Sequence[tuple[int, Message]],
+    incoming: Sequence[tuple[int, Message]],
+    op: str | None = None,
+    fills: Sequence[Fill] = (),
 ) -> Move:
     """Messages to and from some devices; what a device has for itself it takes directly.
 
     Always an all-to-all, whose group is the smallest that all movement stays in: point-to-point
     calls are missing from some backends and from torch.compile.
     """
-    before, after, me = site.before, site.after, site.device
-    group = site.processes.group(
-        [a for a in before.mesh.axes if before.layout.role(a) != after.layout.role(a)]
-    )
-    own = outgoing.pop(me, EMPTY)
-    whole = Packing(site.shapes[1], tuple(incoming.get(d, EMPTY) for d in group.devices), op)
-    others = tuple(EMPTY if d == me else m for d, m in zip(group.devices, whole.messages, strict=True))
-    sent = Packing(site.shapes[0], tuple(outgoing.get(d, EMPTY) for d in group.devices))
-    received = Packing(site.shapes[1], others, op)
+    me, axes = site.device, moving(site.before, site.after)
+    group = site.processes.group(axes)
+    rank = group.devices.index(me)
+
+    def packing(shape: tuple[int, ...], messages: Sequence[tuple[int, Message]]) -> Packing:
+        return Packing(shape, tuple(m for _, m in messages), op)
+
+    def by_rank(messages: Sequence[tuple[int, Message]]) -> list[tuple[int, Message]]:
+        return sorted(((group.devices.index(d), m) for d, m in messages), key=lambda found: found[0])
+
+    def sizes(messages: Sequence[tuple[int, Message]]) -> list[int]:
+        totals = [0] * len(group.devices)
+        for at, m in messages:
+            totals[at] += math.prod(m.shape)
+        return totals
+
+    sends, takes = ([m for m in by_rank(all_) if m[0] != rank] for all_ in (outgoing, incoming))
+    sent, received = packing(site.shapes[0], sends), packing(site.shapes[1], takes)
+    sent_sizes, received_sizes = sizes(sends), sizes(takes)
+    own = [m for at, m in by_rank(outgoing) if at == rank]
+    # In the order of the ranks, so that replicas add alike; where there are none, a device's own come first.
+    order = by_rank(incoming)
+    if not any(a in axes for a in site.after.mesh.axes if a not in site.after.layout.axes):
+        order.sort(key=lambda found: found[0] != rank)
+    whole = Packing(site.shapes[1], tuple(m for _, m in order), op, tuple(fills))
 
     def exchange(block: Tensor) -> Tensor:
-        return group.all_to_all(sent.pack(block), received.arriving, sent.sizes, received.sizes)
+        return group.all_to_all(sent.pack(block), received.arriving, sent_sizes, received_sizes)
 
-    if own is EMPTY:
+    if not _communicates(site):
+        return lambda block: whole.place(block, [m.read(block) for m in own])
+    if not own and not fills:
         return lambda block: received.unpack(exchange(block))
-    at = group.devices.index(me)
 
     def move(block: Tensor) -> Tensor:
-        parts = received.split(exchange(block))
-        parts[at] = own.read(block)  # in the order of the ranks, so that replicas add alike
-        return whole.place(parts)
+        arrived, mine = iter(received.split(exchange(block))), (m.read(block) for m in own)
+        return whole.place(block, [next(mine if at == rank else arrived) for at, _ in order])
 
     return move
 
 
+def _communicates(site: Site) -> bool:
+    """Whether any device of the mesh sends another anything: the same on all of them."""
+    return bool(Exchange(site.after.layout).traffic(site.before).received)
+
+
 def _embed(step: Embed, site: Site) -> Move:
     whole = Packing(site.shapes[1], (site.message(site.shapes[1], site.own_part(step)),))
-    return lambda block: whole.place([block])
+    return lambda block: whole.place(block, [block])
 
 
 def _mask(step: Mask, site: Site) -> Move:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xshard.ownership import Run, Runs, intervals, size
+from xshard.ownership import Run, Runs, common, intervals, size
 
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
@@ -38,11 +38,15 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d, box by box."""
+    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d, box by box.
+
+    sign: what it is multiplied by when it is put into the block.
+    """
 
     shape: tuple[int, ...]
     rows: tuple[Runs, ...]
     boxes: tuple[Box, ...]
+    sign: int = 1
 
     @cached_property
     def is_view(self) -> bool:
@@ -65,7 +69,18 @@ class Message:
             out[box.message].copy_(_take(block, box.block))
 
 
-EMPTY = Message((0,), (), ())
+class Fill(NamedTuple):
+    """Rows [start, stop) of a dim of a block that hold a constant, a tensor without dims."""
+
+    dim: int
+    start: int
+    stop: int
+    value: Tensor
+
+    def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Where it stands in a block."""
+        whole = (slice(0, n) for n in shape)
+        return tuple(slice(self.start, self.stop) if d == self.dim else all_ for d, all_ in enumerate(whole))
 
 
 def message(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Message:
@@ -86,13 +101,14 @@ def message(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.
 class Packing:
     """A block of `shape` as messages, in the order in which they are sent or received.
 
-    op: how messages of the same rows combine: sum, max or min. Messages of different rows are
-    apart: they are cut by one layout.
+    op: how messages that share rows combine: sum, max or min. For max and min they share all or none.
+    fills: what no message brings, written in this order.
     """
 
     shape: tuple[int, ...]
     messages: tuple[Message, ...]
     op: str | None = None
+    fills: tuple[Fill, ...] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -104,7 +120,7 @@ class Packing:
         """The messages, one after the other, are the block as it lies in memory."""
         at = 0
         for m, n in zip(self.messages, self.sizes, strict=True):
-            if n and _flat_start(m, self.shape) != at:
+            if n and (m.sign < 0 or _flat_start(m, self.shape) != at):
                 return False
             at += n
         return at == math.prod(self.shape)
@@ -127,23 +143,30 @@ class Packing:
 
     def unpack(self, received: Tensor) -> Tensor:
         """All messages, in a tensor of the shape `arriving` -> the block."""
-        return received if self.is_flat else self.place(self.split(received))
+        return received if self.is_flat else self.place(received, self.split(received))
 
     def split(self, received: Tensor) -> list[Tensor]:
         """All messages one after the other -> every one in its shape."""
         parts = zip(received.view(-1).split(self.sizes), self.messages, strict=True)
         return [part.view(m.shape) for part, m in parts]
 
-    def place(self, parts: Sequence[Tensor]) -> Tensor:
-        """Every message -> the block, always a new tensor; zeros where no message reaches."""
+    def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Every message -> the block, a new tensor of the dtype of `like`; zeros where nothing is put."""
+        parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
         if self._joined is not None:
             dim, order = self._joined
-            return torch.cat([parts[i][rows] for i, rows in order], dim)
-        out = parts[0].new_empty(self.shape) if self._covers else parts[0].new_zeros(self.shape)
+            return torch.cat([parts[i][rows] if i >= 0 else self._filling(-1 - i) for i, rows in order], dim)
+        out = like.new_empty(self.shape) if self._covers else like.new_zeros(self.shape)
+        for fill in self.fills:
+            out[fill.slices(self.shape)] = fill.value
         for part, m, met in zip(parts, self.messages, self._met, strict=True):
             for box in m.boxes:
                 _put(out, box.block, part[box.message], _COMBINE[str(self.op)] if met else None)
         return out
+
+    def _filling(self, i: int) -> Tensor:
+        fill = self.fills[i]
+        return fill.value.expand([index.stop - index.start for index in fill.slices(self.shape)])
 
     @cached_property
     def _stacks(self) -> bool:
@@ -151,8 +174,9 @@ class Packing:
 
     @cached_property
     def _joined(self) -> tuple[int, list[tuple[int, tuple[slice, ...]]]] | None:
-        """The dim along which boxes, put side by side in this order, are the block."""
+        """The dim along which boxes, side by side in this order, are the block; fills count from -1 down."""
         boxes = [(i, box) for i, m in enumerate(self.messages) for box in m.boxes]
+        boxes += [(-1 - i, Box((), fill.slices(self.shape))) for i, fill in enumerate(self.fills)]
         spans = [[_interval(i) for i in box.block] for _, box in boxes]
         cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
         if not boxes or not self.shape or len(cut) > 1:
@@ -169,13 +193,20 @@ class Packing:
     def _met(self) -> list[bool]:
         """Which messages bring rows that an earlier one brought."""
         rows = [m.rows for m in self.messages]
-        first = {r: i for i, r in reversed(list(enumerate(rows)))}
-        return [first[r] < i for i, r in enumerate(rows)]
+        return [any(_meet(r, earlier) for earlier in rows[:i]) for i, r in enumerate(rows)]
 
     @cached_property
     def _covers(self) -> bool:
+        """Every element is written before anything is added to it. Fills of two dims are not counted."""
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
+        if len({fill.dim for fill in self.fills}) == 1:
+            slabs = ([index.stop - index.start for index in f.slices(self.shape)] for f in self.fills)
+            first += map(math.prod, slabs)
         return sum(first) == math.prod(self.shape)
+
+
+def _meet(a: tuple[Runs, ...], b: tuple[Runs, ...]) -> bool:
+    return a == b or all(bool(common(x, y)) for x, y in zip(a, b, strict=True))
 
 
 def _spans(runs: Runs, device: torch.device) -> list[tuple[slice, slice | Tensor]]:

@@ -22,7 +22,6 @@ from torch_bridge.groups import MeshLike, ProcessMesh, process_mesh
 from torch_bridge.lower import Executable, lower
 from xshard import (
     DtypeError,
-    Layout,
     MeshError,
     Plan,
     Profile,
@@ -33,7 +32,7 @@ from xshard import (
     planner,
 )
 from xshard.layout import check_axes
-from xshard.spelling import Expression, sides
+from xshard.spelling import Expression, sides, whole_shape
 
 
 def redistribute(
@@ -130,21 +129,10 @@ def _executable(
         links = tuple((axis, machine.link(axis, processes.mesh)) for axis in named)
         profile = replace(machine, axes=links)
         processes = processes.along(named)
-        whole = _even_shape(src, processes, local_shape, text) if shape is None else shape
+        whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
     _check_block(plan, processes, local_shape, text, inferred=shape is None)
     return lower(plan, processes, device)
-
-
-def _even_shape(
-    layout: Layout, processes: ProcessMesh, local_shape: tuple[int, ...], text: str
-) -> tuple[int, ...]:
-    """The global shape of which every block is as large as this one."""
-    try:
-        dims = layout.resolved(len(local_shape)).dims
-    except ShapeError as error:
-        raise ShapeError(error.reason, text=text, hint=error.hint) from None
-    return tuple(n * processes.mesh.size(*dim.axes) for n, dim in zip(local_shape, dims, strict=True))
 
 
 def _check_block(

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.notation import Dim, Fold, Halo, Window
+from xshard.notation import Dim
+from xshard.overlap import Fold, Halo, Window
 from xshard.ownership import FILL, Run, Runs, intervals
 from xshard.sharding import Sharding
 

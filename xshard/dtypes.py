@@ -64,3 +64,20 @@ def check_reduction(name: str, op: str) -> None:
         )
     if op in ("max", "min") and kind == "c":
         raise DtypeError(f"dtype {name} has no {op}", hint="complex numbers have no order")
+
+
+def check_value(name: str, value: float) -> None:
+    """Raise DtypeError where the dtype has no such value."""
+    if name in _EXTENDED or np.dtype(name).kind in "fc":
+        return
+    low, high = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)
+    if not (float(value).is_integer() and low <= value <= high):
+        raise DtypeError(f"dtype {name} has no value {value}", hint=f"whole numbers from {low} to {high}")
+
+
+def check_signed(name: str) -> None:
+    """Raise DtypeError where values of the dtype cannot be negated."""
+    if name not in _EXTENDED and np.dtype(name).kind in "bu":
+        raise DtypeError(f"dtype {name} has no negative values", hint="cast to a signed dtype")
+    if name.startswith("float8"):
+        raise DtypeError(f"dtype {name} cannot be negated", hint="8-bit floats only move; cast before")

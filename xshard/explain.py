@@ -6,11 +6,14 @@ path of collectives alone, and all-gather and slice, which every framework can d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from xshard import overlapped
 from xshard.errors import PlanError
+from xshard.overlapped import overlaps
 from xshard.plan import Plan
 from xshard.planner import with_copies, with_scale, without_copies
 from xshard.search import Search
@@ -60,13 +63,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     ['the plan', 'direct exchange', 'collectives alone', 'all-gather and slice']
     """
     start, goal = (s.with_layout(s.normal) for s in (plan.source, plan.target))
-    space = Space(without_copies(start), without_copies(goal), plan.dtype, plan.profile)
-
-    ways: dict[str, Callable[[], Sequence[Step]]] = {
-        "direct exchange": lambda: (Exchange(space.goal.layout),),
-        "collectives alone": Search(space, None, exchanges=False).best_path,
-        "all-gather and slice": lambda: gather_and_slice(space.start, space.goal),
-    }
+    ways = _ways(without_copies(start), without_copies(goal), plan)
     found = [Alternative("the plan", plan)]
     for name, steps in ways.items():
         try:
@@ -75,6 +72,18 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         except PlanError as error:
             found.append(Alternative(name, None, error.reason))
     return tuple(found)
+
+
+def _ways(start: Sharding, goal: Sharding, plan: Plan) -> dict[str, Callable[[], Sequence[Step]]]:
+    if overlaps(start) or overlaps(goal):
+        made = overlapped.ways(start, goal, plan.dtype, plan.profile, scaled=plan.scale != 1)
+        return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
+    space = Space(start, goal, plan.dtype, plan.profile)
+    return {
+        "direct exchange": lambda: (Exchange(goal.layout),),
+        "collectives alone": Search(space, None, exchanges=False).best_path,
+        "all-gather and slice": lambda: gather_and_slice(start, goal),
+    }
 
 
 def explain(plan: Plan) -> str:

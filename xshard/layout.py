@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from xshard import notation
+from xshard.checks import check_fit
 from xshard.errors import LinearityError, NotationError, ShapeError
+from xshard.held import held
 from xshard.mesh import Mesh
-from xshard.notation import ELLIPSIS, Dim, Fold, Overlap, Tags
-from xshard.ownership import held, size
+from xshard.notation import ELLIPSIS, Dim, Tags
+from xshard.overlap import Fold, Halo, Overlap, Window
+from xshard.ownership import size
 
 NONLINEAR = ("max", "min")
 
@@ -76,11 +79,11 @@ class Layout:
         return tuple(a for kind, axes in self.tags if kind in kinds for a in axes)
 
     def role(self, axis: str) -> tuple[object, ...]:
-        """What an axis does: `(dim, cuts down to it)`, `(tag,)`, or `()` for replicas and copies."""
+        """What an axis does: `(dim, cuts down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
         for dim in self.dims:
             for i, shard in enumerate(dim.shards):
                 if axis in shard.axes:
-                    return dim.name, dim.shards[: i + 1]
+                    return dim.name, dim.shards[: i + 1], dim.overlap
         return next(((kind,) for kind, axes in self.tags if axis in axes and kind != "copy"), ())
 
     def dim(self, name: str) -> Dim:
@@ -94,7 +97,8 @@ class Layout:
     def dual(self) -> Layout:
         """Layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
 
-        `mean` is a sum with a scale: its dual is `copy`, and the plan carries the scale.
+        A constant beyond the ends of the array becomes zero: it has no cotangent. `mean` is a sum
+        with a scale: its dual is `copy`, and the plan carries the scale.
         Raises LinearityError for `max` and `min`, which have no adjoint.
         """
         if not self.is_linear:
@@ -107,6 +111,13 @@ class Layout:
             tuple(replace(dim, overlap=_dual_overlap(dim.overlap)) for dim in self.dims),
             tuple((swapped[kind], axes) for kind, axes in self.tags),
         )
+
+    @property
+    def tangent(self) -> Layout:
+        """Layout of a tangent: constants beyond the ends of the array are zeros, the rest is unchanged."""
+        if not any(dim.overlap for dim in self.dims):
+            return self
+        return replace(self, dims=tuple(replace(d, overlap=_tangent_overlap(d.overlap)) for d in self.dims))
 
     def resolved(self, ndim: int) -> Layout:
         """The layout with `...` written out as dims `_0`, `_1`, ... for an array of `ndim` dims."""
@@ -133,6 +144,7 @@ class Layout:
         """
         layout, coords = self.resolved(len(shape)), mesh.coords(device)
         check_axes(layout, mesh)
+        check_fit(layout.dims, shape, mesh)
         return tuple(
             size(held(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes]))
             for dim, n in zip(layout.dims, shape, strict=True)
@@ -214,4 +226,14 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
 def _dual_overlap(overlap: Overlap | None) -> Overlap | None:
     if overlap is None:
         return None
-    return overlap.of if isinstance(overlap, Fold) else Fold(overlap)
+    return _linear(overlap.of) if isinstance(overlap, Fold) else Fold(_linear(overlap))
+
+
+def _tangent_overlap(overlap: Overlap | None) -> Overlap | None:
+    if overlap is None:
+        return None
+    return Fold(_linear(overlap.of)) if isinstance(overlap, Fold) else _linear(overlap)
+
+
+def _linear(overlap: Halo | Window) -> Halo | Window:
+    return replace(overlap, before=overlap.before.linear, after=overlap.after.linear)

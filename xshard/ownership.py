@@ -1,8 +1,8 @@
 """Which global rows each device holds: interval algebra on one dim.
 
-Decides how a cut divides a length (torch.chunk's ceil rule, zigzag, cyclic, balanced), how
-cuts nest, and what an overlap adds. Everything else (local shapes, what must move, bounds,
-pictures) is computed from the runs made here. Knows no tags and no whole layouts.
+Decides how a cut divides a length (torch.chunk's ceil rule, zigzag, cyclic, balanced, given
+sizes) and how cuts nest. Everything else (what an overlap adds, local shapes, what must move,
+bounds, pictures) is computed from the runs made here. Knows no tags and no whole layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.notation import Dim, Fold, Halo, Shard, Window
+from xshard.notation import SIZES, Dim, Shard
 
 FILL = -1  # start of a run of rows that lie outside the array and are filled by the boundary rule
 
@@ -51,14 +51,18 @@ def size(runs: Iterable[Run]) -> int:
     return sum(run.length * run.repeats for run in runs)
 
 
-def cut(length: int, order: str, n: int, index: int) -> Runs:
+def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
     """Positions of `range(length)` that part `index` of `n` holds, in its order.
 
-    >>> cut(8, "zigzag", 2, 0)
+    >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
     (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
     """
     if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
         return _interval(0, length)
+    order = shard.order
+    if order == SIZES:
+        start = sum(shard.sizes[:index])
+        return _interval(start, start + shard.sizes[index])
     if order == "balanced":
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)
@@ -84,7 +88,7 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coord
         for size_, coord in zip(sizes[at : at + len(shard.axes)], coords[at:], strict=False):
             n, index = n * size_, index * size_ + coord
         at += len(shard.axes)
-        parts = cut(size(runs), shard.order, n, index)
+        parts = cut(size(runs), shard, n, index)
         runs = tuple(itertools.chain.from_iterable(_select(runs, part) for part in parts))
     return runs
 
@@ -97,29 +101,9 @@ def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) ->
     return cut_nested(length, dim.shards, sizes, coords)
 
 
-def held(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Global rows that the device's block spans: what it owns, widened by the dim's overlap."""
-    overlap = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
-    if overlap is None:
-        return owned(dim, length, sizes, coords)
-    if isinstance(overlap, Halo):
-        mine = owned(dim, length, sizes, coords)
-        wanted = [(r.start - overlap.lo, r.start + r.length + overlap.hi) for r in _flat(mine)]
-    else:
-        outputs = cut_nested(window_length(overlap, length), dim.shards, sizes, coords)
-        reach = overlap.d * (overlap.k - 1) + 1
-        wanted = [
-            (r.start * overlap.s - overlap.p, (r.start + r.length - 1) * overlap.s - overlap.p + reach)
-            for r in _flat(outputs)
-        ]
-    return tuple(
-        itertools.chain.from_iterable(_bounded(a, b, length, overlap.boundary) for a, b in wanted if a < b)
-    )
-
-
 @lru_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
-    """The longest block of a dim, and whether all blocks are as long; without looking at devices
+    """The most rows that one device owns, and whether all own as many; without looking at devices
     where every cut divides.
 
     >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
@@ -130,14 +114,14 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     for shard in dim.shards:
         n = math.prod(sizes[at : at + len(shard.axes)])
         at += len(shard.axes)
-        if shard.order == "zigzag" and left % (2 * n):
+        if shard.order == SIZES or (shard.order == "zigzag" and left % (2 * n)):
             even = None
             break
         even = even and left % n == 0
         left = -(-left // n)
-    if even is not None and dim.overlap is None:
+    if even is not None:
         return left, even
-    lengths = set(map(size, holders(dim, length, sizes)))
+    lengths = set(map(size, owners(dim, length, sizes)))
     return max(lengths), len(lengths) == 1
 
 
@@ -145,17 +129,6 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
 def owners(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     """`owned` for every index along the dim's axes, row-major."""
     return tuple(owned(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
-
-
-@lru_cache(maxsize=4096)
-def holders(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
-    """`held` for every index along the dim's axes, row-major."""
-    return tuple(held(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
-
-
-def window_length(window: Window, length: int) -> int:
-    """Output length of a window op over `length` rows, as torch's convolutions count it."""
-    return max(0, (length + 2 * window.p - window.d * (window.k - 1) - 1) // window.s + 1)
 
 
 def rows(runs: Runs) -> slice | NDArray[np.int64]:
@@ -240,7 +213,8 @@ def _chunk(length: int, chunk: int, index: int) -> Runs:
     return _interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
 
-def _flat(runs: Runs) -> Iterable[Run]:
+def flat(runs: Runs) -> Iterable[Run]:
+    """Runs with every repeat a run of its own."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
@@ -254,7 +228,7 @@ def _select(runs: Runs, part: Run) -> Runs:
         step = 1 if runs[0].repeats == 1 else runs[0].stride
         return (Run(runs[0].start + part.start * step, 1, part.repeats, part.stride * step),)
     return tuple(
-        itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in _flat((part,)))
+        itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in flat((part,)))
     )
 
 
@@ -282,43 +256,3 @@ def _slice(runs: Runs, start: int, stop: int) -> Runs:
         if tail and last >= first:
             taken.append(Run(run.start + last * run.stride, tail))
     return tuple(taken)
-
-
-def _bounded(start: int, stop: int, length: int, boundary: str) -> Runs:
-    """[start, stop), which may reach over the ends of the array, by the boundary rule."""
-    inside = _interval(max(start, 0), min(stop, length))
-    below = max(min(stop, 0) - start, 0)
-    above = max(stop - max(start, length), 0)
-    if boundary == "none" or not (below or above) or not length:
-        return inside
-    if boundary == "periodic":
-        return _walked(start, stop, length, length)
-    if boundary == "reflect":  # the edge row is not repeated
-        return _walked(start, stop, length, max(2 * (length - 1), 1))
-    if boundary == "pole":  # the rows beyond a pole are the nearest rows on its other side
-        return _walked(start, stop, length, 2 * length)
-    before, after = (
-        (Run(0, 1, below), Run(length - 1, 1, above))
-        if boundary == "edge"
-        else (
-            Run(FILL, below),
-            Run(FILL, above),
-        )
-    )
-    return (before,) * bool(below) + inside + (after,) * bool(above)
-
-
-def _walked(start: int, stop: int, length: int, period: int) -> Runs:
-    """Rows start..stop of a walk that climbs the array and, where period > length, comes back down."""
-    runs: list[Run] = []
-    while start < stop:
-        at = start % period
-        if at < length:
-            n = min(stop - start, length - at)
-            runs.append(Run(at, n))
-        else:
-            n = min(stop - start, period - at)
-            # One below the last climbed row for `reflect` (period 2L-2), that row itself for `pole` (2L).
-            runs.append(Run(period - at - (period == 2 * length), 1, n, -1))
-        start += n
-    return tuple(runs)

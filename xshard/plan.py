@@ -133,6 +133,25 @@ class Plan:
             memory_limit=self.memory_limit,
         )
 
+    @cached_property
+    def tangent(self) -> Plan:
+        """The plan that tangents take: itself, unless a boundary fills with a constant, which has none."""
+        from xshard.planner import find_plan  # the planner makes plans, so it is one level up
+
+        src, dst = self.src.tangent, self.dst.tangent
+        if (src, dst) == (self.src, self.dst):
+            return self
+        return find_plan(
+            src,
+            dst,
+            self.mesh,
+            self.shape,
+            self.dtype,
+            self.profile,
+            scale=self.scale,
+            memory_limit=self.memory_limit,
+        )
+
     def __str__(self) -> str:
         return table.text(self)
 

@@ -14,11 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from xshard import dtypes
+from xshard import dtypes, overlapped
 from xshard.cost import Profile, load_profile
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, check_axes, parse_expression
 from xshard.mesh import Mesh
+from xshard.overlapped import overlaps
 from xshard.plan import Plan
 from xshard.search import Search
 from xshard.sharding import Sharding
@@ -184,19 +185,20 @@ def find_plan(
     check_moves(source, target, dtype)
     factor = source.scale / target.scale if scale is None else scale
     start, goal = (s.with_layout(s.normal) for s in (source, target))
-    space = Space(without_copies(start), without_copies(goal), dtype, profile)
-    scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
-    steps = with_copies(Search(space, memory_limit, scaled=scaled).best_path(), start, goal)
-    steps = with_scale(steps, factor, start, goal)
+    ends = without_copies(start), without_copies(goal)
+    if overlaps(start) or overlaps(goal):
+        path = overlapped.best_path(*ends, dtype, profile, memory_limit, scaled=factor != 1)
+    else:
+        scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
+        path = Search(Space(*ends, dtype, profile), memory_limit, scaled=scaled).best_path()
+    steps = with_scale(with_copies(path, start, goal), factor, start, goal)
     return Plan(source.layout, target.layout, mesh, shape, dtype, steps, factor, profile, memory_limit)
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise for pairs of layouts between which no redistribution is defined."""
     src, dst = source.layout, target.layout
-    for layout in (src, dst):
-        if any(dim.overlap is not None for dim in layout.dims):
-            raise PlanError(f"'{layout}' overlaps: overlapping layouts have ownership but no plans yet")
+    overlapped.check_overlaps(source, target, dtype)
     for kind, axes in src.tags:
         if kind != "copy" and not set(axes) <= set(dst.tagged(kind)):
             dtypes.check_reduction(dtype, kind)
@@ -219,7 +221,8 @@ def with_scale(
     """The steps with a constant multiplied in where blocks are smaller: before they grow or after."""
     if factor == 1:
         return steps
-    first = start.max_local_size <= goal.max_local_size
+    # What a boundary fills in comes after: it is a value of the result.
+    first = overlaps(goal) or start.max_local_size <= goal.max_local_size
     return (Scale(factor), *steps) if first else (*steps, Scale(factor))
 
 

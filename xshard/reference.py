@@ -6,7 +6,9 @@ the mesh axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,12 +17,14 @@ from xshard import dtypes
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
-from xshard.ownership import FILL, common
+from xshard.ownership import FILL, Runs
 from xshard.plan import Plan
 from xshard.sharding import Sharding
 from xshard.steps.base import REDUCERS, Block
-from xshard.steps.exchange import rows_at
+from xshard.steps.exchange import filled
 from xshard.steps.retag import Scale
+from xshard.steps.views import View, views
+from xshard.supply import given, numbers, wanted
 from xshard.transfer_plan import TransferPlan
 from xshard.winners import winner_plans
 
@@ -28,8 +32,9 @@ from xshard.winners import winner_plans
 def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     """A global array -> the block of every device.
 
-    Under `sum` the first device along the axis holds the value and the others zeros; under
-    every other tag all hold it. Rows outside the array (a zero boundary) are zeros.
+    Under `sum` the first device along the axis holds the value and the others zeros, in a `fold`
+    the device that gives a row; under every other tag all hold it. Rows outside the array hold what
+    the boundary says.
 
     >>> [b.tolist() for b in scatter([0, 1, 2, 3], "s/zigzag(cp)", Mesh(cp=2))]
     [[0, 3], [1, 2]]
@@ -39,22 +44,23 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     sums = sharding.layout.tagged("sum")
     blocks = []
     for device in range(mesh.n_devices):
-        block = x
-        for d in range(x.ndim):
-            block = np.take(block, _row_numbers(sharding, d, device), axis=d)
-            outside = [r.start == FILL for r in sharding.held(d, device) for _ in range(r.length * r.repeats)]
-            if any(outside):
-                block[(slice(None),) * d + (np.array(outside),)] = 0
-        first = mesh.index(device, sums) == 0
-        blocks.append(np.array(block) if first else np.zeros_like(block))
+        block = np.zeros(sharding.local_shape(device), x.dtype)
+        if mesh.index(device, sums) == 0:
+            for d, start, stop, value in filled(sharding, device):
+                block[(slice(None),) * d + (slice(start, stop),)] = value
+            for view in views(sharding):
+                rows = [wanted(*dim)[at] for dim, at in _dims(sharding, view, device)]
+                block[_places(rows)] = view.sign * x[_rows(rows)] if view.sign < 0 else x[_rows(rows)]
+        blocks.append(block)
     return blocks
 
 
 def gather(
     blocks: Sequence[ArrayLike], layout: Layout | str, mesh: Mesh, shape: Sequence[int]
 ) -> NDArray[np.generic]:
-    """The block of every device -> the global array: addends reduced, the first of several copies read.
+    """The block of every device -> the global array.
 
+    Addends and contributions are reduced; of several copies one is read, its owner's where it has it.
     Raises ShapeError for a block that does not fit the layout.
     """
     sharding = Sharding(_layout(layout), mesh, tuple(shape))
@@ -69,12 +75,13 @@ def gather(
     for device in range(mesh.n_devices):
         if mesh.index(device, copies):
             continue
-        box = [common(sharding.held(d, device), sharding.owned(d, device)) for d in range(out.ndim)]
-        owned_rows = [_numbers(sharding.owned(d, device)) for d in range(out.ndim)]
-        index = np.ix_(*owned_rows)
-        part = arrays[device][np.ix_(*(rows_at(segments, 0) for segments in box))]
-        out[index] = np.where(written[index], op(out[index], part), part)
-        written[index] = True
+        for view in views(sharding):
+            lists = [given(*dim)[at] for dim, at in _dims(sharding, view, device)]
+            for rows in itertools.product(*lists):
+                part, index = arrays[device][_places(rows)], _rows(rows)
+                part = -part if view.sign < 0 else part
+                out[index] = np.where(written[index], op(out[index], part), part)
+                written[index] = True
     if sharding.scale != 1:
         out = Scale(sharding.scale).run([out], sharding)[0]
     return out
@@ -160,16 +167,18 @@ def _layout(layout: Layout | str) -> Layout:
     return Layout.parse(layout) if isinstance(layout, str) else layout
 
 
-def _row_numbers(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:
-    return _numbers(sharding.held(dim, device))
+def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """For every dim, what `supply.wanted` and `supply.given` ask for, and the device's place in it."""
+    for d, dim in enumerate(sharding.layout.dims):
+        sizes = sharding.mesh.sizes_of(dim.axes)
+        yield (dim, sharding.shape[d], sizes, view.sides[d], view.shifts[d]), sharding.dim_device(d, device)
 
 
-def _numbers(runs: tuple[tuple[int, int, int, int], ...]) -> NDArray[np.int64]:
-    """Runs -> the global row of every local row; 0 for rows outside the array."""
-    parts = [
-        (start + stride * np.arange(count)[:, None] + np.arange(length)[None, :]).ravel()
-        if start != FILL
-        else np.zeros(length * count, np.int64)
-        for start, length, count, stride in runs
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+def _places(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
+    """numpy index of the rows in a block: local positions that are not FILL."""
+    return np.ix_(*(np.flatnonzero(numbers(runs) != FILL) for runs in rows))
+
+
+def _rows(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
+    """numpy index of the rows in the global array."""
+    return np.ix_(*(found[found != FILL] for found in map(numbers, rows)))

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
+from xshard.checks import check_fit
 from xshard.errors import ShapeError
+from xshard.held import holders, meaning
 from xshard.layout import Layout, check_axes
 from xshard.mesh import Mesh
-from xshard.notation import Dim, Shard
-from xshard.ownership import Runs, block_length, cut_nested, holders, owners, size
+from xshard.notation import SIZES, Dim, Shard
+from xshard.overlap import Fold, Halo, Overlap, rows_of
+from xshard.ownership import Runs, block_length, cut_nested, owners, size
 
 Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
 
@@ -43,6 +46,7 @@ class Sharding:
         for n in self.shape:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ShapeError(f"shape {self.shape} has {n!r} where a length >= 0 belongs")
+        check_fit(self.layout.dims, self.shape, self.mesh)
 
     def __hash__(self) -> int:
         return self._hash
@@ -107,9 +111,13 @@ class Sharding:
     @cached_property
     def _lengths(self) -> tuple[tuple[int, bool], ...]:
         return tuple(
-            block_length(d, n, self.mesh.sizes_of(d.axes))
-            for d, n in zip(self.layout.dims, self.shape, strict=True)
+            self._held_length(d) if dim.overlap else block_length(dim, n, self.mesh.sizes_of(dim.axes))
+            for d, (dim, n) in enumerate(zip(self.layout.dims, self.shape, strict=True))
         )
+
+    def _held_length(self, dim: int) -> tuple[int, bool]:
+        lengths = set(map(size, self.holders(dim)))
+        return max(lengths), len(lengths) == 1
 
     @cached_property
     def even_cuts(self) -> Cuts | None:
@@ -146,11 +154,15 @@ Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), over
             return True
         if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
             return False
-        devices = range(self.mesh.n_devices)
         return all(
-            a.overlap == b.overlap and all(self.held(d, i) == other.held(d, i) for i in devices)
+            isinstance(a.overlap, Fold) == isinstance(b.overlap, Fold)
+            and all(self._meaning(d, i) == other._meaning(d, i) for i in range(self.mesh.n_devices))
             for d, (a, b) in enumerate(zip(self.layout.dims, other.layout.dims, strict=True))
         )
+
+    def _meaning(self, dim: int, device: int) -> object:
+        d = self.layout.dims[dim]
+        return meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), self.dim_device(dim, device))
 
     def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
         """How `shards`, cut as the innermost of a dim, divide the device's block of it.
@@ -173,6 +185,9 @@ def _parts(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tu
 
 @lru_cache(maxsize=65536)
 def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
+    overlap = _normal_overlap(dim.overlap)
+    # The outputs of a window are cut as the dim is, and what divides its rows need not divide them.
+    regroups = overlap is None or isinstance(rows_of(overlap), Halo)
     shards: list[Shard] = []
     left: int | None = length  # rows of every block so far; None once blocks differ
     for shard in dim.shards:
@@ -180,13 +195,31 @@ def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
         if not axes:
             continue
         n = mesh.size(*axes)
+        if not regroups:
+            shards.append(replace(shard, axes=axes))
+            continue
         divides = left is not None and left % n == 0
-        order = "block" if shard.order == "balanced" and divides else shard.order
+        order = "block" if _is_plain(shard, left, n) else shard.order
         if order == "block" and divides:
             shards.extend(Shard((a,)) for a in axes)
         else:
-            shards.append(Shard(axes, order))
+            shards.append(Shard(axes, order, shard.sizes if order == SIZES else ()))
         if order == "zigzag":
             divides = left is not None and left % (2 * n) == 0
-        left = left // n if divides and left is not None else None
-    return Dim(dim.name, tuple(shards), dim.overlap)
+        left = left // n if divides and order != SIZES and left is not None else None
+    return Dim(dim.name, tuple(shards), overlap)
+
+
+def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
+    """Whether a cut of so many rows is the contiguous one by another name."""
+    if length is None or shard.order not in ("balanced", SIZES):
+        return shard.order == "block"
+    parts = [size(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
+    return parts == [size(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
+
+
+def _normal_overlap(overlap: Overlap | None) -> Overlap | None:
+    rows = None if overlap is None else rows_of(overlap)
+    widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
+    nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
+    return None if nothing else overlap

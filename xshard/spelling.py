@@ -1,7 +1,7 @@
 """What the bridges take as an expression, and how their named operations are spelt as one.
 
 Both bridges have the same operations with the same arguments, so their text is read and made
-here, once.
+here, once, and the global shape inferred.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from xshard.errors import ShapeError, XshardError
+from xshard.held import length_of_equal_blocks
 from xshard.layout import Layout, parse_expression
+from xshard.mesh import Mesh
 from xshard.plan import Plan
 
 Expression = str | tuple[Layout | str, Layout | str] | Plan
@@ -25,6 +27,25 @@ def sides(expression: Expression) -> tuple[Layout, Layout, str]:
     else:
         src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
     return src, dst, f"{src} -> {dst}"
+
+
+def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
+    """The global shape of which every block is as large as this one. Raises ShapeError where none is."""
+    try:
+        found = layout.resolved(len(local_shape)).dims
+    except ShapeError as error:
+        raise ShapeError(error.reason, text=text, hint=error.hint) from None
+    lengths = []
+    for dim, rows in zip(found, local_shape, strict=True):
+        length = length_of_equal_blocks(dim, rows, mesh.size(*dim.axes))
+        if length is None:
+            raise ShapeError(
+                f"{rows} rows do not say how long dim {dim.name!r} is",
+                text=text,
+                hint="pass shape= (the global shape)",
+            )
+        lengths.append(length)
+    return tuple(lengths)
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:

@@ -13,8 +13,10 @@ from fractions import Fraction
 
 from xshard import dtypes
 from xshard.cost import Profile
+from xshard.errors import PlanError
 from xshard.links import located
 from xshard.notation import Shard
+from xshard.overlapped import overlaps
 from xshard.plan import Plan
 from xshard.planner import check_moves, find_plan
 from xshard.relabel import relabelled
@@ -87,6 +89,11 @@ class Transfers:
         """Raise for layouts and dtypes that no transfer can bring from mesh to mesh."""
         for end in (self.source, self.target):
             check_moves(end, end, self.dtype)
+            if overlaps(end):
+                raise PlanError(
+                    f"'{end.layout}' overlaps, and overlaps move on one mesh",
+                    hint="trim or fold before, widen after",
+                )
         for kind, _ in self.source.layout.tags:
             if kind != "copy":
                 dtypes.check_reduction(self.dtype, kind)

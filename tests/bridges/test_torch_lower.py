@@ -80,11 +80,11 @@ def test_many_rows_are_listed_once() -> None:
         assert len(m.boxes) == 1 and any(isinstance(i, torch.Tensor) for i in m.boxes[0].block)
         cells = _cells(m, block.numpy())
         assert np.array_equal(m.read(block), cells)
-        alone = Packing(shape, (m,)).place([torch.from_numpy(cells)])
+        alone = Packing(shape, (m,)).place(torch.from_numpy(cells), [torch.from_numpy(cells)])
         expected = np.zeros_like(block.numpy())
         expected[np.ix_(*(np.r_[rows(r)] for r in m.rows))] = cells
         assert np.array_equal(alone, expected)
-        twice = Packing(shape, (m, m), "sum").place([torch.from_numpy(cells)] * 2)
+        twice = Packing(shape, (m, m), "sum").place(torch.from_numpy(cells), [torch.from_numpy(cells)] * 2)
         assert np.array_equal(twice, 2 * expected)
 
 
@@ -96,7 +96,7 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
     messages = tuple(message(shape, part, CPU) for part in (top, rest, top, rest, top))
     rng = random.Random(0)
     values = [torch.tensor([[rng.randint(-5, 5)] * 4] * m.shape[0]) for m in messages]
-    out = Packing(shape, messages, op).place(values)
+    out = Packing(shape, messages, op).place(values[0], values)
     reduce = {"sum": sum, "max": max, "min": min}[op]
     for part, start, stop in ((values[::2], 0, 2), (values[1::2], 2, 5)):
         assert out[start:stop].unique().tolist() == [reduce(int(v[0, 0]) for v in part)]

@@ -10,7 +10,8 @@ import xshard as xs
 from tests import oracle
 from tests.strategies import layouts, meshes, overlaps, shapes
 from xshard.draw import Picture, devices_text, picture, rows_text
-from xshard.notation import Dim, Fold, Shard
+from xshard.notation import Dim, Shard
+from xshard.overlap import Fold
 from xshard.ownership import FILL, Run
 
 
@@ -21,7 +22,7 @@ def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
 @st.composite
 def overlapped(draw, dim):
     """A dim as it is, or in contiguous blocks that overlap."""
-    overlap = draw(st.none() | overlaps())
+    overlap = draw(st.none() | overlaps().filter(lambda o: "pole" not in str(o)))  # has wishes for a next dim
     return dim if overlap is None else Dim(dim.name, tuple(Shard(s.axes) for s in dim.shards), overlap)
 
 

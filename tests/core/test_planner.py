@@ -185,7 +185,7 @@ def test_a_slow_axis_is_spared():
         ("n/a -> n", {"shape": (4, 4)}, xs.ShapeError, "'n/a' has 1 dims, the array has 2 in 'n/a -> n'"),
         ("n/a -> n", {"shape": (-1,)}, xs.ShapeError, "shape (-1,) has -1 where a length >= 0 belongs"),
         ("n/a -> n", {"profile": "h1000"}, xs.ProfileError, "no profile 'h1000'"),
-        ("n/a:halo(1,1) -> n/a", {}, xs.PlanError, "'n/a:halo(1,1)' overlaps"),
+        ("n/a:halo(1,1,pole(n)) -> n/a", {}, xs.NotationError, "dim 'n' has the pole, another is rolled"),
         (("n/a", "m/a"), {}, xs.NotationError, "dim names differ: 'n/a' and 'm/a'"),
         (("n/a", "n/q"), {}, xs.NotationError, "unknown mesh axis 'q' in 'n/q'"),
         ((Layout.parse("n/a"), "n | max(a)"), {}, xs.PlanError, "'n | max(a)' holds a max over a that"),

@@ -18,12 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import PlanError
+from xshard.held import fills
 from xshard.layout import Layout
 from xshard.mesh import Mesh
-from xshard.notation import Dim
-from xshard.ownership import Run, Runs, Segment, common, holders, owners, rows
+from xshard.overlap import Fold
+from xshard.ownership import Run, Runs, Segment, common, owners, rows
 from xshard.sharding import Cuts, Sharding
 from xshard.steps.base import REDUCERS, Block, Blocks, Hop, Levels, Step, Traffic, slow_first
+from xshard.steps.sources import CARRIED, Side, counts, sources
+from xshard.steps.views import View, carried, views
 
 # Up to this many devices an exchange over several kinds of links is priced by looking at each.
 MAX_TABLED = 4096
@@ -38,6 +41,7 @@ class Message(NamedTuple):
     src: int
     dst: int
     box: tuple[tuple[Segment, ...], ...]
+    sign: int = 1  # what the receiver multiplies it by: rows from beyond a pole may be negated
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,8 +64,8 @@ class Message(NamedTuple):
 class Exchange(Step):
     """Every device gets the block of layout `to` from whoever holds its parts.
 
-    Sums that end are added at the receiver in the order of the senders; an element of a new
-    sum is contributed by its first holder alone.
+    Sums that end, and contributions to a fold, are added at the receiver in the order of the
+    senders; an element of a new sum or fold is contributed by its first holder alone.
     """
 
     kind: ClassVar[str] = "exchange"
@@ -82,8 +86,7 @@ class Exchange(Step):
             return even
         if even is not None and before.mesh.n_devices > MAX_TABLED:
             # Too many devices to look at: priced as if all crossed the slowest link that any of it may cross.
-            moving = [a for a in before.mesh.axes if before.layout.role(a) != after.layout.role(a)]
-            slowest = slow_first(before.mesh, moving, levels)[:1]
+            slowest = slow_first(before.mesh, moving(before, after), levels)[:1]
             return replace(even, hops=tuple(h._replace(axis=a) for h in even.hops for a, _ in slowest))
         reached = reach(before, after, ())
         most = int(reached.elements.max())
@@ -98,8 +101,7 @@ class Exchange(Step):
             received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
             total = total + received
             if received.any():
-                moving = [a for a in level if before.layout.role(a) != after.layout.role(a)]
-                longest = max((before.mesh.size(a), a) for a in moving)[1]
+                longest = max((before.mesh.size(a), a) for a in moving(before, after) if a in level)[1]
                 hops.append(Hop(longest, int(received.max()), int(messages.max())))
             reached = nearer
         # Every box, a device's own too, is packed at one end and unpacked at the other.
@@ -111,9 +113,12 @@ class Exchange(Step):
         results = []
         for device in range(before.mesh.n_devices):
             out = np.zeros(after.local_shape(device), blocks[device].dtype)
+            for d, start, stop, value in filled(after, device):
+                out[(slice(None),) * d + (slice(start, stop),)] = value
             written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device):
                 box, index = blocks[message.src][message.src_index()], message.dst_index()
+                box = box if message.sign > 0 else -box
                 out[index] = np.where(written[index], REDUCERS[op](out[index], box), box) if op else box
                 written[index] = True
             results.append(out)
@@ -124,7 +129,7 @@ class Exchange(Step):
         for kind, axes in before.layout.tags:
             if kind != "copy" and not set(axes) <= set(self.to.tagged(kind)):
                 return kind
-        return None
+        return "sum" if any(isinstance(dim.overlap, Fold) for dim in before.layout.dims) else None
 
     def __str__(self) -> str:
         return "exchange"
@@ -142,11 +147,17 @@ def messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Message
 def messages_from(before: Sharding, after: Sharding, device: int) -> tuple[Message, ...]:
     """What a device sends to every receiver (itself included), receivers in order."""
     mesh = before.mesh
-    moving = [
-        a for a in mesh.axes if a in _cut_axes(before.layout) or a in ended(before.layout, after.layout)
-    ]
-    receivers = mesh.group(device, moving)
+    far = [a for a in mesh.axes if a in _cut_axes(before.layout) or a in ended(before.layout, after.layout)]
+    receivers = mesh.group(device, far)
     return tuple(m for r in receivers for m in messages_to(before, after, r) if m.src == device)
+
+
+def moving(before: Sharding, after: Sharding) -> tuple[str, ...]:
+    """Axes along which a sender and its receiver may differ."""
+    src, dst = before.layout, after.layout
+    turned = {d for pair in _views(before, after) for v in pair for d, shift in enumerate(v.shifts) if shift}
+    rolled = {axis for d in turned for axis in (*src.dims[d].axes, *dst.dims[d].axes)}
+    return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled)
 
 
 def ended(src: Layout, dst: Layout) -> tuple[str, ...]:
@@ -166,6 +177,15 @@ def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
     return np.r_[index] if isinstance(index, slice) else index
 
 
+def filled(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
+    """Rows outside the array, which a device fills: (dim, start, stop, value), written in this order."""
+    found: list[tuple[int, int, int, float]] = []
+    for d, dim in enumerate(after.layout.dims):
+        sizes = after.mesh.sizes_of(dim.axes)
+        found += [(d, *fill) for fill in fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
+    return tuple(found)
+
+
 @lru_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Message, ...]:
     mesh, src, dst = before.mesh, before.layout, after.layout
@@ -174,29 +194,52 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
     cut = _cut_axes(src)
     if any(coords[mesh.position(a)] for a in begins if a not in cut):
         return ()  # the first device along the new sum contributes, this one adds nothing
-    per_dim = []
-    for d, dim in enumerate(src.dims):
-        mine = after.held(d, device)
-        choices = []
-        for at, theirs in zip(_indices(mesh.sizes_of(dim.axes)), before.owners(d), strict=True):
-            if any(coords[mesh.position(a)] != c for a, c in zip(dim.axes, at, strict=True) if a in begins):
-                continue
-            segments = common(theirs, mine)
-            if segments:
-                choices.append((at, segments))
-        per_dim.append(choices)
-    ends = ended(src, dst)
     found = []
-    for addend in _indices(mesh.sizes_of(ends)):
-        for combo in itertools.product(*per_dim):
-            sender = list(coords)
-            for axis, c in zip(ends, addend, strict=True):
-                sender[mesh.position(axis)] = c
-            for dim, (at, _) in zip(src.dims, combo, strict=True):
-                for axis, c in zip(dim.axes, at, strict=True):
+    for mine, theirs in _views(before, after):
+        per_dim = []
+        for d, (a, b) in enumerate(_sides(before, after, mine, theirs)):
+            sizes = mesh.sizes_of(a.dim.axes)
+            at = before.dim_device(d, device), after.dim_device(d, device)
+            places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
+            per_dim.append(
+                [
+                    (places[s.sender], s.segments)
+                    for s in sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *at, once)
+                    if all(
+                        coords[mesh.position(axis)] == c
+                        for axis, c in zip(a.dim.axes, places[s.sender], strict=True)
+                        if axis in begins
+                    )
+                ]
+            )
+        for addend in _indices(mesh.sizes_of(ended(src, dst))):
+            for combo in itertools.product(*per_dim):
+                sender = list(coords)
+                for axis, c in zip(ended(src, dst), addend, strict=True):
                     sender[mesh.position(axis)] = c
-            found.append(Message(mesh.device(sender), device, tuple(segments for _, segments in combo)))
+                for dim, (place, _) in zip(src.dims, combo, strict=True):
+                    for axis, c in zip(dim.axes, place, strict=True):
+                        sender[mesh.position(axis)] = c
+                box = tuple(segments for _, segments in combo)
+                found.append(Message(mesh.device(sender), device, box, mine.sign * theirs.sign))
     return tuple(sorted(found, key=lambda m: m.src))
+
+
+def _sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
+    """For every dim, its source and destination as one pair of views has them."""
+    stay = carried(before, after)
+    for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
+        shifts = theirs.shifts[d], mine.shifts[d]
+        if d in stay and not any(shifts):
+            yield Side(a, CARRIED), Side(b, CARRIED)
+        else:
+            yield Side(a, theirs.sides[d], shifts[0]), Side(b, mine.sides[d], shifts[1])
+
+
+def _views(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
+    """The parts of a destination with those of the source that each may come from."""
+    stay = carried(before, after)
+    return itertools.product(views(after, stay), views(before, stay))
 
 
 def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -263,12 +306,15 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
     mesh, src, dst = before.mesh, before.layout, after.layout
     begins = begun(src, dst)
     addends = mesh.size(*(a for a in ended(src, dst) if a not in agree))
-    elements = np.full((1,) * len(mesh.axes), addends, np.int64)
-    senders = elements.copy()
-    for a, b, length in zip(src.dims, dst.dims, before.shape, strict=True):
-        fixed = tuple(axis for axis in a.axes if axis in begins or axis in agree)
-        dim_elements, dim_senders = _dim_reach(a, b, length, fixed, mesh)
-        elements, senders = elements * dim_elements, senders * dim_senders
+    elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
+    for mine, theirs in _views(before, after):
+        boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
+        for (a, b), length in zip(_sides(before, after, mine, theirs), before.shape, strict=True):
+            fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
+            once = any(axis in begins for axis in a.dim.axes)
+            dim_elements, dim_senders = _dim_reach(a, b, length, fixed, mesh, once)
+            boxes, parts = boxes * dim_elements, parts * dim_senders
+        elements, senders = elements + boxes, senders + parts
     for axis in begins:
         if axis not in _cut_axes(src):
             first = _spread(np.eye(1, mesh.size(axis), dtype=np.int64)[0], (axis,), mesh)
@@ -278,11 +324,14 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
 
 @lru_cache(maxsize=16384)
 def _dim_reach(
-    src: Dim, dst: Dim, length: int, fixed: tuple[str, ...], mesh: Mesh
+    a: Side, b: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """One dim's share of `reach`, as arrays over the axes that cut it, shaped to broadcast over the mesh."""
+    if not (a.is_plain and b.is_plain):
+        return counts(a, b, length, fixed, mesh, once)
+    src, dst = a.dim, b.dim
     src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
-    shared = _rows_in_common(owners(src, length, src_sizes), holders(dst, length, dst_sizes))
+    shared = _rows_in_common(owners(src, length, src_sizes), owners(dst, length, dst_sizes))
     # Over (destination indices, source indices); the fixed axes of the source are the receiver's own.
     shared = shared.reshape((*dst_sizes, *src_sizes))
     over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)

@@ -1,0 +1,82 @@
+"""What transposed windows and resampling read, against torch on one device."""
+
+import numpy as np
+import pytest
+import torch
+
+import xshard as xs
+from xshard.notation import Dim, Shard
+from xshard.reads import transposed
+from xshard.resample import resampled, taps
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "cubic"])
+@pytest.mark.parametrize(("length", "outputs"), [(17, 24), (24, 17), (5, 5), (3, 11), (8, 16), (1, 4)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_taps_interpolate_as_torch_does(mode, length, outputs, align_corners):
+    if mode.startswith("nearest") and align_corners:
+        return
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=length))
+    found = taps(mode, length, outputs, align_corners=align_corners)
+    mine = (x.numpy()[found.inputs] * found.weights).sum(axis=1)
+    corners = None if mode.startswith("nearest") else align_corners
+    if mode == "cubic":  # torch has it in two dims only
+        whole = x[None, None, :, None].expand(1, 1, length, 2)
+        theirs = torch.nn.functional.interpolate(whole, (outputs, 2), mode="bicubic", align_corners=corners)
+        theirs = theirs[0, 0, :, 0]
+    else:
+        theirs = torch.nn.functional.interpolate(x[None, None], outputs, mode=mode, align_corners=corners)[
+            0, 0
+        ]
+    assert np.abs(mine - theirs.numpy()).max() < 1e-14
+
+
+def test_no_such_mode():
+    with pytest.raises(xs.XshardError, match="modes are: nearest"):
+        taps("lanczos", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("k", "s", "d", "p", "extra"),
+    [(4, 2, 1, 0, 0), (3, 2, 1, 1, 1), (3, 1, 1, 1, 0), (3, 3, 2, 2, 2), (2, 4, 1, 0, 0)],
+)
+@pytest.mark.parametrize(
+    ("length", "shard"),
+    [(8, Shard(("sp",))), (7, Shard(("sp",), "balanced")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
+)
+def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
+    n = 3 if shard.sizes else 4
+    found = transposed(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+    x = torch.arange(1.0, length + 1, dtype=torch.float64)
+    weight = torch.arange(1.0, k + 1, dtype=torch.float64)[None, None]
+    whole = torch.conv_transpose1d(x[None, None], weight, None, s, p, extra, 1, d).flatten()
+    assert len(whole) == found.length
+    blocks = xs.reference.scatter(x.numpy(), str(found.source), xs.Mesh(sp=n))
+    for block, (first, last), (start, stop) in zip(blocks, found.inputs, found.outputs, strict=True):
+        assert block.tolist() == x[first:last].tolist()
+        if start == stop:
+            continue
+        local = np.zeros(stop - start)
+        for i, value in enumerate(block, first):
+            for j in range(k):
+                o = i * s - p + d * j
+                if start <= o < stop:
+                    local[o - start] += value * weight[0, 0, j]
+        assert local.tolist() == whole[start:stop].tolist()
+    if not shard.sizes:
+        assert max(last - first for first, last in found.inputs) < length  # no more than is needed
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_resampled_blocks_hold_every_tap(mode):
+    found = taps(mode, 17, 24)
+    shape = resampled(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
+    for (first, last), (start, stop) in zip(shape.inputs, shape.outputs, strict=True):
+        inputs = found.inputs[start:stop]
+        assert (inputs.min(), inputs.max() + 1) == (first, last)
+    assert [b for _, b in shape.outputs] == [5, 10, 15, 20, 24]
+
+
+def test_parts_that_are_no_intervals_are_refused():
+    with pytest.raises(xs.ShapeError, match="not cut into intervals"):
+        transposed(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)

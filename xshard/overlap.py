@@ -1,0 +1,133 @@
+"""Overlaps: rows that a block holds beyond its own, as values with a text.
+
+Decides how a halo, a window and their boundaries are written. Which rows they mean is in `held`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BOUNDARIES = ("zero", "constant", "periodic", "reflect", "edge", "none", "pole")
+OUTPUT_RULES = ("balanced", "aligned")
+
+Width = int | tuple[int, ...]  # rows; one number for every part of the dim, or one per part
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What stands beyond an end of the array.
+
+    value: what `constant` fills with. dim, sign: for `pole`, the dim that is rolled by half its
+    length (the next one where it is empty) and the factor that rows from beyond the pole get.
+    """
+
+    kind: str = "zero"
+    value: float = 0.0
+    dim: str = ""
+    sign: int = 1
+
+    def __str__(self) -> str:
+        if self.kind == "constant" and self.value:
+            return f"constant({_number(self.value)})"
+        arguments = [self.dim] * bool(self.dim) + ["-1"] * (self.sign < 0)
+        return f"{self.kind}({','.join(arguments)})" if arguments else self.kind
+
+    @property
+    def linear(self) -> Boundary:
+        """The boundary of a tangent and of a cotangent: a constant has none."""
+        return Boundary("constant") if self.kind == "constant" else self
+
+    @property
+    def fill(self) -> float | None:
+        """The value of rows that lie outside the array, where the boundary makes any."""
+        return self.value if self.kind in ("zero", "constant") else None
+
+
+ZERO = Boundary()
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Each block widened by `lo` rows before it and `hi` rows after it; negative widths leave rows out.
+
+    lo, hi: one width, or one per part of the dim. before, after: the rule beyond either end.
+    """
+
+    lo: Width
+    hi: Width
+    before: Boundary = ZERO
+    after: Boundary = ZERO
+
+    def __str__(self) -> str:
+        return f"halo({_listed(self.lo)},{_listed(self.hi)}{_ends(self)})"
+
+    def widths(self, part: int) -> tuple[int, int]:
+        """Rows before and after the block of one part."""
+        lo, hi = (w if isinstance(w, int) else w[part] for w in (self.lo, self.hi))
+        return lo, hi
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rows that the device's share of a k-wide, s-strided, d-dilated, p-padded window op reads.
+
+    p: rows of padding at both ends, or before and after. out: how the outputs are cut: as the dim
+    itself (empty), `balanced`, or `aligned`: an output belongs to the owner of row `s` times its number.
+    """
+
+    k: int
+    s: int = 1
+    d: int = 1
+    p: int | tuple[int, ...] = 0
+    out: str = ""
+    before: Boundary = ZERO
+    after: Boundary = ZERO
+
+    def __str__(self) -> str:
+        defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
+        options = "".join(
+            f",{name}={_listed(value)}"
+            for name, default in defaults
+            if (value := getattr(self, name)) != default
+        )
+        return f"window(k={self.k}{options}{_ends(self)})"
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Rows of padding before and after the array."""
+        return (self.p, self.p) if isinstance(self.p, int) else (self.p[0], self.p[1])
+
+    def output_length(self, length: int) -> int:
+        """Outputs over `length` rows, as torch's convolutions count them."""
+        return max(0, (length + sum(self.padding) - self.d * (self.k - 1) - 1) // self.s + 1)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The dual of an overlap: overlapping rows are contributions, added at their owner."""
+
+    of: Halo | Window
+
+    def __str__(self) -> str:
+        return f"fold({self.of})"
+
+
+Overlap = Halo | Window | Fold
+
+
+def rows_of(overlap: Overlap) -> Halo | Window:
+    """The overlap whose rows a block holds, folded or not."""
+    return overlap.of if isinstance(overlap, Fold) else overlap
+
+
+def _ends(overlap: Halo | Window) -> str:
+    both = (overlap.before,) if overlap.before == overlap.after else (overlap.before, overlap.after)
+    return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
+
+
+def _listed(value: str | Width) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value.is_integer() else repr(value)

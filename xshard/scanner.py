@@ -1,0 +1,74 @@
+"""Tokens of the notation, one ahead, and errors that mark the place.
+
+Decides what a token is. Knows no grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from xshard.errors import NotationError, Span
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<arrow>->)|(?P<dots>\.\.\.)|(?P<number>-?(?:inf\b|\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+))"
+    r"|(?P<int>-?\d+)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[/():,=|\[\]]))",
+    re.ASCII,
+)
+_EXPECTED = {"end": "the end", "name": "a name", "int": "a whole number"}
+_T = TypeVar("_T")
+
+
+class Scanner:
+    """A text as tokens: `kind` and `value` of the next one, `span` where it stands."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.advance()
+
+    def advance(self) -> None:
+        match = _TOKEN.match(self.text, self.at)
+        if match is None:
+            rest = self.text[self.at :]
+            start = self.at + len(rest) - len(rest.lstrip())
+            if rest.strip():
+                raise self.error(f"unexpected character {self.text[start]!r}", (start, start + 1))
+            self.kind, self.value, self.span = "end", "", (len(self.text), len(self.text) + 1)
+            return
+        group = str(match.lastgroup)
+        self.value = match[group]
+        self.kind = self.value if group in ("mark", "arrow", "dots") else group
+        self.span = match.span(group)
+        self.at = match.end()
+
+    def error(self, reason: str, span: Span | None = None, hint: str | None = None) -> NotationError:
+        return NotationError(reason, text=self.text, span=span or self.span, hint=hint)
+
+    def take(self, kind: str) -> bool:
+        if self.kind != kind:
+            return False
+        self.advance()
+        return True
+
+    def expect(self, kind: str, hint: str | None = None) -> str:
+        if self.kind != kind:
+            wanted = _EXPECTED.get(kind, f"'{kind}'")
+            found = "the end" if self.kind == "end" else f"'{self.value}'"
+            raise self.error(f"expected {wanted}, found {found}", hint=hint)
+        value = self.value
+        self.advance()
+        return value
+
+    def integer(self, hint: str | None = None) -> int:
+        return int(self.expect("int", hint))
+
+    def listed(self, item: Callable[[], _T], ends: str = "()") -> list[_T]:
+        """`( item , item ... )`, at least one."""
+        self.expect(ends[0])
+        items = [item()]
+        while self.take(","):
+            items.append(item())
+        self.expect(ends[1])
+        return items
