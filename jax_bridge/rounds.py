@@ -9,6 +9,7 @@ edges; the fewest possible, the largest number of messages at one device, is alw
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -51,10 +52,14 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
     # at[end][vertex][colour] is the edge there; end 0 are senders, end 1 receivers.
     at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
     colours: list[int] = []
+    most = max((degree for end in zip(*edges, strict=True) for degree in Counter(end).values()), default=0)
     for edge, ends in enumerate(edges):
         used = [at[end].setdefault(ends[end], {}) for end in (0, 1)]
         mine, theirs = (_first_free(u) for u in used)
-        if mine in used[1]:
+        both = _first_free({**used[0], **used[1]})
+        if both < most:
+            mine = both
+        elif mine in used[1]:
             # Swap the two colours along the path that starts at the receiver with `mine`: it
             # alternates between them and cannot reach the sender, where `mine` is free.
             path, end, vertex, colour = [], 1, ends[1], mine

@@ -5,12 +5,15 @@ Slow and plain, so that it can be read and believed. None stands for a row outsi
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 
 from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Dim, Shard
-from xshard.overlap import Halo, Window
+from xshard.overlap import Boundary, Fold, Halo, Window
 from xshard.sharding import Sharding
 from xshard.steps import Step
 
@@ -96,20 +99,104 @@ def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int)
     return np.ix_(*(np.array(r, int) for r in rows))
 
 
+def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray:
+    """A device's block of an array, overlaps included: cut, dim after dim, from the padded array."""
+    layout = layout.resolved(x.ndim)
+    for d, dim in enumerate(layout.dims):
+        overlap = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
+        length = x.shape[d]
+        pieces = pieces_of(owned_rows(dim, length, mesh, device), chunk_of(dim, length, mesh))
+        if isinstance(overlap, Halo):
+            lo, hi = overlap.widths(mesh.index(device, dim.axes))
+            spans = [(piece[0] - lo, piece[-1] + 1 + hi) for piece in pieces]
+        elif isinstance(overlap, Window):
+            reach = overlap.d * (overlap.k - 1) + 1 - overlap.padding[0]
+            made = overlap.output_length(length)
+            outputs = pieces_of(output_rows(dim, length, mesh, device), chunk_of(dim, made, mesh))
+            spans = [(o[0] * overlap.s - overlap.padding[0], o[-1] * overlap.s + reach) for o in outputs]
+        else:
+            spans = [(piece[0], piece[-1] + 1) for piece in pieces]
+        ends = (overlap.before, overlap.after) if overlap else (None, None)
+        wide = max([0, *(max(-a, b - length) for a, b in spans)])
+        rolled = [rolled_dim(layout, d, end) for end in ends]
+        before = np.flip(beyond(np.flip(x, d), d, wide, ends[0], rolled[0]), d)
+        whole = np.concatenate([before, x, beyond(x, d, wide, ends[1], rolled[1])], axis=d)
+        none = [end is None or end.kind == "none" for end in ends]
+        rows = [
+            i + wide
+            for a, b in spans
+            for i in range(a, b)
+            if not (i < 0 and none[0]) and not (i >= length and none[1])
+        ]
+        x = np.take(whole, rows, axis=d)
+    return x
+
+
+def rolled_dim(layout: Layout, d: int, end: Boundary | None) -> int | None:
+    """The dim of the longitudes, for an end that is a pole."""
+    if end is None or end.kind != "pole":
+        return None
+    if end.dim:
+        return layout.names.index(end.dim)
+    return d + 1 if d + 1 < len(layout.dims) else None
+
+
+def chunk_of(dim: Dim, length: int, mesh: Mesh) -> int:
+    """Rows of a chunk of a zigzag, each of which has a halo of its own; none are adjacent otherwise."""
+    parts = [mesh.size(*shard.axes) for shard in dim.shards if shard.order == "zigzag"]
+    if dim.overlap is None or not parts or parts == [1]:
+        return length + 1
+    assert len(dim.shards) == 1
+    return max(1, -(-length // (2 * parts[0])))
+
+
+def pieces_of(rows: Rows, chunk: int) -> list[Rows]:
+    """Rows as lists of consecutive ones."""
+    cuts = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1 or rows[i] % chunk == 0]
+    return [rows[a:b] for a, b in itertools.pairwise([0, *cuts, len(rows)])] if rows else []
+
+
+def beyond(x: np.ndarray, d: int, n: int, end: Boundary | None, rolled: int | None) -> np.ndarray:
+    """The `n` rows that stand after the end of a dim, by numpy's own padding."""
+    kind = end.kind if end else "none"
+    if kind == "pole":
+        back = np.flip(x if rolled is None else np.roll(x, x.shape[rolled] // 2, rolled), d) * end.sign
+        return np.take(np.concatenate([back, x] * n, d), range(n), d)
+    widths = [(0, n) if i == d else (0, 0) for i in range(x.ndim)]
+    if kind in PAD_MODES:
+        padded = np.pad(x, widths, mode=PAD_MODES[kind])
+    else:
+        padded = np.pad(x, widths, constant_values=end.value if end else 0)
+    return np.take(padded, range(x.shape[d], x.shape[d] + n), d)
+
+
 def gather(blocks: list[np.ndarray], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks -> the global array; devices that hold the same element must agree."""
+    """Blocks -> the global array; devices that hold the same element must agree, contributions add up.
+
+    Every element is followed by its number, spread like the array.
+    """
     tags = [(kind, axis) for kind, axes in layout.tags if kind != "copy" for axis in axes]
-    addends = np.full((*(mesh.size(axis) for _, axis in tags), *shape), np.nan)
+    numbered = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
+    replicas = [a for a in mesh.axes if a not in layout.axes or a in layout.tagged("copy")]
+    folds = any(isinstance(dim.overlap, Fold) for dim in layout.dims)
+    assert not (folds and any(d.overlap and not isinstance(d.overlap, Fold) for d in layout.dims))
+    addends = np.full((*(mesh.size(axis) for _, axis in tags), math.prod(shape)), 0 if folds else np.nan)
     for device, block in enumerate(blocks):
-        coords = tuple(mesh.index(device, (axis,)) for _, axis in tags)
-        index = (*coords, *block_index(layout, mesh, shape, device))
-        known = addends[index]
-        assert np.array_equal(np.where(np.isnan(known), block, known), block), f"device {device} disagrees"
-        addends[index] = block
+        number = spread(numbered, layout.tangent, mesh, device)
+        inside = number != 0  # what stands outside the array is nothing's copy
+        values = (block * np.sign(number))[inside]
+        mine = addends[tuple(mesh.index(device, (axis,)) for _, axis in tags)]
+        at = np.abs(number[inside]).astype(int) - 1
+        if folds:
+            if mesh.index(device, replicas) == 0:
+                np.add.at(mine, at, values)
+            continue
+        assert np.array_equal(np.where(np.isnan(mine[at]), values, mine[at]), values), f"{device} disagrees"
+        mine[at] = values
     assert not np.isnan(addends).any(), "an element has no holder"
     for kind, _ in tags:
         addends = REDUCE[kind](addends, axis=0)
-    return addends
+    return addends.reshape(shape)
 
 
 def paired(xs: list[np.ndarray], ys: list[np.ndarray], layout: Layout, mesh: Mesh) -> float:

@@ -359,7 +359,7 @@ def test_verify_all_asks_each_worker_once(monkeypatch):
 
 
 def test_there_are_ten_examples_and_each_is_canonical():
-    assert len({e.expression for e in EXAMPLES}) == 10
+    assert len({e.expression for e in EXAMPLES}) == 13
     for example in EXAMPLES:
         assert " -> ".join(map(str, xs.parse_expression(example.expression))) == example.expression
         assert example.mesh.n_devices <= 4

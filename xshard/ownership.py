@@ -153,6 +153,22 @@ def intervals(runs: Iterable[Run]) -> Intervals:
     return np.concatenate(parts) if parts else np.zeros((0, 2), np.int64)
 
 
+@lru_cache(maxsize=4096)
+def extents(blocks: tuple[Runs, ...]) -> Intervals:
+    """For every block, the smallest [start, stop) that all its rows lie in; [0, 0) where it has none."""
+    found = np.zeros((len(blocks), 2), np.int64)
+    for at, runs in enumerate(blocks):
+        ends = [
+            (start, start + run.length)
+            for run in runs
+            if run.start != FILL and run.length and run.repeats
+            for start in (run.start, run.start + run.stride * (run.repeats - 1))
+        ]
+        if ends:
+            found[at] = min(a for a, _ in ends), max(b for _, b in ends)
+    return found
+
+
 @lru_cache(maxsize=65536)
 def common(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     """Where rows of `dst` stand in `src`: segments in the order of `dst`, merged where adjacent.

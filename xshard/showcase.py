@@ -1,6 +1,6 @@
 """Ten redistributions with a mesh and a shape each: what `xshard verify --all` runs.
 
-The rows of the notation's table that need no overlap, and two on orders and means; small
+The rows of the notation's table, and three on orders and means; small
 enough to run on four devices within seconds.
 """
 
@@ -31,5 +31,8 @@ EXAMPLES = (
     Example("n d | sum(tp) -> n d", "all-reduce, identity backward", Mesh(tp=4), (12, 8)),
     Example("n d -> n d | copy(tp)", "identity, all-reduce backward", Mesh(tp=4), (12, 8)),
     Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), (12, 8)),
+    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), (2, 16, 4)),
+    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), (2, 16, 4)),
+    Example("b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)", "a causal halo", Mesh(cp=4), (2, 64)),
     Example("n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), (12, 8)),
 )

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from xshard import reference
 from xshard.layout import Layout
+from xshard.overlap import Fold
 from xshard.plan import Plan
 from xshard.steps import Scale
 from xshard.steps.base import Blocks
@@ -49,11 +50,14 @@ def audit(task: Task, outcome: Outcome) -> Verdict:
 def _moved(plan: Plan, before: Blocks, src: Layout, after: Blocks, dst: Layout, scale: Fraction) -> float:
     """How far the array that `after` stands for is from `scale` times the one that `before` stands for.
 
-    Blocks are compared where the array determines them; addends may be any that add up.
+    Blocks are compared where the array determines them; addends and contributions may be any that
+    add up.
     """
     value = reference.gather(before, src, plan.mesh, plan.shape)
     if scale != 1:
         value = Scale(scale).run([value], plan.source)[0]
-    if dst.tagged("sum", "mean", "max", "min"):
-        return difference([reference.gather(after, dst, plan.mesh, plan.shape)], [value])
-    return difference(after, reference.scatter(value, dst, plan.mesh))
+    expected = reference.scatter(value, dst, plan.mesh)
+    if dst.tagged("sum", "mean", "max", "min") or any(isinstance(dim.overlap, Fold) for dim in dst.dims):
+        sums = (reference.gather(blocks, dst, plan.mesh, plan.shape) for blocks in (after, expected))
+        return difference([next(sums)], [next(sums)])
+    return difference(after, expected)

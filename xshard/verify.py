@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from xshard import reference
 from xshard.errors import DtypeError, XshardError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
+from xshard.overlap import Fold
 from xshard.plan import Plan
+from xshard.planner import find_plan
 from xshard.sharding import Sharding
 from xshard.steps.base import Block, Blocks
 
@@ -145,6 +147,12 @@ def difference(found: Blocks, expected: Blocks) -> float:
 
 
 def _random_blocks(rng: np.random.Generator, layout: Layout, plan: Plan, unit: int) -> list[Block]:
+    copies = [dim.overlap is not None and not isinstance(dim.overlap, Fold) for dim in layout.dims]
+    if any(copies):  # rows that several blocks hold are equal: drawn once, then spread
+        dims = tuple(replace(d, overlap=None) if c else d for d, c in zip(layout.dims, copies, strict=True))
+        drawn = replace(layout, dims=dims)
+        spread = find_plan(drawn, layout, plan.mesh, plan.shape, plan.dtype, plan.profile)
+        return reference.run(spread, _random_blocks(rng, drawn, plan, unit))
     sharding = Sharding(layout, plan.mesh, plan.shape)
     mesh: Mesh = plan.mesh
     cut = [a for dim in sharding.layout.dims for a in dim.axes]

@@ -158,7 +158,7 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
         (
             {"expression": "n/a -> n/b:halo(1,1)", "dst_devices": (2, 3)},
             xs.PlanError,
-            "'n/b:halo(1,1)' overlaps: overlapping layouts have ownership but no plans yet",
+            "'n/b:halo(1,1)' overlaps, and overlaps move on one mesh\n  trim or fold before, widen after",
         ),
         (
             {"expression": "n/a -> n | max(b)", "dst_devices": (2, 3)},

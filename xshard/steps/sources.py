@@ -17,7 +17,7 @@ from xshard.held import holders
 from xshard.mesh import Mesh
 from xshard.notation import Dim
 from xshard.overlap import Fold
-from xshard.ownership import Segment, common, owners, size
+from xshard.ownership import Runs, Segment, common, extents, owners, size
 from xshard.supply import STRAIGHT, at_hand, given, wanted, without
 
 CARRIED = "carried"  # every row of a block, left where it is
@@ -63,8 +63,9 @@ def sources(
         return (Source(me, (Segment(0, 0, n),)),) if n else ()
     rows = wanted(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
     if src.is_plain:
-        theirs = enumerate(owners(src.dim, length, src_sizes))
-        return tuple(Source(i, found) for i, runs in theirs if (found := common(runs, rows)))
+        every = owners(src.dim, length, src_sizes)
+        met = ((i, common(every[i], rows)) for i in _near(extents(every), rows))
+        return tuple(Source(i, segments) for i, segments in met if segments)
     taken: list[Source] = []
     if not isinstance(src.dim.overlap, Fold):
         if src.side != STRAIGHT:
@@ -73,9 +74,18 @@ def sources(
             own = at_hand(src.dim, length, src_sizes, src.shift)[me]
             taken.append(Source(me, common(own, rows)))
             rows = without(rows, own)
-    for i, lists in enumerate(given(src.dim, length, src_sizes, src.side, src.shift)):
-        taken += [Source(i, common(runs, rows)) for runs in lists]
+    lists = given(src.dim, length, src_sizes, src.side, src.shift)
+    spans = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
+    for i in _near(spans, rows):
+        taken += [Source(i, common(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
+
+
+def _near(spans: NDArray[np.int64], rows: Runs) -> list[int]:
+    """Which of the spans [first, stop) meet some rows: only a neighbour's rows are looked at one by one."""
+    wanted = extents(tuple((run,) for run in rows))
+    meets = (spans[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < spans[:, None, 1])
+    return [int(i) for i in np.flatnonzero(meets.any(axis=1))]
 
 
 def counts(
