@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -28,8 +29,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d":
-            count = _COUNTS[func.overloadpacket.__name__]
+        if func.namespace in _COUNTS:
+            count = _COUNTS[func.namespace][func.overloadpacket.__name__]
             if count is not None:
                 self.received.append(count(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
@@ -40,7 +41,7 @@ def _all_gather(output: Tensor, block: Tensor, *_: Any) -> int:
 
 
 def _all_reduce(tensors: list[Tensor], group: Any, *_: Any) -> int:
-    n = ProcessGroup.unbox(group).size()
+    n = (group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)).size()
     return sum(-(-2 * (n - 1) * t.numel() // n) * t.element_size() for t in tensors)
 
 
@@ -55,11 +56,27 @@ def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: list[int], *__: An
     return output.nbytes * (rows - own) // rows if rows else 0
 
 
-# By the name that c10d gives the operation; None for those that carry no data.
-_COUNTS: dict[str, Callable[..., int] | None] = {
-    "_allgather_base_": _all_gather,
-    "_reduce_scatter_base_": _reduce_scatter,
-    "allreduce_": _all_reduce,
-    "alltoall_base_": _all_to_all,
-    "barrier": None,
+def _functional_all_to_all(block: Tensor, received: list[int], _: Any, group: Any) -> int:
+    own = received[_resolve_process_group(group).rank()]
+    return (sum(received) - own) * block[:1].nbytes
+
+
+# By namespace and by the name that it gives the operation; None for those that carry no data.
+_COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
+    "c10d": {
+        "_allgather_base_": _all_gather,
+        "_reduce_scatter_base_": _reduce_scatter,
+        "allreduce_": _all_reduce,
+        "alltoall_base_": _all_to_all,
+        "barrier": None,
+    },
+    # What DTensor and torch.distributed._functional_collectives call.
+    "_c10d_functional": {
+        "all_gather_into_tensor": lambda block, n, _: (n - 1) * block.nbytes,
+        "all_reduce": lambda block, _, group: _all_reduce([block], _resolve_process_group(group)),
+        "all_to_all_single": _functional_all_to_all,
+        "reduce_scatter_tensor": lambda parts, _, n, __: parts.nbytes - parts.nbytes // n,
+        "wait_tensor": None,
+        "_wrap_tensor_autograd": None,
+    },
 }

@@ -56,6 +56,19 @@ def test_rows_beyond_a_pole_are_rolled_and_negated_wherever_the_longitudes_are()
         assert np.array_equal(block, earth[4 * i : 4 * i + 10, 16 * j : 16 * j + 18])
 
 
+def test_beyond_the_second_pole_rows_are_as_they_were():
+    mesh, text = xs.Mesh(lat=2, lon=2), "h/lat:halo(5,7,pole(-1)) w/lon"
+    x = RNG.integers(1, 10, (3, 4)).astype(float)
+    blocks = xs.reference.run(
+        xs.plan(f"h/lat w/lon -> {text}", mesh, x.shape, "float64"),
+        xs.reference.scatter(x, "h/lat w/lon", mesh),
+    )
+    for device, block in enumerate(blocks):
+        assert np.array_equal(block, oracle.spread(x, xs.Layout.parse(text), mesh, device))
+    back = -np.roll(x, 2, axis=1)[::-1]
+    assert np.array_equal(blocks[0][:5], np.concatenate([x, back])[1:, :2])
+
+
 def test_either_end_has_a_boundary_of_its_own():
     """PhysicsNeMo's one-sided padding: the top row repeated, ones below."""
     x = np.arange(8.0)
@@ -193,6 +206,12 @@ def test_constants_have_no_derivative():
     assert [b.tolist() for b in blocks] == [[0, 1, 1, 1], [1, 1, 1, 0]]
     assert str(plan.backward.src) == "h/sp:fold(halo(1,1,constant))"
     assert str(plan.backward.backward.dst) == "h/sp:halo(1,1,constant)"
+
+
+def test_a_constant_is_no_contribution():
+    plan = xs.plan("h/sp -> h/sp:fold(halo(1,1,constant(3)))", xs.Mesh(sp=2), (4,), "float64")
+    blocks = xs.reference.run(plan, [np.ones(2), np.ones(2)])
+    assert [b.tolist() for b in blocks] == [[0, 1, 1, 0], [0, 1, 1, 0]]
 
 
 def test_a_mean_does_not_scale_what_a_boundary_fills_in():

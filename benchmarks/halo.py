@@ -1,0 +1,130 @@
+"""Halo exchange in torch, measured: time, bytes and messages, beside two other ways.
+
+    python benchmarks/halo.py           # 4 gloo ranks, and host time on a fake process group
+    python benchmarks/halo.py --quick   # one small array, few rounds
+
+Every way widens the same blocks in the same rounds, and must come to the same values and gradients.
+Prints a table and writes a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from halos import measure
+from halos.ways import WAYS
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import torch_bridge as xt
+import xshard as xs
+from xshard.units import format_bytes, format_seconds
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = 4
+# (batch, channels, rows, columns) of a block, and the rows of halo at either side.
+BLOCKS = (((1, 8, 32, 64), 1), ((1, 64, 64, 256), 1), ((1, 64, 64, 256), 3), ((2, 64, 128, 512), 1))
+ROUNDS = 30
+HOST_ROUNDS = 300
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    blocks = BLOCKS[:1] if options.quick else BLOCKS
+    rounds = (3, 10) if options.quick else (ROUNDS, HOST_ROUNDS)
+    host = measure.host(blocks[0][0], blocks[0][1], RANKS, rounds[1])
+    cases = []
+    for shape, rows in track(blocks, description="arrays", console=Console(stderr=True)):
+        by_rank = xt.run_ranks(
+            RANKS, measure.end_to_end, shape, rows, rounds[0], start_method="forkserver", timeout_s=900.0
+        )
+        cases.append({"block": shape, "rows": rows, "ways": slowest(by_rank), **least(shape, rows)})
+    show(Console(width=max(120, Console().width)), host, cases)
+    about = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": "python benchmarks/halo.py" + " --quick" * options.quick,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("xshard", "torch", "numpy")},
+        },
+        "ranks": RANKS,
+        "backend": "gloo",
+    }
+    path = options.output / "halo.json"
+    path.write_text(json.dumps({**about, "host_s": host, "cases": cases}, indent=1) + "\n")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one small array, few rounds")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    return parser.parse_args(arguments)
+
+
+def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of every figure that of the rank with the most: an exchange is over when all are done."""
+    return {
+        way.name: {key: max(rank[way.name][key] for rank in by_rank) for key in by_rank[0][way.name]}
+        for way in WAYS
+    }
+
+
+def least(shape: Sequence[int], rows: int) -> dict[str, float]:
+    """What an interior device cannot do without, and what the plan says of it, forward and backward."""
+    length = (shape[0], shape[1], shape[2] * RANKS, shape[3])
+    text = f"b c h/sp w -> b c h/sp:halo({rows},{rows}) w"
+    plan = xs.plan(text, xs.Mesh(sp=RANKS), length, "float32", profile="gloo")
+    hops = [hop for stage in plan.stages for hop in stage.step.traffic(stage.before).hops]
+    return {
+        # Two sides, forward for the forward call, and forward and backward for the other.
+        "least_bytes": 3 * 2 * rows * shape[0] * shape[1] * shape[3] * 4,
+        "planned_bytes": 2 * plan.bytes_received + plan.backward.bytes_received,
+        "messages": sum(hop.messages for hop in hops),
+    }
+
+
+def show(console: Console, host: measure.Seconds, cases: Sequence[dict]) -> None:
+    table = Table(title=f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard", title_justify="left")
+    for head in ("block", "rows", "way", "forward", "", "with gradient", "", "received", "least"):
+        table.add_column(head, justify="left" if head in ("block", "way") else "right")
+    ours = WAYS[0].name
+    for case in cases:
+        for name, found in case["ways"].items():
+            mine = case["ways"][ours]
+            table.add_row(
+                "x".join(map(str, case["block"])) if name == ours else "",
+                str(case["rows"]) if name == ours else "",
+                name,
+                format_seconds(found["forward_s"]),
+                f"{found['forward_s'] / mine['forward_s']:.2f}",
+                format_seconds(found["both_s"]),
+                f"{found['both_s'] / mine['both_s']:.2f}",
+                format_bytes(round(found["received_bytes"])),
+                format_bytes(round(case["least_bytes"])) if name == ours else "",
+            )
+        table.add_section()
+    for name, found in host.items():
+        table.add_row(
+            "host time alone" if name == ours else "",
+            "",
+            name,
+            format_seconds(found["forward_s"]),
+            f"{found['forward_s'] / host[ours]['forward_s']:.2f}",
+            format_seconds(found["both_s"]),
+            f"{found['both_s'] / host[ours]['both_s']:.2f}",
+        )
+    console.print(table)
+    console.print(f"Messages to an interior device: {cases[0]['messages']} (the least is 2).")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `benchmarks/halo.py` is made of."""
