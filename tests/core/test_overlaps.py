@@ -256,6 +256,23 @@ def test_a_trim_moves_nothing():
     assert widened.bytes_received == 8 * 2  # what it has already it does not ask for
 
 
+def test_a_trim_keeps_a_device_s_own_rows_whatever_its_copies_hold():
+    """Stencils leave garbage in the halo; on few devices it holds copies of the block itself."""
+    plan = xs.plan("h/sp:halo(2,3,periodic) -> h/sp", xs.Mesh(sp=2), (4,), "float64")
+    stale = [np.array([9.0, 9, 0, 1, 9, 9, 9]), np.array([9.0, 9, 2, 3, 9, 9, 9])]
+    assert [b.tolist() for b in xs.reference.run(plan, stale)] == [[0, 1], [2, 3]]
+
+
+def test_a_row_held_only_beyond_the_ends():
+    mesh = xs.Mesh(sp=1)
+    repeated = "h:window(k=2,s=9,p=[3,0],edge)"  # the one row twice, and never in its place
+    assert xs.reference.scatter([5.0], repeated, mesh)[0].tolist() == [5, 5]
+    (block,) = xs.reference.run(xs.plan(f"h -> h:fold({repeated[2:]})", mesh, (1,)), [np.float32([5])])
+    assert block.tolist() == [5, 0]
+    with pytest.raises(xs.PlanError, match="holds row 0"):  # beyond the pole it is another row
+        xs.plan("h:window(k=1,s=9,p=1,pole) w -> h w", mesh, (2, 2))
+
+
 def test_plans_with_overlaps_are_told_and_stay_within_memory():
     expression, mesh, shape = "h/sp w -> h/sp:halo(1,1,periodic) w", xs.Mesh(sp=4), (64, 64)
     plan = xs.plan(expression, mesh, shape)
