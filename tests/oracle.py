@@ -27,9 +27,16 @@ def cut(rows: Rows, shard: Shard, n: int, index: int) -> Rows:
     """Part `index` of `n` of some rows."""
     order = shard.order
     if order == "sizes":
-        return np.split(np.array(rows, int), np.cumsum(shard.sizes)[:-1])[index].tolist()
+        return np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])[index].tolist()
+    if order == "intervals":
+        part = shard.numbers[index]
+        return [row for a, b in zip(part[::2], part[1::2], strict=True) for row in rows[a:b]]
     if order == "cyclic":
-        return rows[index::n]
+        together = shard.numbers[0] if shard.numbers else 1
+        return [row for i, row in enumerate(rows) if i // together % n == index]
+    if order == "zigzag" and shard.numbers:
+        documents = np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])
+        return [row for d in documents for row in cut(d.tolist(), Shard(shard.axes, "zigzag"), n, index)]
     if order == "balanced":
         return np.array_split(np.array(rows, int), n)[index].tolist()
     if order == "zigzag":
@@ -161,7 +168,7 @@ def beyond(x: np.ndarray, d: int, n: int, end: Boundary | None, rolled: int | No
     kind = end.kind if end else "none"
     if kind == "pole":
         back = np.flip(x if rolled is None else np.roll(x, x.shape[rolled] // 2, rolled), d) * end.sign
-        return np.take(np.concatenate([back, x] * n, d), range(n), d)
+        return np.take(np.concatenate([back, x] * max(n, 1), d), range(n), d)
     widths = [(0, n) if i == d else (0, 0) for i in range(x.ndim)]
     if kind in PAD_MODES:
         padded = np.pad(x, widths, mode=PAD_MODES[kind])

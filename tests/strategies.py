@@ -42,7 +42,9 @@ def layouts(draw, mesh, n_dims, kinds=LINEAR, kept=()):
         del axes[: len(group)]
         role = draw(st.sampled_from(roles))
         if isinstance(role, int):
-            shards[role].append(Shard(group, draw(st.sampled_from(("block", *ORDERS)))))
+            order = draw(st.sampled_from(("block", *ORDERS, "cyclic")))
+            together = draw(st.sampled_from(((), (2,), (3,)))) if order == "cyclic" else ()
+            shards[role].append(Shard(group, order, together))
         elif role is not None:
             allowed = dict(kept).get(role, group)
             tags.append((role, tuple(axis for axis in group if axis in allowed)))

@@ -11,16 +11,21 @@ from collections.abc import Sequence
 
 from xshard.errors import NotationError, ShapeError
 from xshard.mesh import Mesh
-from xshard.notation import SIZES, Dim
+from xshard.notation import Dim
 from xshard.overlap import Boundary, Halo, rows_of
-from xshard.ownership import owners, size
+from xshard.ownership import misfit
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
     """Raise ShapeError or NotationError where a dim cannot be cut or widened as it says."""
     for at, (dim, length) in enumerate(zip(dims, shape, strict=True)):
-        if any(shard.order == SIZES for shard in dim.shards):
-            _check_sizes(dim, length, mesh)
+        found = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
+        if found is not None:
+            raise ShapeError(
+                found[1],
+                text=str(dim),
+                hint=f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}",
+            )
         if dim.overlap is not None:
             overlap = rows_of(dim.overlap)
             if isinstance(overlap, Halo):
@@ -55,28 +60,6 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
             hint="an even number of longitudes",
         )
     return found
-
-
-def _check_sizes(dim: Dim, length: int, mesh: Mesh) -> None:
-    outer = Dim(dim.name)
-    for shard in dim.shards:
-        if shard.order == SIZES:
-            parts = mesh.size(*shard.axes)
-            if len(shard.sizes) != parts:
-                raise ShapeError(
-                    f"{len(shard.sizes)} sizes for {parts} parts",
-                    text=str(dim),
-                    hint=f"one per device along {', '.join(shard.axes)} of {mesh!r}",
-                )
-            wrong = {size(runs) for runs in owners(outer, length, mesh.sizes_of(outer.axes))}
-            wrong -= {sum(shard.sizes)}
-            if wrong:
-                raise ShapeError(
-                    f"'{shard}' adds up to {sum(shard.sizes)} rows, dim {dim.name!r} has {min(wrong)}",
-                    text=str(dim),
-                    hint="sizes of all parts add up to what is cut",
-                )
-        outer = Dim(dim.name, (*outer.shards, shard))
 
 
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:

@@ -27,6 +27,8 @@ _ORDER_TEXT = {
     "balanced": "in contiguous chunks that differ by at most one row",
     "zigzag": "zigzag: part i of n holds chunks i and 2n-1-i of 2n",
     "cyclic": "cyclic: part i of n holds every n-th row from i",
+    "sizes": "in contiguous chunks of given sizes",
+    "intervals": "in given intervals",
 }
 _OVERLAP_TEXT = {
     Halo: "each block holds rows of its neighbours",

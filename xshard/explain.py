@@ -76,7 +76,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 
 def _ways(start: Sharding, goal: Sharding, plan: Plan) -> dict[str, Callable[[], Sequence[Step]]]:
     if overlaps(start) or overlaps(goal):
-        made = overlapped.ways(start, goal, plan.dtype, plan.profile, scaled=plan.scale != 1)
+        made = overlapped.ways(start, goal, plan.dtype, plan.profile)
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, plan.dtype, plan.profile)
     return {

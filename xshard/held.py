@@ -14,7 +14,7 @@ from typing import NamedTuple
 from xshard.errors import ShapeError
 from xshard.notation import SIZES, Dim, Shard
 from xshard.overlap import Boundary, Fold, Halo, Window, rows_of
-from xshard.ownership import FILL, Run, Runs, cut_nested, flat, owned, owners, size
+from xshard.ownership import FILL, Run, Runs, cut_nested, flat, misfit, owned, owners, size
 
 Sizes = tuple[int, ...]
 
@@ -107,8 +107,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     candidates = [dim.shards, (Shard(dim.axes, "balanced"),), (Shard(dim.axes, SIZES, lengths),)]
     for shards in candidates[:1] if not dim.axes else candidates:
         plain = Dim(dim.name, shards)
-        sized = [s.sizes for s in shards if s.order == SIZES]
-        if all(sum(s) == n for s in sized) and owners(plain, n, sizes) == tuple(every):
+        if misfit(plain, n, sizes) is None and owners(plain, n, sizes) == tuple(every):
             return plain, n
     raise ShapeError(
         f"no layout says how the {n} outputs of '{dim}' are cut", hint="leave out= away: as the dim is"

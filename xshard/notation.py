@@ -9,28 +9,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xshard.errors import NotationError, Span
-from xshard.overlap import Overlap
-from xshard.overlap_grammar import overlap
+from xshard.overlap import Overlap, Width, listed
+from xshard.overlap_grammar import overlap, width
 from xshard.scanner import Scanner
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")
-SIZES = "sizes"  # the order whose lengths are written out
+SIZES, INTERVALS = "sizes", "intervals"  # orders that are written out in numbers
 ELLIPSIS = "..."
 ARROW = "->"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One cut of a dim over mesh axes taken as one, the first axis major."""
+    """One cut of a dim over mesh axes taken as one, the first axis major.
+
+    numbers: of `cyclic` the rows that go round together; of `zigzag` the lengths of documents that
+    are cut one by one; of `sizes` the rows of every part; of `intervals` for every part its
+    (start, stop, start, stop, ...).
+    """
 
     axes: tuple[str, ...]
     order: str = "block"
-    sizes: tuple[int, ...] = ()  # rows of every part, for the order `sizes`
+    numbers: tuple[Width, ...] = ()
 
     def __str__(self) -> str:
         if self.order != "block":
-            return f"{self.order}({','.join((*self.axes, *map(str, self.sizes)))})"
+            return f"{self.order}({','.join((*self.axes, *map(listed, self.numbers)))})"
         return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
 
 
@@ -102,6 +107,17 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
 
 
+# What stands behind the axes of an order.
+_NUMBERS = {
+    "block": "no number, as in s/(dp,cp)",
+    "balanced": "no number, as in s/balanced(cp)",
+    "zigzag": "none, or the lengths of documents, as in zigzag(cp,4,8,4)",
+    "cyclic": "none, or the rows that go round together, as in cyclic(cp,16)",
+    SIZES: "the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)",
+    INTERVALS: "[start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])",
+}
+
+
 class _Parser(Scanner):
     """Recursive descent over the grammar; remembers where names stood."""
 
@@ -163,28 +179,31 @@ class _Parser(Scanner):
         if self.kind != "(":
             self.axis_spans.append((name, span))
             return Shard((name,))
-        if name == SIZES:
-            return self.sizes(span)
-        if name not in ORDERS:
-            raise self.error(f"unknown order {name!r}", span, f"orders are: {', '.join((*ORDERS, SIZES))}")
-        return Shard(self.axes(), name)
+        if name not in (*ORDERS, SIZES, INTERVALS):
+            known = ", ".join((*ORDERS, SIZES, INTERVALS))
+            raise self.error(f"unknown order {name!r}", span, f"orders are: {known}")
+        return self.ordered(name, span)
 
-    def sizes(self, span: Span) -> Shard:
-        """`( axis , ... , int , ... )`: axes, then the rows of every part."""
+    def ordered(self, order: str, span: Span) -> Shard:
+        """`( axis , ... , number , ... )`: axes, then the numbers of the order."""
         self.expect("(")
-        axes, sizes = [self.axis()], list[int]()
+        axes, numbers = [self.axis()], list[Width]()
         while self.take(","):
-            if self.kind == "name" and not sizes:
+            if self.kind == "name" and not numbers:
                 axes.append(self.axis())
                 continue
             at = self.span
-            sizes.append(self.integer())
-            if sizes[-1] < 0:
-                raise self.error(f"a part of {sizes[-1]} rows", at, "sizes are 0 or more")
+            numbers.append(width(self))
+            if isinstance(numbers[-1], tuple) != (order == INTERVALS):
+                raise self.error(f"'{listed(numbers[-1])}' in {order}", at, _NUMBERS[order])
+            if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
+                raise self.error(f"a number below 0: {listed(numbers[-1])}", at, _NUMBERS[order])
         self.expect(")")
-        if not sizes:
-            raise self.error("no sizes", span, "as in sizes(cp,3,0,3,2): axes, then the rows of every part")
-        return Shard(tuple(axes), SIZES, tuple(sizes))
+        most = {"block": 0, "balanced": 0, "cyclic": 1}.get(order, len(numbers))
+        least = int(order in (SIZES, INTERVALS))
+        if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
+            raise self.error(f"{len(numbers) or 'no'} numbers in {order}", span, _NUMBERS[order])
+        return Shard(tuple(axes), order, tuple(numbers))
 
     def axes(self) -> tuple[str, ...]:
         return tuple(self.listed(self.axis))

@@ -59,7 +59,7 @@ class Halo:
     after: Boundary = ZERO
 
     def __str__(self) -> str:
-        return f"halo({_listed(self.lo)},{_listed(self.hi)}{_ends(self)})"
+        return f"halo({listed(self.lo)},{listed(self.hi)}{_ends(self)})"
 
     def widths(self, part: int) -> tuple[int, int]:
         """Rows before and after the block of one part."""
@@ -86,7 +86,7 @@ class Window:
     def __str__(self) -> str:
         defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
         options = "".join(
-            f",{name}={_listed(value)}"
+            f",{name}={listed(value)}"
             for name, default in defaults
             if (value := getattr(self, name)) != default
         )
@@ -125,7 +125,8 @@ def _ends(overlap: Halo | Window) -> str:
     return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
 
 
-def _listed(value: str | Width) -> str:
+def listed(value: str | Width) -> str:
+    """A number as it is, several in brackets."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 

@@ -32,10 +32,10 @@ def overlap(scanner: Scanner) -> Overlap:
 
 def _halo(scanner: Scanner) -> Halo:
     scanner.expect("(")
-    lo = _width(scanner)
+    lo = width(scanner)
     scanner.expect(",", hint="as in halo(1,1)")
     span = scanner.span
-    hi = _width(scanner)
+    hi = width(scanner)
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
         raise scanner.error(f"{len(lo)} widths before and {len(hi)} after", span, "one per part of the dim")
     ends = _ends(scanner)
@@ -68,7 +68,7 @@ def _window(scanner: Scanner) -> Window:
                 known = f"rules are: {', '.join(OUTPUT_RULES)}"
                 raise scanner.error(f"unknown output rule {out!r}", span, known)
         elif name == "p":
-            padding = _width(scanner)
+            padding = width(scanner)
             if isinstance(padding, tuple) and len(padding) != 2:
                 raise scanner.error(f"window p of {len(padding)} numbers", span, "p=1 or p=[before,after]")
             if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
@@ -85,7 +85,8 @@ def _window(scanner: Scanner) -> Window:
     return Window(**widths, p=padding, out=out, before=ends[0], after=ends[1])
 
 
-def _width(scanner: Scanner) -> Width:
+def width(scanner: Scanner) -> Width:
+    """A number, or several in brackets."""
     return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
 
 

@@ -37,18 +37,14 @@ def overlaps(sharding: Sharding) -> bool:
 
 
 def best_path(
-    start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None, *, scaled: bool
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
 ) -> Steps:
-    """The cheapest of the ways. Raises PlanError where none fits the limit.
-
-    scaled: blocks are multiplied by a constant before the first step, which must not touch values that stand
-    outside the array.
-    """
-    if start.means_the_same_as(goal) and not scaled:
+    """The cheapest of the ways. Raises PlanError where none fits the limit."""
+    if start.means_the_same_as(goal):
         return ()
     largest = max(start.max_local_size, goal.max_local_size)
     found: list[tuple[bool, float, int, int, Steps]] = []
-    for steps in ways(start, goal, dtype, profile, scaled=scaled).values():
+    for steps in ways(start, goal, dtype, profile).values():
         here, seconds, peak, block = start, 0.0, 0, 0
         for step in steps:
             after = step.after(here)
@@ -66,19 +62,14 @@ def best_path(
     return min(fitting)[-1]
 
 
-def ways(
-    start: Sharding, goal: Sharding, dtype: str, profile: Profile, *, scaled: bool = False
-) -> dict[str, Steps]:
+def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[str, Steps]:
     """Every way by name, the plainest first."""
-    kept = [
-        a.overlap is not None and a == b and not (scaled and _has_constant(a))
-        for a, b in zip(start.layout.dims, goal.layout.dims, strict=True)
-    ]
-    found: dict[str, Steps] = {}
-    if not any(_loses(start, d) for d, keep in enumerate(kept) if not keep):
-        found["one dim at a time"] = _one_by_one(start, goal, kept, dtype, profile)
-    found["direct exchange"] = (Exchange(goal.layout),)
-    return found
+    dims = zip(start.layout.dims, goal.layout.dims, strict=True)
+    kept = [a.overlap is not None and a == b for a, b in dims]
+    return {
+        "one dim at a time": _one_by_one(start, goal, kept, dtype, profile),
+        "direct exchange": (Exchange(goal.layout),),
+    }
 
 
 def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
@@ -153,16 +144,6 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
 
     space = Space(plain(bare), plain(aim), dtype, machine)
     return tuple(map(restored, Search(space, None).best_path()))
-
-
-def _loses(sharding: Sharding, d: int) -> bool:
-    dim = sharding.layout.dims[d]
-    return dim.overlap is not None and bool(lost(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes)))
-
-
-def _has_constant(dim: Dim) -> bool:
-    overlap = None if dim.overlap is None else rows_of(dim.overlap)
-    return overlap is not None and bool(overlap.before.value or overlap.after.value)
 
 
 def _check_lost(source: Sharding, target: Sharding, d: int) -> None:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.notation import SIZES, Dim, Shard
+from xshard.notation import INTERVALS, SIZES, Dim, Shard
+from xshard.overlap import Width
 
 FILL = -1  # start of a run of rows that lie outside the array and are filled by the boundary rule
 
@@ -57,22 +58,26 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
     >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
     (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
     """
+    order, numbers = shard.order, shard.numbers
     if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
         return _interval(0, length)
-    order = shard.order
     if order == SIZES:
-        start = sum(shard.sizes[:index])
-        return _interval(start, start + shard.sizes[index])
+        ends = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
+        return _interval(ends[index], ends[index + 1])
+    if order == INTERVALS:
+        return tuple(itertools.chain(*(_interval(a, b) for a, b in _pairs(numbers[index]))))
     if order == "balanced":
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)
         return _interval(start, start + each + (index < longer))
     if order == "zigzag":
-        chunk = -(-length // (2 * n))
-        return _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
+        documents = [d for d in numbers if isinstance(d, int)] or [length]
+        starts = itertools.accumulate(documents, initial=0)
+        return tuple(
+            itertools.chain(*(_zigzag(s, d, n, index) for s, d in zip(starts, documents, strict=False)))
+        )
     if order == "cyclic":
-        count = len(range(index, length, n))
-        return (Run(index, 1, count, n),) if count > 1 else _interval(index, index + count)
+        return _cyclic(length, int(numbers[0]) if numbers else 1, n, index)  # type: ignore[arg-type]
     return _chunk(length, -(-length // n), index)
 
 
@@ -91,6 +96,31 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coord
         parts = cut(size(runs), shard, n, index)
         runs = tuple(itertools.chain.from_iterable(_select(runs, part) for part in parts))
     return runs
+
+
+def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
+    """The first cut whose numbers do not fit what it cuts, and why."""
+    at = 0
+    for i, shard in enumerate(dim.shards):
+        outer = Dim(dim.name, dim.shards[:i])
+        n, at = math.prod(sizes[at : at + len(shard.axes)]), at + len(shard.axes)
+        if not shard.numbers or shard.order == "cyclic":
+            continue
+        if shard.order != "zigzag" and len(shard.numbers) != n:
+            return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
+        for rows in {size(runs) for runs in owners(outer, length, tuple(sizes[: len(outer.axes)]))}:
+            if shard.order == INTERVALS:
+                found = [p for part in shard.numbers for p in _pairs(part)]
+                covered = sorted(found)
+                ends = [0, *(b for _, b in covered)]
+                if [a for a, _ in covered] != ends[:-1] or ends[-1] != rows or any(a > b for a, b in covered):
+                    return shard, f"'{shard}' does not hold each of {rows} rows once"
+                if n == 1 and found != covered:
+                    return shard, f"'{shard}': one part holds its rows in order"
+            elif sum(k for k in shard.numbers if isinstance(k, int)) != rows:
+                total = sum(k for k in shard.numbers if isinstance(k, int))
+                return shard, f"'{shard}' adds up to {total} rows, not {rows}"
+    return None
 
 
 def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
@@ -114,7 +144,7 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     for shard in dim.shards:
         n = math.prod(sizes[at : at + len(shard.axes)])
         at += len(shard.axes)
-        if shard.order == SIZES or (shard.order == "zigzag" and left % (2 * n)):
+        if shard.numbers or (shard.order == "zigzag" and left % (2 * n)):
             even = None
             break
         even = even and left % n == 0
@@ -225,6 +255,29 @@ def _interval(start: int, stop: int) -> Runs:
     return (Run(start, stop - start),) if stop > start else ()
 
 
+def _pairs(part: Width) -> list[tuple[int, int]]:
+    """(start, stop, start, stop, ...) two by two."""
+    ends = part if isinstance(part, tuple) else ()
+    return list(zip(ends[::2], ends[1::2], strict=False))
+
+
+def _zigzag(start: int, length: int, n: int, index: int) -> Runs:
+    """Chunks `index` and `2n - 1 - index` of 2n of a document."""
+    chunk = -(-length // (2 * n))
+    both = _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
+    return tuple(run._replace(start=start + run.start) for run in both)
+
+
+def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
+    """Every n-th stretch of so many rows; the last may be shorter."""
+    whole = len(range(index * rows, length - rows + 1, n * rows))
+    rest = index * rows + whole * n * rows
+    tail = _interval(rest, min(length, rest + rows))
+    if whole < 2:
+        return (*_interval(index * rows, index * rows + whole * rows), *tail)
+    return (Run(index * rows, rows, whole, n * rows), *tail)
+
+
 def _chunk(length: int, chunk: int, index: int) -> Runs:
     return _interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
@@ -240,8 +293,10 @@ def _select(runs: Runs, part: Run) -> Runs:
     """The rows of `runs` at the local positions of one part of a cut."""
     if part.repeats == 1:
         return _slice(runs, part.start, part.start + part.length)
-    if len(runs) == 1 and (runs[0].repeats == 1 or runs[0].length == 1):
-        step = 1 if runs[0].repeats == 1 else runs[0].stride
+    if len(runs) == 1 and runs[0].repeats == 1:
+        return (part._replace(start=runs[0].start + part.start),)
+    if len(runs) == 1 and runs[0].length == part.length == 1:
+        step = runs[0].stride
         return (Run(runs[0].start + part.start * step, 1, part.repeats, part.stride * step),)
     return tuple(
         itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in flat((part,)))

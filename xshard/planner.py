@@ -187,7 +187,7 @@ def find_plan(
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     ends = without_copies(start), without_copies(goal)
     if overlaps(start) or overlaps(goal):
-        path = overlapped.best_path(*ends, dtype, profile, memory_limit, scaled=factor != 1)
+        path = overlapped.best_path(*ends, dtype, profile, memory_limit)
     else:
         scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
         path = Search(Space(*ends, dtype, profile), memory_limit, scaled=scaled).best_path()

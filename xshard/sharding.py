@@ -203,10 +203,10 @@ def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
         if order == "block" and divides:
             shards.extend(Shard((a,)) for a in axes)
         else:
-            shards.append(Shard(axes, order, shard.sizes if order == SIZES else ()))
+            shards.append(Shard(axes, order, shard.numbers if order == shard.order else ()))
         if order == "zigzag":
             divides = left is not None and left % (2 * n) == 0
-        left = left // n if divides and order != SIZES and left is not None else None
+        left = left // n if divides and left is not None and (order == "block" or not shard.numbers) else None
     return Dim(dim.name, tuple(shards), overlap)
 
 

@@ -58,6 +58,8 @@ def test_dual_swaps_sum_and_copy_and_nothing_else(layout):
         ("h:halo(1,1,constant(0))", "h:halo(1,1,constant)"),
         ("h:halo(1,1,pole( w , -1 ),pole(-1)) w", "h:halo(1,1,pole(w,-1),pole(-1)) w"),
         ("s/sizes( a , b , 3,0,3,2 )", "s/sizes(a,b,3,0,3,2)"),
+        ("s/zigzag(a, 4,8,4)/cyclic( b, 2 )", "s/zigzag(a,4,8,4)/cyclic(b,2)"),
+        ("s/intervals(a,[0,4 ,12,16],[ 4,12 ])", "s/intervals(a,[0,4,12,16],[4,12])"),
         ("h:fold( halo(1,1) ) w", "h:fold(halo(1,1)) w"),
     ],
 )
@@ -139,7 +141,7 @@ NotationError: expected a name, found '|' in 'n/ | sum(a)'
 ---
 NotationError: unknown order 'zagzig' in 's/zagzig(a)'
                                             ^^^^^^
-  orders are: block, balanced, zigzag, cyclic, sizes
+  orders are: block, balanced, zigzag, cyclic, sizes, intervals
 ---
 NotationError: expected ')', found 'b' in 's/(a b)'
                                                 ^
@@ -239,13 +241,13 @@ NotationError: sign 2 in 'h:halo(1,1,pole(w,2)) w'
                                             ^
   rows from beyond a pole are kept (1) or negated (-1)
 ---
-NotationError: no sizes in 's/sizes(a)'
-                              ^^^^^
-  as in sizes(cp,3,0,3,2): axes, then the rows of every part
+NotationError: no numbers in sizes in 's/sizes(a)'
+                                         ^^^^^
+  the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)
 ---
-NotationError: a part of -1 rows in 's/sizes(a,3,-1)'
-                                                 ^^
-  sizes are 0 or more
+NotationError: a number below 0: -1 in 's/sizes(a,3,-1)'
+                                                    ^^
+  the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)
 ---
 NotationError: expected a whole number, found 'b' in 's/sizes(a,3,b)'
                                                                   ^
@@ -280,6 +282,26 @@ NotationError: unknown mesh axis 'cq' in 'b s/cq -> b s'
 NotationError: unknown mesh axis 'tp' in 'b s/cp -> b s | sum(tp)'
                                                               ^^
   the mesh has: dp=2, cp=4
+---
+NotationError: 2 numbers in cyclic in 's/cyclic(a,2,3)'
+                                         ^^^^^^
+  none, or the rows that go round together, as in cyclic(cp,16)
+---
+NotationError: 1 numbers in cyclic in 's/cyclic(a,0)'
+                                         ^^^^^^
+  none, or the rows that go round together, as in cyclic(cp,16)
+---
+NotationError: 1 numbers in balanced in 's/balanced(a,2)'
+                                           ^^^^^^^^
+  no number, as in s/balanced(cp)
+---
+NotationError: '4' in intervals in 's/intervals(a,4)'
+                                                  ^
+  [start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])
+---
+NotationError: '[4,4]' in zigzag in 's/zigzag(a,[4,4])'
+                                                ^
+  none, or the lengths of documents, as in zigzag(cp,4,8,4)
 """
 
 

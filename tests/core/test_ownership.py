@@ -91,6 +91,47 @@ def test_nested_and_grouped_cuts_differ_where_uneven():
     assert held("n/b/a", 5, mesh) == [[0, 1], [3], [2], [4]]
 
 
+@pytest.mark.parametrize(
+    ("text", "length", "expected"),
+    [
+        # Rank-major, as ring-flash-attention's varlen and TransformerEngine's THD have it.
+        ("s/zigzag(a,4,8,4)", 16, [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]]),
+        ("s/zigzag(a,3,5)", 8, [[0, 3, 4], [1, 2, 5, 6, 7]]),
+        ("s/cyclic(a,3)", 14, [[0, 1, 2, 6, 7, 8, 12, 13], [3, 4, 5, 9, 10, 11]]),
+        ("s/cyclic(a,4)", 3, [[0, 1, 2], []]),
+        ("s/sizes(a,0,3)", 3, [[], [0, 1, 2]]),
+        ("s/intervals(a,[4,6,0,2],[2,4,6,7])", 7, [[4, 5, 0, 1], [2, 3, 6]]),
+    ],
+)
+def test_orders_that_are_written_in_numbers(text, length, expected):
+    assert held(text, length, xs.Mesh(a=2)) == expected
+    mesh, dim = xs.Mesh(a=2), Layout.parse(text).dims[0]
+    assert [oracle.owned_rows(dim, length, mesh, device) for device in (0, 1)] == expected
+
+
+def test_one_part_is_the_whole_in_its_order():
+    assert held("s/intervals(a,[0,2,2,4])", 4, xs.Mesh(a=1)) == [[0, 1, 2, 3]]
+    with pytest.raises(xs.ShapeError, match="one part holds its rows in order"):
+        held("s/intervals(a,[2,4,0,2])", 4, xs.Mesh(a=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s/zigzag(a,4,8)", "'zigzag(a,4,8)' adds up to 12 rows, not 16 in 's/zigzag(a,4,8)'"),
+        ("s/sizes(a,4,8,4)", "3 sizes for 2 parts"),
+        ("s/b/sizes(a,4,8)", "adds up to 12 rows, not 8"),
+        ("s/intervals(a,[0,8],[8,12])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,9],[8,16])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,16])", "1 intervals for 2 parts"),
+    ],
+)
+def test_numbers_that_do_not_fit(text, message):
+    with pytest.raises(xs.ShapeError) as caught:
+        xs.Sharding(Layout.parse(text), xs.Mesh(a=2, b=2), (16,))
+    assert message in str(caught.value)
+
+
 def test_zigzag_and_cyclic_are_few_runs_however_long_the_dim():
     mesh = xs.Mesh(cp=64)
     for order, runs in (("zigzag", 2), ("cyclic", 1)):
