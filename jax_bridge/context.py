@@ -54,7 +54,8 @@ def plan_here(
         if isinstance(expression, Plan):
             if mesh is not None:
                 _named_mesh(xshard_mesh(mesh), src, dst, text)
-            plan = replace(expression, mesh=_named_mesh(expression.mesh, src, dst, text))
+            used = _named_mesh(expression.mesh, src, dst, text, expression.axes)
+            plan = replace(expression, mesh=used)
             if x.dtype.name != plan.dtype:
                 raise DtypeError(f"the block is {x.dtype.name}, the plan is for {plan.dtype}")
             if shape is not None and tuple(shape) != plan.shape:
@@ -69,8 +70,8 @@ def plan_here(
 
 def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
     """The block with the types that `apply` wants: varying along the source's axes, invariant along
-    those that only the destination names."""
-    for axis in plan.dst.axes:
+    all others that the plan uses."""
+    for axis in plan.axes:
         if axis in plan.src.axes or not is_typed(axis) or not varies(x, axis):
             continue
         if plan.mesh.size(axis) > 1:
@@ -95,9 +96,9 @@ def marked(text: str) -> Iterator[None]:
         raise type(error)(error.reason, text=text, hint=error.hint) from None
 
 
-def _named_mesh(mesh: Mesh | None, src: Layout, dst: Layout, text: str) -> Mesh:
-    """The axes that the expression names. They must be manual here, unless they have one device."""
-    named = (*src.axes, *dst.axes)
+def _named_mesh(mesh: Mesh | None, src: Layout, dst: Layout, text: str, also: Sequence[str] = ()) -> Mesh:
+    """The axes that the expression names, and `also`: manual here, unless they have one device."""
+    named = (*src.axes, *dst.axes, *also)
     here = bound_sizes(named)
     if mesh is None:
         mesh = Mesh({**jax.sharding.get_abstract_mesh().shape, **here})

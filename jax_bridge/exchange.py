@@ -28,7 +28,7 @@ def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding) ->
     axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
     out = _filled(after, x.dtype, axes)
     written = jnp.zeros(out.shape, bool)
-    for messages in rounds(before, after):
+    for messages in rounds(before, after, step.node_devices):
         box = x
         arrived = mine(np.isin(np.arange(mesh.n_devices), [m.dst for m in messages]), axes)
         tables = [_tables(messages, dim, after.max_local_shape[dim], mesh.n_devices) for dim in range(x.ndim)]

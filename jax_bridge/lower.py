@@ -40,7 +40,7 @@ from xshard.steps import (
     Slice,
     Step,
 )
-from xshard.steps.base import axes_of, even_parts
+from xshard.steps.base import axes_of, even_parts, own_part
 from xshard.steps.permute import senders
 
 ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -54,9 +54,9 @@ def run(plan: Plan, x: jax.Array) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
 
     x: of shape `plan.source.max_local_shape`; what its padding holds does not matter. The result
-    is padded with zeros, invariant along the axes that `plan.src` names and `plan.dst` does not.
+    is padded with zeros, invariant along the axes that the plan uses and `plan.dst` does not name.
     """
-    axes = tuple(dict.fromkeys((*plan.src.axes, *plan.dst.axes)))
+    axes = plan.axes
     x = without_padding(varying(x, axes), _normal(plan.source))
     for step, before, after in plan.stages:
         x = varying(RULES[type(step)](step, x, before, after), axes)
@@ -75,12 +75,15 @@ def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) ->
 
 
 def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
-    dim, mesh, axes = before.dim_index(step.dim), before.mesh, after.layout.dim(step.dim).axes
+    for name, shards in step.cuts:
+        dim, axes = before.dim_index(name), after.layout.dim(name).axes
+        rows = partial(_own_rows, before, name, shards)
+        x = pick(x, dim, table(before.mesh, axes, after.max_local_shape[dim], rows), axes)
+    return x
 
-    def own_part(device: int) -> NDArray[np.int64]:
-        return numbers(before.parts(dim, step.shards, device)[mesh.index(device, axes_of(step.shards))])
 
-    return pick(x, dim, table(mesh, axes, after.max_local_shape[dim], own_part), axes)
+def _own_rows(before: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> NDArray[np.int64]:
+    return numbers(own_part(before, dim, shards, device))
 
 
 def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
@@ -88,8 +91,7 @@ def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.
     length = after.max_local_shape[dim]
 
     def place_of_own_part(device: int) -> NDArray[np.int64]:
-        parts = before.parts(dim, step.shards, device)
-        return inverse(numbers(parts[mesh.index(device, axes_of(step.shards))]), length)
+        return inverse(_own_rows(before, step.dim, step.shards, device), length)
 
     return pick(x, dim, table(mesh, axes, length, place_of_own_part), axes)
 

@@ -20,9 +20,9 @@ Round = tuple[Message, ...]
 
 
 @lru_cache(maxsize=1024)
-def rounds(before: Sharding, after: Sharding) -> tuple[Round, ...]:
+def rounds(before: Sharding, after: Sharding, node_devices: int | None = None) -> tuple[Round, ...]:
     """The messages of an exchange: first those from each device to itself, then the rounds."""
-    messages = [m for d in range(before.mesh.n_devices) for m in messages_to(before, after, d)]
+    messages = [m for d in range(before.mesh.n_devices) for m in messages_to(before, after, d, node_devices)]
     local = [m for m in messages if m.src == m.dst]
     # A round is as long as its longest message: colouring those first puts them together.
     sent = sorted((m for m in messages if m.src != m.dst), key=lambda m: -m.size)

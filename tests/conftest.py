@@ -11,3 +11,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # The same examples on every machine and in every run; no example is judged by its time.
 settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=150)
 settings.load_profile("xshard")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--pairs", default="8", help="pairs of layouts per mesh of three axes, or: all")

@@ -87,7 +87,7 @@ NODE, GPU = Shard(("node",)), Shard(("gpu",))
         ("n/gpu", AllGather("n", (GPU,)), 0),
         ("n/node/gpu", Exchange(xs.Layout.parse("n")), 2 * 8 * 32),  # boxes know no groups
         ("n/node/gpu", Permute(xs.Layout.parse("n/gpu/node")), 2 * 4 * 4),  # half of the blocks stay
-        ("n", Slice("n", (NODE, GPU)), 0),
+        ("n", Slice((("n", (NODE, GPU)),)), 0),
         ("n | sum(node,gpu)", ReduceScatter("n", (NODE, GPU)), 2 * 32),  # reduced before it leaves a node
         ("n | sum(node,gpu)", AllReduce(("node", "gpu")), 2 * 64),
         ("n | sum(gpu)", AllReduce(("gpu",)), 0),

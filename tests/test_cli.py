@@ -79,6 +79,16 @@ def test_plan_keeps_the_memory_limit():
     )
 
 
+def test_plan_of_both_passes_tells_their_sum():
+    told = xshard("plan", *ULYSSES, "--objective", "forward+backward", "--json")
+    plan = xs.plan(ULYSSES[0], xs.Mesh(dp=2, cp=4), (2, 64, 32), objective="forward+backward")
+    assert xs.Plan.from_json(told.stdout) == plan
+    assert "with the backward's" in xshard("plan", *ULYSSES, "--objective", "forward+backward").stdout
+    wrong = xshard("plan", *ULYSSES, "--objective", "backward")
+    assert wrong.exit_code == 2
+    assert "no objective 'backward'" in wrong.stderr
+
+
 # --- show
 
 

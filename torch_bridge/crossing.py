@@ -24,7 +24,7 @@ from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
 from xshard.cost import LOCAL
 from xshard.ownership import Run
 from xshard.steps.exchange import Message as Box
-from xshard.steps.exchange import moving
+from xshard.steps.reach import moving
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,9 +36,10 @@ from xshard.steps import (
     Slice,
     Step,
 )
-from xshard.steps.base import axes_of, even_parts
-from xshard.steps.exchange import filled, messages_from, messages_to, moving
+from xshard.steps.base import DimCut, axes_of, even_parts, own_part
+from xshard.steps.exchange import filled, messages_from, messages_to
 from xshard.steps.permute import senders
+from xshard.steps.reach import moving
 from xshard.winners import winner_plans
 
 Move = Callable[[Tensor], Tensor]
@@ -130,11 +131,10 @@ class Site(NamedTuple):
         constant = torch.tensor(value, dtype=dtype, device=self.tensor_device)
         return Fill(dim, start, stop, constant.view(CARRIERS.get(dtype, dtype)))
 
-    def own_part(self, step: Slice | Embed) -> dict[int, Runs]:
-        """This process's rows of the dim that a step cuts, or puts together."""
-        dim = self.before.dim_index(step.dim)
-        parts = self.before.parts(dim, step.shards, self.device)
-        return {dim: parts[self.before.mesh.index(self.device, axes_of(step.shards))]}
+    def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
+        """This process's rows of the dims that a step cuts, or puts together."""
+        before = self.before
+        return {before.dim_index(d): own_part(before, d, shards, self.device) for d, shards in cuts}
 
     def cut(
         self, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], axes: tuple[str, ...], group: Group
@@ -180,7 +180,7 @@ def _all_gather(step: AllGather, site: Site) -> Move:
 
 
 def _slice(step: Slice, site: Site) -> Move:
-    return site.message(site.shapes[0], site.own_part(step)).copied
+    return site.message(site.shapes[0], site.own_part(*step.cuts)).copied
 
 
 def _all_reduce(step: AllReduce, site: Site) -> Move:
@@ -214,8 +214,8 @@ def _permute(step: Permute, site: Site) -> Move:
 
 
 def _exchange(step: Exchange, site: Site) -> Move:
-    outgoing = messages_from(site.before, site.after, site.device)
-    incoming = messages_to(site.before, site.after, site.device)
+    ends = site.before, site.after, site.device, step.node_devices
+    outgoing, incoming = messages_from(*ends), messages_to(*ends)
 
     def rows(box: Any, end: int) -> dict[int, Runs]:
         return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
@@ -226,6 +226,7 @@ def _exchange(step: Exchange, site: Site) -> Move:
         [(m.src, replace(site.message(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
         step.op(site.before),
         [site.fill(*fill) for fill in filled(site.after, site.device)],
+        near=step.node_devices is not None,
     )
 
 
@@ -235,13 +236,17 @@ def _relay(
     incoming: Sequence[tuple[int, Message]],
     op: str | None = None,
     fills: Sequence[Fill] = (),
+    *,
+    near: bool = False,
 ) -> Move:
     """Messages to and from some devices; what a device has for itself it takes directly.
 
     Always an all-to-all, whose group is the smallest that all movement stays in: point-to-point
     calls are missing from some backends and from torch.compile.
     """
-    me, axes = site.device, moving(site.before, site.after)
+    me = site.device
+    # Near senders may differ from the receiver along any axis.
+    axes = site.after.mesh.axes if near else moving(site.before, site.after)
     group = site.processes.group(axes)
     rank = group.devices.index(me)
 
@@ -288,7 +293,7 @@ def _communicates(site: Site) -> bool:
 
 
 def _embed(step: Embed, site: Site) -> Move:
-    whole = Packing(site.shapes[1], (site.message(site.shapes[1], site.own_part(step)),))
+    whole = Packing(site.shapes[1], (site.message(site.shapes[1], site.own_part((step.dim, step.shards))),))
     return lambda block: whole.place(block, [block])
 
 

@@ -7,6 +7,7 @@ and whether devices change places. How transfers are found is the business of `t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, check_axes
 from xshard.links import located
 from xshard.mesh import Mesh
+from xshard.objective import FORWARD
 from xshard.plan import Plan
 from xshard.planner import Expression, find_plan, sides
 from xshard.refine import refine
@@ -39,6 +41,7 @@ def plan_between(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     memory_limit: int | None = None,
+    objective: str = FORWARD,
 ) -> Plan | TransferPlan:
     """`xshard.plan` for two meshes."""
     src, dst, text = sides(expression)
@@ -65,11 +68,12 @@ def plan_between(
         ends = src, dst, src_mesh, dst_mesh, givers
         found = find_refined(*ends, shape, name, machine, memory_limit=memory_limit)
         if found is not None:
-            return found
+            return found if objective == FORWARD else replace(found, objective=objective)
     return find_transfer(
         *(src, dst, src_mesh, dst_mesh, givers, takers, shape, name, machine),
         relabel=relabel,
         memory_limit=memory_limit,
+        objective=objective,
     )
 
 
@@ -119,6 +123,7 @@ def find_transfer(
     scale: Fraction | None = None,
     relabel: bool = False,
     memory_limit: int | None = None,
+    objective: str = FORWARD,
 ) -> TransferPlan:
     """The cheapest plan between two meshes, by value; the options are those of `xshard.plan`.
 
@@ -138,9 +143,13 @@ def find_transfer(
             f"no plan stays within {format_bytes(memory_limit or 0)} per device",
             hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
         )
+    if objective != FORWARD:
+        plain = replace(plain, objective=objective)
     if not relabel or plain.bytes_received == 0 or dst.tagged("max", "min"):
         return plain
     moved = transfers.cheapest(relabel=True)
+    if moved and objective != FORWARD:
+        moved = replace(moved, objective=objective)
     better = moved and moved.cost < plain.cost and moved.bytes_received <= plain.bytes_received
     return moved if moved and better else plain
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from xshard.errors import XshardError
 from xshard.mesh import Mesh
 from xshard.sharding import Sharding
 from xshard.steps import Step, Traffic
-from xshard.steps.base import Levels
+from xshard.steps.base import Lane, Lanes
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
 TOPOLOGIES = ("switch", "ring")
@@ -76,31 +76,45 @@ class Profile:
         named = dict(self.axes).get(axis)
         if named is not None or self.across is None or self.node_devices is None:
             return named or self.default
-        reach = math.prod(mesh.sizes[mesh.position(axis) :])
-        # Groups along the axis stay in a node where whole runs of `reach` devices fill it, or all fit.
-        fits = self.node_devices % reach == 0 or mesh.n_devices <= self.node_devices
-        return self.default if fits or mesh.size(axis) == 1 else self.across
+        return self.default if self._inside(axis, mesh) == mesh.size(axis) else self.across
+
+    def _inside(self, axis: str, mesh: Mesh) -> int:
+        """Consecutive positions along an axis that are in one node, wherever they begin; 1 if none are.
+
+        Nodes divide the axis where they are whole runs of the positions of the axes after it.
+        """
+        nodes, n = self.node_devices, mesh.size(axis)
+        if self.across is None or nodes is None or axis in dict(self.axes) or mesh.n_devices <= nodes:
+            return n
+        stride = math.prod(mesh.sizes[mesh.position(axis) + 1 :])
+        if nodes % stride:
+            return 1
+        return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
+
+    def splits_groups(self, mesh: Mesh) -> bool:
+        """Whether nodes end in the middle of groups of devices, so that axes do not tell what is near."""
+        nodes = self.node_devices
+        if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
+            return False
+        inside = math.prod(self._inside(axis, mesh) for axis in mesh.axes)
+        return inside != nodes
 
     def launch(self, kind: str) -> float:
+        """Seconds to start a step of a kind."""
         known = dict(self.launch_s)
         return known.get(kind, known.get("other", 0.0))
 
+    def fabric(self, mesh: Mesh) -> Fabric:
+        """The links of a mesh."""
+        return _fabric(self, mesh)
+
     def seconds(self, kind: str, traffic: Traffic, itemsize: int, mesh: Mesh) -> float:
         """Predicted time of a step of a kind on the busiest device."""
-        total = traffic.copied * itemsize / self.copy_bytes_per_s
-        if kind not in LOCAL:
-            total += self.launch(kind)
-        for hop in traffic.hops:
-            link = self.link(hop.axis, mesh)
-            way = max(1.0, mesh.size(hop.axis) / 4) if link.topology == "ring" and kind in DIRECT else 1.0
-            total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
-        return total
+        return self.fabric(mesh).seconds(kind, traffic, itemsize)
 
-    def levels(self, mesh: Mesh) -> Levels:
-        """The mesh's axes grouped by link, the slowest link first."""
-        links = {axis: self.link(axis, mesh) for axis in mesh.axes}
-        slow_first = sorted(set(links.values()), key=lambda x: (x.bytes_per_s, -x.latency_s))
-        return tuple(tuple(a for a in mesh.axes if links[a] == link) for link in slow_first)
+    def lanes(self, mesh: Mesh) -> Lanes:
+        """What each kind of link connects along the axes of a mesh, the slowest first."""
+        return self.fabric(mesh).lanes
 
     def to_json(self) -> str:
         """The profile as text; in a file, `load_profile` reads it back."""
@@ -118,6 +132,56 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Fabric:
+    """A profile on one mesh: which links there are and what they connect.
+
+    links: by level, the slowest first. lanes: what they connect along the axes, in the same order.
+    """
+
+    profile: Profile
+    mesh: Mesh
+    links: tuple[Link, ...]
+    lanes: Lanes
+
+    def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
+        """Predicted time of a step of a kind on the busiest device."""
+        total = traffic.copied * itemsize / self.profile.copy_bytes_per_s
+        if kind not in LOCAL:
+            total += self._launches.get(kind, self._other)
+        for hop in traffic.hops:
+            link = self.links[min(hop.level, len(self.links) - 1)]  # near senders on a machine of one link
+            way = 1.0
+            if link.topology == "ring" and kind in DIRECT:
+                way = max(1.0, self.mesh.size(hop.axis) / 4)
+            total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
+        return total
+
+    @cached_property
+    def _launches(self) -> dict[str, float]:
+        return dict(self.profile.launch_s)
+
+    @cached_property
+    def _other(self) -> float:
+        return self._launches.get("other", 0.0)
+
+
+@lru_cache(maxsize=256)
+def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
+    found: list[tuple[Link, str, int, int]] = []
+    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
+        link, inside = profile.link(axis, mesh), profile._inside(axis, mesh)
+        if inside in (1, n):
+            found.append((link, axis, n, 1))
+        else:
+            found += [(link, axis, n // inside, inside), (profile.default, axis, inside, 1)]
+    # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
+    near = [profile.default] if profile.splits_groups(mesh) else []
+    links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
+    lanes = [Lane(axis, size, links.index(link), stride) for link, axis, size, stride in found]
+    return Fabric(profile, mesh, tuple(links), tuple(sorted(lanes, key=lambda lane: lane.level)))
+
+
+@dataclass(frozen=True)
 class Price:
     """What one step costs: seconds, bytes received by the busiest device, most bytes it holds at once."""
 
@@ -128,11 +192,12 @@ class Price:
 
 def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
     """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
-    traffic = step.traffic(before, profile.levels(before.mesh))
+    fabric = profile.fabric(before.mesh)
+    traffic = step.traffic(before, fabric.lanes)
     buffer = traffic.copied if traffic.hops else 0
     made = 0 if step.kind == "retag" else after.max_local_size  # a block renamed is the same block
     held = before.max_local_size + made + buffer
-    seconds = profile.seconds(step.kind, traffic, itemsize, before.mesh)
+    seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held * itemsize)
 
 
@@ -153,6 +218,11 @@ def _load(name: str) -> Profile:
         raise ProfileError(f"no profile {name!r}", hint=f"shipped are: {', '.join(known)}; or give a file")
     try:
         data: dict[str, Any] = json.loads(text)
+        if not data.get("default"):
+            raise ProfileError(
+                f"profile {name!r} has no link for axes that it does not name",
+                hint='give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}',
+            )
         return Profile(
             name=data["name"],
             source=data["source"],
@@ -163,5 +233,7 @@ def _load(name: str) -> Profile:
             launch_s=tuple(sorted(data["launch_s"].items())),
             copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
         )
+    except ProfileError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"profile {name!r} is malformed: {error}") from None

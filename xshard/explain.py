@@ -19,8 +19,9 @@ from xshard.planner import with_copies, with_scale, without_copies
 from xshard.search import Search
 from xshard.sharding import Sharding
 from xshard.space import Space
-from xshard.steps import AllGather, AllReduce, Exchange, Mask, Slice, Step
-from xshard.steps.exchange import begun, ended
+from xshard.steps import AllGather, AllReduce, Mask, Slice, Step
+from xshard.steps.base import DimCut
+from xshard.steps.reach import begun, ended
 from xshard.table import aligned
 from xshard.units import format_bytes, format_seconds
 
@@ -51,8 +52,8 @@ class Alternative:
         """Latencies paid one after the other, over all steps."""
         if self.plan is None:
             return 0
-        levels = self.plan.profile.levels(self.plan.mesh)
-        return sum(hop.messages for s in self.plan.stages for hop in s.step.traffic(s.before, levels).hops)
+        lanes = self.plan.profile.lanes(self.plan.mesh)
+        return sum(hop.messages for s in self.plan.stages for hop in s.step.traffic(s.before, lanes).hops)
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
@@ -80,7 +81,7 @@ def _ways(start: Sharding, goal: Sharding, plan: Plan) -> dict[str, Callable[[],
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, plan.dtype, plan.profile)
     return {
-        "direct exchange": lambda: (Exchange(goal.layout),),
+        "direct exchange": lambda: (space.exchange(goal.layout),),
         "collectives alone": Search(space, None, exchanges=False).best_path,
         "all-gather and slice": lambda: gather_and_slice(start, goal),
     }
@@ -101,7 +102,7 @@ def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
         over = tuple(a for a in axes if a in ended(src, dst))
         if over:
             steps.append(AllReduce(over, kind))
-    slices: list[Step] = []
+    slices: list[DimCut] = []
     for here, there in zip(src.dims, dst.dims, strict=True):
         n = 0
         while n < min(len(here.shards), len(there.shards)) and here.shards[n] == there.shards[n]:
@@ -109,9 +110,10 @@ def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
         if here.shards[n:]:
             steps.append(AllGather(here.name, here.shards[n:]))
         if there.shards[n:]:
-            slices.append(Slice(there.name, there.shards[n:]))
+            slices.append((there.name, there.shards[n:]))
     begins = begun(src, dst)
-    return (*steps, *slices, *((Mask(begins),) if begins else ()))
+    sliced = (Slice(tuple(slices)),) if slices else ()
+    return (*steps, *sliced, *((Mask(begins),) if begins else ()))
 
 
 def _row(way: Alternative) -> tuple[str, ...]:

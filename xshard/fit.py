@@ -21,7 +21,7 @@ from xshard.cost import LOCAL, Link, Profile
 from xshard.errors import XshardError
 from xshard.mesh import Mesh
 from xshard.plan import Plan
-from xshard.steps.base import Levels
+from xshard.steps.base import Lane, Lanes
 
 Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
 _SHARED = ""  # the link of all axes, where they are not told apart
@@ -81,25 +81,25 @@ def _distance(samples: Sequence[Sample], profile: Profile) -> float:
 
 def _fit(samples: Sequence[Sample], name: str, source: str, own: bool) -> Profile:
     mesh = samples[0].plan.mesh
-    levels: Levels = (mesh.axes,)
+    lanes: Lanes = tuple(Lane(axis, mesh.size(axis)) for axis in mesh.axes)
     # What crosses which axis depends on which is slower, which the fit tells: until both agree.
     for _ in range(4):
-        rows = [_row(sample.plan, levels, own) for sample in samples]
+        rows = [_row(sample.plan, lanes, own) for sample in samples]
         columns = sorted({column for row in rows for column in row})
         A = np.array([[row[column] for column in columns] for row in rows], np.float64)
         x = _solve(A, np.array([sample.seconds for sample in samples]))
         profile = _profile(dict(zip(columns, x.tolist(), strict=True)), mesh, name, source)
-        if profile.levels(mesh) == levels:
+        if profile.lanes(mesh) == lanes:
             break
-        levels = profile.levels(mesh)
+        lanes = profile.lanes(mesh)
     return profile
 
 
-def _row(plan: Plan, levels: Levels, own: bool) -> Counter[Column]:
+def _row(plan: Plan, lanes: Lanes, own: bool) -> Counter[Column]:
     """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
     for step, before, _ in plan.stages:
-        traffic = step.traffic(before, levels)
+        traffic = step.traffic(before, lanes)
         row["copy", ""] += traffic.copied * plan.itemsize
         if step.kind not in LOCAL:
             row["launch", step.kind] += 1

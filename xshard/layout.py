@@ -6,7 +6,7 @@ layout of one shape on one mesh is a `Sharding`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -196,6 +196,19 @@ def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
                 span=found[0] if found else None,
                 hint=f"the mesh has: {mesh.describe()}",
             )
+
+
+def divided(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+    """The layout with every axis replaced by the axes it consists of, the slowest first; none drops it."""
+
+    def over(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(factor for axis in axes for factor in factors[axis])
+
+    dims = tuple(
+        replace(d, shards=tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)))
+        for d in layout.dims
+    )
+    return Layout(dims, tuple((kind, over(axes)) for kind, axes in layout.tags))
 
 
 @lru_cache(maxsize=4096)

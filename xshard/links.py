@@ -22,7 +22,7 @@ def link_between(profile: Profile, a: int, b: int) -> Link:
 def located(profile: Profile, mesh: Mesh, devices: tuple[int, ...]) -> Profile:
     """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
 
-    It is the profile itself where that is what it says already.
+    It is the profile itself where that is what it says already, and nodes end where it takes them to end.
     """
     if profile.across is None or devices == tuple(range(mesh.n_devices)):
         return profile
@@ -33,6 +33,8 @@ def located(profile: Profile, mesh: Mesh, devices: tuple[int, ...]) -> Profile:
                 if link_between(profile, devices[first], devices[other]) == profile.across:
                     links[axis] = profile.across
     links |= dict(profile.axes)
-    if all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes):
+    nodes = profile.node_devices or 1
+    in_step = all(device // nodes - devices[0] // nodes == i // nodes for i, device in enumerate(devices))
+    if in_step and all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))

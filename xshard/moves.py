@@ -2,23 +2,24 @@
 
 Decides the planner's step set. A plan touches the axes whose role differs between the two ends;
 others are pinned, so that devices along them do not wait for each other. The exception are
-replicas on a faster link than one that must be crossed: they can take shares of what crosses it.
+idle replicas that can take shares: of what must cross a slower link than theirs, and of a reduction.
 
 On small meshes the set is complete: over these axes, every collective over every group, every
 slice, permutation and exchange between any two states. On large ones it is directed: an axis is
-moved only to where the goal wants it, gathered only where the goal does not have it. The
-exchange straight to the goal is there from every state.
+moved only to where the goal wants it or out of the way, gathered only where the goal does not have
+it. The exchange straight to the goal is there from every state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from itertools import combinations, permutations, product
+from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
 
 from xshard.space import Cut, Move, Space, State
 
-# Up to this many axes and dims the step set is complete: the proof of optimality covers it.
-COMPLETE_AXES, COMPLETE_DIMS = 3, 3
+# Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
+COMPLETE_AXES, COMPLETE_DIMS, COMPLETE_DEVICES = 3, 3, 64
 # Rearrangements by permutation that are tried from one state of a large space.
 MAX_PERMUTES = 8
 
@@ -34,20 +35,22 @@ class Moves:
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
         self.usable = self._usable(start)
         small = len(self.usable) <= COMPLETE_AXES and len(space.start.shape) <= COMPLETE_DIMS
+        small = small and math.prod(space.sizes[a] for a in self.usable) <= COMPLETE_DEVICES
         self.complete = small and all(
             space.is_plain(cut) and space.is_even(i % len(space.start.shape), cut)
             for i, cut in enumerate(named)
         )
 
     def _usable(self, start: State) -> tuple[int, ...]:
-        """The axes that steps may work on: those that change, and replicas on faster links than theirs."""
+        """The axes that steps may work on: those that change, and replicas that can take shares for them."""
         space, goal = self.space, self.goal
         old, new = space.roles(start), space.roles(goal)
         changing = [a for a in {**old, **new} if old.get(a) != new.get(a)]
         changing += [a for a in range(len(space.axes)) if (a in start.sums) != (a in goal.sums)]
-        slowest = min((space.level(a) for a in changing), default=0)
+        slowest = min((space.levels(a)[0] for a in changing), default=0)
         spare = set(space.free(start)) & set(space.free(goal))
-        relief = [a for a in spare if space.level(a) > slowest]
+        ends = any(a not in goal.sums for a in start.sums)
+        relief = [a for a in spare if ends or space.levels(a)[-1] > slowest]
         return tuple(sorted({*changing, *relief}))
 
     def _free(self, state: State) -> tuple[int, ...]:
@@ -70,24 +73,41 @@ class Moves:
 
     def _slices(self, state: State) -> Iterator[Move]:
         free = self._free(state)
-        if not free:
+        if not free or not state.cuts:  # a scalar has no dims to cut
             return
+        new_cuts = self._all_new_cuts if self.complete else self._some_new_cuts
+        for new in dict.fromkeys(new_cuts(state, free)):
+            axes = [a for cut in new for a in self.space.axes_in(cut)]
+            if axes and len(set(axes)) == len(axes) and set(axes) <= set(free) and self._may_cut(state, new):
+                yield Move("slice", new, State(tuple(map(tuple.__add__, state.cuts, new)), state.sums))
+
+    def _may_cut(self, state: State, new: tuple[Cut, ...]) -> bool:
+        """A cut that the goal does not name in place is a detour, for even blocks only."""
+        return all(
+            not more or more == self._wanted(d, cut)[: len(more)] or self._evenly(d, cut, more)
+            for d, (cut, more) in enumerate(zip(state.cuts, new, strict=True))
+        )
+
+    def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
+        """What slices may add to every dim: what the goal wants first, then any free axes in any order."""
+        wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
+        yield from product(*([w[:n] for n in range(len(w), -1, -1)] for w in wanted))
+        for n in range(1, len(free) + 1):
+            ends = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
+            for order, inner in product(permutations(free, n), ends):
+                yield tuple(order[a:b] for a, b in pairwise((0, *inner, n)))
+
+    def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
+        """All that the goal wants at once; else one dim at a time."""
+        yield tuple(self._wanted(d, cut) for d, cut in enumerate(state.cuts))
         for d, cut in enumerate(state.cuts):
-            for new in dict.fromkeys(self._new_cuts(d, cut, free)):
-                if not new or not set(self.space.axes_in(new)) <= set(free):
-                    continue
-                # A cut that the goal does not name in place is a detour, for even blocks only.
-                if new == self._wanted(d, cut)[: len(new)] or self._evenly(d, cut, new):
-                    yield Move("slice", (d, new), self._with(state, d, cut + new))
+            for new in self._new_cuts(d, cut, free):
+                yield tuple(new if e == d else () for e in range(len(state.cuts)))
 
     def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
         wanted = self._wanted(d, cut)
         for n in range(len(wanted), 0, -1):
             yield wanted[:n]
-        if self.complete:
-            for n in range(1, len(free) + 1):
-                yield from permutations(free, n)
-            return
         for s in self.goal.cuts[d]:  # out of order: a permutation puts it right later
             yield (s,)
         for a in free:  # a replica's share, so that a slow link carries it once
@@ -103,13 +123,13 @@ class Moves:
                 for e, other in enumerate(state.cuts):
                     if e == d:
                         continue
-                    for new in dict.fromkeys(self._arrivals(e, other, moving)):
+                    for new in dict.fromkeys(self._arrivals(d, e, other, moving)):
                         if self._evenly(e, other, new):
                             after = self._with(self._with(state, d, cut[:-n]), e, other + new)
                             yield Move("all_to_all", (d, n, e, new), after)
 
-    def _arrivals(self, e: int, other: Cut, moving: Cut) -> Iterator[Cut]:
-        """How axes taken from one dim may cut another."""
+    def _arrivals(self, d: int, e: int, other: Cut, moving: Cut) -> Iterator[Cut]:
+        """How axes taken from dim `d` may cut dim `e`."""
         axes = sorted(self.space.axes_in(moving))
         wanted = self._wanted(e, other)
         for k in range(1, len(wanted) + 1):
@@ -117,8 +137,11 @@ class Moves:
                 yield wanted[:k]
         if self.complete:
             yield from permutations(moving)
-        elif self.space.is_plain(moving) and set(axes) <= set(self.space.axes_in(self.goal.cuts[e])):
-            yield moving
+        elif self.space.is_plain(moving):
+            # To where the goal has it; or out of the way of what is to be gathered, to come back later.
+            ends = self.goal.cuts[e], self.goal.cuts[d]
+            if any(set(axes) <= set(self.space.axes_in(cut)) for cut in ends):
+                yield moving
 
     def _reductions(self, state: State) -> Iterator[Move]:
         ending = tuple(a for a in state.sums if a not in self.goal.sums)

@@ -20,8 +20,10 @@ from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Shard
+from xshard.objective import FORWARD, check_objective, plan_backward, seconds
 from xshard.sharding import Sharding
 from xshard.steps import Scale, Step
+from xshard.steps.base import DimCut
 
 
 class Stage(NamedTuple):
@@ -39,6 +41,7 @@ class Plan:
     scale: the constant that the steps multiply by: 1/n where a mean over n ends.
     profile: the machine it is priced for; plans for two machines with the same steps differ.
     memory_limit: bytes that no device may exceed at any moment, forward or backward.
+    objective: with "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
     Raises PlanError where the steps do not lead from `src` to `dst`.
     """
 
@@ -51,8 +54,10 @@ class Plan:
     scale: Fraction = Fraction(1)
     profile: Profile = field(default_factory=lambda: load_profile("h100"), repr=False)
     memory_limit: int | None = None
+    objective: str = FORWARD
 
     def __post_init__(self) -> None:
+        check_objective(self.objective)
         reached = self.stages[-1].after if self.stages else self._normal(self.source)
         if not reached.means_the_same_as(self.target):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
@@ -61,6 +66,7 @@ class Plan:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
+        plan_backward(self)
 
     @cached_property
     def source(self) -> Sharding:
@@ -82,6 +88,12 @@ class Plan:
             here = after
         return tuple(found)
 
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the layouts name, and those whose replicas the steps make use of."""
+        layouts = self.src, self.dst, *(stage.after.layout for stage in self.stages)
+        return tuple(dict.fromkeys(a for layout in layouts for a in layout.axes))
+
     @staticmethod
     def _normal(sharding: Sharding) -> Sharding:
         return sharding.with_layout(sharding.normal)
@@ -97,8 +109,8 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Predicted seconds."""
-        return sum(p.seconds for p in self.prices)
+        """Predicted seconds, of all that the objective counts."""
+        return seconds(self)
 
     @property
     def bytes_received(self) -> int:
@@ -173,6 +185,7 @@ class Plan:
                 "scale": str(self.scale),
                 "profile": self.profile.name,
                 "memory_limit": self.memory_limit,
+                "objective": self.objective,
                 "steps": [_step_to_dict(s) for s in self.steps],
                 "after": [str(stage.after.layout) for stage in self.stages],
             },
@@ -197,6 +210,7 @@ class Plan:
                 scale=Fraction(data["scale"]),
                 profile=load_profile(data["profile"] if profile is None else profile),
                 memory_limit=data["memory_limit"],
+                objective=data["objective"],
             )
             written = data["after"]
         except PlanError:
@@ -241,11 +255,17 @@ def _shards(values: list[str]) -> tuple[Shard, ...]:
     return shards
 
 
+def _cuts(values: list[tuple[str, list[str]]]) -> tuple[DimCut, ...]:
+    return tuple((str(dim), _shards(shards)) for dim, shards in values)
+
+
 # How a field of a step is read back, by its declared type.
 _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "str": str,
     "tuple[str, ...]": lambda values: tuple(map(str, values)),
     "tuple[Shard, ...]": _shards,
+    "tuple[DimCut, ...]": _cuts,
     "Layout": Layout.parse,
     "Fraction": Fraction,
+    "int | None": lambda value: value if value is None else int(value),
 }

@@ -19,12 +19,13 @@ from xshard.cost import Profile, load_profile
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, check_axes, parse_expression
 from xshard.mesh import Mesh
+from xshard.objective import FORWARD
 from xshard.overlapped import overlaps
 from xshard.plan import Plan
 from xshard.search import Search
 from xshard.sharding import Sharding
 from xshard.space import Space
-from xshard.steps import AllGather, AllReduce, Exchange, Permute, Retag, Scale, Step
+from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
 from xshard.steps.base import axes_of, with_tag, without_tags
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def plan(
     *,
     profile: str | Path | Profile = "h100",
     memory_limit: int | None = None,
+    objective: str = FORWARD,
 ) -> Plan: ...
 
 
@@ -59,6 +61,7 @@ def plan(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     memory_limit: int | None = None,
+    objective: str = FORWARD,
 ) -> Plan | TransferPlan: ...
 
 
@@ -75,11 +78,15 @@ def plan(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     memory_limit: int | None = None,
+    objective: str = FORWARD,
 ) -> Plan | TransferPlan:
     """`"layout -> layout"` for an array of global `shape` -> the cheapest plan.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
     memory_limit: bytes that no device may exceed at any moment.
+    objective: "forward" plans the move; its gradient is planned on its own when it is asked for.
+    "forward+backward" plans both now: `cost` is the seconds of both, both obey the limit, and what they share
+    (how devices are relabelled) is decided by the sum.
 
     src_mesh, dst_mesh, instead of `mesh`: the left layout is on the one, the right on the other.
     src_devices, dst_devices: the number of every device, in the order of its mesh; 0, 1, 2, ... by
@@ -89,11 +96,15 @@ def plan(
     Over the same devices in the same order the result is a `Plan` on the coarsest mesh that refines
     both, whose axes it prints; where there is none, and over other devices, it is a `TransferPlan`.
 
-    Raises MeshError, NotationError, ShapeError, DtypeError; PlanError where no plan fits the limit.
+    Raises MeshError, NotationError, ShapeError, DtypeError; PlanError where no plan fits the limit;
+    LinearityError for the gradient of a max or min, which is no plan.
 
     >>> p = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))
     >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
     (['all_to_all s/cp -> c/cp'], True)
+    >>> both = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8), objective="forward+backward")
+    >>> both.cost == p.cost + p.backward.cost
+    True
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
@@ -110,9 +121,12 @@ def plan(
             relabel=relabel,
             profile=profile,
             memory_limit=memory_limit,
+            objective=objective,
         )
     lengths = _lengths(shape)
-    return _plan(expression, mesh, lengths, tuple(map(type, lengths)), dtype, profile, memory_limit)
+    return _plan(
+        *(expression, mesh, lengths, tuple(map(type, lengths)), dtype, profile, memory_limit, objective)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -124,15 +138,17 @@ def _plan(
     dtype: object,
     profile: str | Path | Profile,
     memory_limit: int | None,
+    objective: str,
 ) -> Plan:
     src, dst, text = sides(expression)
     for layout in (src, dst):
         check_axes(layout, mesh, text)
     try:
         Sharding(src, mesh, shape)  # a wrong shape is found before the cache of plans is asked
-        return find_plan(
+        found = find_plan(
             src, dst, mesh, shape, dtypes.name_of(dtype), load_profile(profile), memory_limit=memory_limit
         )
+        return found if objective == FORWARD else replace(found, objective=objective)
     except ShapeError as error:
         raise ShapeError(error.reason, text=text, hint=error.hint) from None
 
@@ -238,6 +254,8 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     no step settles is retagged at the end, where no data moves.
     """
     wanted = goal.layout.tagged("copy")
+    if not wanted and not start.layout.tagged("copy"):
+        return tuple(steps)
     here, result = start, []
     for i, step in enumerate(steps):
         later = {a for s in steps[i + 1 :] for a in _consumed(s)}
@@ -260,9 +278,10 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
 
 def _consumed(step: Step) -> tuple[str, ...]:
     """Axes that a step takes out of replicas or copies."""
-    shards = getattr(step, "shards", ())
-    if step.kind in ("slice", "embed"):
-        return axes_of(shards)
-    if step.kind == "mask":
-        return tuple(getattr(step, "axes", ()))
+    if isinstance(step, Slice):
+        return tuple(axis for _, shards in step.cuts for axis in axes_of(shards))
+    if isinstance(step, Embed):
+        return axes_of(step.shards)
+    if isinstance(step, Mask):
+        return step.axes
     return step.to.axes if isinstance(step, Exchange | Permute) else ()

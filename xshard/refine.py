@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from xshard.cost import Link, Profile
-from xshard.layout import Layout
+from xshard.layout import Layout, divided
 from xshard.mesh import Mesh
 
 # Axis -> the factor axes it consists of, the slowest first; none for an axis of size 1.
@@ -27,11 +27,11 @@ class Refinement:
 
     def source(self, layout: Layout) -> Layout:
         """A layout on the source's mesh -> the same layout on the refined one."""
-        return _refined(layout, dict(self.src))
+        return divided(layout, dict(self.src))
 
     def target(self, layout: Layout) -> Layout:
         """A layout on the destination's mesh -> the same layout on the refined one."""
-        return _refined(layout, dict(self.dst))
+        return divided(layout, dict(self.dst))
 
     def profile(self, profile: Profile) -> Profile:
         """A profile with links named by the factors of the axes it names; of two, the slower counts."""
@@ -87,14 +87,3 @@ def _spans(mesh: Mesh) -> list[tuple[str, int, int]]:
             found.append((axis, parts, parts * size))
         parts *= size
     return found
-
-
-def _refined(layout: Layout, factors: dict[str, tuple[str, ...]]) -> Layout:
-    def over(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(factor for axis in axes for factor in factors[axis])
-
-    dims = tuple(
-        replace(d, shards=tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)))
-        for d in layout.dims
-    )
-    return Layout(dims, tuple((kind, over(axes)) for kind, axes in layout.tags))

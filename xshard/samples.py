@@ -113,7 +113,7 @@ def _steps(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
 def _copies(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
     """Steps that only copy."""
     cut = tuple(Shard((a,)) for a in group)
-    yield _layout(), _layout((), group), Slice("d", cut)
+    yield _layout(), _layout((), group), Slice((("d", cut),))
     yield _layout((), group), _layout(sums=group), Embed("d", cut)
 
 

@@ -20,14 +20,14 @@ from xshard.space import Move, Space, State
 from xshard.steps import Step
 from xshard.units import format_bytes
 
-# How many states a search may settle before it takes the best path it has found: a guard for
-# meshes of many axes. Complete spaces are smaller.
-MAX_SETTLED = 150
+# How many states a search of a directed space may settle before it takes the best path it has found.
+# Complete spaces are searched to the end.
+MAX_SETTLED = 24
 
 Rank = tuple[float, int]  # seconds, then plainness: what paths are compared by
 
 
-class _Path(NamedTuple):
+class Path(NamedTuple):
     """Moves made so far and what they cost."""
 
     seconds: float
@@ -38,6 +38,17 @@ class _Path(NamedTuple):
     @property
     def rank(self) -> Rank:
         return round(self.seconds, 15), self.plainness
+
+
+class Left(NamedTuple):
+    """What any path from a state must still spend: seconds in all, and of these for what arrives.
+
+    is_exact: an exchange straight to the goal receives no more than that is for.
+    """
+
+    seconds: float
+    arrives: float
+    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,11 @@ class Search:
     scaled: int = 0
 
     def best_path(self) -> tuple[Step, ...]:
-        """The steps of the cheapest path within the memory limit. Raises PlanError where none fits."""
+        """The steps of the cheapest path. Raises PlanError where none stays within the memory limit."""
+        return tuple(self.space.step(move, state) for state, move in self.path().moves)
+
+    def path(self) -> Path:
+        """The cheapest path within the memory limit. Raises PlanError where none fits."""
         path = self._search()
         if path is None and not self.exchanges:
             raise PlanError("no path of collectives leads there")
@@ -64,7 +79,7 @@ class Search:
                 f"no plan stays within {format_bytes(self.memory_limit or 0)} per device",
                 hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
             )
-        return tuple(self.space.step(move, state) for state, move in path.moves)
+        return path
 
     @cached_property
     def _largest(self) -> int:
@@ -74,25 +89,28 @@ class Search:
     @cached_property
     def _least_step(self) -> float:
         """Seconds that any step with communication takes, at least."""
-        return min((s for _, s in self.space.profile.launch_s), default=0.0) + self._least_latency
+        return self._least_launch + self._least_latency
+
+    @cached_property
+    def _least_launch(self) -> float:
+        return min((s for _, s in self.space.profile.launch_s), default=0.0)
 
     @cached_property
     def _fastest(self) -> float:
         """Bytes per second of the fastest link."""
-        profile, mesh = self.space.profile, self.space.start.mesh
-        return max((profile.link(a, mesh).bytes_per_s for a in mesh.axes), default=1.0)
+        return max((link.bytes_per_s for link in self.space.fabric.links), default=1.0)
 
-    def _search(self) -> _Path | None:
+    def _search(self) -> Path | None:
         space, moves = self.space, Moves(self.space)
         start, goal = space.state(space.start.layout), moves.goal
-        best: _Path | None = None
+        best: Path | None = None
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
         held = max(space.block(start), self.scaled)
         if self.memory_limit is not None and held * space.itemsize > self.memory_limit:
             return None
-        queue = [((0.0, 0), next(tie), start, _Path(0.0, 0, held, ()))]
+        queue = [((0.0, 0), next(tie), start, Path(0.0, 0, held, ()))]
         while queue:
             estimate, _, state, path = heapq.heappop(queue)
             if best is not None and estimate >= best.rank:
@@ -103,7 +121,7 @@ class Search:
                 best = path
                 continue
             settled.add(state)
-            if best is not None and len(settled) > MAX_SETTLED:
+            if best is not None and not moves.complete and len(settled) > MAX_SETTLED:
                 break
             for move in self._moves(moves, state, path, best):
                 longer = self._extended(path, state, move, best)
@@ -121,7 +139,7 @@ class Search:
                     heapq.heappush(queue, (guess, next(tie), move.after, longer))
         return best
 
-    def _moves(self, moves: Moves, state: State, path: _Path, best: _Path | None) -> Iterator[Move]:
+    def _moves(self, moves: Moves, state: State, path: Path, best: Path | None) -> Iterator[Move]:
         """The moves from a state, the direct exchange first: it bounds all others."""
         if not self.exchanges:
             yield from moves.collectives(state)
@@ -137,20 +155,21 @@ class Search:
 
     @cached_property
     def _least_latency(self) -> float:
-        profile, mesh = self.space.profile, self.space.start.mesh
-        return min((profile.link(a, mesh).latency_s for a in mesh.axes), default=0.0)
+        return min((link.latency_s for link in self.space.fabric.links), default=0.0)
 
     @cached_property
     def _least_exchange(self) -> float:
         """Seconds that an exchange takes before the first byte has come."""
         return self.space.profile.launch("exchange") + self._least_latency
 
-    def _extended(self, path: _Path, state: State, move: Move, best: _Path | None) -> _Path | None:
+    def _extended(self, path: Path, state: State, move: Move, best: Path | None) -> Path | None:
         """The path with a move added, unless it holds too much or cannot beat the best."""
         if self.space.block(move.after) > self._largest:
             return None
-        if best is not None and path.seconds + self._least(move, state) > best.seconds:
-            return None
+        if best is not None:
+            least = path.seconds + self._least(move, state)
+            if least > best.seconds or least + self._remaining(move.after) > best.seconds:
+                return None
         if move.kind == "permute" and not self._permutes(state, move.after):
             return None
         price = self.space.price(move, state)
@@ -158,7 +177,7 @@ class Search:
             return None
         # Among equals the plainer path wins: local moves, then collectives, then exchanges.
         plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
-        return _Path(
+        return Path(
             path.seconds + price.seconds,
             path.plainness + plainness,
             max(path.held, price.held),
@@ -166,14 +185,25 @@ class Search:
         )
 
     def _least(self, move: Move, state: State) -> float:
-        """Seconds that a move and all after it take, at least: known without pricing the move."""
-        left = self._remaining(move.after)
+        """Seconds that a move takes, at least: known without pricing it."""
         if move.kind in LOCAL:
-            return left
+            return 0.0
         if move.kind != "exchange":
-            return left + self._least_step
-        received = self.space.flat_received(state, move.after)
-        return left + self._least_exchange + received * self.space.itemsize / self._fastest
+            return self._least_step
+        if set(move.after.sums) - set(state.sums):
+            return self._least_exchange  # what is not contributed is not sent
+        # It packs and unpacks all of the new block, and brings what the old one has no room for.
+        before, after = self.space.block(state), self.space.block(move.after)
+        here, there = self._left(state), self._left(move.after)
+        arrives = max(0, after - before) / self._fastest * self.space.itemsize
+        if here.is_exact and there.is_exact:
+            # What must come from here to the goal comes now or is left to come.
+            arrives = max(arrives, here.arrives - there.arrives)
+        return (
+            self._least_exchange
+            + arrives
+            + 2 * after * self.space.itemsize / self.space.profile.copy_bytes_per_s
+        )
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether blocks of the one are blocks of the other: known for even cuts, looked up for others."""
@@ -193,8 +223,27 @@ class Search:
 
     def _remaining(self, state: State) -> float:
         """Seconds that any path from a state must still spend."""
-        received = self.space.least_received(state)
-        return self._least_step + received * self.space.itemsize / self._fastest if received else 0.0
+        return self._left(state).seconds
+
+    def _left(self, state: State) -> Left:
+        known = self._lefts.get(state)
+        if known is None:
+            known = self._lefts[state] = self._new_left(state)
+        return known
+
+    def _new_left(self, state: State) -> Left:
+        space, links = self.space, self.space.fabric.links
+        (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
+        if not received:
+            return Left(0.0, 0.0, is_exact)
+        # A device that receives much over the slowest links may be another than the busiest of all.
+        waits = links[0].latency_s if crossing else self._least_latency
+        arrives = max(received / self._fastest, crossing / links[0].bytes_per_s) * space.itemsize
+        return Left(self._least_launch + waits + arrives, arrives, is_exact)
+
+    @cached_property
+    def _lefts(self) -> dict[State, Left]:
+        return {}
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""

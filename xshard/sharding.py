@@ -59,7 +59,7 @@ class Sharding:
         return Sharding, (self.layout, self.mesh, self.shape)
 
     def with_layout(self, layout: Layout) -> Sharding:
-        return replace(self, layout=layout)
+        return Sharding(layout, self.mesh, self.shape)
 
     def dim_index(self, name: str) -> int:
         return self.layout.names.index(name)

@@ -7,35 +7,23 @@ move between two states costs. The formulas are those of the steps. Knows no str
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from xshard import dtypes
-from xshard.cost import Profile
+from xshard.cost import Fabric, Profile
 from xshard.layout import Layout
+from xshard.move_rules import STEPS, TRAFFIC
 from xshard.notation import Dim, Shard
 from xshard.ownership import block_length
-from xshard.sharding import Cuts, Sharding
-from xshard.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Embed,
-    Exchange,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-    Traffic,
-)
-from xshard.steps.all_to_all import all_to_all_traffic
-from xshard.steps.exchange import even_traffic
-from xshard.steps.gather import gather_traffic
-from xshard.steps.permute import permute_traffic
-from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
+from xshard.sharding import Sharding
+from xshard.steps import Exchange, Step, Traffic
+from xshard.steps.base import Lanes
+from xshard.steps.digits import LaneCuts, digit_traffic, node_lack
+from xshard.steps.nearby import MAX_PAIRED
+from xshard.steps.reach import lanes_by_axis
 
 Cut = tuple[int, ...]  # the cuts of one dim, outermost first, as indices into `Space.shards`
 
@@ -105,8 +93,15 @@ class Space:
         return kinds[0] if kinds else "sum"
 
     @cached_property
-    def levels(self) -> tuple[tuple[str, ...], ...]:
-        return self.profile.levels(self.start.mesh)
+    def fabric(self) -> Fabric:
+        return self.profile.fabric(self.start.mesh)
+
+    @cached_property
+    def nodes(self) -> int | None:
+        """Devices of a node, where exchanges have to look for near senders."""
+        mesh = self.start.mesh
+        splits = mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(mesh)
+        return self.profile.node_devices if splits else None
 
     def state(self, layout: Layout) -> State:
         """A layout of this space -> its state."""
@@ -168,23 +163,37 @@ class Space:
     def price(self, move: Move, state: State) -> Price:
         """What a move from a state costs."""
         before, after = self.block(state), self.block(move.after)
-        traffic = _TRAFFIC[move.kind](self, move, state, before, after)
+        traffic = TRAFFIC[move.kind](self, move, state, before, after)
         held = before + after + (traffic.copied if traffic.hops else 0)
-        seconds = self.profile.seconds(move.kind, traffic, self.itemsize, self.start.mesh)
+        seconds = self.fabric.seconds(move.kind, traffic, self.itemsize)
         return Price(seconds, traffic.received, held)
 
-    def least_received(self, state: State) -> int:
-        """Fewest elements that the busiest device must receive on any path from a state to the goal."""
+    def least_received(self, state: State) -> tuple[int, bool]:
+        """Fewest elements that the busiest device must receive on any path from a state to the goal.
+
+        And whether an exchange straight there receives just as many.
+        """
         goal = self.goal_state
         if state.sums != goal.sums:
-            return 0
-        traffic = self._even_exchange(state, goal) or self._exchange_traffic(state, goal)
-        return traffic.received
+            return 0, False
+        even = self._even_exchange(state, goal)
+        if even is not None:
+            return even.received, True
+        # Uneven blocks have to be looked at one by one: too slow for a bound.
+        return max(0, self.block(goal) - self.block(state)), False
 
-    def flat_received(self, state: State, after: State) -> int:
-        """Elements that an exchange receives, where that is known without looking at devices; else 0."""
-        traffic = self._even_exchange(state, after)
-        return traffic.received if traffic else 0
+    def least_crossing(self, state: State) -> float:
+        """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
+        cuts = self._lane_cuts(state), self._lane_cuts(self.goal_state)
+        several = len(self.fabric.links) > 1 and self.nodes is None
+        if not several or state.sums != self.goal_state.sums or cuts[0] is None or cuts[1] is None:
+            return 0.0
+        near = math.prod(lane.size for lane in self.fabric.lanes if lane.level)
+        return node_lack(self.start.shape, cuts[0], cuts[1]) / near
+
+    def even_received(self, state: State, after: State) -> Traffic | None:
+        """Traffic of an exchange, where that is known without looking at devices."""
+        return None if self.nodes else self._even_exchange(state, after)
 
     @cached_property
     def goal_state(self) -> State:
@@ -192,7 +201,7 @@ class Space:
 
     def step(self, move: Move, state: State) -> Step:
         """A move -> the step that it stands for."""
-        return _STEPS[move.kind](self, move, state)
+        return STEPS[move.kind](self, move, state)
 
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.axes[a] for a in axes)
@@ -200,19 +209,17 @@ class Space:
     def cut_by(self, cut: Iterable[int]) -> tuple[Shard, ...]:
         return tuple(self.shards[s] for s in cut)
 
-    def group(self, axes: Iterable[int]) -> list[tuple[str, int]]:
-        """Axes with their sizes, the slowest link first."""
-        return [(self.axes[a], self.sizes[a]) for a in sorted(axes, key=lambda a: (self.level(a), a))]
+    def group(self, axes: Iterable[int]) -> Lanes:
+        """The lanes of some axes, the slowest first."""
+        names = {self.axes[a] for a in axes}
+        return tuple(lane for lane in self.fabric.lanes if lane.axis in names)
 
-    def level(self, axis: int) -> int:
-        """How fast the link of an axis is, 0 for the slowest."""
-        return self._level_of[axis]
+    def levels(self, axis: int) -> tuple[int, ...]:
+        """How fast the links along an axis are, the slowest first, 0 for the slowest of the mesh."""
+        return tuple(lane.level for lane in self.group((axis,)))
 
-    @cached_property
-    def _level_of(self) -> tuple[int, ...]:
-        return tuple(next(i for i, axes in enumerate(self.levels) if a in axes) for a in self.axes)
-
-    def _exchange_traffic(self, state: State, after: State) -> Traffic:
+    def exchange_traffic(self, state: State, after: State) -> Traffic:
+        """What an exchange between two states moves."""
         known = self._exchanges.get((state, after))
         if known is None:
             known = self._exchanges[state, after] = self._new_exchange_traffic(state, after)
@@ -223,38 +230,42 @@ class Space:
         return {}
 
     def _new_exchange_traffic(self, state: State, after: State) -> Traffic:
-        traffic = self._even_exchange(state, after) if len(self.levels) < 2 else None
-        if traffic is not None:
-            return traffic
+        even = self.even_received(state, after)
+        if even is not None:
+            return even
         before = self.start.with_layout(self.layout(state))
-        return Exchange(self.layout(after)).traffic(before, self.levels)
+        return self.exchange(self.layout(after), before.layout).traffic(before, self.fabric.lanes)
+
+    def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
+        """The exchange to a layout from another, by default the start: with near senders where it matters."""
+        here = self.start.layout if frm is None else frm
+        return Exchange(to, self.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
 
     def _even_exchange(self, state: State, after: State) -> Traffic | None:
-        """Traffic of an exchange over one kind of link, where no device has to be looked at."""
-        if (state, after) not in self._evens:
-            src, dst = self._sized(state), self._sized(after)
-            found = None
-            if src is not None and dst is not None and not set(after.sums) - set(state.sums):
-                addends = [(self.axes[a], self.sizes[a]) for a in state.sums if a not in after.sums]
-                found = even_traffic(self.start.shape, src, dst, addends)
-            self._evens[state, after] = found
-        return self._evens[state, after]
+        src, dst = self._lane_cuts(state), self._lane_cuts(after)
+        if src is None or dst is None or set(after.sums) - set(state.sums):
+            return None
+        addends = [lane for a in state.sums if a not in after.sums for lane in self._axis_lanes[a]]
+        return digit_traffic(self.start.shape, src, dst, addends)
 
     @cached_property
-    def _evens(self) -> dict[tuple[State, State], Traffic | None]:
-        return {}
+    def _axis_lanes(self) -> tuple[Lanes, ...]:
+        """The lanes of every axis, the outermost first."""
+        found = lanes_by_axis(self.start.mesh, self.fabric.lanes)
+        return tuple(found[axis] for axis in self.axes)
 
-    def _sized(self, state: State) -> Cuts | None:
-        """The axes that cut every dim, with sizes; None where a cut is uneven or not contiguous."""
-        if state not in self._known_sized:
-            even = all(self.is_plain(c) and self.is_even(d, c) for d, c in enumerate(state.cuts))
-            self._known_sized[state] = (
-                tuple(tuple((self.axes[s], self.sizes[s]) for s in c) for c in state.cuts) if even else None
+    def _lane_cuts(self, state: State) -> LaneCuts | None:
+        """The lanes that cut every dim; None where a cut is uneven or not contiguous."""
+        cuts = state.cuts
+        if cuts not in self._known_cuts:
+            even = all(self.is_plain(c) and self.is_even(d, c) for d, c in enumerate(cuts))
+            self._known_cuts[cuts] = (
+                tuple(tuple(lane for s in c for lane in self._axis_lanes[s]) for c in cuts) if even else None
             )
-        return self._known_sized[state]
+        return self._known_cuts[cuts]
 
     @cached_property
-    def _known_sized(self) -> dict[State, Cuts | None]:
+    def _known_cuts(self) -> dict[tuple[Cut, ...], LaneCuts | None]:
         return {}
 
     def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
@@ -265,86 +276,3 @@ class Space:
             for i, s in enumerate(cut)
             for a in self.shard_axes[s]
         }
-
-
-def _gathered(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    dim, n = move.data
-    assert isinstance(dim, int) and isinstance(n, int)
-    cut = state.cuts[dim][-n:]
-    return gather_traffic(before, space.group(space.axes_in(cut)), dim == 0 and _in_order(space, cut))
-
-
-def _all_reduced(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return all_reduce_traffic(before, space.group(_cut(move.data[0])))
-
-
-def _reduce_scattered(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    dim, cut = move.data[0], _cut(move.data[1])
-    group = space.group(space.axes_in(cut))
-    return reduce_scatter_traffic(before, group, dim == 0 and _in_order(space, cut))
-
-
-def _moved(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return all_to_all_traffic(before, space.group(space.axes_in(_cut(move.data[3]))))
-
-
-def _permuted(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    old, new = space.roles(state), space.roles(move.after)
-    return permute_traffic(before, space.group(a for a in {**old, **new} if old.get(a) != new.get(a)))
-
-
-def _exchanged(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return space._exchange_traffic(state, move.after)
-
-
-def _local(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return Traffic(copied=after)
-
-
-def _in_order(space: Space, cut: Cut) -> bool:
-    return all(space.shards[s].order == "block" for s in cut)
-
-
-def _cut(data: int | Cut) -> Cut:
-    assert isinstance(data, tuple)
-    return data
-
-
-def _dim(space: Space, index: int | Cut) -> str:
-    assert isinstance(index, int)
-    return space.start.layout.names[index]
-
-
-def _suffix(space: Space, state: State, move: Move) -> tuple[Shard, ...]:
-    dim, n = move.data[:2]
-    assert isinstance(dim, int) and isinstance(n, int)
-    return space.cut_by(state.cuts[dim][-n:])
-
-
-_TRAFFIC: dict[str, Callable[[Space, Move, State, int, int], Traffic]] = {
-    "all_gather": _gathered,
-    "all_reduce": _all_reduced,
-    "reduce_scatter": _reduce_scattered,
-    "all_to_all": _moved,
-    "permute": _permuted,
-    "exchange": _exchanged,
-    "slice": _local,
-    "embed": _local,
-    "mask": _local,
-}
-
-# Data of a move by kind:  all_gather, embed: dim, number of cuts.  slice, reduce_scatter: dim, cuts.
-# all_to_all: dim, number of cuts, dim, cuts.  all_reduce, mask: axes.  permute, exchange: nothing.
-_STEPS: dict[str, Callable[[Space, Move, State], Step]] = {
-    "all_gather": lambda s, m, at: AllGather(_dim(s, m.data[0]), _suffix(s, at, m)),
-    "all_reduce": lambda s, m, at: AllReduce(s.names(_cut(m.data[0])), s.op),
-    "reduce_scatter": lambda s, m, at: ReduceScatter(_dim(s, m.data[0]), s.cut_by(_cut(m.data[1])), s.op),
-    "all_to_all": lambda s, m, at: AllToAll(
-        _dim(s, m.data[0]), _suffix(s, at, m), _dim(s, m.data[2]), s.cut_by(_cut(m.data[3]))
-    ),
-    "permute": lambda s, m, at: Permute(s.layout(m.after)),
-    "exchange": lambda s, m, at: Exchange(s.layout(m.after)),
-    "slice": lambda s, m, at: Slice(_dim(s, m.data[0]), s.cut_by(_cut(m.data[1]))),
-    "embed": lambda s, m, at: Embed(_dim(s, m.data[0]), _suffix(s, at, m)),
-    "mask": lambda s, m, at: Mask(s.names(_cut(m.data[0]))),
-}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from xshard.objective import FORWARD, Weighed, seconds
 from xshard.sharding import Sharding
 from xshard.units import format_bytes, format_seconds
 
@@ -75,10 +76,18 @@ def total(plan: Plan) -> str:
         else "the bound is 0 B"
     )
     text = (
-        f"received {format_bytes(plan.bytes_received)} ({ratio}), {format_seconds(plan.cost)}, "
+        f"received {format_bytes(plan.bytes_received)} ({ratio}), {seconds_text(plan)}, "
         f"peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
     )
     return text if plan.stages else f"nothing to do: the layouts mean the same; {text}"
+
+
+def seconds_text(plan: Weighed) -> str:
+    """The predicted time; of both passes and of each, where both count."""
+    total = format_seconds(seconds(plan))
+    if plan.objective == FORWARD:
+        return total
+    return f"{total} with the backward's {format_seconds(seconds(plan.backward))}"
 
 
 def shape_text(sharding: Sharding) -> str:

@@ -19,6 +19,7 @@ from xshard.errors import MeshError, PlanError, XshardError
 from xshard.layout import Layout
 from xshard.links import located
 from xshard.mesh import Mesh
+from xshard.objective import FORWARD, check_objective, plan_backward, seconds
 from xshard.plan import Plan
 from xshard.sharding import Sharding
 from xshard.shared import have_same_blocks, received_elements
@@ -33,7 +34,7 @@ class TransferPlan:
     src_devices, dst_devices: the number of every device, in the order of its mesh. Equal numbers are
     one device; of `relabel=True`, `dst_devices` is the permutation.
     src_plan, dst_plan: what is done at either end, before and after the transfer; None for nothing.
-    scale, profile, memory_limit: as in a `Plan`.
+    scale, profile, memory_limit, objective: as in a `Plan`.
     Raises MeshError for devices that do not fit, PlanError where the parts do not fit together.
 
     >>> from xshard import plan
@@ -55,8 +56,10 @@ class TransferPlan:
     scale: Fraction = Fraction(1)
     profile: Profile = field(default_factory=lambda: load_profile("h100"), repr=False)
     memory_limit: int | None = None
+    objective: str = FORWARD
 
     def __post_init__(self) -> None:
+        check_objective(self.objective)
         check_devices("source", self.src_mesh, self.src_devices)
         check_devices("destination", self.dst_mesh, self.dst_devices)
         for inner, outer in ((self._sent, self.source), (self._arrived, self.target)):
@@ -76,6 +79,7 @@ class TransferPlan:
                 f"'{self.dst}' holds a max or min over {', '.join(kept)}, which no transfer brings there",
                 hint=f"reduce it: write copy({','.join(kept)})",
             )
+        plan_backward(self)
 
     @cached_property
     def source(self) -> Sharding:
@@ -125,8 +129,8 @@ class TransferPlan:
 
     @property
     def cost(self) -> float:
-        """Predicted seconds."""
-        return sum(p.seconds for p in self.prices)
+        """Predicted seconds, of all that the objective counts."""
+        return seconds(self)
 
     @property
     def bytes_received(self) -> int:
@@ -184,6 +188,7 @@ class TransferPlan:
                 "scale": str(self.scale),
                 "profile": self.profile.name,
                 "memory_limit": self.memory_limit,
+                "objective": self.objective,
             },
             indent=1,
         )
@@ -215,6 +220,7 @@ class TransferPlan:
                 scale=Fraction(data["scale"]),
                 profile=machine,
                 memory_limit=data["memory_limit"],
+                objective=data["objective"],
                 **plans,
             )
         except XshardError as error:

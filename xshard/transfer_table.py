@@ -71,5 +71,5 @@ def _total(plan: TransferPlan) -> str:
     sent = plan.transfer.sent * plan.itemsize if plan.transfer else 0
     return (
         f"received {format_bytes(plan.bytes_received)} ({ratio}), sent between meshes {format_bytes(sent)}, "
-        f"{format_seconds(plan.cost)}, peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
+        f"{table.seconds_text(plan)}, peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,46 +11,13 @@ from numpy.typing import NDArray
 
 import xshard as xs
 from planning.cases import Case
-from planning.traffic import step_flow
-from xshard.steps import Exchange
+from xshard import bounds
 
 
 def total_elements(case: Case) -> int:
-    """Elements that all devices together must receive.
-
-    Where a sum of n addends ends in m copies, every element takes n-1 + m-1 messages: n-1 until some
-    device has the whole sum, and one more to every other owner, each of which is complete later.
-    One more again where no owner of the element holds an addend of it: then either the first to
-    complete is no owner, or it had all n addends sent. Once for every addend of the sums that stay.
-    Where no sum ends, it is what each device lacks, as a direct exchange sends it.
-    """
-    mesh, kept = case.mesh, case.dst.tagged("sum")
-    ended = [a for a in case.src.tagged("sum") if a not in kept]
-    if not ended:
-        before = xs.Sharding(case.src, mesh, case.shape)
-        return int(step_flow(Exchange(case.dst), before, mesh.n_devices).devices.sum())
-    cut = [a for dim in case.dst.dims for a in dim.axes]
-    copies = mesh.n_devices // mesh.size(*cut, *kept)
-    messages = mesh.size(*kept) * math.prod(case.shape) * (mesh.size(*ended) + copies - 2)
-    return messages + sum(_strange(case, fibre) for fibre in _fibres(mesh, kept))
-
-
-def _fibres(mesh: xs.Mesh, axes: Sequence[str]) -> list[list[int]]:
-    """The devices with the same coordinates along the axes, for all coordinates."""
-    fibres: dict[int, list[int]] = {}
-    for device in range(mesh.n_devices):
-        fibres.setdefault(mesh.index(device, axes), []).append(device)
-    return list(fibres.values())
-
-
-def _strange(case: Case, devices: Sequence[int]) -> int:
-    """Elements that none of the devices holds at both ends."""
-    ends = [xs.Sharding(end, case.mesh, case.shape) for end in (case.src, case.dst)]
-    grid = Grid.of(ends)
-    met = np.zeros(grid.shape, bool)
-    for device in devices:
-        met |= grid.covered(ends[0], [device]) & grid.covered(ends[1], [device])
-    return grid.volume(~met)
+    """Elements that all devices together must receive."""
+    src, dst = (xs.Sharding(end, case.mesh, case.shape) for end in (case.src, case.dst))
+    return bounds.total_elements(src.with_layout(src.normal), dst.with_layout(dst.normal))
 
 
 def nodes_are_aligned(mesh: xs.Mesh, node_devices: int) -> bool:

@@ -115,7 +115,7 @@ def _permuted(step: Permute, before: xs.Sharding, node_devices: int, flow: Flow)
 def _exchanged(step: Exchange, before: xs.Sharding, node_devices: int, flow: Flow) -> None:
     after = step.after(before)
     for device in range(before.mesh.n_devices):
-        for message in messages_to(before, after, device):
+        for message in messages_to(before, after, device, step.node_devices):
             _send(flow, message.src, device, message.size, node_devices)
 
 

@@ -62,6 +62,12 @@ EXCHANGES = (
     ("n d -> n d | sum(a)", "a=4", (5, 2)),
     ("() -> () | sum(a)", "a=4", ()),
 )
+# Replicas in the receiver's node of three devices are the senders.
+NEAR = (
+    ("n/b d -> n/a d", "a=4,b=2", (8, 2)),
+    ("n/b d/a -> n d", "a=2,b=4", (7, 3)),
+    ("n/zigzag(b) d -> n d/a", "a=2,b=2", (9, 4)),
+)
 
 
 def plans():
@@ -72,6 +78,9 @@ def plans():
     for expression, mesh, shape in EXCHANGES:
         src, dst = xs.parse_expression(expression)
         yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst),))
+    for expression, mesh, shape in NEAR:
+        src, dst = xs.parse_expression(expression)
+        yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst, 3),))
     yield from map(random_plan, range(12))
 
 

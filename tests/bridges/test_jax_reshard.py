@@ -112,6 +112,18 @@ def test_partial_sums_on_explicit_meshes() -> None:
 
 
 @in_jax
+def test_idle_replicas_take_shares_of_a_sum() -> None:
+    """The plan uses an axis that the expression does not name: its replicas are the same values."""
+    plan = xs.plan("n d | sum(b) -> n d", xs.Mesh(a=2, b=4), X.shape, profile="bandwidth")
+    assert "a" in plan.axes
+    with jax.set_mesh(mesh("explicit")):
+        addends = xj.reshard(jax.reshard(X, P(None, None)), "n d -> n d | sum(b)")
+        whole = xj.reshard(addends, "n d | sum(b) -> n d", profile="bandwidth")
+        assert np.array_equal(whole, X)
+        assert jax.typeof(whole).sharding.spec == P(None, None)
+
+
+@in_jax
 def test_errors() -> None:
     x = on("auto", "a", "b")
     with pytest.raises(xs.ShapeError, match="the array is not sharded as 'n/b d' says in 'n/b d -> n d'"):

@@ -74,6 +74,16 @@ for text in (
     plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2), (7, 5), "float32", (Exchange(dst),))
     TASKS[f"exchange {text}"] = make_task(plan)
 
+# Exchanges whose senders are replicas in the receiver's node, of three devices.
+for text, mesh in (
+    ("n/b d -> n/a d", "a=4,b=2"),
+    ("n/b d/a -> n d", "a=2,b=4"),
+    ("n/zigzag(b) d -> n d/a", "a=2,b=2"),
+):
+    src, dst = xs.parse_expression(text)
+    plan = xs.Plan(src, dst, xs.Mesh.parse(mesh), (9, 4), "float32", (Exchange(dst, 3),))
+    TASKS[f"near exchange {text} on {mesh}"] = make_task(plan)
+
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:

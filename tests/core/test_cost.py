@@ -31,7 +31,7 @@ GOOD = {
 
 
 def test_a_step_pays_its_launch_its_messages_its_bytes_and_its_copies():
-    traffic = Traffic(5000, 700, (Hop("dp", 1000, 1), Hop("tp", 4000, 3)))
+    traffic = Traffic(5000, 700, (Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)))
     over_dp = 1 * 1e-5 + 1000 * 2 / 1e9
     over_tp = 3 * 1e-6 + 4000 * 2 / 1e11
     copied = 700 * 2 / 1e12
@@ -44,15 +44,20 @@ def test_a_local_step_pays_its_copies_only():
 
 
 def test_levels_are_links_the_slowest_first():
-    assert MACHINE.levels(xs.Mesh(tp=4, dp=2, pp=3)) == (("dp", "pp"), ("tp",))
-    assert xs.load_profile("bandwidth").levels(MESH) == (("dp", "tp"),)
+    lanes = MACHINE.lanes(xs.Mesh(tp=4, dp=2, pp=3))
+    assert [(lane.axis, lane.size, lane.level) for lane in lanes] == [
+        ("dp", 2, 0),
+        ("pp", 3, 0),
+        ("tp", 4, 1),
+    ]
+    assert {lane.level for lane in xs.load_profile("bandwidth").lanes(MESH)} == {0}
 
 
 def test_axes_that_leave_a_node_have_the_link_between_nodes():
     nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=8)
     mesh = xs.Mesh(dp=4, cp=2, tp=4)
     assert [nodes.link(axis, mesh) for axis in mesh.axes] == [SLOW, FAST, FAST]
-    assert nodes.levels(mesh) == (("dp",), ("cp", "tp"))
+    assert [(lane.axis, lane.level) for lane in nodes.lanes(mesh)] == [("dp", 0), ("cp", 1), ("tp", 1)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,10 @@ def test_a_profile_from_a_file(tmp_path):
     [
         ("{", "is malformed: "),
         ("[]", "is malformed: "),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "default"}), "is malformed: 'default'"),
+        (
+            json.dumps({k: v for k, v in GOOD.items() if k != "default"}),
+            "has no link for axes that it does not name",
+        ),
         (json.dumps({**GOOD, "default": {"latency_s": 0.0}}), "is malformed: "),
         (json.dumps({**GOOD, "default": {"latency_s": 0.0, "bytes_per_s": -1}}), "no such link"),
         (json.dumps({**GOOD, "axes": [1]}), "is malformed: "),

@@ -12,6 +12,7 @@ from tests import oracle
 from tests.strategies import moves
 from xshard.layout import Layout
 from xshard.steps import Exchange
+from xshard.steps.base import Lane
 from xshard.steps.exchange import messages_from, messages_to
 
 
@@ -52,7 +53,8 @@ def test_it_receives_what_it_says(move, data):
         for level, n in ((slow, over_slow), (fast, over_fast))
         if level and max(n)
     ]
-    traffic = step.traffic(src, (slow, fast) if fast else (slow,))
+    lanes = [Lane(a, mesh.size(a), level) for level, axes in enumerate((slow, fast)) for a in axes]
+    traffic = step.traffic(src, tuple(lanes))
     assert [(hop.axis, hop.received) for hop in traffic.hops] == expected
 
 

@@ -33,11 +33,11 @@ def plan_of(expression, *steps, shape=ROWS, scale=Fraction(1)):
         ),
         (
             "n/a d -> n/b d",
-            [AllGather("n", SHARD_A), Slice("n", SHARD_A)],
+            [AllGather("n", SHARD_A), Slice((("n", SHARD_A),))],
             1,
             "the steps lead from 'n/a d' to 'n/a d', not to 'n/b d'",
         ),
-        ("n/a d -> n/a d", [Slice("n", SHARD_A)], 1, "axis 'a' is not replicated in 'n/a d'"),
+        ("n/a d -> n/a d", [Slice((("n", SHARD_A),))], 1, "axis 'a' is not replicated in 'n/a d'"),
         (
             "n d | sum(a) -> n/zigzag(a) d",
             [ReduceScatter("n", SHARD_A)],
@@ -66,7 +66,7 @@ def test_a_wrong_plan_cannot_be_built(expression, steps, scale, message):
 
 def test_a_plan_written_by_hand():
     """Two steps, checked, priced and run like any other plan."""
-    plan = plan_of("n/a d -> n d/a", AllGather("n", SHARD_A), Slice("d", SHARD_A))
+    plan = plan_of("n/a d -> n d/a", AllGather("n", SHARD_A), Slice((("d", SHARD_A),)))
     assert [str(stage.after.layout) for stage in plan.stages] == ["n d", "n d/a"]
     assert (plan.bytes_received, plan.bytes_lower_bound) == (4 * 4 * 4, 4 * 2 * 4)
     x = np.arange(32.0).reshape(ROWS)
@@ -75,7 +75,7 @@ def test_a_plan_written_by_hand():
 
 
 def test_prices_add_up():
-    plan = plan_of("n/a d -> n d/a", AllGather("n", SHARD_A), Slice("d", SHARD_A))
+    plan = plan_of("n/a d -> n d/a", AllGather("n", SHARD_A), Slice((("d", SHARD_A),)))
     gather, cut = plan.prices
     assert (gather.received_bytes, cut.received_bytes) == (64, 0)
     # Input and output, and nothing to pack along the leading dim; then whole and half.
@@ -211,9 +211,11 @@ def edited(**changes):
         (edited(steps=GOOD["steps"][1:]), ""),
         (edited(steps=[{"step": "teleport"}]), "no step 'teleport'"),
         (edited(steps=[{"step": ["slice"]}]), "this is no plan"),
-        (edited(steps=[{"step": "slice", "dim": "n"}]), "this is no plan: TypeError"),
-        (edited(steps=[{"step": "slice", "dim": "n", "shards": ["b"], "x": 1}]), "step 'slice' has no ['x']"),
-        (edited(steps=[{"step": "slice", "dim": "n", "shards": ["b c | sum(a)"]}]), "are no cuts"),
+        (edited(steps=[{"step": "slice"}]), "this is no plan: TypeError"),
+        (edited(steps=[{"step": "slice", "cuts": "n/b"}]), "this is no plan: ValueError"),
+        (edited(steps=[{"step": "slice", "cuts": [["n", ["b"]]], "x": 1}]), "step 'slice' has no ['x']"),
+        (edited(steps=[{"step": "slice", "cuts": [["n", ["b c | sum(a)"]]]}]), "are no cuts"),
+        (edited(steps=[{"step": "exchange", "to": "n d", "node_devices": 0}]), "0 devices are no node"),
         (edited(steps=7), "this is no plan: TypeError"),
         (edited(after=GOOD["after"][:-1]), "the plan says its steps lead to"),
         (

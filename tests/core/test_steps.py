@@ -23,6 +23,7 @@ from xshard.steps import (
     Slice,
     Step,
 )
+from xshard.steps.base import Lane
 
 MESH = xs.Mesh(a=2, b=3)
 A, B, ZIGZAG = Shard(("a",)), Shard(("b",)), Shard(("a",), "zigzag")
@@ -46,9 +47,9 @@ STEPS = [
     (AllGather("n", (A, B)), "n/a/b d", "n d"),
     (AllGather("d", (A, B), ("b",)), "n d/a/b", "n d | copy(b)"),
     (AllGather("n", (ZIGZAG,), ("a",)), "n/zigzag(a) d/b", "n d/b | copy(a)"),
-    (Slice("n", (A, B)), "n d", "n/a/b d"),
-    (Slice("d", (ZIGZAG,)), "n d/b | copy(a)", "n d/b/zigzag(a)"),
-    (Slice("n", (Shard(("b",), "cyclic"),)), "n d | sum(a)", "n/cyclic(b) d | sum(a)"),
+    (Slice((("n", (A, B)),)), "n d", "n/a/b d"),
+    (Slice((("d", (ZIGZAG,)),)), "n d/b | copy(a)", "n d/b/zigzag(a)"),
+    (Slice((("n", (Shard(("b",), "cyclic"),)),)), "n d | sum(a)", "n/cyclic(b) d | sum(a)"),
     (ReduceScatter("n", (A,)), "n d | sum(a,b)", "n/a d | sum(b)"),
     (ReduceScatter("d", (B, A)), "n d | sum(a,b)", "n d/b/a"),
     (ReduceScatter("n", (ZIGZAG,), "max"), "n d/b | max(a)", "n/zigzag(a) d/b"),
@@ -151,7 +152,7 @@ def test_all_reduce_receives_what_its_two_halves_do():
 )
 def test_each_hop_is_charged_to_its_own_axis(step, before, hops):
     """`a` is the slow axis: collectives send it as little as they can."""
-    traffic = step.traffic(sharding(before), (("a",), ("b",)))
+    traffic = step.traffic(sharding(before), (Lane("a", 2, 0), Lane("b", 3, 1)))
     assert [(hop.axis, hop.received) for hop in traffic.hops] == hops
 
 
@@ -160,9 +161,9 @@ WRONG_USE = [
     (AllGather("n", (A,)), "n/a/b d", "'a' is not the innermost cut of dim 'n' in 'n/a/b d'"),
     (AllGather("n", (A,), ("b",)), "n/a d", "copies ('b',) are not among the axes ('a',)"),
     (AllGather("d", (A,)), "n d", "'a' is not the innermost cut of dim 'd' in 'n d'"),
-    (Slice("n", (A,)), "n d/a", "axis 'a' is not replicated in 'n d/a'"),
-    (Slice("n", (A,)), "n d | sum(a)", "axis 'a' is not replicated in 'n d | sum(a)'"),
-    (Slice("q", (A,)), "n d", "no dim 'q' in 'n d'"),
+    (Slice((("n", (A,)),)), "n d/a", "axis 'a' is not replicated in 'n d/a'"),
+    (Slice((("n", (A,)),)), "n d | sum(a)", "axis 'a' is not replicated in 'n d | sum(a)'"),
+    (Slice((("q", (A,)),)), "n d", "no dim 'q' in 'n d'"),
     (ReduceScatter("n", (A,)), "n d", "no sum(a) to reduce in 'n d'"),
     (ReduceScatter("n", (A,), "max"), "n d | sum(a)", "no max(a) to reduce in 'n d | sum(a)'"),
     (AllReduce(("a",)), "n d | copy(a)", "no sum(a) to reduce in 'n d | copy(a)'"),

@@ -256,9 +256,32 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     assert at(0, 1, 2, 3) is at(4, 5, 6, 7) is machine
     assert dict(at(2, 3, 4, 5).axes) == {"x": far, "y": near}
     assert dict(at(0, 4, 1, 5).axes) == {"x": near, "y": far}
+    # Halves of eight devices are nodes where they begin at one, and not where they begin inside.
+    eight = xs.Mesh(x=8)
+    for first, sizes in ((8, [2, 4]), (2, [8])):
+        profile = located(machine, eight, tuple(range(first, first + 8)))
+        assert [lane.size for lane in profile.lanes(eight)] == sizes
     plans = [
         crossing("n", "n", "a=1", "b=4", (4096,), dst_devices=range(k, k + 4), profile=machine)
         for k in (4, 6)
     ]
     assert [p.dst_plan.prices[0].seconds for p in plans] == [3 * 8192 / 8e9, 3 * 8192 / 1e9]
     assert xs.TransferPlan.from_json(plans[1].to_json(), machine) == plans[1]
+
+
+def test_both_passes_count_where_they_are_asked_for():
+    forward, both = gathered(), gathered(objective="forward+backward")
+    assert both.steps == forward.steps
+    assert both.cost == forward.cost + forward.backward.cost
+    assert "with the backward's" in str(both)
+    assert xs.TransferPlan.from_json(both.to_json()) == both
+
+
+def test_devices_are_relabelled_for_both_passes_at_once():
+    """One assignment serves both; the sum decides whether it pays."""
+    mesh = xs.Mesh(a=2, b=2)
+    ask = {"src_mesh": mesh, "dst_mesh": mesh, "shape": (1 << 20,), "relabel": True}
+    for objective in ("forward", "forward+backward"):
+        plan = xs.plan("n/a/b -> n/b/a", objective=objective, **ask)
+        assert plan.dst_devices == (0, 2, 1, 3)
+        assert (plan.cost, plan.backward.cost, plan.objective) == (0, 0, objective)

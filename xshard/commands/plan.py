@@ -13,6 +13,7 @@ from xshard import table
 from xshard.commands.console import console
 from xshard.commands.options import Dtype, MeshText, ShapeText, parse_bytes, parse_shape
 from xshard.mesh import Mesh
+from xshard.objective import FORWARD, OBJECTIVES
 from xshard.plan import Plan
 from xshard.planner import plan as make_plan
 from xshard.winners import winner_plans
@@ -29,6 +30,9 @@ def plan(
     memory_limit: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Most bytes on any device, as in 1024 or 2GiB.")
     ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="|".join(OBJECTIVES), help="What is to be cheapest.")
+    ] = FORWARD,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also the alternatives weighed, and why the plan won.")
     ] = False,
@@ -40,7 +44,10 @@ def plan(
     """
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     made = make_plan(
-        expression, Mesh.parse(mesh), parse_shape(shape), dtype, profile=profile, memory_limit=limit
+        *(expression, Mesh.parse(mesh), parse_shape(shape), dtype),
+        profile=profile,
+        memory_limit=limit,
+        objective=objective,
     )
     if json:
         typer.echo(made.to_json())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from xshard.steps.base import (
     Block,
     Blocks,
     Hop,
-    Levels,
+    Lanes,
     Step,
     Traffic,
     axes_of,
@@ -55,8 +54,8 @@ class AllToAll(Step):
         layout = without_inner(before.layout, self.src_dim, self.src_shards)
         return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        group = slow_first(before.mesh, axes_of(self.src_shards), levels)
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+        group = slow_first(before.mesh, axes_of(self.src_shards), lanes)
         return all_to_all_traffic(before.max_local_size, group)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -79,15 +78,15 @@ class AllToAll(Step):
         )
 
 
-def all_to_all_traffic(block: int, group: Sequence[tuple[str, int]]) -> Traffic:
-    """Traffic of an all-to-all of blocks of `block` elements over axes (name, size), slowest first.
+def all_to_all_traffic(block: int, group: Lanes) -> Traffic:
+    """Traffic of an all-to-all of blocks of `block` elements over lanes, slowest first.
 
-    A peer is reached over the slowest axis along which it differs.
+    A peer is reached over the slowest lane along which it differs.
     """
-    left = math.prod(n for _, n in group)
+    left = math.prod(lane.size for lane in group)
     piece, hops = block // left, []
-    for axis, n in group:
-        peers = left - left // n
-        hops.append(Hop(axis, peers * piece, peers))
-        left //= n
+    for lane in group:
+        peers = left - left // lane.size
+        hops.append(Hop(lane.axis, peers * piece, peers, lane.level))
+        left //= lane.size
     return Traffic(block - piece, 2 * block, tuple(hops))

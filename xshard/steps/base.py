@@ -24,18 +24,34 @@ from xshard.sharding import Sharding
 Block = NDArray[Any]
 Blocks = Sequence[Block]
 
+DimCut = tuple[str, tuple[Shard, ...]]  # a dim and cuts of it, outermost first
+
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-Levels = tuple[tuple[str, ...], ...]
+class Lane(NamedTuple):
+    """What one kind of link connects along an axis: all of it, or a part where nodes end half-way.
+
+    level: how fast the link is, 0 for the slowest. size: positions along the lane. stride: how far
+    apart they are along the axis.
+    """
+
+    axis: str
+    size: int
+    level: int = 0
+    stride: int = 1
+
+
+Lanes = tuple[Lane, ...]  # of all axes of a mesh, the slowest first
 
 
 class Hop(NamedTuple):
-    """One phase of a step: elements received and latencies paid over the link of an axis."""
+    """One phase of a step: elements received and latencies paid over the links of a level, along an axis."""
 
     axis: str
     received: int
     messages: int
+    level: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,10 +82,10 @@ class Step(ABC):
         """The sharding it leads to. Raises PlanError where the step does not apply."""
 
     @abstractmethod
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
         """Its price in elements; `cost` turns that into seconds.
 
-        levels: groups of axes that share a link, the slowest first; axes not named are one level.
+        lanes: the links along every axis, the slowest first; without them all are alike.
         """
 
     @abstractmethod
@@ -150,11 +166,17 @@ def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple
     return sharding.parts(sharding.dim_index(dim), shards, 0)
 
 
-def slow_first(mesh: Mesh, axes: Sequence[str], levels: Levels) -> tuple[tuple[str, int], ...]:
-    """The axes with their sizes, in the order of their links, the slowest first."""
-    ranked = [axis for level in levels for axis in level]
-    order = sorted(axes, key=lambda a: ranked.index(a) if a in ranked else len(ranked))
-    return tuple((a, mesh.size(a)) for a in order)
+def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> Runs:
+    """Positions of a device's own part of a dim under `shards`."""
+    parts = sharding.parts(sharding.dim_index(dim), shards, device)
+    return parts[sharding.mesh.index(device, axes_of(shards))]
+
+
+def slow_first(mesh: Mesh, axes: Sequence[str], lanes: Lanes) -> Lanes:
+    """The lanes of some axes, the slowest first."""
+    if not lanes:
+        return tuple(Lane(a, mesh.size(a)) for a in axes)
+    return tuple(lane for lane in lanes if lane.axis in axes)
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:

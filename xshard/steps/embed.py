@@ -16,11 +16,12 @@ from xshard.sharding import Sharding
 from xshard.steps.base import (
     Block,
     Blocks,
-    Levels,
+    Lanes,
     Step,
     Traffic,
     axes_of,
     names,
+    own_part,
     place,
     take_free,
     with_tag,
@@ -43,15 +44,15 @@ class Embed(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        after, at, axes = self.after(before), before.dim_index(self.dim), axes_of(self.shards)
+        after, at = self.after(before), before.dim_index(self.dim)
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
-            place(out, at, before.parts(at, self.shards, device)[before.mesh.index(device, axes)], block)
+            place(out, at, own_part(before, self.dim, self.shards, device), block)
             results.append(out)
         return results
 
@@ -69,7 +70,7 @@ class Mask(Step):
     def after(self, before: Sharding) -> Sharding:
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

@@ -5,7 +5,6 @@ Duals: the adjoint of an all-gather into replicas is a slice, and the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,8 +15,9 @@ from xshard.sharding import Sharding
 from xshard.steps.base import (
     Block,
     Blocks,
+    DimCut,
     Hop,
-    Levels,
+    Lanes,
     Step,
     Traffic,
     axes_of,
@@ -26,6 +26,7 @@ from xshard.steps.base import (
     freed,
     lands_in_place,
     names,
+    own_part,
     place,
     slow_first,
     take,
@@ -53,8 +54,8 @@ class AllGather(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        group = slow_first(before.mesh, axes_of(self.shards), levels)
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+        group = slow_first(before.mesh, axes_of(self.shards), lanes)
         return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -72,42 +73,45 @@ class AllGather(Step):
         return f"all_gather {self.dim}/{names(self.shards)}"
 
 
-def gather_traffic(block: int, group: Sequence[tuple[str, int]], in_place: bool) -> Traffic:
-    """Traffic of an all-gather of blocks of `block` elements over axes (name, size), slowest first.
+def gather_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
+    """Traffic of an all-gather of blocks of `block` elements over lanes, slowest first.
 
     The slowest link comes first, while blocks are small.
     """
     whole, hops = block, []
-    for axis, n in group:
-        hops.append(Hop(axis, (n - 1) * whole, n - 1))
+    for lane in group:
+        n = lane.size
+        hops.append(Hop(lane.axis, (n - 1) * whole, n - 1, lane.level))
         whole *= n
     return Traffic(whole - block, 0 if in_place else whole, tuple(hops))
 
 
 @dataclass(frozen=True)
 class Slice(Step):
-    """Every device keeps its own part of `dim`; nothing is sent.
+    """Every device keeps its own part of some dims; nothing is sent, and one copy is made.
 
-    shards: the new innermost cuts of `dim`, over axes that held replicas or copies.
+    cuts: (dim, its new innermost cuts), over axes that held replicas or copies.
     """
 
     kind: ClassVar[str] = "slice"
-    dim: str
-    shards: tuple[Shard, ...]
+    cuts: tuple[DimCut, ...]
 
     def after(self, before: Sharding) -> Sharding:
-        layout = take_free(before.layout, axes_of(self.shards))
-        return before.with_layout(with_inner(layout, self.dim, self.shards))
+        layout = before.layout
+        for dim, shards in self.cuts:
+            layout = with_inner(take_free(layout, axes_of(shards)), dim, shards)
+        return before.with_layout(layout)
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        at, axes = before.dim_index(self.dim), axes_of(self.shards)
-        return [
-            take(block, at, before.parts(at, self.shards, device)[before.mesh.index(device, axes)])
-            for device, block in enumerate(blocks)
-        ]
+        results = []
+        for device, block in enumerate(blocks):
+            for dim, shards in self.cuts:
+                block = take(block, before.dim_index(dim), own_part(before, dim, shards, device))
+            results.append(block)
+        return results
 
     def __str__(self) -> str:
-        return f"slice {self.dim}/{names(self.shards)}"
+        return "slice " + " ".join(f"{dim}/{names(shards)}" for dim, shards in self.cuts)

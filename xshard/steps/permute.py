@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -12,7 +11,7 @@ from xshard.errors import PlanError
 from xshard.layout import Layout
 from xshard.ownership import Runs
 from xshard.sharding import Sharding
-from xshard.steps.base import Block, Blocks, Hop, Levels, Step, Traffic, slow_first, without_tags
+from xshard.steps.base import Block, Blocks, Hop, Lanes, Step, Traffic, slow_first, without_tags
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class Permute(Step):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
         return after
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
         moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
-        return permute_traffic(before.max_local_size, slow_first(before.mesh, moved, levels))
+        return permute_traffic(before.max_local_size, slow_first(before.mesh, moved, lanes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]
@@ -44,9 +43,9 @@ class Permute(Step):
         return "permute"
 
 
-def permute_traffic(block: int, moved: Sequence[tuple[str, int]]) -> Traffic:
+def permute_traffic(block: int, moved: Lanes) -> Traffic:
     """Traffic of a permutation of blocks of `block` elements that changes the role of axes, slowest first."""
-    return Traffic(block, 0, (Hop(moved[0][0], block, 1),)) if moved else Traffic()
+    return Traffic(block, 0, (Hop(moved[0].axis, block, 1, moved[0].level),)) if moved else Traffic()
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,6 @@ is an all-gather. The planner finds both from the dual layouts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ from xshard.steps.base import (
     Block,
     Blocks,
     Hop,
-    Levels,
+    Lanes,
     Step,
     Traffic,
     axes_of,
@@ -53,8 +52,8 @@ class AllReduce(Step):
         layout = _reduced_layout(before.layout, self.axes, self.op)
         return before.with_layout(freed(layout, self.axes, self.copies))
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        return all_reduce_traffic(before.max_local_size, slow_first(before.mesh, self.axes, levels))
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+        return all_reduce_traffic(before.max_local_size, slow_first(before.mesh, self.axes, lanes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
@@ -84,8 +83,8 @@ class ReduceScatter(Step):
         check_even(before, self.dim, self.shards)
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
-    def traffic(self, before: Sharding, levels: Levels = ()) -> Traffic:
-        group = slow_first(before.mesh, axes_of(self.shards), levels)
+    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+        group = slow_first(before.mesh, axes_of(self.shards), lanes)
         in_place = lands_in_place(before, self.dim, self.shards)
         return reduce_scatter_traffic(before.max_local_size, group, in_place)
 
@@ -104,28 +103,31 @@ class ReduceScatter(Step):
         return f"reduce_scatter {self.op} -> {self.dim}/{names(self.shards)}"
 
 
-def all_reduce_traffic(block: int, group: Sequence[tuple[str, int]]) -> Traffic:
-    """Traffic of an all-reduce of blocks of `block` elements over axes (name, size), slowest first.
+def all_reduce_traffic(block: int, group: Lanes) -> Traffic:
+    """Traffic of an all-reduce of blocks of `block` elements over lanes, slowest first.
 
     Reduced over the fastest link first, so that the slow one sees a small piece, and gathered
     back: the bytes of both, the latencies of a tree.
     """
     hops, n = [], 1
-    for axis, size in reversed(group):
-        hops.append(Hop(axis, -(-2 * (size - 1) * block // (size * n)), 2 * math.ceil(math.log2(size))))
+    for lane in reversed(group):
+        size = lane.size
+        received = -(-2 * (size - 1) * block // (size * n))
+        hops.append(Hop(lane.axis, received, 2 * math.ceil(math.log2(size)), lane.level))
         n *= size
     return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
 
 
-def reduce_scatter_traffic(block: int, group: Sequence[tuple[str, int]], in_place: bool) -> Traffic:
-    """Traffic of a reduce-scatter of blocks of `block` elements over axes (name, size), slowest first.
+def reduce_scatter_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
+    """Traffic of a reduce-scatter of blocks of `block` elements over lanes, slowest first.
 
     Over the fastest link first, so that the slowest sees the smallest pieces.
     """
     piece, hops = block, []
-    for axis, n in reversed(group):
+    for lane in reversed(group):
+        n = lane.size
         piece //= n
-        hops.append(Hop(axis, (n - 1) * piece, n - 1))
+        hops.append(Hop(lane.axis, (n - 1) * piece, n - 1, lane.level))
     return Traffic(block - piece, 0 if in_place else block, tuple(hops))
 
 

@@ -7,6 +7,7 @@ that gives it; a contribution to a fold comes from everyone who has one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from xshard.mesh import Mesh
 from xshard.notation import Dim
 from xshard.overlap import Fold
 from xshard.ownership import Runs, Segment, common, extents, owners, size
+from xshard.sharding import Sharding
+from xshard.steps.views import View, carried, views
 from xshard.supply import STRAIGHT, at_hand, given, wanted, without
 
 CARRIED = "carried"  # every row of a block, left where it is
@@ -110,3 +113,20 @@ def counts(
         elements[where] = sum(s.length for source in near for s in source.segments)
         senders[where] = len({source.sender for source in near})
     return elements, senders
+
+
+def sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
+    """For every dim, its source and destination as one pair of views has them."""
+    stay = carried(before, after)
+    for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
+        shifts = theirs.shifts[d], mine.shifts[d]
+        if d in stay and not any(shifts):
+            yield Side(a, CARRIED), Side(b, CARRIED)
+        else:
+            yield Side(a, theirs.sides[d], shifts[0]), Side(b, mine.sides[d], shifts[1])
+
+
+def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
+    """The parts of a destination with those of the source that each may come from."""
+    stay = carried(before, after)
+    return itertools.product(views(after, stay), views(before, stay))

@@ -107,9 +107,9 @@ class PeerPlan:
 
 def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile: xs.Profile) -> float:
     """Time of one operation: the steps one by one, or all that they move at once, whichever is less."""
-    levels, traffics, here = profile.levels(before.mesh), [], before
+    lanes, traffics, here = profile.lanes(before.mesh), [], before
     for step in steps:
-        traffics.append(step.traffic(here, levels))
+        traffics.append(step.traffic(here, lanes))
         here = step.after(here)
     each = [
         profile.seconds(step.kind, traffic, itemsize, before.mesh)
@@ -127,7 +127,7 @@ def _steps(kind: str, before: Spot, after: Spot) -> tuple[Step, ...]:
     gone = _tails(before.cuts, after.cuts)
     new = _tails(after.cuts, before.cuts)
     if kind == "slice" and not gone:
-        return tuple(Slice(_dim(d), _shards(axes)) for d, axes in new.items())
+        return (Slice(tuple((_dim(d), _shards(axes)) for d, axes in new.items())),)
     if kind == "all_gather" and not new:
         return tuple(AllGather(_dim(d), _shards(axes)) for d, axes in gone.items())
     if kind == "permute":

@@ -24,6 +24,7 @@ from planning.peers.base import NODE_DEVICES, NotConvertibleError
 from xshard import dtypes
 from xshard.steps import Traffic
 from xshard.steps.all_to_all import all_to_all_traffic
+from xshard.steps.base import Lanes, slow_first
 from xshard.steps.gather import gather_traffic
 from xshard.steps.permute import permute_traffic
 
@@ -47,9 +48,14 @@ class Collective:
     devices: int
     nodes: int
 
-    def traffic(self) -> Traffic:
-        group = [("across", self.nodes), ("inside", self.devices // self.nodes)]
-        group = [(axis, n) for axis, n in group if n > 1]
+    @property
+    def mesh(self) -> xs.Mesh:
+        """The largest group."""
+        return xs.Mesh(across=self.nodes, inside=self.devices // self.nodes)
+
+    def traffic(self, lanes: Lanes = ()) -> Traffic:
+        """lanes: of the group's mesh."""
+        group = tuple(lane for lane in slow_first(self.mesh, self.mesh.axes, lanes) if lane.size > 1)
         if self.kind == "all_gather":
             return gather_traffic(self.elements // self.devices, group, in_place=True)
         if self.kind == "all_to_all":  # packed and unpacked by operations of their own
@@ -70,8 +76,7 @@ class HloPlan:
         links = (("across", profile.across or profile.default), ("inside", profile.default))
         named, itemsize = replace(profile, axes=links), dtypes.itemsize(case.dtype)
         return self.copied * itemsize / profile.copy_bytes_per_s + sum(
-            named.seconds(c.kind, c.traffic(), itemsize, xs.Mesh(across=c.nodes, inside=c.devices))
-            for c in self.collectives
+            named.seconds(c.kind, c.traffic(named.lanes(c.mesh)), itemsize, c.mesh) for c in self.collectives
         )
 
     def received_bytes(self, case: Case) -> int:
