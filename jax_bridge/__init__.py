@@ -9,6 +9,7 @@ from jax_bridge.ops import (
     reduce_from,
     reduce_scatter,
     slice,
+    valid_mask,
 )
 from jax_bridge.reshard import reshard
 from jax_bridge.sharding import from_partition_spec, to_named_sharding, to_partition_spec
@@ -26,4 +27,5 @@ __all__ = [
     "slice",
     "to_named_sharding",
     "to_partition_spec",
+    "valid_mask",
 ]

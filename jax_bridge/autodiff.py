@@ -1,20 +1,24 @@
-"""The one differentiable function: a plan forward, its dual plan backward.
+"""The one differentiable function: a plan, whose gradient is its dual plan.
 
-Decides where gradients come from, which is `Plan.backward`; no collective carries one of its own.
+Decides where derivatives come from; no collective carries one of its own. A linear plan is a linear
+map to JAX (`primitive`), which takes it through every mode; for `max` and `min` there is a tangent
+of linear plans, so that reverse mode comes out of it by transposition.
 
 What a cotangent is. Inside the program that the devices run, always what the duality says: the
 cotangent of a block under layout `l` is a block under `l.dual`. Along a replicated axis every
 device holds the one cotangent of the one value; along `copy(a)` the devices' cotangents are addends;
 along `sum(a)` they are copies. So `jax.grad` *inside* gives the same gradients under `check_vma=True`,
-under `check_vma=False` and in `pmap`.
+under `check_vma=False`, in `pmap` and in `vmap(axis_name=)`.
 
-Gradients taken *outside* a shard_map cross its border, where JAX has a convention of its own for
-an axis that a spec omits:
+Gradients taken *outside* cross the border, where JAX has a convention of its own for an axis that a
+spec omits:
 
 - `check_vma=True`: the cotangent of an output whose out_spec omits `a` arrives whole, that of an input
   whose in_spec omits `a` leaves whole. A replica on both sides: write `n d`.
 - `check_vma=False` and `pmap`: the former arrives divided by the size of `a`, the latter is summed over
-  `a`. Addends on both sides: write `n d | copy(a)`.
+  `a`. Under `vmap(axis_name=)` it is as the caller writes it: of an output of which one device's is used,
+  that device has the cotangent and the others zeros; `in_axes=None` sums. Addends on both sides of
+  all three: write `n d | copy(a)`.
 
 With types a replica is invariant and JAX enforces it. Without them JAX takes every device's value
 for its own, which is what `copy` says; say so, and gradients are right on both sides of the border.
@@ -27,35 +31,35 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_bridge.lower import run
+from jax_bridge.blocks import with_fills
+from jax_bridge.primitive import move
 from xshard.plan import Plan
 from xshard.winners import winner_plans
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply(plan: Plan, x: jax.Array) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`; its gradient is `plan.backward`.
 
-    x: varying along the axes that `plan.src` names and invariant along those that only `plan.dst`
-    names; its cotangent is the same.
+    x: varying along the axes that `plan.src` names and invariant along the others that the plan has to
+    do with; its cotangent is the same.
     """
-    return run(plan, x)
+    # A boundary's constants are no part of what is linear: they are put in afterwards.
+    linear = plan.tangent
+    y = move(linear, x) if plan.src.is_linear else _extreme(linear, x)
+    return y if linear is plan else with_fills(y, plan.target)
 
 
-def _forward(plan: Plan, x: jax.Array):
-    y = apply(plan, x)  # not `run`: this too may be differentiated, for a gradient of a gradient
-    return y, None if plan.src.is_linear else (x, y)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _extreme(plan: Plan, x: jax.Array) -> jax.Array:
+    return move(plan, x)
 
 
-def _backward(plan: Plan, residuals, cotangent: jax.Array):
-    if plan.src.is_linear:
-        return (apply(plan.backward, cotangent),)
-    x, y = residuals
-    plans = winner_plans(plan)
-    won = x == apply(plans.result, y)
-    count = apply(plans.count, won.astype(x.dtype))
-    shares = apply(plans.cotangent, cotangent) / jnp.maximum(count, 1)  # padding has no winner
-    return (jnp.where(won, shares, jnp.zeros_like(x)),)
-
-
-apply.defvjp(_forward, _backward)
+@_extreme.defjvp
+def _extreme_tangent(plan: Plan, primals, tangents):
+    """The winners' tangents in equal shares: what the cotangent plan is the transpose of."""
+    (x,), (tangent,) = primals, tangents
+    y, plans = apply(plan, x), winner_plans(plan)
+    won = x == move(plans.result, y)
+    count = move(plans.count, won.astype(x.dtype))
+    share = jnp.where(won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x))  # padding has no winner
+    return y, move(plans.cotangent.backward, share)

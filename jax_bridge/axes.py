@@ -7,14 +7,14 @@ and in `vmap` there are no types, and declaring one does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
+from jax_bridge.compat import cotangent_type, linear_primitive, manual_type, with_manual_type
 from xshard.mesh import Mesh
 
 
@@ -28,38 +28,62 @@ def bound_size(axis: str) -> int | None:
 
 def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
     """Every manual axis in the mesh's order, and those of `also` that are bound otherwise (by vmap)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    manual = [name for name, kind in kinds if kind == AxisType.Manual]
-    sizes = {name: bound_size(name) for name in (*manual, *also)}
+    sizes = {name: bound_size(name) for name in (*_manual(), *also)}
     return {name: size for name, size in sizes.items() if size is not None}
 
 
+def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`move`, of short floats as integers: XLA:CPU has no collectives of those and sends wider ones."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits not in (8, 16):
+        return move(x)
+    return lax.bitcast_convert_type(
+        move(lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")), x.dtype
+    )
+
+
 def send(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-    """Whole blocks from device to device of `mesh`, (sender, receiver); zeros where none arrives."""
+    """Whole blocks from device to device of `mesh`, (sender, receiver). What others get means nothing."""
     # ppermute counts devices in the order of JAX's own mesh, whatever the order of the axes it is given.
     names = jax.sharding.get_abstract_mesh().axis_names
     long = [a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1]
     axes = sorted(long, key=lambda a: names.index(a) if a in names else 0)
-    return lax.ppermute(x, tuple(axes), [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs])
+    indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
+    if any(map(is_vmapped, axes)):  # whose ppermute wants everyone to take part
+        idle = [set(range(mesh.size(*axes))).difference(ends) for ends in zip(*indexed, strict=True)]
+        indexed += zip(*map(sorted, idle), strict=True)
+    return as_bits(lambda x: lax.ppermute(x, tuple(axes), indexed), x)
 
 
 def is_typed(axis: str) -> bool:
     """Whether values have a type along the axis: inside a shard_map with check_vma=True."""
     if bound_size(axis) is None:
         return False
-    found = jax.eval_shape(lambda: lax.axis_index(axis)).manual_axis_type  # None under vmap
+    # The index along an axis varies where there are types; under vmap it has none.
+    found = manual_type(jax.eval_shape(lambda: lax.axis_index(axis)))
     return found is not None and bool(found.varying)
 
 
-def varies(x: jax.Array, axis: str) -> bool:
-    return axis in jax.typeof(x).manual_axis_type.varying
+def is_vmapped(axis: str) -> bool:
+    """Whether the axis is a batch that `jax.vmap(axis_name=)` has named."""
+    return bound_size(axis) is not None and axis not in _manual()
+
+
+def _manual() -> list[str]:
+    """The manual axes of the context's mesh, those of shard_map and pmap, in its order."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, kind in kinds if kind == AxisType.Manual]
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The axes along which the blocks may differ, as far as there are types."""
+    return manual_type(x).varying
 
 
 def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The same blocks, declared to differ along the axes."""
     axes = [a for a in axes if is_typed(a)]
-    found = jax.typeof(x).manual_axis_type
+    found = manual_type(x)
     invariant_ = tuple(a for a in axes if a not in found.vur)
     if invariant_:
         x = lax.pcast(x, invariant_, to="varying")  # its cotangents are added up
@@ -86,25 +110,24 @@ def reduced(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
-    before, changed = jax.typeof(x).manual_axis_type, frozenset(axes)
+    before, changed = manual_type(x), frozenset(axes)
     kinds = {k: getattr(before, k) - changed for k in ("varying", "unreduced", "reduced")}
     if kind in kinds:
         kinds[kind] |= changed
-    return _retype.bind(x, before=before, after=before.update(**kinds)) if changed else x
+    return _retype(x, before=before, after=before.update(**kinds)) if changed else x
+
+
+def _retype_transpose(cotangent: jax.Array, *, before, after) -> jax.Array:
+    if before.vur != after.vur:
+        raise NotImplementedError("which of the equal blocks an invariant's cotangent goes to is in the plan")
+    return _retype(cotangent, before=cotangent_type(after), after=cotangent_type(before))
 
 
 # The block stays as it is; only its type changes.
-_retype = Primitive("xshard_retype")
-_retype.def_impl(lambda x, **_: x)
-_retype.def_abstract_eval(lambda x, *, before, after: x.update(manual_axis_type=after))
-mlir.register_lowering(_retype, lambda _, x, **__: [x])
-batching.primitive_batchers[_retype] = lambda xs, dims, **types: (_retype.bind(*xs, **types), *dims)
-
-
-def _retype_transpose(cotangent, _, *, before, after):
-    if before.vur != after.vur:
-        raise NotImplementedError("which of the equal blocks an invariant's cotangent goes to is in the plan")
-    return [_retype.bind(cotangent, before=after.to_ct_mat(), after=before.to_ct_mat())]
-
-
-ad.deflinear2(_retype, _retype_transpose)
+_retype: Callable[..., jax.Array] = linear_primitive(
+    "xshard_retype",
+    run=lambda x, **_: x,
+    abstract_eval=lambda x, *, before, after: (with_manual_type(x, after), set()),
+    transpose=_retype_transpose,
+    batch=lambda x, dim, _, __, **types: (_retype(x, **types), dim),
+)

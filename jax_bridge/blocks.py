@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xshard.mesh import Mesh
 from xshard.ownership import Runs, rows
 from xshard.sharding import Sharding
+from xshard.steps.exchange import filled
 
 VOID = -1  # a table's position for "no row": it is filled
 Table = NDArray[np.int64]  # (devices along some axes, rows): positions
@@ -53,6 +54,8 @@ def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.A
         return x
     if (positions == VOID).all():
         return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
+    if (positions == positions[:, :1] + np.arange(width)).all() and (positions[:, 0] != VOID).all():
+        return lax.dynamic_slice_in_dim(x, mine(positions[:, 0].astype(np.int32), axes), width, dim)
     chunk = _chunk(positions, length)
     chunks = positions[:, ::chunk] // chunk
     filled = bool((chunks < 0).any())
@@ -70,15 +73,41 @@ def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
     if (values == values[0]).all():
         return jnp.asarray(values[0])
     at = lax.axis_index(tuple(axes))
-    return lax.dynamic_index_in_dim(jnp.asarray(values), at, keepdims=False)
+    return lax.dynamic_index_in_dim(jnp.asarray(values), at, keepdims=False, allow_negative_indices=False)
+
+
+def valid(sharding: Sharding) -> jax.Array:
+    """Which elements of this device's padded block are the array's."""
+    shape = sharding.max_local_shape
+    found = jnp.ones(shape, bool)
+    for dim, sizes in enumerate(sharding.local_sizes):
+        if len(set(sizes)) > 1:
+            length = mine(np.array(sizes, np.int32), sharding.layout.dims[dim].axes)
+            found &= lax.broadcasted_iota(np.int32, shape, dim) < length
+    return found
 
 
 def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
     """A padded block with its padding, whatever it held, made zero."""
-    for dim, sizes in enumerate(sharding.local_sizes):
-        if len(set(sizes)) > 1:
-            length = mine(np.array(sizes, np.int32), sharding.layout.dims[dim].axes)
-            x = jnp.where(lax.broadcasted_iota(np.int32, x.shape, dim) < length, x, jnp.zeros_like(x))
+    return x if sharding.is_even else jnp.where(valid(sharding), x, jnp.zeros_like(x))
+
+
+def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """A block with the constants that its boundaries say beyond the ends of the array."""
+    mesh = sharding.mesh
+    axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
+    for dim, length in enumerate(sharding.max_local_shape):
+        values = np.zeros((mesh.n_devices, length))
+        outside = np.zeros(values.shape, bool)
+        for device in range(mesh.n_devices):
+            for d, start, stop, value in filled(sharding, device):
+                if d == dim:
+                    values[device, start:stop], outside[device, start:stop] = value, True
+        if outside.any():
+            along = [1] * x.ndim
+            along[dim] = -1
+            constants = mine(values, axes).astype(x.dtype).reshape(along)
+            x = jnp.where(mine(outside, axes).reshape(along), constants, x)
     return x
 
 

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.axes import bound_sizes, is_typed, varies, varying
+from jax_bridge.axes import bound_sizes, is_typed, is_vmapped, varying, varying_axes
 from xshard import (
     DtypeError,
     Layout,
@@ -26,6 +29,7 @@ from xshard import (
     Plan,
     Profile,
     ShapeError,
+    Sharding,
     XshardError,
     notation,
     planner,
@@ -41,6 +45,20 @@ def xshard_mesh(mesh: AnyMesh) -> Mesh:
     return mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.shape))
 
 
+def as_array(x: Any, expression: Expression) -> jax.Array:
+    """What JAX makes of a block or array that may be numpy's. Raises DtypeError where it would narrow it."""
+    if isinstance(x, jax.Array):
+        return x
+    dtype = np.result_type(x) if isinstance(x, np.ndarray | np.generic) else None
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise DtypeError(
+            f"the block is {dtype.name}, of which JAX would make {jax.dtypes.canonicalize_dtype(dtype).name}",
+            text=sides(expression)[2],
+            hint='jax.config.update("jax_enable_x64", True), or convert it',
+        )
+    return jnp.asarray(x)
+
+
 def plan_here(
     x: jax.Array,
     expression: Expression,
@@ -52,27 +70,35 @@ def plan_here(
     src, dst, text = sides(expression)
     with marked(text):
         if isinstance(expression, Plan):
+            named = expression.axes
             if mesh is not None:
-                _named_mesh(xshard_mesh(mesh), src, dst, text)
-            used = _named_mesh(expression.mesh, src, dst, text, expression.axes)
-            plan = replace(expression, mesh=used)
+                _named_mesh(xshard_mesh(mesh), named, text)
+            plan = replace(expression, mesh=_named_mesh(expression.mesh, named, text))
             if x.dtype.name != plan.dtype:
                 raise DtypeError(f"the block is {x.dtype.name}, the plan is for {plan.dtype}")
             if shape is not None and tuple(shape) != plan.shape:
                 raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
         else:
-            named = _named_mesh(None if mesh is None else xshard_mesh(mesh), src, dst, text)
-            whole = whole_shape(src, named, x.shape, text) if shape is None else shape
-            plan = planner.plan(expression, named, whole, x.dtype.name, profile=profile)
+            here = _mesh_here(mesh, (src, dst), text)
+            whole = whole_shape(src, here, x.shape, text) if shape is None else shape
+            plan = planner.plan(expression, here, whole, x.dtype.name, profile=profile)
     _check_block(x.shape, plan, text, inferred=shape is None)
     return plan
+
+
+def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
+    """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
+    text = str(layout)
+    with marked(text):
+        found = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
+        return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
 
 
 def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
     """The block with the types that `apply` wants: varying along the source's axes, invariant along
     all others that the plan uses."""
     for axis in plan.axes:
-        if axis in plan.src.axes or not is_typed(axis) or not varies(x, axis):
+        if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue
         if plan.mesh.size(axis) > 1:
             raise NotationError(
@@ -96,17 +122,27 @@ def marked(text: str) -> Iterator[None]:
         raise type(error)(error.reason, text=text, hint=error.hint) from None
 
 
-def _named_mesh(mesh: Mesh | None, src: Layout, dst: Layout, text: str, also: Sequence[str] = ()) -> Mesh:
-    """The axes that the expression names, and `also`: manual here, unless they have one device."""
-    named = (*src.axes, *dst.axes, *also)
+def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
+    """The axes that the layouts name, on the mesh given or the one of the context."""
+    named = tuple(axis for layout in layouts for axis in layout.axes)
     here = bound_sizes(named)
     if mesh is None:
-        mesh = Mesh({**jax.sharding.get_abstract_mesh().shape, **here})
-        if named and not mesh.axes:
+        context = Mesh({**jax.sharding.get_abstract_mesh().shape, **here})
+        if named and not context.axes:
             raise _not_manual(named[0], here, text)
-    for layout in (src, dst):
-        check_axes(layout, mesh, text)
+    else:
+        context = xshard_mesh(mesh)
+    for layout in layouts:
+        check_axes(layout, context, text)
+    return _named_mesh(context, named, text)
+
+
+def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
+    """The axes that are named. They must be manual here, unless they have one device."""
+    here = bound_sizes(named)
     for axis in named:
+        if axis not in mesh.axes:
+            raise MeshError(f"the plan is for a mesh with axis {axis!r}, {mesh!r} has none", text=text)
         size = mesh.size(axis)
         if axis not in here and size > 1:
             raise _not_manual(axis, here, text)
@@ -116,7 +152,17 @@ def _named_mesh(mesh: Mesh | None, src: Layout, dst: Layout, text: str, also: Se
                 text=text,
                 span=_axis_span(axis, text),
             )
-    return Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
+    found = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
+    long = [axis for axis in found.axes if found.size(axis) > 1]
+    for axis in long:
+        if len(long) > 1 and is_vmapped(axis):
+            raise MeshError(
+                f"axis {axis!r} is a batch of vmap, and the expression names {len(long)} axes",
+                text=text,
+                span=_axis_span(axis, text),
+                hint="JAX has no collectives over several axes under vmap; jax.shard_map has",
+            )
+    return found
 
 
 def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:

@@ -1,71 +1,127 @@
-"""The general step in JAX: rounds of permutations, each device packing and placing by its own tables.
+"""The general step in JAX: every device packs a box per round, boxes travel, each is placed where it belongs.
 
-Decides how boxes of different shapes travel in one program: padded to the longest of their round
-along every dim. Who sends what is in the messages (`xshard.steps.exchange`), when in `rounds`.
+Decides how a program with one shape for all devices handles their boxes. Where all of a round are slices
+of one shape, as slices; else by tables of rows, padded to the longest along every dim. Who sends
+what is in the messages (`xshard.steps.exchange`), what goes together in `rounds`, how in `wires`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from numpy.typing import NDArray
 
-from jax_bridge.axes import send
+from jax_bridge.axes import varying
 from jax_bridge.blocks import VOID, Table, inverse, mine, pick
-from jax_bridge.rounds import Round, rounds
+from jax_bridge.rounds import Round, box_shape, rounds
+from jax_bridge.wires import Wire
+from xshard.mesh import Mesh
 from xshard.sharding import Sharding
 from xshard.steps import Exchange
-from xshard.steps.exchange import filled, rows_at
+from xshard.steps.exchange import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
-def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding, wire: Wire) -> jax.Array:
     """Sums that end are added in the order of the rounds, a device's own box first."""
-    op, mesh = step.op(before), before.mesh
-    axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
-    out = _filled(after, x.dtype, axes)
+    schedule, op = rounds(before, after, step.node_devices), step.op(before)
+    by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule)) else _by_tables
+    return by(schedule, op, x, after, wire)
+
+
+def _by_slices(
+    schedule: Sequence[Round], op: str | None, x: jax.Array, after: Sharding, wire: Wire
+) -> jax.Array:
+    """Boxes are cut out, and put or added in place, without a pass over the whole block."""
+    mesh, axes = after.mesh, _long_axes(after)
+    starts = _my_starts(schedule, mesh.n_devices, axes)
+    packed = [
+        lax.dynamic_slice(x, starts[r][0], box_shape(messages), allow_negative_indices=False)
+        for r, messages in enumerate(schedule)
+    ]
+    out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
+    for r, box in enumerate(wire(packed, schedule, mesh)):
+        box = _signed(box, schedule[r], mesh)
+        arrives = _receivers(schedule[r], mesh.n_devices)
+        if op is not None or not arrives.all():
+            there = lax.dynamic_slice(out, starts[r][1], box.shape, allow_negative_indices=False)
+            new = box if op is None else there + box
+            box = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
+        out = lax.dynamic_update_slice(out, box, starts[r][1], allow_negative_indices=False)
+    return out
+
+
+def _by_tables(
+    schedule: Sequence[Round], op: str | None, x: jax.Array, after: Sharding, wire: Wire
+) -> jax.Array:
+    """Every box is spread over a block of its own, and the blocks are combined where they have something."""
+    mesh, axes = after.mesh, _long_axes(after)
+    tables = [list(_tables(messages, after)) for messages in schedule]
+    packed = [_packed(x, along, axes) for along in tables]
+    out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
     written = jnp.zeros(out.shape, bool)
-    for messages in rounds(before, after, step.node_devices):
-        box = x
-        arrived = mine(np.isin(np.arange(mesh.n_devices), [m.dst for m in messages]), axes)
-        tables = [_tables(messages, dim, after.max_local_shape[dim], mesh.n_devices) for dim in range(x.ndim)]
-        for dim, (packing, _) in enumerate(tables):
-            box = pick(box, dim, packing, axes)
-        if messages[0].src != messages[0].dst:
-            box = send(box, mesh, [(m.src, m.dst) for m in messages])
-        for dim, (_, placing) in enumerate(tables):
+    for r, box in enumerate(wire(packed, schedule, mesh)):
+        box = _signed(box, schedule[r], mesh)
+        arrived = mine(_receivers(schedule[r], mesh.n_devices), axes)
+        for dim, (_, placing) in enumerate(tables[r]):
             box = pick(box, dim, placing, axes)
-            along = [1] * x.ndim
+            along = [1] * box.ndim
             along[dim] = -1
             arrived = arrived & mine(placing != VOID, axes).reshape(along)
-        if any(m.sign < 0 for m in messages):
-            signs = np.ones(mesh.n_devices, np.int8)
-            signs[[m.dst for m in messages]] = [m.sign for m in messages]
-            box = jnp.where(mine(signs, axes) < 0, -box, box)
         if op is not None:
             box = jnp.where(written, COMBINE[op](out, box), box)
         out, written = jnp.where(arrived, box, out), written | arrived
     return out
 
 
-def _filled(after: Sharding, dtype: jnp.dtype, axes: tuple[str, ...]) -> jax.Array:
-    """A block of what stands outside the array, and zeros."""
-    out = jnp.zeros(after.max_local_shape, dtype)
-    for dim, length in enumerate(after.max_local_shape):
-        values = np.full((after.mesh.n_devices, length), np.nan)  # no value: a row of the array
-        for device in range(after.mesh.n_devices):
-            for d, start, stop, value in filled(after, device):
-                values[device, start:stop] = value if d == dim else values[device, start:stop]
-        if not np.isnan(values).all():
-            along = [1] * out.ndim
-            along[dim] = -1
-            inside = mine(np.isnan(values), axes).reshape(along)
-            constants = mine(np.nan_to_num(values, posinf=np.inf, neginf=-np.inf), axes).astype(dtype)
-            out = jnp.where(inside, out, constants.reshape(along))
-    return out
+def _long_axes(sharding: Sharding) -> tuple[str, ...]:
+    return tuple(a for a in sharding.mesh.axes if sharding.mesh.size(a) > 1)
+
+
+def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:
+    """Whether a device gets a box, per device."""
+    return np.isin(np.arange(n_devices), [m.dst for m in messages])
+
+
+def _signed(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
+    """The box as its receiver wants it: rows from beyond a pole may be negated."""
+    if all(message.sign > 0 for message in messages):
+        return box
+    signs = np.ones(mesh.n_devices, np.int8)
+    signs[[message.dst for message in messages]] = [message.sign for message in messages]
+    return jnp.where(mine(signs, tuple(a for a in mesh.axes if mesh.size(a) > 1)) < 0, -box, box)
+
+
+def _are_slices(messages: Round) -> bool:
+    shape = box_shape(messages)
+    return all(m.shape == shape and all(len(segments) == 1 for segments in m.box) for m in messages)
+
+
+def _my_starts(schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...]) -> list[list[list[Any]]]:
+    """Where this device's box begins: by round, end (its own, the one it receives) and dim."""
+    starts = np.zeros((n_devices, len(schedule), 2, len(schedule[0][0].box)), np.int32)
+    for r, messages in enumerate(schedule):
+        starts[:, r] = _ends(messages[0])  # whatever stands there is taken where no box is
+        for message in messages:
+            src, dst = _ends(message)
+            starts[message.src, r, 0], starts[message.dst, r, 1] = src, dst
+    # A table each, and constants where all are alike: XLA compiles these to the simplest loops.
+    found: list[list[list[Any]]] = [[list(end) for end in ends] for ends in starts[0]]
+    for place in np.argwhere((starts != starts[0]).any(axis=0)):
+        r, end, dim = place.tolist()
+        found[r][end][dim] = mine(starts[:, r, end, dim], axes)
+    return found
+
+
+def _ends(message: Message) -> list[list[int]]:
+    """The first row of a box along every dim, in the sender's and in the receiver's block."""
+    return [[segments[0][end] for segments in message.box] for end in (0, 1)]
 
 
 class _Tables(NamedTuple):
@@ -75,16 +131,24 @@ class _Tables(NamedTuple):
     placing: Table
 
 
-def _tables(messages: Round, dim: int, length: int, n_devices: int) -> _Tables:
-    width = max(m.shape[dim] for m in messages)
-    packing = np.full((n_devices, width), VOID, np.int64)
-    placing = np.full((n_devices, length), VOID, np.int64)
-    # What lies beyond a message is never read. Where no rows are to be packed, those of another
-    # device do: a table of equal rows is a constant.
-    idle = rows_at(messages[0].box[dim], 0)
-    packing[:, : len(idle)] = idle
-    for message in messages:
-        taken, given = (rows_at(message.box[dim], end) for end in (0, 1))
-        packing[message.src, : len(taken)] = taken
-        placing[message.dst] = inverse(given, length)
-    return _Tables(packing, placing)
+def _tables(messages: Round, after: Sharding) -> Iterator[_Tables]:
+    """One for every dim."""
+    n_devices = after.mesh.n_devices
+    for dim, (width, length) in enumerate(zip(box_shape(messages), after.max_local_shape, strict=True)):
+        packing = np.full((n_devices, width), VOID, np.int64)
+        placing = np.full((n_devices, length), VOID, np.int64)
+        # What lies beyond a message is never read. Where no rows are to be packed, those of another
+        # device do: a table of equal rows is a constant.
+        idle = rows_at(messages[0].box[dim], 0)
+        packing[:, : len(idle)] = idle
+        for message in messages:
+            taken, given = (rows_at(message.box[dim], end) for end in (0, 1))
+            packing[message.src, : len(taken)] = taken
+            placing[message.dst] = inverse(given, length)
+        yield _Tables(packing, placing)
+
+
+def _packed(x: jax.Array, tables: Sequence[_Tables], axes: tuple[str, ...]) -> jax.Array:
+    for dim, (packing, _) in enumerate(tables):
+        x = pick(x, dim, packing, axes)
+    return x

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 # Elements that a device of a group of n receives, from those of the result.
 _RECEIVED: dict[str, Callable[[int, int], int]] = {
@@ -21,8 +22,19 @@ _COLLECTIVE = re.compile(
     rf"= (?P<result>.+?) (?P<op>{'|'.join(_RECEIVED)}|collective-permute)(?P<half>-start)?\("
 )
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<shape>[\d,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(?:\{\{(?P<first>[\d,]*)\}|\[\d+,(?P<size>\d+)\]<=)")
+# Three spellings: all groups, their shape, or axes (whole or parts, `'x':(2)4`) of a mesh that HLO made.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{(?P<first>[\d,]*)\}|\[\d+,(?P<size>\d+)\]<="
+    r"|mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\(\S*\))? ?\{(?P<axes>[^}]*)\})"
+)
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>(?:\{\d+,\d+\},?)*)\}")
+
+
+class Collective(NamedTuple):
+    """One collective of a program, by HLO's name, and the bytes that every device receives by it."""
+
+    op: str
+    received: tuple[int, ...]
 
 
 def received_bytes(text: str, n_devices: int) -> int:
@@ -33,7 +45,12 @@ def received_bytes(text: str, n_devices: int) -> int:
     >>> received_bytes("%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}", 4)
     16
     """
-    by_device = [0] * n_devices
+    found = [collective.received for collective in collectives(text, n_devices)]
+    return max(map(sum, zip(*found, strict=True)), default=0)
+
+
+def collectives(text: str, n_devices: int) -> Iterator[Collective]:
+    """Every collective that brings something to a device. Raises as `received_bytes` does."""
     for line in text.splitlines():
         found = _COLLECTIVE.search(line)
         if found is None:
@@ -41,16 +58,24 @@ def received_bytes(text: str, n_devices: int) -> int:
         if found["half"]:  # its result is not what it receives; XLA:CPU has none
             raise ValueError(f"cannot count half a collective: {line.strip()}")
         elements, itemsize = _size(found["result"])
+        received = [0] * n_devices
         if pairs := _PAIRS.search(line):
             for src, dst in re.findall(r"(\d+),(\d+)", pairs["pairs"]):
-                by_device[int(dst)] += elements * itemsize * (src != dst)
+                received[int(dst)] += elements * itemsize * (src != dst)
         elif groups := _GROUPS.search(line):
-            n = int(groups["size"] or len(groups["first"].split(",")))
-            received = _RECEIVED[found["op"]](elements, n) * itemsize
-            by_device = [total + received for total in by_device]
+            received = [_RECEIVED[found["op"]](elements, _group_size(groups)) * itemsize] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
-    return max(by_device)
+        if any(received):
+            yield Collective(found["op"], tuple(received))
+
+
+def _group_size(groups: re.Match[str]) -> int:
+    if groups["mesh"] is None:
+        return int(groups["size"] or len(groups["first"].split(",")))
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups["mesh"]))
+    along = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", groups["axes"])
+    return math.prod(int(part or sizes[axis]) for axis, part in along)
 
 
 def _size(shapes: str) -> tuple[int, int]:

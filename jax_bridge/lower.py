@@ -20,9 +20,10 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.axes import invariant, send, varying
+from jax_bridge.axes import as_bits, invariant, send, varying, varying_axes
 from jax_bridge.blocks import inverse, numbers, pick, table, without_padding
 from jax_bridge.exchange import exchange
+from jax_bridge.wires import Wire, permuted
 from xshard.notation import Shard
 from xshard.plan import Plan
 from xshard.sharding import Sharding
@@ -49,18 +50,23 @@ ALONG = {"max": jnp.max, "min": jnp.min}
 
 # Jitted, so that a plan is traced once for all its uses in a model, and compiled once where a
 # shard_map is run without jit.
-@partial(jax.jit, static_argnums=0, inline=True)
-def run(plan: Plan, x: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames=("plan", "wire"), inline=True)
+def run(plan: Plan, x: jax.Array, wire: Wire = permuted) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
 
     x: of shape `plan.source.max_local_shape`; what its padding holds does not matter. The result
     is padded with zeros, invariant along the axes that the plan uses and `plan.dst` does not name.
+    wire: how the boxes of an exchange travel.
     """
-    axes = plan.axes
-    x = without_padding(varying(x, axes), _normal(plan.source))
-    for step, before, after in plan.stages:
-        x = varying(RULES[type(step)](step, x, before, after), axes)
-    return invariant(x, (a for a in axes if a not in plan.dst.axes))
+    axes = sorted(varying_axes(x).union(plan.axes))  # along all of them, whatever constants a rule puts in
+    if 0 in plan.shape:  # XLA has no collectives of nothing
+        x = varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
+    else:
+        x = without_padding(varying(x, axes), _normal(plan.source))
+        rules = RULES | {Exchange: partial(exchange, wire=wire)}
+        for step, before, after in plan.stages:
+            x = varying(rules[type(step)](step, x, before, after), axes)
+    return invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
 
 
 def _normal(sharding: Sharding) -> Sharding:
@@ -70,7 +76,10 @@ def _normal(sharding: Sharding) -> Sharding:
 def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
     dim = before.dim_index(step.dim)
     axes = axes_of(step.shards)
-    x = lax.all_gather(x, axes, axis=dim, tiled=True)
+    # Parts along a first dim of their own: one copy takes them to their places. Along another dim XLA
+    # turns the blocks round before the collective and back after it.
+    x = as_bits(lambda x: lax.all_gather(x, axes), x)
+    x = _merged(jnp.moveaxis(x, 0, dim), dim)
     return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
 
 
@@ -103,20 +112,21 @@ def _all_reduce(step: AllReduce, x: jax.Array, _: Sharding, __: Sharding) -> jax
 def _reduce_scatter(step: ReduceScatter, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
     dim, axes = before.dim_index(step.dim), axes_of(step.shards)
     x = _to_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
+    pieces = jnp.moveaxis(_split(x, dim, before.mesh.size(*axes)), dim, 0)
     if step.op == "sum":
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(pieces, axes)
     # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
-    x = lax.all_to_all(x, axes, dim, dim, tiled=True)
-    n = before.mesh.size(*axes)
-    pieces = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return ALONG[step.op](pieces, axis=dim)
+    return ALONG[step.op](as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0)
 
 
 def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
     src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
     axes = axes_of(step.dst_shards)
     x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
-    x = lax.all_to_all(x, axes, dst, src, tiled=True)
+    # Parts along a dim of their own: one copy takes them to their places, a tiled `all_to_all` makes two.
+    x = _split(x, dst, before.mesh.size(*axes))
+    x = as_bits(lambda x: lax.all_to_all(x, axes, dst, dst, tiled=True), x)
+    x = _merged(jnp.moveaxis(x, dst, src), src)
     return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, axes))
 
 
@@ -160,6 +170,16 @@ def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
     return pick(x, dim, inverse(rows, len(rows))[None], ())
 
 
+def _split(x: jax.Array, dim: int, n: int) -> jax.Array:
+    """A dim -> its `n` parts, and the rows of a part."""
+    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+
+
+def _merged(x: jax.Array, dim: int) -> jax.Array:
+    """A dim and the next -> one dim."""
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
 Rule = Callable[[Any, jax.Array, Sharding, Sharding], jax.Array]
 
 RULES: dict[type[Step], Rule] = {
@@ -167,7 +187,7 @@ RULES: dict[type[Step], Rule] = {
     AllReduce: _all_reduce,
     AllToAll: _all_to_all,
     Embed: _embed,
-    Exchange: exchange,
+    Exchange: partial(exchange, wire=permuted),
     Mask: _mask,
     Permute: _permute,
     ReduceScatter: _reduce_scatter,

@@ -1,8 +1,9 @@
 """What users call on one device's block: `redistribute`, and its common cases by the names they have
 elsewhere.
 
-Works inside `jax.shard_map`, with `check_vma=True` or `False`, and inside `jax.pmap`. The common cases
-take the same arguments as those of `torch_bridge` and only write the expression.
+Works inside `jax.shard_map`, with `check_vma=True` or `False`, inside `jax.pmap` and, for one axis, inside
+`jax.vmap(axis_name=)`. The common cases take the same arguments as those of `torch_bridge` and only write
+the expression.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from jax_bridge.autodiff import apply
-from jax_bridge.context import AnyMesh, entered, plan_here
-from xshard import Profile
+from jax_bridge.blocks import valid
+from jax_bridge.context import AnyMesh, as_array, entered, plan_here, sharding_here
+from xshard import Layout, Profile
 from xshard.spelling import Axes, Expression, dims, shard, sides, tag, whole
 
 Grad = Literal["sum", "replicated"]
@@ -43,12 +44,25 @@ def redistribute(
     for a gradient that is not defined.
 
     >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
-    >>> gather(jnp.ones((1, 4, 2))).shape  # one block on one device
+    >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
     (1, 4, 2)
     """
-    x = jnp.asarray(x)
+    x = as_array(x, expression)
     plan = plan_here(x, expression, mesh, shape, profile)
     return apply(plan, entered(x, plan, sides(expression)[2]))
+
+
+def valid_mask(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None = None) -> jax.Array:
+    """Which elements of this device's block are the array's and not padding: bool, shaped as the block.
+
+    shape: the global shape; where it does not divide, blocks are padded at the end of a dim to the largest.
+    mesh: read from the context where it is left out. Raises as `redistribute` does.
+
+    >>> masks = jax.pmap(lambda x: valid_mask("n/dp", (3,)), "dp")
+    >>> masks(jax.numpy.ones(1)).tolist()  # one block on one device: no padding
+    [[True, True, True]]
+    """
+    return valid(sharding_here(layout, shape, mesh))
 
 
 def all_gather(

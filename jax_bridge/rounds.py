@@ -9,6 +9,7 @@ edges; the fewest possible, the largest number of messages at one device, is alw
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,20 +18,40 @@ from xshard.sharding import Sharding
 from xshard.steps.exchange import Message, messages_to
 
 Round = tuple[Message, ...]
+MOST_PADDING = 1.02  # received elements over those of the messages, before rounds are split by shape
 
 
 @lru_cache(maxsize=1024)
 def rounds(before: Sharding, after: Sharding, node_devices: int | None = None) -> tuple[Round, ...]:
-    """The messages of an exchange: first those from each device to itself, then the rounds."""
+    """The messages of an exchange: first those from each device to itself, by shape, then the rounds.
+
+    A round is as long as its longest message. Where that would send much more than the messages, those
+    of one shape go together instead: more rounds, and nothing but messages.
+    """
     messages = [m for d in range(before.mesh.n_devices) for m in messages_to(before, after, d, node_devices)]
     local = [m for m in messages if m.src == m.dst]
-    # A round is as long as its longest message: colouring those first puts them together.
-    sent = sorted((m for m in messages if m.src != m.dst), key=lambda m: -m.size)
-    colours = edge_colours([(m.src, m.dst) for m in sent])
+    sent = [m for m in messages if m.src != m.dst]
+    fewest = _coloured(sorted(sent, key=lambda m: -m.size))  # the longest first, so that they come together
+    if _received(fewest, padded=True) > MOST_PADDING * _received(fewest, padded=False):
+        fewest = [r for alike in _by_shape(sent) for r in _coloured(alike)]
+    return (*(r for alike in _by_shape(local) for r in _one_per_device(alike)), *fewest)
+
+
+def box_shape(messages: Round) -> tuple[int, ...]:
+    """The longest message along every dim."""
+    return tuple(map(max, zip(*(m.shape for m in messages), strict=True)))
+
+
+def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
+    return [[m for m in messages if m.shape == shape] for shape in dict.fromkeys(m.shape for m in messages)]
+
+
+def _coloured(messages: Sequence[Message]) -> list[Round]:
+    colours = edge_colours([(m.src, m.dst) for m in messages])
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
-    for message, colour in zip(sent, colours, strict=True):
+    for message, colour in zip(messages, colours, strict=True):
         by_colour[colour].append(message)
-    return (*_one_per_device(local), *map(tuple, by_colour))
+    return [tuple(found) for found in by_colour]
 
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:
@@ -41,6 +62,15 @@ def _one_per_device(local: Sequence[Message]) -> list[Round]:
             found += [[]] if turn == len(found) else []
             found[turn].append(message)
     return [tuple(turn) for turn in found]
+
+
+def _received(schedule: Sequence[Round], *, padded: bool) -> int:
+    """Elements that the busiest device receives, with or without the padding of its rounds."""
+    elements: Counter[int] = Counter()
+    for messages in schedule:
+        for message in messages:
+            elements[message.dst] += math.prod(box_shape(messages)) if padded else message.size
+    return max(elements.values(), default=0)
 
 
 def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:

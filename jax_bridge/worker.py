@@ -2,7 +2,8 @@
 
 Decides how every device gets the block that a task gives it, and measures what was moved. With
 types (`vma`) a replicated axis enters and leaves as an invariant one, so that a run tests types
-as well as values.
+as well as values. With `--processes N --process I --coordinator ADDRESS` it is one of N processes, which
+share the devices of every task and each write the blocks of their own.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh as JaxMesh
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jax_bridge.hlo import received_bytes
@@ -28,7 +30,7 @@ from jax_bridge.sharding import padded, unpadded
 from xshard.mesh import Mesh
 from xshard.plan import Plan
 from xshard.sharding import Sharding
-from xshard.steps.base import Block, Blocks
+from xshard.steps.base import Blocks
 from xshard.verify import Outcome, Task
 
 
@@ -38,20 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", type=Path)
     parser.add_argument("outcomes", type=Path)
     parser.add_argument("--mode", choices=("vma", "novma", "pmap"), default="vma")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--coordinator")
     options = parser.parse_args(arguments)
     tasks: list[Task] = pickle.loads(options.tasks.read_bytes())
-    configure(tasks)
+    configure(tasks, options.processes)
+    if options.processes > 1:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
     outcomes = [run_task(task, options.mode) for task in tasks]
     options.outcomes.write_bytes(pickle.dumps(outcomes))
 
 
-def configure(tasks: Sequence[Task]) -> None:
-    """As many host devices as the tasks need, and 64-bit numbers if they have some.
+def configure(tasks: Sequence[Task], processes: int = 1) -> None:
+    """As many host devices as the tasks need of a process, and 64-bit numbers if they have some.
 
     Before JAX makes its devices, which the first of its functions does.
     """
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max((t.plan.mesh.n_devices for t in tasks), default=1))
+    most = max((t.plan.mesh.n_devices for t in tasks), default=1)
+    jax.config.update("jax_num_cpu_devices", -(-most // processes))
     jax.config.update("jax_enable_x64", any(jnp.dtype(t.plan.dtype).itemsize >= 8 for t in tasks))
 
 
@@ -80,9 +88,9 @@ def _pulled_back(plan: Plan, x: jax.Array, cotangent: jax.Array) -> jax.Array:
 
 
 class Measured(NamedTuple):
-    """What a program made on every device, and what a second run of it took."""
+    """What a program made on every device, None on those of other processes, and what a second run took."""
 
-    blocks: list[Block]
+    blocks: list[Any]
     received_bytes: int
     seconds: float
 
@@ -102,7 +110,13 @@ class Program:
 
     @property
     def devices(self) -> list[jax.Device]:
-        return jax.devices()[: self.mesh.n_devices]
+        """Of the processes in turn, so that some axis reaches from one to another."""
+        found = (jax.local_devices(process) for process in range(jax.process_count()))
+        return [d for turn in zip(*found, strict=True) for d in turn][: self.mesh.n_devices]
+
+    @cached_property
+    def jax_mesh(self) -> JaxMesh:
+        return JaxMesh(np.array(self.devices).reshape(self.mesh.sizes), self.mesh.axes)
 
     def run(self, *inputs: Blocks) -> Measured:
         """Blocks per device -> blocks per device."""
@@ -112,10 +126,15 @@ class Program:
         start = time.perf_counter()
         out = jax.block_until_ready(compiled(*arrays))
         seconds = time.perf_counter() - start
-        held = {shard.device: shard.data for shard in out.addressable_shards}
-        blocks = [np.asarray(held[d]).reshape(self.output.max_local_shape) for d in self.devices]
-        received = received_bytes(compiled.as_text(), self.mesh.n_devices)
-        return Measured(unpadded(blocks, self.output), received, seconds)
+        held = {shard.device: np.asarray(shard.data) for shard in out.addressable_shards}
+        empty = np.zeros(self.output.max_local_shape, out.dtype)
+        padded_blocks = [held.get(d, empty).reshape(empty.shape) for d in self.devices]
+        blocks = zip(unpadded(padded_blocks, self.output), self.devices, strict=True)
+        return Measured(
+            [block if device in held else None for block, device in blocks],
+            received_bytes(compiled.as_text(), self.mesh.n_devices),
+            seconds,
+        )
 
     def _pmap(self):
         long = [a for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True) if n > 1]
@@ -131,21 +150,24 @@ class Program:
         return jax.jit(
             jax.shard_map(
                 local,
-                mesh=JaxMesh(np.array(self.devices).reshape(self.mesh.sizes), self.mesh.axes),
+                mesh=self.jax_mesh,
                 in_specs=tuple(map(_spec, self.inputs)),
                 out_specs=_spec(self.output),
                 check_vma=self.mode == "vma",
             )
         )
 
-    def _stacked(self, blocks: Blocks, sharding: Sharding) -> NDArray:
+    def _stacked(self, blocks: Blocks, sharding: Sharding) -> NDArray | jax.Array:
         stacked = padded(blocks, sharding)
         if self.mode == "pmap":
             return stacked
         # One leading dim per axis. An axis that the layout does not name holds one value: shard_map
         # gets one, with no spec, and takes it for invariant.
         stacked = stacked.reshape(*self.mesh.sizes, *stacked.shape[1:])
-        return stacked[tuple(np.s_[:] if a in sharding.layout.axes else np.s_[:1] for a in self.mesh.axes)]
+        named = (a in sharding.layout.axes for a in self.mesh.axes)
+        stacked = stacked[tuple(np.s_[:] if varies else np.s_[:1] for varies in named)]
+        on_devices = NamedSharding(self.jax_mesh, _spec(sharding))
+        return jax.make_array_from_callback(stacked.shape, on_devices, stacked.__getitem__)
 
 
 def _spec(sharding: Sharding) -> PartitionSpec:

@@ -1,0 +1,111 @@
+"""A move twice: as our plan in one program, and as XLA's partitioner makes it of shardings alone.
+
+Decides what is compared: programs from the same sharded array to the same, on the same devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import Mesh as JaxMesh
+from planning.cases import Case
+
+import xshard as xs
+from jax_bridge.program import make_program
+from jax_bridge.rounds import rounds
+from jax_bridge.sharding import to_named_sharding
+from xshard import dtypes
+from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter
+
+CARRIERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+HLO_NAMES = {
+    AllGather: "all-gather",
+    AllReduce: "all-reduce",
+    AllToAll: "all-to-all",
+    Permute: "collective-permute",
+    ReduceScatter: "reduce-scatter",
+}
+
+
+@dataclass(frozen=True)
+class Move:
+    """A case, and the machine that it is planned for."""
+
+    case: Case
+    profile: str
+
+    @cached_property
+    def plan(self) -> xs.Plan:
+        return self.case.plan(xs.load_profile(self.profile))
+
+    @cached_property
+    def mesh(self) -> JaxMesh:
+        """Sums need a mesh of Explicit axes."""
+        devices = np.array(jax.devices()[: self.case.mesh.n_devices]).reshape(self.case.mesh.sizes)
+        kind = AxisType.Explicit if self.case.is_partial else AxisType.Auto
+        return JaxMesh(devices, self.case.mesh.axes, axis_types=(kind,) * len(self.case.mesh.axes))
+
+    @cached_property
+    def source(self) -> NamedSharding:
+        return to_named_sharding(self.case.src, self.mesh)
+
+    @cached_property
+    def target(self) -> NamedSharding:
+        return to_named_sharding(self.case.dst, self.mesh)
+
+    def ours(self) -> Any:
+        """Our program, jitted and new: nothing of it has been traced."""
+        jax.clear_caches()
+        make_program.cache_clear()
+        given = (self.plan,), self.mesh, (self.case.shape,), (np.dtype(self.case.dtype),)
+        return make_program(*given, False, self.profile).run
+
+    def xla(self) -> Any:
+        """XLA's own program: `jax.reshard` of sums, else the identity between two shardings."""
+        if self.case.is_partial:
+            return jax.jit(lambda x: jax.reshard(x, self.target))
+        return jax.jit(lambda x: x, in_shardings=self.source, out_shardings=self.target)
+
+    @property
+    def carrier(self) -> str:
+        """What XLA moves as bits: it would widen 16-bit floats on CPUs, as it does not elsewhere."""
+        return self.case.dtype if self.case.is_partial else CARRIERS[dtypes.itemsize(self.case.dtype)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The collectives that the plan stands for, by HLO's names."""
+        found: Counter[str] = Counter()
+        for step, before, after in self.plan.stages:
+            if isinstance(step, Exchange):
+                found["collective-permute"] += sum(r[0].src != r[0].dst for r in rounds(before, after))
+            elif type(step) in HLO_NAMES:
+                found[HLO_NAMES[type(step)]] += 1
+        return dict(sorted(found.items()))
+
+    def array(self, dtype: str) -> jax.Array:
+        """Ones, or addends that are."""
+        shape = self.plan.source.max_local_shape
+        blocks = [jax.device_put(np.ones(shape, dtype), device) for device in self.mesh.devices.flat]
+        return jax.make_array_from_single_device_arrays(self.case.shape, self.source, blocks)
+
+
+def addable(case: Case) -> Case:
+    """The case with a dtype that XLA:CPU has collectives to add in; for the others it widens."""
+    return replace(case, dtype="float32") if case.is_partial and dtypes.itemsize(case.dtype) < 4 else case
+
+
+def scaled(case: Case, least_bytes: int) -> Case:
+    """The case with its shortest dims doubled until the array is as large as that, or the longest halved."""
+    shape, itemsize = list(case.shape), dtypes.itemsize(case.dtype)
+    while math.prod(shape) * itemsize < least_bytes:
+        shape[shape.index(min(shape))] *= 2
+    while math.prod(shape) * itemsize >= 2 * least_bytes:
+        shape[shape.index(max(shape))] //= 2
+    return replace(case, shape=tuple(shape))

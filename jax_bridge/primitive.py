@@ -1,0 +1,93 @@
+"""A plan as one operation of JAX: a primitive that carries the plan as a parameter.
+
+Decides what every transformation makes of a plan. Its tangent is the plan again, its transpose is
+the backward plan, a batch is one more dim that is whole, and its lowering is the rules of `lower`.
+So JAX sees one linear map where it would otherwise see, and transpose, the collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_bridge.compat import batch_first, linear_primitive
+from jax_bridge.lower import run
+from jax_bridge.wires import Wire, permuted, ragged
+from xshard.layout import Layout
+from xshard.notation import Dim
+from xshard.plan import Plan
+from xshard.steps import Step
+
+
+def move(plan: Plan, x: jax.Array) -> jax.Array:
+    """A block under `plan.src` -> the block under `plan.dst`; linear where the plan is.
+
+    x: varying along the axes that `plan.src` names and invariant along the others that the plan has to
+    do with; its cotangent is the same.
+    """
+    return _move(x, plan=plan, devices=None)
+
+
+@lru_cache(maxsize=1024)
+def batched(plan: Plan, n: int) -> Plan:
+    """The same steps on an array of one more dim, the first, of which every device has all `n`."""
+    name = next(
+        f"batch{i}" for i in range(len(plan.shape) + 1) if f"batch{i}" not in plan.source.layout.names
+    )
+
+    def wider(layout: Layout) -> Layout:
+        return replace(layout, dims=(Dim(name), *layout.dims))
+
+    def stepping(step: Step) -> Step:
+        layouts = {f.name: getattr(step, f.name) for f in fields(step)}  # type: ignore[arg-type]
+        return replace(step, **{k: wider(v) for k, v in layouts.items() if isinstance(v, Layout)})  # type: ignore[type-var]
+
+    return replace(
+        plan,
+        src=wider(plan.source.layout),
+        dst=wider(plan.target.layout),
+        shape=(n, *plan.shape),
+        steps=tuple(map(stepping, plan.steps)),
+        memory_limit=plan.memory_limit and n * plan.memory_limit,
+    )
+
+
+def _run(x: jax.Array, *, plan: Plan, devices: str | None, wire: Wire = permuted) -> jax.Array:
+    """devices: the axis that `vmap` has named and that is the first dim here: one block per device."""
+    one = partial(run, plan, wire=wire)
+    return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
+
+
+_traced = jax.jit(_run, static_argnames=("plan", "devices"), inline=True)
+
+
+def _abstract_eval(x, **params):
+    traced = _traced.trace(x, **params).jaxpr
+    (result,) = traced.out_avals
+    return result, traced.effects
+
+
+def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
+    return _move(cotangent, plan=plan.backward, devices=devices)
+
+
+def _batch(x: jax.Array, dim: int | None, n: int, name: object, *, plan: Plan, devices: str | None):
+    if name in plan.mesh.axes and n > 1:
+        return _move(batch_first(x, dim, n), plan=plan, devices=name), 0
+    if dim is None:
+        return _move(x, plan=plan, devices=devices), None
+    at = 0 if devices is None else 1
+    return _move(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
+
+
+_move = linear_primitive(
+    "xshard_move",
+    run=_run,
+    abstract_eval=_abstract_eval,
+    transpose=_transpose,
+    batch=_batch,
+    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_run, wire=ragged)),
+)
