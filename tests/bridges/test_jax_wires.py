@@ -37,6 +37,9 @@ CASES = [
     ("n/a -> n/b", "a=2,b=4", (3,), "bfloat16"),
     ("n/a -> n | sum(b)", "a=4,b=2", (9,), "int32"),
     ("() | sum(a) -> ()", "a=4", (), "float32"),
+    # Several messages for one pair of devices.
+    ("h/a:fold(halo(3,3,periodic)) -> h/a", "a=4", (8,), "float32"),
+    ("h/a w/b -> h/a:halo(2,2,pole(-1)) w/b:halo(1,1,periodic)", "a=2,b=4", (4, 8), "float32"),
 ]
 
 
