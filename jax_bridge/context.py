@@ -82,7 +82,7 @@ def plan_here(
             here = _mesh_here(mesh, (src, dst), text)
             whole = whole_shape(src, here, x.shape, text) if shape is None else shape
             plan = planner.plan(expression, here, whole, x.dtype.name, profile=profile)
-    _check_block(x.shape, plan, text, inferred=shape is None)
+    _check_block(x.shape, plan.source, text, inferred=shape is None)
     return plan
 
 
@@ -92,6 +92,20 @@ def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | No
     with marked(text):
         found = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
         return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
+
+
+def block_sharding_here(
+    x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
+) -> Sharding:
+    """What a layout means for this block: of the shape given or, where blocks are even, inferred."""
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    text = str(layout)
+    with marked(text):
+        here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
+        whole = whole_shape(layout, here, x.shape, text) if shape is None else shape
+    sharding = sharding_here(layout, whole, here)
+    _check_block(x.shape, sharding, text, inferred=shape is None)
+    return sharding
 
 
 def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
@@ -175,18 +189,18 @@ def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:
     )
 
 
-def _check_block(local_shape: tuple[int, ...], plan: Plan, text: str, *, inferred: bool) -> None:
-    expected = plan.source.max_local_shape
+def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool) -> None:
+    expected = sharding.max_local_shape
     if local_shape == expected:
         return
-    names = plan.source.layout.names
+    names = sharding.layout.names
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
     where = dict(reversed(notation.spans(text).dims))  # the left side's, which come first
     raise ShapeError(
         f"the block has shape {local_shape}, not {expected}",
         text=text,
         span=where.get(wrong[0], where.get(notation.ELLIPSIS)) if wrong else None,
-        hint=f"that is the largest block of a {plan.shape} array on {plan.mesh!r}"
+        hint=f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}"
         + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
     )
 

@@ -18,7 +18,7 @@ from jax_bridge.autodiff import apply
 from jax_bridge.blocks import valid
 from jax_bridge.context import AnyMesh, as_array, entered, plan_here, sharding_here
 from xshard import Layout, Profile
-from xshard.spelling import Axes, Expression, dims, shard, sides, tag, whole
+from xshard.spelling import Axes, Expression, Rows, dims, halo, shard, sides, tag, whole
 
 Grad = Literal["sum", "replicated"]
 
@@ -131,6 +131,27 @@ def all_to_all(
         dims(x.shape, {concat_dim: shard(axis, concat_order)}),
         dims(x.shape, {split_dim: shard(axis, split_order)}),
     )
+    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+
+
+def halo_exchange(
+    x: jax.Array,
+    width: int | tuple[Rows, Rows],
+    dim: int,
+    axis: Axes,
+    mesh: AnyMesh | None = None,
+    *,
+    boundary: str = "zero",
+    shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """Each block widened by rows of its neighbours: `h/axis -> h/axis:halo(width, width, boundary)`.
+
+    width: rows at both ends, or `(before, after)`; a list has one number per part. Negative ones leave
+    rows out, and they may be wider than a neighbour's block. boundary: what stands beyond the ends of the
+    array: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
+    The backward pass adds what the rows got at their owner.
+    """
+    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape, {dim: halo(axis, width, boundary)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 

@@ -55,8 +55,8 @@ def _window(scanner: Scanner) -> Window:
         span = scanner.span
         name = scanner.expect("name", hint="as in window(k=3,s=2,p=1)")
         if not scanner.take("="):
-            ends = _boundary(scanner, name, span), ZERO
-            ends = (ends[0], _next_boundary(scanner) if scanner.take(",") else ends[0])
+            before = _boundary(scanner, name, span)
+            ends = before, _next_boundary(scanner) if scanner.take(",") else before
             break
         if name not in (*_SMALLEST, "out") or name in given:
             raise scanner.error(f"window option {name!r}", span, "k, s, d, p, out, each once")
@@ -85,6 +85,18 @@ def _window(scanner: Scanner) -> Window:
     return Window(**widths, p=padding, out=out, before=ends[0], after=ends[1])
 
 
+def boundaries(text: str) -> tuple[Boundary, Boundary]:
+    """The rules beyond either end of the array, of a text of their own: one for both, or two.
+
+    >>> boundaries("edge,zero")[0].kind
+    'edge'
+    """
+    scanner = Scanner(text)
+    both = _both(scanner)
+    scanner.expect("end")
+    return both
+
+
 def width(scanner: Scanner) -> Width:
     """A number, or several in brackets."""
     return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
@@ -92,8 +104,10 @@ def width(scanner: Scanner) -> Width:
 
 def _ends(scanner: Scanner) -> tuple[Boundary, Boundary]:
     """No boundary, one for both ends of the array, or one for either."""
-    if not scanner.take(","):
-        return ZERO, ZERO
+    return _both(scanner) if scanner.take(",") else (ZERO, ZERO)
+
+
+def _both(scanner: Scanner) -> tuple[Boundary, Boundary]:
     before = _next_boundary(scanner)
     return before, _next_boundary(scanner) if scanner.take(",") else before
 

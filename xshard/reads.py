@@ -54,11 +54,13 @@ def transposed(
     return read(dim, length, sizes, outputs, needs)
 
 
-def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs) -> Read:
-    """The read of an op whose outputs are cut as its inputs are, or, where their sizes are given, aligned.
+def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs, out: str = "") -> Read:
+    """The read of an op of which every part makes some outputs and reads an interval of inputs.
 
-    needs: clipped to the array; what lies outside is not read. Raises ShapeError where the parts of
-    the dim are no intervals.
+    needs: clipped to the array; what lies outside is not read. out: how the outputs are cut: as the
+    inputs are or, where the sizes of those are given, aligned (empty), `balanced`, or `aligned`: a part
+    makes the share of all outputs that it has of the inputs. Raises ShapeError where the parts of the dim
+    are no intervals.
     """
     owned = owners(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
@@ -66,8 +68,8 @@ def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs) -> Rea
             f"'{dim}' is not cut into intervals",
             hint="redistribute to contiguous parts first, as in h/sp",
         )
-    result = _result(dim, length, outputs, owned)
-    mine, made = _intervals(owned), _intervals(owners(result, outputs, sizes))
+    result = _result(dim, length, outputs, owned, out)
+    mine, made = intervals(owned), intervals(owners(result, outputs, sizes))
     inputs = []
     for (start, stop), (own, _) in zip(made, mine, strict=True):
         first, last = needs(start, stop) if start < stop else (own, own)
@@ -80,14 +82,16 @@ def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs) -> Rea
     return Read(source, result, outputs, tuple(inputs), tuple(made))
 
 
-def _result(dim: Dim, length: int, outputs: int, owned: tuple[Runs, ...]) -> Dim:
-    if not any(shard.order == SIZES for shard in dim.shards):
+def _result(dim: Dim, length: int, outputs: int, owned: tuple[Runs, ...], out: str) -> Dim:
+    if out == "balanced" and dim.axes:
+        return Dim(dim.name, (Shard(dim.axes, out),))
+    if out != "aligned" and not any(shard.order == SIZES for shard in dim.shards):
         return Dim(dim.name, dim.shards)
-    ends = [math.ceil(at * outputs / length) for _, at in _intervals(owned)] if length else [0] * len(owned)
+    ends = [math.ceil(at * outputs / length) for _, at in intervals(owned)] if length else [0] * len(owned)
     return Dim(dim.name, (Shard(dim.axes, SIZES, tuple(b - a for a, b in itertools.pairwise((0, *ends)))),))
 
 
-def _intervals(parts: tuple[Runs, ...]) -> list[tuple[int, int]]:
+def intervals(parts: tuple[Runs, ...]) -> list[tuple[int, int]]:
     """Contiguous parts in their order; an empty one stands where the ones before it end."""
     ends = list(itertools.accumulate((size(runs) for runs in parts), initial=0))
     return list(itertools.pairwise(ends))

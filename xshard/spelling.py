@@ -12,10 +12,13 @@ from xshard.errors import ShapeError, XshardError
 from xshard.held import length_of_equal_blocks
 from xshard.layout import Layout, parse_expression
 from xshard.mesh import Mesh
+from xshard.overlap import Halo
+from xshard.overlap_grammar import boundaries
 from xshard.plan import Plan
 
 Expression = str | tuple[Layout | str, Layout | str] | Plan
 Axes = str | tuple[str, ...]
+Rows = int | Sequence[int]  # one number for every part, or one per part
 
 
 def sides(expression: Expression) -> tuple[Layout, Layout, str]:
@@ -69,6 +72,16 @@ def shard(axis: Axes, order: str = "block") -> str:
     return axis if isinstance(axis, str) else f"({_names(axis)})"
 
 
+def halo(axis: Axes, width: int | tuple[Rows, Rows], boundary: str) -> str:
+    """A cut over an axis whose blocks are widened: by as many rows at both ends, or before and after.
+
+    >>> halo("sp", (1, (2, 0)), "periodic")
+    'sp:halo(1,[2,0],periodic)'
+    """
+    lo, hi = (width, width) if isinstance(width, int) else width
+    return f"{shard(axis)}:{Halo(_rows(lo), _rows(hi), *boundaries(boundary))}"
+
+
 def whole(axis: Axes, grad: str) -> str:
     """The tag of whole values: copies, whose gradients add up, or replicas, which have none."""
     if grad not in ("sum", "replicated"):
@@ -81,6 +94,10 @@ def whole(axis: Axes, grad: str) -> str:
 def tag(kind: str, axis: Axes) -> str:
     """A tag with the bar before it."""
     return f" | {kind}({_names(axis)})"
+
+
+def _rows(width: Rows) -> int | tuple[int, ...]:
+    return width if isinstance(width, int) else tuple(width)
 
 
 def _names(axis: Axes) -> str:

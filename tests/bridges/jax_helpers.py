@@ -1,4 +1,4 @@
-"""What the JAX tests share: a process with eight host devices in which they run, and blocks to feed them.
+"""What the JAX tests share: a process with host devices in which they run, and blocks to feed them.
 
 JAX makes its devices once per process, so pytest's own process never asks for any. A test under
 `@in_jax` runs in a process of its own kind, started once for each process of pytest.
@@ -56,7 +56,7 @@ def _serve() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 18)  # the largest case of tests/data/halo.json
     while True:
         try:
             module, name, arguments = pickle.load(sys.stdin.buffer)

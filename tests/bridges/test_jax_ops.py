@@ -54,6 +54,14 @@ NAMED = [
     ),
     (partial(xj.slice, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
     (partial(xj.slice, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
+    (
+        partial(xj.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
+        "d0 d1/b -> d0 d1/b:halo(1,2,periodic)",
+    ),
+    (
+        partial(xj.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
+        "d0 d1/(b,a) -> d0 d1/(b,a):halo(2,2,edge,zero)",
+    ),
     (partial(xj.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
     (partial(xj.reduce_from, axis="a"), "d0 d1 | sum(a) -> d0 d1"),
 ]
@@ -75,6 +83,19 @@ def test_a_named_op_is_its_expression(case) -> None:
         return str(jax.make_jaxpr(both)(np.zeros((8 * 16, 16), np.float32)))
 
     assert program(op) == program(lambda x: xj.redistribute(x, expression))
+
+
+@in_jax
+def test_halos_of_another_width_for_every_part() -> None:
+    """Heat's, which stay inside the array: the shorter blocks are padded."""
+
+    def widened(x):
+        return xj.halo_exchange(x, ([0, 2, 1, 3], [1, -1, 2, 0]), 0, "b", shape=(8, 8))
+
+    found = np.asarray(mapped(widened, (P("b"), P("b")))(X)).reshape(4, 5, 8)
+    for block, (start, stop) in zip(found, [(0, 3), (0, 3), (3, 8), (3, 8)], strict=True):
+        assert np.array_equal(block[: stop - start], X[start:stop])
+        assert not block[stop - start :].any()
 
 
 @in_jax

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import xshard as xs
+from xshard.dilated import dilated
 from xshard.notation import Dim, Shard
 from xshard.reads import transposed
 from xshard.resample import resampled, taps
@@ -82,3 +83,37 @@ def test_resampled_blocks_hold_every_tap(mode):
 def test_parts_that_are_no_intervals_are_refused():
     with pytest.raises(xs.ShapeError, match="not cut into intervals"):
         transposed(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
+
+
+@pytest.mark.parametrize("out", ["", "balanced", "aligned"])
+@pytest.mark.parametrize(
+    ("k", "s", "d", "base", "p"),
+    [
+        (3, 1, 1, 2, (1, 2)),
+        (2, 3, 1, 1, (-2, 4)),
+        (3, 2, 2, 3, (5, 0)),
+        (4, 1, 1, 5, (-1, -3)),
+        (1, 1, 1, 4, (0, 0)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("length", "shard"),
+    [(8, Shard(("sp",))), (7, Shard(("sp",), "zigzag")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
+)
+def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
+    """From the first to the last row that a tap of its outputs can meet; beyond the ends stands the fill."""
+    n = len(shard.sizes) or 4
+    dim = Dim("h", (shard,))
+    if shard.order == "zigzag":
+        with pytest.raises(xs.ShapeError, match="not cut into intervals"):
+            dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
+        return
+    found = dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
+    outputs = np.arange(((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1)
+    assert found.length == len(outputs)
+    assert [o for start, stop in found.outputs for o in range(start, stop)] == outputs.tolist()
+    blocks = xs.reference.scatter(np.arange(length), str(found.source), xs.Mesh(sp=n))
+    for block, (start, stop) in zip(blocks, found.outputs, strict=True):
+        taps = [o * s - p[0] + d * j for o in range(start, stop) for j in (0, k - 1)]
+        rows = range(-(-min(taps) // base), max(taps) // base + 1) if taps else ()
+        assert block.tolist() == [i if 0 <= i < length else 77 for i in rows]

@@ -1,0 +1,22 @@
+"""Layers inside `jax.shard_map` that compute what they would on the global array."""
+
+from jax_bridge.nn.conv import conv_general_dilated
+from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
+from jax_bridge.nn.placed import Placed, place
+from jax_bridge.nn.pool import avg_pool, max_pool, reduce_window
+from jax_bridge.nn.resample import interpolate, resize
+
+__all__ = [
+    "Placed",
+    "avg_pool",
+    "batch_norm",
+    "conv_general_dilated",
+    "group_norm",
+    "interpolate",
+    "layer_norm",
+    "max_pool",
+    "moments",
+    "place",
+    "reduce_window",
+    "resize",
+]

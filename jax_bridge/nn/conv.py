@@ -1,0 +1,99 @@
+"""Convolutions of an array that is cut along the dims they slide over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+from jax import lax
+
+from jax_bridge.nn.placed import Placed
+from jax_bridge.nn.window import Boundaries, Sliding, windowed
+from xshard import ShapeError
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+def conv_general_dilated(
+    lhs: Placed,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: Padding,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: lax.ConvGeneralDilatedDimensionNumbers = None,
+    feature_group_count: int = 1,
+    *,
+    boundary: Boundaries = None,
+    outputs: str = "",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+) -> Placed:
+    """`lax.conv_general_dilated` of the global array: blocks [n, c, *space] -> blocks [n, features, *space].
+
+    Arguments are those of `lax`, all about the global array; spatial dims may be cut in any way.
+    rhs: this device's copy of the kernel. With `check_vma=True` JAX adds the gradients of a kernel
+    that all devices share; without, `copy_to(rhs, axes)` does. boundary: what `padding` consists of:
+    zeros, or `periodic`, `reflect`, `edge`, `pole`, ... for all spatial dims or by name. outputs: how
+    they are cut: as the dim is (""), `balanced`, or `aligned` (each where its stride begins).
+    Raises ShapeError for cut features, and as `redistribute` does.
+
+    >>> from jax_bridge.nn.placed import place
+    >>> import jax.numpy as jnp
+    >>> def blur(x):
+    ...     return conv_general_dilated(place(x, "n c h/sp"), jnp.ones((1, 1, 3)), (1,), "SAME")
+    >>> jax.pmap(blur, "sp")(jnp.ones((1, 1, 1, 4))).block  # one block on one device
+    Array([[[[2., 3., 3., 2.]]]], dtype=float32)
+    """
+    shape = lhs.sharding.shape
+    numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
+    (_, channel, *space), (out, _, *taps) = numbers.lhs_spec, numbers.rhs_spec
+    if lhs.layout.dims[channel].axes:
+        raise ShapeError(
+            f"features {str(lhs.layout.dims[channel])!r} are cut, and a convolution adds over them",
+            text=str(lhs.layout),
+            hint="x.to(...) a layout where they are whole",
+        )
+    base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
+    convolve = partial(
+        lax.conv_general_dilated,
+        lhs_dilation=base,
+        rhs_dilation=dilation,
+        dimension_numbers=numbers,
+        feature_group_count=feature_group_count,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    # Of the whole array: what does not fit together is refused in the words of lax.
+    whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
+    jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
+    kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
+    ends = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
+    windows = {d: Sliding(*w) for d, *w in zip(space, kernel, strides, dilation, base, ends, strict=True)}
+    # The output's spec says where each dim goes: position out_spec[i] is what lhs_spec[i] was.
+    order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
+    return windowed(
+        lhs,
+        windows,
+        lambda block, strides, ends: convolve(block, rhs, strides, ends),
+        fill=0.0,
+        boundary=boundary,
+        outputs=outputs,
+        order=order,
+        features={channel: rhs.shape[out]},
+    )
+
+
+def paddings(
+    lengths: Sequence[int],
+    windows: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    padding: Padding,
+) -> list[tuple[int, int]]:
+    """Rows of padding before and after every dim, where "SAME" or "VALID" says them for the global array."""
+    if not isinstance(padding, str):
+        return [(int(before), int(after)) for before, after in padding]
+    spans = [d * (k - 1) + 1 for k, d in zip(windows, dilation, strict=True)]
+    return [(before, after) for before, after in lax.padtype_to_pads(lengths, spans, strides, padding)]

@@ -1,0 +1,155 @@
+"""Pooling of an array that is cut along the dims it slides over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from jax_bridge.blocks import mine, numbers
+from jax_bridge.nn.conv import Padding, paddings
+from jax_bridge.nn.phases import reduce_window_by_phases
+from jax_bridge.nn.placed import Placed
+from jax_bridge.nn.window import Boundaries, Sliding, windowed
+
+
+def reduce_window(
+    operand: Placed,
+    init_value: float,
+    computation: Callable[[jax.Array, jax.Array], jax.Array],
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    base_dilation: Sequence[int] | None = None,
+    window_dilation: Sequence[int] | None = None,
+    *,
+    boundary: Boundaries = None,
+    outputs: str = "",
+) -> Placed:
+    """`lax.reduce_window` of the global array: every output is the reduction of a window of inputs.
+
+    Arguments are those of `lax`, with a number for every dim, all about the global array. boundary:
+    what `padding` consists of, `init_value` where it is left out. outputs: as in `conv_general_dilated`.
+    Raises as `redistribute` does.
+    """
+    ones, whole = (1,) * operand.block.ndim, operand.sharding.shape
+    strides, base, dilation = (tuple(o or ones) for o in (window_strides, base_dilation, window_dilation))
+    init = np.array(init_value, operand.block.dtype)
+    # Of the whole array: what does not fit together is refused in the words of lax.
+    arguments = computation, window_dimensions, strides, padding, base, dilation
+    struct = jax.ShapeDtypeStruct(whole, init.dtype)
+    jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
+    ends = paddings(whole, window_dimensions, strides, dilation, padding)
+    every = map(Sliding, window_dimensions, strides, dilation, base, ends)
+    windows = {d: window for d, window in enumerate(every) if window != Sliding(1)}
+
+    def local(block: jax.Array, strides: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> jax.Array:
+        stride, ends = list(ones), [(0, 0)] * block.ndim
+        for d, s, pair in zip(windows, strides, padding, strict=True):
+            stride[d], ends[d] = s, pair
+        reduce = lax.reduce_window if dilation == ones else reduce_window_by_phases
+        return reduce(block, init, computation, window_dimensions, stride, ends, base, dilation)
+
+    return windowed(operand, windows, local, fill=float(init_value), boundary=boundary, outputs=outputs)
+
+
+def max_pool(
+    x: Placed,
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    window_dilation: Sequence[int] | None = None,
+    *,
+    ceil_mode: bool = False,
+    boundary: Boundaries = None,
+    outputs: str = "",
+) -> Placed:
+    """The largest value of every window; beyond the ends of the array there is none.
+
+    ceil_mode: a last window that begins inside the array counts though it ends beyond it.
+    Other arguments as in `reduce_window`.
+    """
+    least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
+    ends = _ends(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+    return reduce_window(
+        x,
+        least,
+        lax.max,
+        window_dimensions,
+        window_strides,
+        ends,
+        window_dilation=window_dilation,
+        boundary=boundary,
+        outputs=outputs,
+    )
+
+
+def avg_pool(
+    x: Placed,
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int] | None = None,
+    padding: Padding = "VALID",
+    *,
+    count_include_pad: bool = True,
+    ceil_mode: bool = False,
+    boundary: Boundaries = None,
+    outputs: str = "",
+) -> Placed:
+    """The mean of every window.
+
+    count_include_pad: rows of `padding` count; rows that `ceil_mode` adds never do. Rows of a
+    `boundary` are values like others, and count. Other arguments as in `max_pool`.
+    """
+    padded = _ends(x, window_dimensions, window_strides, padding, None, False)
+    ends = _ends(x, window_dimensions, window_strides, padding, None, ceil_mode)
+    total = reduce_window(
+        x, 0.0, lax.add, window_dimensions, window_strides, ends, boundary=boundary, outputs=outputs
+    )
+    bounded = set(x.layout.names if isinstance(boundary, str) else boundary or ())
+    mean = total.block
+    for d, (name, k) in enumerate(zip(x.layout.names, window_dimensions, strict=True)):
+        before, after = ends[d] if name in bounded else padded[d] if count_include_pad else (0, 0)
+        starts = np.arange(total.sharding.shape[d]) * (window_strides or (1,) * mean.ndim)[d] - ends[d][0]
+        counts = np.minimum(starts + k, x.sharding.shape[d] + after) - np.maximum(starts, -before)
+        mean = mean / _along(total, d, counts)
+    return Placed(mean, total.sharding)
+
+
+def _along(y: Placed, d: int, values: NDArray[np.int64]) -> jax.Array:
+    """A value for every global row of a dim -> those of this device's rows, 1 in the padding."""
+    axes = y.layout.dims[d].axes
+    table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[d]), np.float32)
+    for part, runs in enumerate(y.sharding.owners(d)):
+        rows = numbers(runs)
+        table[part, : len(rows)] = values[rows]
+    along = [1] * y.block.ndim
+    along[d] = -1
+    return mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)).reshape(along)
+
+
+def _ends(
+    x: Placed,
+    windows: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: Padding,
+    dilation: Sequence[int] | None,
+    ceil_mode: bool,
+) -> list[tuple[int, int]]:
+    """Padding of every dim and, in `ceil_mode`, what the last window needs beyond it."""
+    ones = (1,) * len(windows)
+    strides, dilation = tuple(strides or ones), tuple(dilation or ones)
+    ends = paddings(x.sharding.shape, windows, strides, dilation, padding)
+    if not ceil_mode:
+        return ends
+    every = zip(x.sharding.shape, windows, strides, dilation, ends, strict=True)
+    return [(ends_[0], ends_[1] + _missing(n, (k - 1) * d + 1, s, ends_)) for n, k, s, d, ends_ in every]
+
+
+def _missing(length: int, span: int, stride: int, ends: tuple[int, int]) -> int:
+    """Rows that the last window lacks, if it begins in the array or in the padding before it."""
+    last = -(-(length + sum(ends) - span) // stride) * stride
+    return last + span - length - sum(ends) if last < length + ends[0] else 0
