@@ -18,11 +18,10 @@ from collections.abc import Mapping
 from subprocess import CalledProcessError
 
 import numpy as np
-from parity.runs import Result, follow
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from support.runs import Result, follow_all
 
 RUNS = {
     "torch, 1 device": ["parity.with_torch", "single"],
@@ -42,27 +41,11 @@ def main() -> int:
     parser.add_argument("--any-accuracy", action="store_true", help="for few steps: compare the losses only")
     options = parser.parse_args()
     try:
-        results = run_all(options.steps)
+        results = follow_all(RUNS, options.steps)
     except CalledProcessError as error:  # the run has said why
         print(error, file=sys.stderr)
         return 1
     return judge(results, accuracy_floor=0.0 if options.any_accuracy else ACCURACY_FLOOR)
-
-
-def run_all(steps: int) -> dict[str, Result]:
-    """Every run, one after the other, under a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}")) as progress:
-        tasks = {name: progress.add_task(name, total=steps, start=False, loss=float("nan")) for name in RUNS}
-        results = {}
-        for name, arguments in RUNS.items():
-            progress.start_task(tasks[name])
-            results[name] = follow(
-                [*arguments, str(steps)],
-                lambda loss, task=tasks[name]: progress.update(task, advance=1, loss=loss),
-            )
-            progress.stop_task(tasks[name])
-    return results
 
 
 def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:

@@ -10,6 +10,7 @@ from jax_bridge.ops import (
     reduce_from,
     reduce_scatter,
     slice,
+    trim_halo,
     valid_mask,
 )
 from jax_bridge.reshard import reshard
@@ -29,5 +30,6 @@ __all__ = [
     "slice",
     "to_named_sharding",
     "to_partition_spec",
+    "trim_halo",
     "valid_mask",
 ]

@@ -18,7 +18,7 @@ from jax_bridge.autodiff import apply
 from jax_bridge.blocks import valid
 from jax_bridge.context import AnyMesh, as_array, entered, plan_here, sharding_here
 from xshard import Layout, Profile
-from xshard.spelling import Axes, Expression, Rows, dims, halo, shard, sides, tag, whole
+from xshard.spelling import Axes, Expression, HaloWidth, dims, halo, shard, sides, tag, whole
 
 Grad = Literal["sum", "replicated"]
 
@@ -136,7 +136,7 @@ def all_to_all(
 
 def halo_exchange(
     x: jax.Array,
-    width: int | tuple[Rows, Rows],
+    width: HaloWidth,
     dim: int,
     axis: Axes,
     mesh: AnyMesh | None = None,
@@ -152,6 +152,27 @@ def halo_exchange(
     The backward pass adds what the rows got at their owner.
     """
     src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape, {dim: halo(axis, width, boundary)})
+    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+
+
+def trim_halo(
+    x: jax.Array,
+    width: HaloWidth,
+    dim: int,
+    axis: Axes,
+    mesh: AnyMesh | None = None,
+    *,
+    boundary: str = "zero",
+    shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """What `halo_exchange` added, taken away: `h/axis:halo(width, width, boundary) -> h/axis`.
+
+    >>> import functools
+    >>> both = lambda x: trim_halo(halo_exchange(x, 1, 0, "sp"), 1, 0, "sp")
+    >>> jax.pmap(both, "sp")(jax.numpy.ones((1, 4))).shape  # one block on one device
+    (1, 4)
+    """
+    src, dst = dims(x.shape, {dim: halo(axis, width, boundary)}), dims(x.shape, {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 

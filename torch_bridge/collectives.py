@@ -89,3 +89,18 @@ class Group:
         out = messages.new_empty(shape)
         dist.all_to_all_single(out.view(-1), messages, received, sent, group=self.process_group)
         return out
+
+    def begin_all_to_all(
+        self, messages: Tensor, shape: Sequence[int], sent: list[int], received: list[int]
+    ) -> Callable[[], Tensor]:
+        """`all_to_all`, begun -> what waits for its end and returns its result."""
+        out = messages.new_empty(shape)
+        work = dist.all_to_all_single(
+            out.view(-1), messages, received, sent, group=self.process_group, async_op=True
+        )
+
+        def end() -> Tensor:
+            work.wait()
+            return out
+
+        return end

@@ -46,6 +46,22 @@ Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
+class Relay:
+    """A move in which messages travel; what comes before and after them can be done by itself.
+
+    exchange: a block -> what arrived. begin: the same begun. finish: the block and what arrived -> the
+    result.
+    """
+
+    exchange: Move
+    begin: Callable[[Tensor], Callable[[], Tensor]]
+    finish: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, block: Tensor) -> Tensor:
+        return self.finish(block, self.exchange(block))
+
+
+@dataclass(frozen=True, eq=False)
 class Executable:
     """A plan as this process executes it: its block under `plan.src` -> its block under `plan.dst`.
 
@@ -69,6 +85,28 @@ class Executable:
             out = move(out)
         # Where nothing moves the result still is the caller's own, to write to as they like.
         return block.clone(memory_format=torch.contiguous_format) if out is block else out
+
+    def begin(self, block: Tensor) -> Callable[[], Tensor]:
+        """The plan begun -> what ends it and returns the result. What travels last travels in between.
+
+        For dtypes that travel as they are. All processes begin and end their plans in the same order.
+        """
+        last = max((i for i, move in enumerate(self.moves) if isinstance(move, Relay)), default=-1)
+        out = block
+        for move in self.moves[: max(last, 0)]:
+            out = move(out)
+        relay = self.moves[last] if last >= 0 else None
+        if not isinstance(relay, Relay):
+            return lambda: self(block)
+        arrive = relay.begin(out)
+
+        def end() -> Tensor:
+            result = relay.finish(out, arrive())
+            for move in self.moves[last + 1 :]:
+                result = move(result)
+            return result
+
+        return end
 
     @cached_property
     def backward(self) -> Executable:
@@ -272,19 +310,22 @@ def _relay(
         order.sort(key=lambda found: found[0] != rank)
     whole = Packing(site.shapes[1], tuple(m for _, m in order), op, tuple(fills))
 
+    if not _communicates(site):
+        return lambda block: whole.place(block, [m.read(block) for m in own])
+
     def exchange(block: Tensor) -> Tensor:
         return group.all_to_all(sent.pack(block), received.arriving, sent_sizes, received_sizes)
 
-    if not _communicates(site):
-        return lambda block: whole.place(block, [m.read(block) for m in own])
-    if not own and not fills:
-        return lambda block: received.unpack(exchange(block))
+    def begin(block: Tensor) -> Callable[[], Tensor]:
+        return group.begin_all_to_all(sent.pack(block), received.arriving, sent_sizes, received_sizes)
 
-    def move(block: Tensor) -> Tensor:
-        arrived, mine = iter(received.split(exchange(block))), (m.read(block) for m in own)
-        return whole.place(block, [next(mine if at == rank else arrived) for at, _ in order])
+    def finish(block: Tensor, arrived: Tensor) -> Tensor:
+        if not own and not fills:
+            return received.unpack(arrived)
+        theirs, mine = iter(received.split(arrived)), (m.read(block) for m in own)
+        return whole.place(block, [next(mine if at == rank else theirs) for at, _ in order])
 
-    return move
+    return Relay(exchange, begin, finish)
 
 
 def _communicates(site: Site) -> bool:

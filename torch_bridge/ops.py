@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_bridge.groups import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.spelling import Axes, dims, shard, tag, whole
+from xshard.spelling import Axes, HaloWidth, dims, halo, shard, tag, whole
 
 Grad = Literal["sum", "replicated"]
 
@@ -136,3 +136,56 @@ def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     [2, 4]
     """
     return all_reduce(x, axis, mesh, grad="replicated")
+
+
+def halo_exchange(
+    x: Tensor,
+    width: HaloWidth,
+    dim: int,
+    axis: Axes,
+    mesh: MeshLike,
+    *,
+    boundary: str = "zero",
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """The block with rows of its neighbours along `axis` around it: `n/axis -> n/axis:halo(lo,hi)`.
+
+    width: rows at both sides, or (before, after); a list has one number per block. They may reach over
+    several blocks, and negative ones leave rows out. boundary: what stands beyond the ends of the array,
+    as in a layout: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
+    The backward pass adds the gradients of copied rows at their owner.
+
+    >>> import torch, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> x, mesh = torch.tensor([1, 2]), Mesh(sp=2)
+    >>> xt.run_ranks(2, lambda: xt.halo_exchange(x, 1, 0, "sp", mesh, boundary="edge").tolist())
+    [[1, 1, 2, 1], [2, 1, 2, 2]]
+    """
+    wide = halo(axis, width, boundary)
+    return redistribute(
+        x, f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape, {dim: wide})}", mesh, shape=shape
+    )
+
+
+def trim_halo(
+    x: Tensor,
+    width: HaloWidth,
+    dim: int,
+    axis: Axes,
+    mesh: MeshLike,
+    *,
+    boundary: str = "zero",
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """What `halo_exchange` added, taken away: `n/axis:halo(lo,hi) -> n/axis`.
+
+    >>> import torch, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> x, mesh = torch.tensor([0, 1, 2, 0]), Mesh(sp=2)
+    >>> xt.run_ranks(2, lambda: xt.trim_halo(x, 1, 0, "sp", mesh).tolist())[1]
+    [1, 2]
+    """
+    wide = halo(axis, width, boundary)
+    return redistribute(
+        x, f"{dims(x.shape, {dim: wide})} -> {dims(x.shape, {dim: shard(axis)})}", mesh, shape=shape
+    )

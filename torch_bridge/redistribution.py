@@ -74,7 +74,7 @@ def redistribute(
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
     global_shape = None if shape is None else tuple(shape)
-    executable = _executable(
+    executable = executable_of(
         expression, process_mesh(mesh), tuple(x.shape), x.dtype, x.device, global_shape, profile
     )
     if x.requires_grad and torch.is_grad_enabled():
@@ -101,15 +101,16 @@ def _redistribute_dtensor(
 
 
 @lru_cache(maxsize=4096)
-def _executable(
+def executable_of(
     expression: Expression,
     processes: ProcessMesh,
     local_shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
     shape: tuple[int, ...] | None,
-    profile: str | Path | Profile,
+    profile: str | Path | Profile = "h100",
 ) -> Executable:
+    """What `redistribute` carries out for such a block; raises what it raises."""
     src, dst, text = sides(expression)
     name = dtypes.name_of(dtype)
     for layout in (src, dst):

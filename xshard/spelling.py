@@ -19,6 +19,7 @@ from xshard.plan import Plan
 Expression = str | tuple[Layout | str, Layout | str] | Plan
 Axes = str | tuple[str, ...]
 Rows = int | Sequence[int]  # one number for every part, or one per part
+HaloWidth = int | tuple[Rows, Rows]  # rows at both ends, or before and after
 
 
 def sides(expression: Expression) -> tuple[Layout, Layout, str]:
@@ -72,7 +73,7 @@ def shard(axis: Axes, order: str = "block") -> str:
     return axis if isinstance(axis, str) else f"({_names(axis)})"
 
 
-def halo(axis: Axes, width: int | tuple[Rows, Rows], boundary: str) -> str:
+def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     """A cut over an axis whose blocks are widened: by as many rows at both ends, or before and after.
 
     >>> halo("sp", (1, (2, 0)), "periodic")

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+from support.runs import report
 
 from jax_bridge import redistribute, to_named_sharding
 from parity import shardings
 from parity.data import LEARNING_RATE, MOMENTUM, N_HEADS, N_LAYERS, batches, digits, initial_weights
-from parity.runs import report
 from xshard import Layout
 
 Weights = dict[str, jax.Array]

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
+from support.runs import report
 from torch import Tensor
 
 import torch_bridge as xt
 from parity import shardings
 from parity.data import LEARNING_RATE, MOMENTUM, N_HEADS, N_LAYERS, batches, digits, initial_weights
-from parity.runs import report
 from xshard import Layout, reference
 
 Weights = dict[str, Tensor]

@@ -11,16 +11,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXAMPLES = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
 class Result:
-    """The loss of every step, the share of test digits named correctly, the seconds it took."""
+    """The loss of every step, the accuracy where the run says one, the seconds it took."""
 
     losses: tuple[float, ...]
     accuracy: float
@@ -51,3 +53,19 @@ def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return Result(tuple(losses), accuracy, time.perf_counter() - start)
+
+
+def follow_all(runs: Mapping[str, list[str]], steps: int) -> dict[str, Result]:
+    """Every run, one after the other, under a progress bar. The number of steps is its last argument."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}")) as progress:
+        tasks = {name: progress.add_task(name, total=steps, start=False, loss=float("nan")) for name in runs}
+        results = {}
+        for name, arguments in runs.items():
+            progress.start_task(tasks[name])
+            results[name] = follow(
+                [*arguments, str(steps)],
+                lambda loss, task=tasks[name]: progress.update(task, advance=1, loss=loss),
+            )
+            progress.stop_task(tasks[name])
+    return results

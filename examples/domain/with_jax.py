@@ -1,0 +1,122 @@
+"""The network in JAX, its rows on four devices: `python -m domain.with_jax STEPS`.
+
+The same network as in with_torch.py. Inside shard_map a `Placed` is the block of one device and its
+place in the whole array, which every layer reads and hands on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.runs import report
+
+from domain.data import (
+    GROUPS,
+    HEIGHT,
+    LAYOUT,
+    LEARNING_RATE,
+    MESH,
+    MOMENTUM,
+    WIDTH,
+    Array,
+    initial_weights,
+    photographs,
+)
+from jax_bridge import redistribute, to_named_sharding
+from jax_bridge.nn import Placed, conv_general_dilated, group_norm, interpolate, max_pool, place
+
+Weights = dict[str, jax.Array]
+SHAPE = (2, 3, HEIGHT, WIDTH)
+
+
+def network(weights: Weights, x: Placed) -> Placed:
+    """Down by a stride and a pool, up by a transposed convolution and by interpolation, with skips."""
+    full = activated(weights, "norm_first", conv(weights, "first", x))
+    half = activated(weights, "norm_down", conv(weights, "down", full, stride=2))
+    quarter = max_pool(half, (1, 1, 3, 3), (1, 1, 2, 2), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    quarter = activated(weights, "norm_middle", conv(weights, "middle", quarter))
+    half = conv(weights, "merge", beside(up(weights, quarter), half))
+    whole = interpolate(relu(half), (*half.sharding.shape[:2], HEIGHT, WIDTH), "linear")
+    return conv(weights, "last", beside(whole, full))
+
+
+def conv(weights: Weights, name: str, x: Placed, stride: int = 1) -> Placed:
+    """Zeros beyond the first and the last row; without a stride the columns close up to a ring."""
+    ring = {"w": "periodic"} if stride == 1 else None
+    y = conv_general_dilated(x, weights[f"{name}.weight"], (stride, stride), ((1, 1), (1, 1)), boundary=ring)
+    return shifted(weights, name, y)
+
+
+def up(weights: Weights, x: Placed) -> Placed:
+    """Twice as many rows and columns: every input is spread over a kernel, which are added."""
+    kernel = jnp.flip(weights["up.weight"], (2, 3)).swapaxes(0, 1)
+    y = conv_general_dilated(x, kernel, (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2))
+    return shifted(weights, "up", y)
+
+
+def shifted(weights: Weights, name: str, x: Placed) -> Placed:
+    return jax.tree.map(lambda block: block + weights[f"{name}.bias"][:, None, None], x)
+
+
+def activated(weights: Weights, name: str, x: Placed) -> Placed:
+    scale, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    return relu(group_norm(x, GROUPS, scale, bias, feature_dim=1))
+
+
+def relu(x: Placed) -> Placed:
+    return jax.tree.map(jax.nn.relu, x)
+
+
+def beside(a: Placed, b: Placed) -> Placed:
+    """The features of both."""
+    n, features, *space = a.sharding.shape
+    shape = (n, features + b.sharding.shape[1], *space)
+    return a.remade(jnp.concatenate([a.block, b.block], axis=1), a.layout.dims, shape)
+
+
+def mean_loss(weights: Weights, noisy: jax.Array, clean: jax.Array) -> jax.Array:
+    """This device's share of the mean square error, all shares together."""
+    y = network(weights, place(noisy, LAYOUT, SHAPE))
+    error = jax.tree.map(lambda a: a - clean, y).cleaned().block
+    return redistribute(jnp.square(error).sum() / np.prod(SHAPE), "() | sum(sp) -> ()")
+
+
+def train_step(
+    weights: Weights, momenta: Weights, noisy: jax.Array, clean: jax.Array
+) -> tuple[Weights, Weights, jax.Array]:
+    """One step of SGD with momentum, alike on all devices."""
+    loss, gradients = jax.value_and_grad(mean_loss)(weights, noisy, clean)
+    momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
+    weights = jax.tree.map(lambda w, m: w - LEARNING_RATE * m, weights, momenta)
+    return weights, momenta, loss
+
+
+def train(steps: int) -> Iterator[float]:
+    """Train from the shared start; yield each loss."""
+    mesh = jax.make_mesh(MESH.sizes, MESH.axes)
+    rows = to_named_sharding(LAYOUT, mesh)
+
+    def padded(images: Array) -> jax.Array:
+        """Blocks on devices are equally large; what stands in the rows too many is never read."""
+        fill = -HEIGHT % MESH.n_devices
+        wide = np.pad(images, ((0, 0), (0, 0), (0, fill), (0, 0)), constant_values=np.nan)
+        return jax.device_put(wide, rows)
+
+    noisy, clean = map(padded, photographs())
+    weights: Weights = jax.device_put(initial_weights(), jax.NamedSharding(mesh, jax.P()))
+    momenta = jax.tree.map(jnp.zeros_like, weights)
+    step = jax.jit(jax.shard_map(train_step, mesh=mesh, out_specs=jax.P()))
+    for _ in range(steps):
+        weights, momenta, loss = step(weights, momenta, noisy, clean)
+        yield float(loss)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", MESH.n_devices)
+    for value in train(int(sys.argv[1])):
+        report(loss=value)

@@ -1,0 +1,136 @@
+"""The network in torch, on one device or its rows on four processes.
+
+    python -m domain.with_torch {single,sharded} FOLDER STEPS
+
+`UNet` is an ordinary model that knows of no mesh. `domain_parallel` makes the sharded one of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.runs import report
+from torch import Tensor, nn
+
+import torch_bridge as xt
+from domain.data import (
+    GROUPS,
+    HEIGHT,
+    KERNELS,
+    LAYOUT,
+    LEARNING_RATE,
+    MESH,
+    MOMENTUM,
+    NORMS,
+    WIDTH,
+    initial_weights,
+    photographs,
+)
+from xshard import reference
+
+
+class UNet(nn.Module):
+    """Down by a stride and a pool, up by a transposed convolution and by interpolation, with skips.
+
+    height: of the image, to which the last stage is brought back.
+    """
+
+    def __init__(self, height: int = HEIGHT) -> None:
+        super().__init__()
+        self.ring = nn.CircularPad2d((1, 1, 0, 0))
+        out = {name: shape[:2] for name, shape in KERNELS.items()}
+        self.first, self.middle, self.merge, self.last = (
+            nn.Conv2d(out[name][1], out[name][0], 3, padding=(1, 0))
+            for name in ("first", "middle", "merge", "last")
+        )
+        self.down = nn.Conv2d(*out["down"][::-1], 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(*out["up"], 4, stride=2, padding=1)
+        self.norm_first, self.norm_down, self.norm_middle = (
+            nn.GroupNorm(GROUPS, features) for features in NORMS.values()
+        )
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.whole = nn.Upsample((height, WIDTH), mode="bilinear")
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = torch.relu(self.norm_first(self.first(self.ring(x))))
+        half = torch.relu(self.norm_down(self.down(full)))
+        quarter = torch.relu(self.norm_middle(self.middle(self.ring(self.pool(half)))))
+        half = self.merge(self.ring(torch.cat([self.up(quarter), half], dim=1)))
+        return self.last(self.ring(torch.cat([self.whole(torch.relu(half)), full], dim=1)))
+
+
+def made(height: int = HEIGHT) -> UNet:
+    """The network as every run begins."""
+    model = UNet(height)
+    model.load_state_dict({name: torch.tensor(value) for name, value in initial_weights().items()})
+    return model
+
+
+def train(
+    model: nn.Module, x: Tensor, target: Tensor, total: Callable[[Tensor], Tensor], steps: int
+) -> list[float]:
+    """Some steps of SGD on the mean square error. total: a device's share of a loss -> the loss."""
+    optimiser = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    losses = []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss = total((model(x) - target).square().sum() / (2 * 3 * HEIGHT * WIDTH))
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def single(folder: Path, steps: int) -> None:
+    """Train on one device; keep what the untrained network makes of the photographs."""
+    noisy, clean = map(torch.tensor, photographs())
+    model = made()
+    with torch.no_grad():
+        np.save(folder / "whole.npy", model(noisy).numpy())
+    for loss in train(model, noisy, clean, lambda share: share, steps):
+        report(loss=loss)
+
+
+def alone(block: Tensor) -> Tensor:
+    """What the ordinary network makes of a process's own rows, zeros beyond them on every side.
+
+    Blocks that are a row shorter are filled up: the skips of the network fit no even number of rows.
+    """
+    rows = -(-HEIGHT // MESH.n_devices)
+    filled = nn.functional.pad(block, (0, 0, 0, rows - block.shape[2]))
+    return made(rows)(filled)[:, :, : block.shape[2]]
+
+
+def sharded(folder: Path, steps: int) -> None:
+    """Train on the processes of a world; every one of them calls this."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    noisy, clean = (torch.tensor(reference.scatter(a, LAYOUT, MESH)[rank]) for a in photographs())
+    shape = (2, 3, HEIGHT, WIDTH)
+    model = made()
+    parallel = xt.nn.domain_parallel(model, MESH, LAYOUT, shape=shape)
+    with torch.no_grad():
+        for name, block in (("sharded", parallel(noisy)), ("alone", alone(noisy))):
+            image = xt.redistribute(block, f"{LAYOUT} -> n c h w", MESH, shape=shape)
+            if rank == 0:
+                np.save(folder / f"{name}.npy", image.numpy())
+
+    def total(share: Tensor) -> Tensor:
+        return xt.redistribute(share, "() | sum(sp) -> ()", MESH)
+
+    for loss in train(parallel, noisy, clean, total, steps):
+        if rank == 0:
+            report(loss=loss)
+
+
+if __name__ == "__main__":
+    kind, where, n_steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    if kind == "single":
+        single(where, n_steps)
+    else:
+        xt.run_ranks(MESH.n_devices, sharded, where, n_steps)

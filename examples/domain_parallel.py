@@ -1,0 +1,133 @@
+"""Train a U-Net on photographs whose rows lie on four devices, and compare every loss with one device.
+
+    python examples/domain_parallel.py            # also writes domain_parallel.png
+
+1. torch on a single device;
+2. torch on four processes: the same model, made domain-parallel by one call;
+3. JAX on four devices: the same network inside shard_map.
+
+Strided and transposed convolutions, a pool, interpolation, norms over all rows, columns that close up
+to a ring; 427 rows over four devices, so that no block divides evenly. The picture shows what the
+network makes of a photograph where every device pads its own rows with zeros, beside what it makes
+of it here: an error at every seam, and none.
+The exit status is 1 where a loss differs, or where a seam shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from support.runs import Result, follow_all
+
+TOLERANCE = 1e-5  # relative, of float32 losses
+
+Results = Mapping[str, Result]
+Images = Mapping[str, np.ndarray]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--picture", type=Path, default=Path("domain_parallel.png"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {
+            "torch, 1 device": ["domain.with_torch", "single", folder],
+            "torch, 4 processes": ["domain.with_torch", "sharded", folder],
+            "JAX, 4 devices": ["domain.with_jax"],
+        }
+        try:
+            results = follow_all(runs, options.steps)
+        except CalledProcessError as error:  # the run has said why
+            print(error, file=sys.stderr)
+            return 1
+        images = {name: np.load(Path(folder, f"{name}.npy")) for name in ("whole", "sharded", "alone")}
+    draw(images, options.picture)
+    return judge(results, images)
+
+
+def judge(results: Results, images: Images) -> int:
+    """Print the losses, the errors of the picture, and what is wrong with them; 0 if nothing is."""
+    console = Console()
+    console.print(table(results))
+    ours, naive = (error(images, name) for name in ("sharded", "alone"))
+    console.print(
+        f"Largest error of a pixel: {ours.max():.1e} here, {naive.max():.1e} where devices pad alone."
+    )
+    wrong = complaints(results, ours)
+    for complaint in wrong:
+        console.print(complaint, style="bold red")
+    if not wrong:
+        largest = differences(results).max()
+        console.print(f"The largest relative difference of any loss is {largest:.1e}.", style="bold green")
+    return 1 if wrong else 0
+
+
+def complaints(results: Results, ours: np.ndarray) -> list[str]:
+    """A sentence for everything that is wrong; what is no number is wrong."""
+    found = []
+    largest = differences(results).max()
+    if not largest <= TOLERANCE:
+        found.append(f"The losses differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
+    if not ours.max() <= 1e-3:
+        found.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
+    return found
+
+
+def differences(results: Results) -> np.ndarray:
+    """Per step, the relative difference between the largest and the smallest loss of all runs."""
+    losses = np.array([result.losses for result in results.values()])
+    return np.ptp(losses, axis=0) / losses.min(axis=0)
+
+
+def error(images: Images, name: str) -> np.ndarray:
+    """[images, rows, columns]: the largest difference of a colour from that of one device."""
+    return np.abs(images[name] - images["whole"]).max(axis=1)
+
+
+def table(results: Results) -> Table:
+    made = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
+    made.add_column("step", "seconds", justify="right")
+    for name, result in results.items():
+        made.add_column(name, f"{result.seconds:.1f}", justify="right")
+    relative = differences(results)
+    made.add_column("difference", f"{relative.max():.1e}", justify="right")
+    for step, difference in enumerate(relative):
+        losses = [f"{result.losses[step]:.6f}" for result in results.values()]
+        made.add_row(str(step + 1), *losses, f"{difference:.1e}")
+    return made
+
+
+def draw(images: Images, path: Path) -> None:
+    """The error of the first photograph, every device on its own beside all together, on one scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    scale = LogNorm(1e-6, 1)
+    titles = {"alone": "every device pads its own rows", "sharded": "xshard"}
+    for panel, (name, title) in zip(panels, titles.items(), strict=True):
+        found = error(images, name)[0]
+        shown = panel.imshow(np.maximum(found, 1e-6), norm=scale, cmap="magma")
+        panel.set_title(f"{title}: largest error {found.max():.1e}")
+        panel.set_xlabel("column")
+    panels[0].set_ylabel("row")
+    figure.colorbar(shown, ax=panels, label="difference from one device", shrink=0.9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

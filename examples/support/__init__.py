@@ -1,0 +1,1 @@
+"""What the examples share: runs in processes of their own, and how they are followed."""

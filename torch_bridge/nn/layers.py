@@ -1,0 +1,279 @@
+"""The layers: each is its torch namesake with the same parameters, for blocks.
+
+Decides how the options of torch's modules reach the functions that do the work, and which have no exact form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from torch_bridge.nn import normalisation as norms
+from torch_bridge.nn.convolution import Convolution, conv, conv_transpose, paddings
+from torch_bridge.nn.layer import Layer
+from torch_bridge.nn.overlapped import overlapped_conv
+from torch_bridge.nn.placed import Placed, check_whole
+from torch_bridge.nn.pooling import Pool, avg_pool, global_avg_pool, max_pool
+from torch_bridge.nn.resizing import interpolate
+from xshard import ShapeError, XshardError
+
+
+def _each(value: Any, rank: int) -> tuple[Any, ...]:
+    """One value for all spatial dims, or one for each."""
+    return tuple(value) if isinstance(value, Sequence) else (value,) * rank
+
+
+def _pool(layer: Layer, rank: int, dilation: Any = 1) -> Pool:
+    kernel, stride, padding = (_each(v, rank) for v in (layer.kernel_size, layer.stride, layer.padding))
+    return Pool(kernel, stride, padding, _each(dilation, rank), layer.ceil_mode, layer.out_rule)
+
+
+class _Conv(Layer):
+    options: ClassVar = {"out_rule": "", "overlap": False}
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        convolution = Convolution(
+            self.kernel_size,
+            self.stride,
+            paddings(self.padding, self.kernel_size, self.dilation),
+            self.dilation,
+            self.groups,
+            self.padding_mode,
+            self.out_rule,
+        )
+        return (overlapped_conv if self.overlap else conv)(x, placed, self.weight, self.bias, convolution)
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """`torch.nn.Conv1d` of blocks `(..., c, l)`."""
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """`torch.nn.Conv2d` of blocks `(..., c, h, w)`.
+
+    >>> import torch, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> def turn():
+    ...     conv = torch.nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
+    ...     torch.nn.init.ones_(conv.weight)
+    ...     layer = xt.nn.Conv2d.from_module(conv, Mesh(sp=2), "b c h/sp w")
+    ...     y = layer(torch.ones(1, 1, 3, 2))
+    ...     return y.flatten().tolist(), str(xt.nn.sharding_of(y).layout)
+    >>> xt.run_ranks(2, turn)
+    [([4.0, 6.0], 'b c h/sp w'), ([6.0], 'b c h/sp w')]
+    """
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """`torch.nn.Conv3d` of blocks `(..., c, d, h, w)`."""
+
+
+class _ConvTranspose(Layer):
+    def compute(
+        self, x: Tensor, placed: Placed, output_size: Sequence[int] | None = None
+    ) -> tuple[Tensor, Placed]:
+        extra = self.output_padding
+        if output_size is not None:
+            rank = len(self.kernel_size)
+            options = zip(
+                output_size[-rank:],
+                placed.shape[-rank:],
+                self.stride,
+                self.padding,
+                self.dilation,
+                self.kernel_size,
+                strict=True,
+            )
+            extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, s, p, d, k in options)
+        return conv_transpose(
+            x,
+            placed,
+            self.weight,
+            self.bias,
+            stride=self.stride,
+            padding=self.padding,
+            output_padding=extra,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+
+
+class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` of blocks `(..., c, l)`."""
+
+
+class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` of blocks `(..., c, h, w)`; an `output_size` is global."""
+
+
+class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` of blocks `(..., c, d, h, w)`."""
+
+
+class _MaxPool(Layer):
+    options: ClassVar = {"out_rule": ""}
+    rank: int
+
+    def check(self) -> None:
+        if self.return_indices:
+            raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        return max_pool(x, placed, _pool(self, self.rank, self.dilation))
+
+
+class MaxPool1d(_MaxPool, nn.MaxPool1d):
+    """`torch.nn.MaxPool1d` of blocks `(..., l)`."""
+
+    rank = 1
+
+
+class MaxPool2d(_MaxPool, nn.MaxPool2d):
+    """`torch.nn.MaxPool2d` of blocks `(..., h, w)`."""
+
+    rank = 2
+
+
+class MaxPool3d(_MaxPool, nn.MaxPool3d):
+    """`torch.nn.MaxPool3d` of blocks `(..., d, h, w)`."""
+
+    rank = 3
+
+
+class _AvgPool(Layer):
+    options: ClassVar = {"out_rule": ""}
+    rank: int
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        pool = _pool(self, self.rank)
+        divisor = getattr(self, "divisor_override", None)  # one dim has none
+        return avg_pool(x, placed, pool, count_include_pad=self.count_include_pad, divisor=divisor)
+
+
+class AvgPool1d(_AvgPool, nn.AvgPool1d):
+    """`torch.nn.AvgPool1d` of blocks `(..., l)`."""
+
+    rank = 1
+
+
+class AvgPool2d(_AvgPool, nn.AvgPool2d):
+    """`torch.nn.AvgPool2d` of blocks `(..., h, w)`."""
+
+    rank = 2
+
+
+class AvgPool3d(_AvgPool, nn.AvgPool3d):
+    """`torch.nn.AvgPool3d` of blocks `(..., d, h, w)`."""
+
+    rank = 3
+
+
+class _GlobalAvgPool(Layer):
+    rank: int
+
+    def check(self) -> None:
+        if set(_each(self.output_size, self.rank)) != {1}:
+            raise XshardError(
+                f"output_size={self.output_size}", hint="of cut dims only 1 has an exact form here"
+            )
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        return global_avg_pool(x, placed, self.rank)
+
+
+class AdaptiveAvgPool1d(_GlobalAvgPool, nn.AdaptiveAvgPool1d):
+    """`torch.nn.AdaptiveAvgPool1d(1)` of blocks `(..., l)`: the result is whole."""
+
+    rank = 1
+
+
+class AdaptiveAvgPool2d(_GlobalAvgPool, nn.AdaptiveAvgPool2d):
+    """`torch.nn.AdaptiveAvgPool2d(1)` of blocks `(..., h, w)`: the result is whole."""
+
+    rank = 2
+
+
+class AdaptiveAvgPool3d(_GlobalAvgPool, nn.AdaptiveAvgPool3d):
+    """`torch.nn.AdaptiveAvgPool3d(1)` of blocks `(..., d, h, w)`: the result is whole."""
+
+    rank = 3
+
+
+class Upsample(Layer, nn.Upsample):
+    """`torch.nn.Upsample` of blocks `(b, c, ...)`, in all its modes; a `size` is global."""
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        return interpolate(
+            x,
+            placed,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            align_corners=self.align_corners,
+            recompute_scale_factor=self.recompute_scale_factor,
+        )
+
+
+class GroupNorm(Layer, nn.GroupNorm):
+    """`torch.nn.GroupNorm` of blocks `(b, c, ...)`, with the statistics of the whole array."""
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        return norms.group_norm(x, placed, self.num_groups, self.weight, self.bias, self.eps), placed
+
+
+class LayerNorm(Layer, nn.LayerNorm):
+    """`torch.nn.LayerNorm` of blocks, any of whose dims may be cut; `normalized_shape` is global."""
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        y = norms.layer_norm(x, placed, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
+        return y, placed
+
+
+class _BatchNorm(Layer):
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        check_whole(placed, (1,), "this layer")
+        self._check_input_dim(x)
+        if placed.shape[1] != self.num_features:
+            raise ShapeError(
+                f"{placed.shape[1]} channels, the layer has {self.num_features}", text=str(placed.layout)
+            )
+        if not self.training and self.running_mean is not None:
+            statistics = self.running_mean, self.running_var
+            return norms.fixed_norm(x, placed, statistics, self.weight, self.bias, self.eps), placed
+        y, mean, variance = norms.batch_norm(x, placed, self.weight, self.bias, self.eps)
+        if self.training and self.running_mean is not None:
+            self.num_batches_tracked.add_(1)
+            part = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean), part)
+            self.running_var.lerp_(variance.to(self.running_var), part)
+        return y, placed
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` of blocks `(b, c)` or `(b, c, l)`; all devices have equal running statistics."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` of blocks `(b, c, h, w)`; all devices have equal running statistics."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` of blocks `(b, c, d, h, w)`; all devices have equal running statistics."""
+
+
+class Linear(Layer, nn.Linear):
+    """`torch.nn.Linear` of blocks whose last dim is whole."""
+
+    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+        last = len(placed.shape) - 1
+        check_whole(placed, (last,), "this layer")
+        if placed.shape[last] != self.in_features:
+            raise ShapeError(
+                f"{placed.shape[last]} features, the layer has {self.in_features}", text=str(placed.layout)
+            )
+        weight, bias = placed.copied(self.weight, self.bias)
+        assert weight is not None
+        return F.linear(x, weight, bias), placed.with_length(last, self.out_features)

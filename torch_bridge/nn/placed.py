@@ -1,0 +1,165 @@
+"""Where a block stands: the record that lets a layer know the global length of what it gets.
+
+Decides how a block and its sharding stay together: the sharding is an attribute of the tensor, made where a
+model is entered and at every layer, and equal on all processes, so that they never have to ask each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from torch_bridge.groups import MeshLike, ProcessMesh, mesh_of, process_mesh
+from torch_bridge.ops import copy_to
+from torch_bridge.redistribution import redistribute
+from xshard import Layout, NotationError, ShapeError, Sharding
+from xshard.layout import check_axes
+from xshard.spelling import whole_shape
+
+_RECORD = "_xshard_placed"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A global array as these processes hold it.
+
+    copies: whether gradients of parameters are summed over the axes that cut it.
+    """
+
+    sharding: Sharding
+    processes: ProcessMesh
+    copies: bool = True
+
+    def __reduce__(self) -> tuple[Any, ...]:  # processes end with their program: elsewhere nothing is known
+        return _nowhere, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        return self
+
+    @property
+    def layout(self) -> Layout:
+        return self.sharding.layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global, not of the block."""
+        return self.sharding.shape
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that cut the array, in the order of the mesh."""
+        cut = {axis for dim in self.layout.dims for axis in dim.axes}
+        return tuple(axis for axis in self.sharding.mesh.axes if axis in cut)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.sharding.local_shape(self.processes.device)
+
+    def cuts(self, dim: int) -> bool:
+        """Whether an axis of the mesh cuts a dim."""
+        return bool(self.layout.dims[dim].axes)
+
+    def of(self, sharding: Sharding) -> Placed:
+        """Another array on the same processes."""
+        return replace(self, sharding=sharding)
+
+    def with_length(self, dim: int, length: int) -> Placed:
+        """The same cuts of an array of another length along a whole dim."""
+        shape = list(self.shape)
+        shape[dim] = length
+        return self.of(replace(self.sharding, shape=tuple(shape)))
+
+    def moved(self, x: Tensor, to: Layout) -> Tensor:
+        """This process's block under another layout of the same array."""
+        return redistribute(x, (self.layout, to), self.processes, shape=self.shape)
+
+    def copied(self, *parameters: Tensor | None) -> list[Tensor | None]:
+        """Parameters, whose gradients then add up over the axes that cut the array."""
+        if not self.axes or not self.copies:
+            return list(parameters)
+        return [None if p is None else copy_to(p, self.axes, self.processes) for p in parameters]
+
+
+def _nowhere() -> None:
+    return None
+
+
+def check_whole(placed: Placed, dims: Iterable[int], what: str) -> None:
+    """Raise NotationError where one of the dims is cut."""
+    for d in dims:
+        if placed.cuts(d):
+            dim = placed.layout.dims[d]
+            raise NotationError(
+                f"{what} needs dim {dim.name!r} whole",
+                text=str(placed.layout),
+                hint=f"redistribute first, as in '{dim} -> {dim.name}'",
+            )
+
+
+def record(x: Tensor, placed: Placed) -> Tensor:
+    """The same tensor, which now knows where it stands."""
+    setattr(x, _RECORD, placed)
+    return x
+
+
+def recorded(x: object) -> Placed | None:
+    """Where a block stands, if it is known."""
+    return getattr(x, _RECORD, None) if isinstance(x, Tensor) else None
+
+
+def sharding_of(x: Tensor) -> Sharding:
+    """The layout, mesh and global shape of a block that a domain-parallel layer or model returned.
+
+    Raises ShapeError for any other tensor.
+    """
+    placed = recorded(x)
+    if placed is None:
+        raise ShapeError(
+            f"nothing is known of a tensor of shape {tuple(x.shape)}",
+            hint="the outputs of domain-parallel layers and models have a sharding",
+        )
+    return placed.sharding
+
+
+def placed_as(
+    x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Sequence[int | None] | None = None
+) -> Placed:
+    """Where a block stands: as is recorded, else under `layout`.
+
+    shape: the global shape; where it or a length of it is None, blocks are equally large along that dim.
+    Raises ShapeError, NotationError.
+    """
+    known = recorded(x)
+    if known is not None:
+        return known
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    return _placed_as(layout, process_mesh(mesh), tuple(x.shape), None if shape is None else tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _placed_as(
+    layout: Layout, processes: ProcessMesh, local: tuple[int, ...], shape: tuple[int | None, ...] | None
+) -> Placed:
+    text = str(layout)
+    check_axes(layout, processes.mesh)
+    if layout.tags or any(dim.overlap for dim in layout.dims):
+        raise NotationError(
+            "layers work on blocks of values that do not overlap", text=text, hint="as in b c h/sp w"
+        )
+    if shape is not None and len(shape) != len(local):
+        raise ShapeError(f"shape {shape} of a block with {len(local)} dims", text=text)
+    # Equal blocks only say how long the dims are that nothing else does.
+    even = whole_shape(layout, processes.mesh, local, text)
+    whole = even if shape is None else tuple(e if n is None else n for e, n in zip(even, shape, strict=True))
+    placed = Placed(Sharding(layout, mesh_of(processes.mesh), whole), processes)
+    if placed.local_shape != local:
+        raise ShapeError(
+            f"the block has shape {local}, not {placed.local_shape}",
+            text=text,
+            hint=f"that is this process's part of a {whole} array; pass shape= where blocks differ in size",
+        )
+    return placed

@@ -1,0 +1,72 @@
+"""Records follow blocks through a model's own code: what stands between its layers.
+
+Decides that functions without a rule are refused, on every process alike, as nothing in a shape tells a right
+result from a wrong one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from torch_bridge.nn.following import of_whole, rule_of, tensors_in
+from torch_bridge.nn.placed import recorded
+from xshard import XshardError
+
+Function = Callable[..., Any]
+
+# What tells something of a tensor, and makes none.
+_READING = frozenset((
+    "__bool__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
+    "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous",
+    "is_floating_point", "ndimension", "numel", "register_hook", "retain_grad", "size", "stride",
+    "type",
+))  # fmt: skip
+
+
+class Propagation(TorchFunctionMode):
+    """While it is entered, functions of recorded tensors have recorded results, or are refused.
+
+    paths: the modules of a model by their ids, and the name of each.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.paths = paths
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
+        name = getattr(func, "__name__", str(func))
+        if not found or name in _READING:
+            return func(*args, **kwargs)
+        try:
+            if not any(placed.axes for placed in found):
+                return of_whole(func, args, kwargs, found[0], name)
+            rule = rule_of(name)
+            if rule is None:
+                raise XshardError(
+                    f"{name}() of a block is not that of the array",
+                    hint="use a module, which becomes a layer, or redistribute what it needs whole",
+                )
+            return rule(func, args, kwargs)
+        except XshardError as error:
+            where = f"{self._path()}: " if self._path() else ""
+            raise type(error)(
+                f"{where}{error.reason}", text=error.text, span=error.span, hint=error.hint
+            ) from None
+
+    def _path(self) -> str:
+        """The module in whose code this is."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            path = self.paths.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                return path
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
