@@ -13,7 +13,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,22 +32,26 @@ RESULTS = Path(__file__).parent / "results"
 RANKS = 4
 # (batch, channels, rows, columns) of a block, and the rows of halo at either side.
 BLOCKS = (((1, 8, 32, 64), 1), ((1, 64, 64, 256), 1), ((1, 64, 64, 256), 3), ((2, 64, 128, 512), 1))
+# Blocks and kernels of convolutions that compute while halos travel.
+CONVOLUTIONS = (((1, 8, 32, 64), 3), ((1, 8, 256, 1024), 3), ((1, 16, 128, 2048), 7), ((1, 2, 64, 8192), 9))
 ROUNDS = 30
 HOST_ROUNDS = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    blocks = BLOCKS[:1] if options.quick else BLOCKS
+    blocks, convolutions = (some[:1] if options.quick else some for some in (BLOCKS, CONVOLUTIONS))
     rounds = (3, 10) if options.quick else (ROUNDS, HOST_ROUNDS)
     host = measure.host(blocks[0][0], blocks[0][1], RANKS, rounds[1])
     cases = []
     for shape, rows in track(blocks, description="arrays", console=Console(stderr=True)):
-        by_rank = xt.run_ranks(
-            RANKS, measure.end_to_end, shape, rows, rounds[0], start_method="forkserver", timeout_s=900.0
-        )
+        by_rank = on_ranks(measure.end_to_end, shape, rows, rounds[0])
         cases.append({"block": shape, "rows": rows, "ways": slowest(by_rank), **least(shape, rows)})
-    show(Console(width=max(120, Console().width)), host, cases)
+    overlap = []
+    for shape, kernel in track(convolutions, description="convolutions", console=Console(stderr=True)):
+        found = on_ranks(measure.convolutions, shape, kernel, rounds[0] // 3)
+        overlap.append({"block": shape, "kernel": kernel, "ways": slowest(found)})
+    show(Console(width=max(120, Console().width)), host, cases, overlap)
     about = {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": "python benchmarks/halo.py" + " --quick" * options.quick,
@@ -59,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "backend": "gloo",
     }
     path = options.output / "halo.json"
-    path.write_text(json.dumps({**about, "host_s": host, "cases": cases}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({**about, "host_s": host, "cases": cases, "overlap": overlap}, indent=1) + "\n"
+    )
     return 0
 
 
@@ -70,12 +76,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+def on_ranks(measured: Callable[..., measure.Seconds], *arguments: object) -> list[measure.Seconds]:
+    """What every rank of a gloo world measures; no forks of this process, whose autograd has threads."""
+    return xt.run_ranks(RANKS, measured, *arguments, start_method="forkserver", timeout_s=900.0)
+
+
+def slowest(by_rank: Sequence[measure.Seconds]) -> measure.Seconds:
     """Of every figure that of the rank with the most: an exchange is over when all are done."""
-    return {
-        way.name: {key: max(rank[way.name][key] for rank in by_rank) for key in by_rank[0][way.name]}
-        for way in WAYS
-    }
+    first = by_rank[0]
+    return {name: {key: max(rank[name][key] for rank in by_rank) for key in first[name]} for name in first}
 
 
 def least(shape: Sequence[int], rows: int) -> dict[str, float]:
@@ -92,7 +101,7 @@ def least(shape: Sequence[int], rows: int) -> dict[str, float]:
     }
 
 
-def show(console: Console, host: measure.Seconds, cases: Sequence[dict]) -> None:
+def show(console: Console, host: measure.Seconds, cases: Sequence[dict], overlap: Sequence[dict]) -> None:
     table = Table(title=f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard", title_justify="left")
     for head in ("block", "rows", "way", "forward", "", "with gradient", "", "received", "least"):
         table.add_column(head, justify="left" if head in ("block", "way") else "right")
@@ -123,6 +132,24 @@ def show(console: Console, host: measure.Seconds, cases: Sequence[dict]) -> None
             f"{found['both_s'] / host[ours]['both_s']:.2f}",
         )
     console.print(table)
+    second = Table(title="Convolutions with halos; ratios are to the one that waits", title_justify="left")
+    for head in ("block", "kernel", "", "forward", "", "with gradient", ""):
+        second.add_column(head, justify="right")
+    for case in overlap:
+        waiting = case["ways"]["waiting"]
+        for name, found in case["ways"].items():
+            ratios = (f"{found[key] / waiting[key]:.2f}" for key in ("forward_s", "both_s"))
+            second.add_row(
+                "x".join(map(str, case["block"])) if found is waiting else "",
+                str(case["kernel"]) if found is waiting else "",
+                name,
+                format_seconds(found["forward_s"]),
+                next(ratios),
+                format_seconds(found["both_s"]),
+                next(ratios),
+            )
+        second.add_section()
+    console.print(second)
     console.print(f"Messages to an interior device: {cases[0]['messages']} (the least is 2).")
 
 

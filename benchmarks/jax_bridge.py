@@ -20,8 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# This file has the name of the package that it measures: the package is looked for first.
+# This file has the name of the package that it measures: that is looked for first, and beside this folder.
 sys.path.append(sys.path.pop(0))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 NAME = "jax_bridge_bytes_memory_seconds"
 RESULTS = Path(__file__).parent / "results"

@@ -26,7 +26,7 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from support.runs import Result, follow_all
+from support.runs import Result, differences, follow_all
 
 TOLERANCE = 1e-5  # relative, of float32 losses
 
@@ -81,12 +81,6 @@ def complaints(results: Results, ours: np.ndarray) -> list[str]:
     if not ours.max() <= 1e-3:
         found.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
     return found
-
-
-def differences(results: Results) -> np.ndarray:
-    """Per step, the relative difference between the largest and the smallest loss of all runs."""
-    losses = np.array([result.losses for result in results.values()])
-    return np.ptp(losses, axis=0) / losses.min(axis=0)
 
 
 def error(images: Images, name: str) -> np.ndarray:

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Mapping
 from subprocess import CalledProcessError
 
-import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from support.runs import Result, follow_all
+from support.runs import Result, differences, follow_all
 
 RUNS = {
     "torch, 1 device": ["parity.with_torch", "single"],
@@ -59,12 +58,6 @@ def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
         largest = differences(results).max()
         console.print(f"The largest relative difference of any loss is {largest:.1e}.", style="bold green")
     return 1 if wrong else 0
-
-
-def differences(results: Results) -> np.ndarray:
-    """Per step, the relative difference between the largest and the smallest loss of all runs."""
-    losses = np.array([result.losses for result in results.values()])
-    return np.ptp(losses, axis=0) / losses.min(axis=0)
 
 
 def complaints(results: Results, accuracy_floor: float) -> list[str]:

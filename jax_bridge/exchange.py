@@ -31,6 +31,8 @@ COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding, wire: Wire) -> jax.Array:
     """Sums that end are added in the order of the rounds, a device's own box first."""
     schedule, op = rounds(before, after, step.node_devices), step.op(before)
+    if not schedule:  # nobody holds what is wanted, or nothing is
+        return varying(jnp.zeros(after.max_local_shape, x.dtype), _long_axes(after))
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule)) else _by_tables
     return by(schedule, op, x, after, wire)
 

@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 JUDGE = """
 import json, sys
 sys.path.append(sys.argv[1])  # last: a script there has the name of a package
+sys.path.insert(0, sys.argv[1] + "/..")
 from resharding import claims
 found = claims.judge(**json.load(sys.stdin))
 print(json.dumps([claim.to_dict() for claim in found]))

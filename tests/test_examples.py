@@ -1,4 +1,4 @@
-"""The example runs, agrees with itself, and fails where it should."""
+"""The examples run, agree with themselves, and fail where they should."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -60,3 +61,44 @@ def test_a_model_that_has_not_learned_fails(
 ) -> None:
     assert parity.judge(results(parity, 0.5, 0.5, 0.5, accuracy=accuracy)) == 1
     assert capsys.readouterr().out.count("it must exceed 90%") == 3
+
+
+def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> None:
+    picture = tmp_path / "seams.png"
+    command = [
+        sys.executable,
+        str(EXAMPLES / "domain_parallel.py"),
+        "--steps",
+        "2",
+        "--picture",
+        str(picture),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest relative difference" in done.stdout
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def domain() -> Iterator[ModuleType]:
+    """examples/domain_parallel.py as a module."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import domain_parallel
+
+        yield domain_parallel
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("last", "pixel", "message"), [(0.50001, 0.0, "losses differ"), (0.5, 0.1, "Pixels differ")]
+)
+def test_a_seam_or_another_loss_fails(
+    domain: ModuleType, capsys: pytest.CaptureFixture[str], last: float, pixel: float, message: str
+) -> None:
+    found = {name: domain.Result((1.5, loss), math.nan, 1.0) for name, loss in (("a", 0.5), ("b", last))}
+    whole = np.zeros((1, 3, 4, 4))
+    images = {"whole": whole, "sharded": whole + pixel, "alone": whole + 1}
+    assert domain.judge(found, images) == 1
+    assert message in capsys.readouterr().out

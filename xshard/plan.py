@@ -132,27 +132,18 @@ class Plan:
     @cached_property
     def backward(self) -> Plan:
         """The plan of the adjoint: from the dual of `dst` to the dual of `src`. Raises LinearityError."""
-        from xshard.planner import find_plan  # the planner makes plans, so it is one level up
-
-        return find_plan(
-            self.dst.dual,
-            self.src.dual,
-            self.mesh,
-            self.shape,
-            self.dtype,
-            self.profile,
-            scale=self.scale,
-            memory_limit=self.memory_limit,
-        )
+        return self._between(self.dst.dual, self.src.dual)
 
     @cached_property
     def tangent(self) -> Plan:
         """The plan that tangents take: itself, unless a boundary fills with a constant, which has none."""
+        src, dst = self.src.tangent, self.dst.tangent
+        return self if (src, dst) == (self.src, self.dst) else self._between(src, dst)
+
+    def _between(self, src: Layout, dst: Layout) -> Plan:
+        """The plan between two other layouts of the same array, machine and constant."""
         from xshard.planner import find_plan  # the planner makes plans, so it is one level up
 
-        src, dst = self.src.tangent, self.dst.tangent
-        if (src, dst) == (self.src, self.dst):
-            return self
         return find_plan(
             src,
             dst,

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from halos.ways import WAYS
+from halos.ways import AXIS, WAYS, mesh
 from torch_bridge.meter import Meter
+from torch_bridge.nn import Conv2d
 
 Seconds = dict[str, dict[str, float]]  # by way, then by "forward" and "both"
 WARM_UP = 3
@@ -36,6 +37,33 @@ def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> dict[str, dict[s
     for name, seconds in _timed(calls, rounds, dist.barrier).items():
         found[name] |= seconds
     return found
+
+
+def convolutions(shape: Sequence[int], kernel: int, rounds: int) -> Seconds:
+    """Seconds of a convolution on one of several gloo ranks, by what it does about its halos.
+
+    It waits for them, computes meanwhile, or has none: a convolution of the block alone.
+    """
+    torch.manual_seed(0)
+    ordinary = torch.nn.Conv2d(shape[1], shape[1], kernel, padding=kernel // 2)
+    ranks, layout = mesh(), f"b c h/{AXIS} w"
+    made = {
+        name: Conv2d.from_module(ordinary, ranks, layout, overlap=name == "overlapped")
+        for name in ("waiting", "overlapped")
+    }
+    block = torch.randn(*shape)
+    leaf = block.clone().requires_grad_()
+
+    def calls(layer: torch.nn.Module) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return layer(block)
+
+        return forward, lambda: torch.autograd.grad(layer(leaf).sum(), leaf)[0]
+
+    layers = {name: calls(layer) for name, layer in {**made, "no exchange": ordinary}.items()}
+    assert torch.allclose(layers["waiting"][1](), layers["overlapped"][1](), rtol=1e-4, atol=1e-4)
+    return _timed(layers, rounds, dist.barrier)
 
 
 def host(shape: Sequence[int], rows: int, ranks: int, rounds: int) -> Seconds:

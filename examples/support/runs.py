@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXAMPLES = Path(__file__).parent.parent
@@ -69,3 +71,9 @@ def follow_all(runs: Mapping[str, list[str]], steps: int) -> dict[str, Result]:
             )
             progress.stop_task(tasks[name])
     return results
+
+
+def differences(results: Mapping[str, Result]) -> NDArray[np.float64]:
+    """Per step, the relative difference between the largest and the smallest loss of all runs."""
+    losses = np.array([result.losses for result in results.values()])
+    return np.ptp(losses, axis=0) / losses.min(axis=0)

@@ -96,7 +96,7 @@ def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
     """Here it takes a slice over it and gathers that again."""
     mesh_3d = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (KINDS[kind],) * 3)
     src, dst = xs.parse_expression("n/a d -> n/a d")
-    steps = (Slice("d", (Shard(("c",)),)), AllGather("d", (Shard(("c",)),)))
+    steps = (Slice((("d", (Shard(("c",)),)),)), AllGather("d", (Shard(("c",)),)))
     plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2, c=2), X.shape, "float32", steps)
     x = jax.device_put(X, NamedSharding(mesh_3d, P("a")))
     y = xj.reshard(x, plan)

@@ -102,7 +102,7 @@ def test_parts_that_are_no_intervals_are_refused():
 )
 def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
     """From the first to the last row that a tap of its outputs can meet; beyond the ends stands the fill."""
-    n = len(shard.sizes) or 4
+    n = len(shard.numbers) or 4
     dim = Dim("h", (shard,))
     if shard.order == "zigzag":
         with pytest.raises(xs.ShapeError, match="not cut into intervals"):
