@@ -84,7 +84,8 @@ class Move:
         found: Counter[str] = Counter()
         for step, before, after in self.plan.stages:
             if isinstance(step, Exchange):
-                found["collective-permute"] += sum(r[0].src != r[0].dst for r in rounds(before, after))
+                schedule = rounds(before, after, step.node_devices)
+                found["collective-permute"] += sum(r[0].src != r[0].dst for r in schedule)
             elif type(step) in HLO_NAMES:
                 found[HLO_NAMES[type(step)]] += 1
         return dict(sorted(found.items()))
