@@ -81,7 +81,7 @@ def beside(a: Placed, b: Placed) -> Placed:
 def mean_loss(weights: Weights, noisy: jax.Array, clean: jax.Array) -> jax.Array:
     """This device's share of the mean square error, all shares together."""
     y = network(weights, place(noisy, LAYOUT, SHAPE))
-    error = jax.tree.map(lambda a: a - clean, y).cleaned().block
+    error = jax.tree.map(lambda a: a - clean, y).owned().block
     return redistribute(jnp.square(error).sum() / np.prod(SHAPE), "() | sum(sp) -> ()")
 
 

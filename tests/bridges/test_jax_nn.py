@@ -445,6 +445,58 @@ def test_layers_in_a_row_under_jit_remat_and_scan(check_vma) -> None:
         assert np.abs(mine - theirs).max() <= 1e-10 * max(1, np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@in_jax
+def test_forward_mode_and_second_derivatives_go_through_layers(check_vma) -> None:
+    """jvp, and the gradient of a gradient, of a strided convolution over rows that do not divide."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import PartitionSpec
+
+    from jax_bridge import nn
+    from jax_bridge.sharding import padded
+    from tests.bridges.jax_domains import device_mesh
+
+    mesh, shape = xs.Mesh(sp=4), (1, 2, 13)
+    draw = np.random.default_rng(0)
+    x, tangent = (draw.integers(-3, 4, shape).astype(float) for _ in range(2))
+    kernel = draw.integers(-2, 3, (3, 2, 3)).astype(float)
+    sharding = xs.Sharding(xs.Layout.parse("n c h/sp"), mesh, shape)
+    everywhere = PartitionSpec("sp")
+
+    def whole(x):
+        return lax.conv_general_dilated(x, kernel, (2,), ((1, 1),))
+
+    def local(block):
+        placed = nn.place(block, "n c h/sp", shape)
+        return nn.conv_general_dilated(placed, jnp.asarray(kernel), (2,), ((1, 1),)).owned()
+
+    def cubes(block):  # a scalar share of every device
+        return (local(block).block ** 3).sum()
+
+    def both(block, direction):
+        moved = jax.jvp(lambda b: local(b).block, (block[0],), (direction[0],))[1]
+        curved = jax.jvp(jax.grad(cubes), (block[0],), (direction[0],))[1]
+        return moved[None], curved[None]
+
+    program = jax.shard_map(
+        both, mesh=device_mesh(mesh), in_specs=everywhere, out_specs=everywhere, check_vma=check_vma
+    )
+    cut = [padded(xs.reference.scatter(a, "n c h/sp", mesh), sharding, fill=0) for a in (x, tangent)]
+    moved, curved = jax.jit(program)(*cut)
+    expected = jax.jvp(whole, (x,), (tangent,))[1]
+    rows = [2, 2, 2, 1]
+    found = np.concatenate(
+        [np.asarray(block)[..., :n] for block, n in zip(moved, rows, strict=True)], axis=-1
+    )
+    assert np.array_equal(found, expected)
+    second = jax.jvp(jax.grad(lambda x: (whole(x) ** 3).sum()), (x,), (tangent,))[1]
+    parts = xs.reference.scatter(np.asarray(second), "n c h/sp", mesh)
+    for block, part in zip(np.asarray(curved), parts, strict=True):
+        assert np.array_equal(block[..., : part.shape[-1]], part)
+
+
 @in_jax
 def test_a_block_that_has_its_halo_is_the_input_of_a_layer() -> None:
     """Rows that it holds already are not fetched again."""

@@ -6,25 +6,27 @@ Decides nothing of its own: it does what `torch_bridge.ops.halo_exchange` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bridge.groups import MeshLike
 from torch_bridge.ops import halo_exchange, trim_halo
+from xshard import Mesh, MeshError
 from xshard.spelling import Axes, HaloWidth
 
 
 class HaloExchange(nn.Module):
     """Widens blocks by rows of their neighbours; `trim` gives them up again.
 
-    halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` cuts. boundary:
-    what stands beyond the ends of the array, as in a layout. shape: the global shape, where blocks differ in
-    size.
+    halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` cuts; without a
+    mesh all processes of the world cut it, in their order. boundary: what stands beyond the ends of the
+    array, as in a layout. shape: the global shape, where blocks differ in size.
 
     >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
     >>> def turn():
-    ...     halo = xt.HaloExchange(halo_width=1, dim=-2, axis="sp", mesh=Mesh(sp=2), boundary="periodic")
+    ...     halo = xt.HaloExchange(halo_width=1, dim=-2, boundary="periodic")
     ...     x = torch.tensor([[1], [2]]) + 2 * torch.distributed.get_rank()
     ...     return halo(x).flatten().tolist(), torch.equal(halo.trim(halo(x)), x)
     >>> xt.run_ranks(2, turn)
@@ -36,26 +38,30 @@ class HaloExchange(nn.Module):
         halo_width: HaloWidth,
         dim: int = -2,
         *,
-        axis: Axes,
-        mesh: MeshLike,
+        axis: Axes = "sp",
+        mesh: MeshLike | None = None,
         boundary: str = "zero",
         shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.halo_width, self.dim, self.axis, self.mesh = halo_width, dim, axis, mesh
         self.boundary, self.shape = boundary, shape
+        if mesh is None and not isinstance(axis, str):
+            raise MeshError(f"axes {axis} of no mesh", hint="pass mesh=, or one axis for all processes")
 
     def forward(self, x: Tensor) -> Tensor:
         """`n/axis -> n/axis:halo(...)`; gradients of rows that were copied are added at their owner."""
-        return halo_exchange(
-            x, self.halo_width, self.dim, self.axis, self.mesh, boundary=self.boundary, shape=self.shape
-        )
+        return halo_exchange(x, self.halo_width, self.dim, self.axis, self._mesh(), **self._options())
 
     def trim(self, x: Tensor) -> Tensor:
         """`n/axis:halo(...) -> n/axis`."""
-        return trim_halo(
-            x, self.halo_width, self.dim, self.axis, self.mesh, boundary=self.boundary, shape=self.shape
-        )
+        return trim_halo(x, self.halo_width, self.dim, self.axis, self._mesh(), **self._options())
+
+    def _mesh(self) -> MeshLike:
+        return Mesh({str(self.axis): dist.get_world_size()}) if self.mesh is None else self.mesh
+
+    def _options(self) -> dict[str, Any]:
+        return {"boundary": self.boundary, "shape": self.shape}
 
     def extra_repr(self) -> str:
         return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.boundary!r}"
