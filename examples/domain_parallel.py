@@ -8,8 +8,8 @@
 
 Strided and transposed convolutions, a pool, interpolation, norms over all rows, columns that close up
 to a ring; 427 rows over four devices, so that no block divides evenly. The picture shows what the
-network makes of a photograph where every device pads its own rows with zeros, beside what it makes
-of it here: an error at every seam, and none.
+network makes of a photograph where every device pads and normalises its own rows, beside what it
+makes of it here: an error at every seam, and none.
 The exit status is 1 where a loss differs, or where a seam shows.
 """
 
@@ -111,7 +111,7 @@ def draw(images: Images, path: Path) -> None:
 
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     scale = LogNorm(1e-6, 1)
-    titles = {"alone": "every device pads its own rows", "sharded": "xshard"}
+    titles = {"alone": "every device pads and normalises its own rows", "sharded": "xshard"}
     for panel, (name, title) in zip(panels, titles.items(), strict=True):
         found = error(images, name)[0]
         shown = panel.imshow(np.maximum(found, 1e-6), norm=scale, cmap="magma")
@@ -119,7 +119,7 @@ def draw(images: Images, path: Path) -> None:
         panel.set_xlabel("column")
     panels[0].set_ylabel("row")
     figure.colorbar(shown, ax=panels, label="difference from one device", shrink=0.9)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
