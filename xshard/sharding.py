@@ -154,10 +154,11 @@ Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), over
             return True
         if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
             return False
+        mine, theirs = (sharding.with_layout(sharding.normal) for sharding in (self, other))
         return all(
             isinstance(a.overlap, Fold) == isinstance(b.overlap, Fold)
-            and all(self._meaning(d, i) == other._meaning(d, i) for i in range(self.mesh.n_devices))
-            for d, (a, b) in enumerate(zip(self.layout.dims, other.layout.dims, strict=True))
+            and all(mine._meaning(d, i) == theirs._meaning(d, i) for i in range(self.mesh.n_devices))
+            for d, (a, b) in enumerate(zip(mine.layout.dims, theirs.layout.dims, strict=True))
         )
 
     def _meaning(self, dim: int, device: int) -> object:

@@ -264,6 +264,19 @@ def test_other_dims_move_by_collectives_past_an_overlap():
     ] != "all_gather"
 
 
+def test_overlaps_of_nothing_are_none():
+    plan = xs.plan("h w:window(k=2,p=2,none) -> h w:fold(halo(0,0))", xs.Mesh(a=2), (1, 6))
+    assert plan.steps == ()
+
+
+def test_an_axis_whose_blocks_all_hold_everything_may_become_copies():
+    """The blocks are the same before and after; what the axis is called is not."""
+    plan = xs.plan("h/b:halo(2,2,none) -> h | copy(b)", xs.Mesh(b=2), (2,), "float64")
+    assert [b.tolist() for b in xs.reference.run(plan, [np.array([1.0, 2.0])] * 2)] == [[1, 2], [1, 2]]
+    apart = [np.array([1.0, 2.0]), np.array([10.0, 20.0])]
+    assert [b.tolist() for b in xs.reference.run(plan.backward, apart)] == [[11, 0], [0, 22]]
+
+
 def test_a_trim_moves_nothing():
     plan = xs.plan("h/sp:halo(1,1) w -> h/sp w", xs.Mesh(sp=4), (16, 4))
     assert plan.bytes_received == 0 and plan.bytes_lower_bound == 0
