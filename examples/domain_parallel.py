@@ -26,7 +26,7 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from support.runs import Result, differences, follow_all
+from support.runs import Result, concluded, differences, follow_all
 
 TOLERANCE = 1e-5  # relative, of float32 losses
 
@@ -63,13 +63,7 @@ def judge(results: Results, images: Images) -> int:
     console.print(
         f"Largest error of a pixel: {ours.max():.1e} here, {naive.max():.1e} where devices pad alone."
     )
-    wrong = complaints(results, ours)
-    for complaint in wrong:
-        console.print(complaint, style="bold red")
-    if not wrong:
-        largest = differences(results).max()
-        console.print(f"The largest relative difference of any loss is {largest:.1e}.", style="bold green")
-    return 1 if wrong else 0
+    return concluded(console, results, complaints(results, ours))
 
 
 def complaints(results: Results, ours: np.ndarray) -> list[str]:

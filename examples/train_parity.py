@@ -20,7 +20,7 @@ from subprocess import CalledProcessError
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from support.runs import Result, differences, follow_all
+from support.runs import Result, concluded, differences, follow_all
 
 RUNS = {
     "torch, 1 device": ["parity.with_torch", "single"],
@@ -51,13 +51,7 @@ def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
     """Print the curves and what is wrong with them; 0 if nothing is."""
     console = Console()
     console.print(table(results))
-    wrong = complaints(results, accuracy_floor)
-    for complaint in wrong:
-        console.print(complaint, style="bold red")
-    if not wrong:
-        largest = differences(results).max()
-        console.print(f"The largest relative difference of any loss is {largest:.1e}.", style="bold green")
-    return 1 if wrong else 0
+    return concluded(console, results, complaints(results, accuracy_floor))
 
 
 def complaints(results: Results, accuracy_floor: float) -> list[str]:

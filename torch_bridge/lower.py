@@ -40,6 +40,7 @@ from xshard.steps.base import DimCut, axes_of, even_parts, own_part
 from xshard.steps.exchange import filled, messages_from, messages_to
 from xshard.steps.permute import senders
 from xshard.steps.reach import moving
+from xshard.steps.sources import view_pairs
 from xshard.winners import winner_plans
 
 Move = Callable[[Tensor], Tensor]
@@ -205,8 +206,8 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
 def _computes(step: Step, before: Sharding) -> bool:
     if isinstance(step, Exchange):
         after = step.after(before)
-        signs = (m.sign for d in range(before.mesh.n_devices) for m in messages_to(before, after, d))
-        return step.op(before) is not None or min(signs, default=1) < 0
+        negates = any(view.sign < 0 for pair in view_pairs(before, after) for view in pair)
+        return step.op(before) is not None or negates
     return isinstance(step, AllReduce | ReduceScatter | Scale)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from xshard.notation import Dim
 from xshard.overlap import Boundary, Halo
 from xshard.ownership import owners
-from xshard.reads import Read, Sizes, intervals, read
+from xshard.reads import Read, Sizes, covered, intervals, read
 
 
 def dilated(
@@ -39,10 +39,7 @@ def dilated(
     """
     rows = (length - 1) * base + 1 if length else 0
     outputs = max(0, (rows + sum(p) - d * (k - 1) - 1) // s + 1)
-
-    def needs(start: int, stop: int) -> tuple[int, int]:
-        return -((p[0] - start * s) // base), ((stop - 1) * s - p[0] + d * (k - 1)) // base + 1
-
+    needs = covered(k, s, d, base, p[0])
     found = read(dim, length, sizes, outputs, needs, out)
     own = intervals(owners(dim, length, sizes))
     inputs = tuple(needs(*made) if made[0] < made[1] else (0, 0) for made in found.outputs)

@@ -161,13 +161,9 @@ def boundary_at(overlap: Halo | Window, origin: str) -> Boundary:
 
 def is_flipped(stretch: Stretch, dim: Dim) -> bool:
     """Whether the rows come from the far side of a pole."""
-    beyond = dim.overlap is not None and stretch.origin in ("before", "after")
-    return (
-        beyond
-        and stretch.run.stride < 0
-        and dim.overlap is not None
-        and boundary_at(rows_of(dim.overlap), stretch.origin).kind == "pole"
-    )
+    if dim.overlap is None or stretch.origin not in ("before", "after"):
+        return False
+    return stretch.run.stride < 0 and boundary_at(rows_of(dim.overlap), stretch.origin).kind == "pole"
 
 
 def _halo_reach(

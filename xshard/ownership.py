@@ -117,8 +117,7 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
                     return shard, f"'{shard}' does not hold each of {rows} rows once"
                 if n == 1 and found != covered:
                     return shard, f"'{shard}': one part holds its rows in order"
-            elif sum(k for k in shard.numbers if isinstance(k, int)) != rows:
-                total = sum(k for k in shard.numbers if isinstance(k, int))
+            elif (total := sum(k for k in shard.numbers if isinstance(k, int))) != rows:
                 return shard, f"'{shard}' adds up to {total} rows, not {rows}"
     return None
 

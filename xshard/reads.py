@@ -47,11 +47,16 @@ def transposed(
     ('h/sp:halo([0,0],[1,0],none)', ((0, 5), (4, 8)), ((0, 8), (8, 16)))
     """
     outputs = max(0, (length - 1) * s - 2 * p + d * (k - 1) + 1 + extra) if length else 0
+    return read(dim, length, sizes, outputs, covered(k, 1, d, s, d * (k - 1) - p))
+
+
+def covered(k: int, s: int, d: int, base: int, before: int) -> Needs:
+    """The inputs under taps: tap j of output o is at row `o * s - before + d * j`, input i at `i * base`."""
 
     def needs(start: int, stop: int) -> tuple[int, int]:
-        return -(-(start + p - d * (k - 1)) // s), (stop - 1 + p) // s + 1
+        return -((before - start * s) // base), ((stop - 1) * s - before + d * (k - 1)) // base + 1
 
-    return read(dim, length, sizes, outputs, needs)
+    return needs
 
 
 def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs, out: str = "") -> Read:

@@ -15,6 +15,9 @@ from jax_bridge.nn.conv import Padding, paddings
 from jax_bridge.nn.phases import reduce_window_by_phases
 from jax_bridge.nn.placed import Placed
 from jax_bridge.nn.window import Boundaries, Sliding, windowed
+from xshard.overlap import Window
+from xshard.ownership import Run
+from xshard.windows import pool_counts
 
 
 def reduce_window(
@@ -111,10 +114,15 @@ def avg_pool(
     )
     bounded = set(x.layout.names if isinstance(boundary, str) else boundary or ())
     mean = total.block
+    strides = window_strides or (1,) * mean.ndim
     for d, (name, k) in enumerate(zip(x.layout.names, window_dimensions, strict=True)):
-        before, after = ends[d] if name in bounded else padded[d] if count_include_pad else (0, 0)
-        starts = np.arange(total.sharding.shape[d]) * (window_strides or (1,) * mean.ndim)[d] - ends[d][0]
-        counts = np.minimum(starts + k, x.sharding.shape[d] + after) - np.maximum(starts, -before)
+        counts = pool_counts(
+            x.sharding.shape[d],
+            Window(k, strides[d], p=ends[d]),
+            (Run(0, total.sharding.shape[d]),),
+            padding=(ends if name in bounded else padded)[d][1],
+            include_pad=name in bounded or count_include_pad,
+        )
         mean = mean / _along(total, d, counts)
     return Placed(mean, total.sharding)
 

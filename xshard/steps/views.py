@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xshard.checks import rolled_dim
 from xshard.held import boundary_at
-from xshard.overlap import Halo, Window, rows_of
+from xshard.overlap import rows_of
 from xshard.sharding import Sharding
 from xshard.supply import STRAIGHT
 
@@ -37,8 +37,10 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     dims, shape = sharding.layout.dims, sharding.shape
     poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
     for d, dim in enumerate(dims):
-        for end in ("before", "after") if dim.overlap is not None and d not in carried else ():
-            rule = boundary_at(_rows(sharding, d), end)
+        if dim.overlap is None or d in carried:
+            continue
+        for end in ("before", "after"):
+            rule = boundary_at(rows_of(dim.overlap), end)
             if rule.kind == "pole":
                 poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
     options = [
@@ -55,12 +57,6 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
                 sign *= factor
         found.append(View(sides, tuple(shifts), sign))
     return tuple(found)
-
-
-def _rows(sharding: Sharding, dim: int) -> Halo | Window:
-    overlap = sharding.layout.dims[dim].overlap
-    assert overlap is not None
-    return rows_of(overlap)
 
 
 def carried(before: Sharding, after: Sharding) -> tuple[int, ...]:
