@@ -1,4 +1,4 @@
-"""Ten redistributions with a mesh and a shape each: what `xshard verify --all` runs.
+"""Redistributions with a mesh and a shape each: what `xshard verify --all` runs.
 
 The rows of the notation's table, and three on orders and means; small
 enough to run on four devices within seconds.
