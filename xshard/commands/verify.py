@@ -22,7 +22,9 @@ _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
 
 def verify(
     expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')] = "",
-    every: Annotated[bool, typer.Option("--all", help="Ten expressions, each on a mesh of its own.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
+    ] = False,
     mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
     shape: Annotated[str | None, typer.Option(metavar="LENGTHS", help=SHAPE_HELP)] = None,
     dtype: Dtype = "float32",
