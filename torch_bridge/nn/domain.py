@@ -58,9 +58,10 @@ def domain_parallel(
     layout: of every input tensor with so many dims, as in "b c h/sp w"; other inputs are whole. shape: its
     global shape, where blocks differ in size; a length that is None is the block's times the parts of the
     dim. overlap, out_rule: of convolutions and pools, as in `from_module`.
-    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. The outputs'
-    layout and global shape are `sharding_of(y)`. A loss over blocks is this process's share: all shares
-    together are the loss, and gradients of parameters are summed over all axes of the layout.
+    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. Code that
+    checkpoints activations calls `xt.nn.checkpoint`. The outputs' layout and global shape are
+    `sharding_of(y)`. A loss over blocks is this process's share: all shares together are the loss, and
+    gradients of parameters are summed over all axes of the layout.
 
     Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
     for a function that has none.
