@@ -78,17 +78,17 @@ class FineMesh(Mesh):
 
 
 def undivided(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
-    """A group's mesh and axes, in mesh order, on whole axes where it has all parts of each; else as they are.
+    """Axes and their mesh: on the whole mesh where all parts of each stand in order, else as given.
 
     >>> fine = FineMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
-    >>> [undivided(fine, axes)[1] for axes in (("x_0", "x_1"), ("x_1", "y"))]
-    [('x',), ('x_1', 'y')]
+    >>> [undivided(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
+    [('y', 'x'), ('x_1', 'y')]
     """
     if not isinstance(mesh, FineMesh):
         return mesh, tuple(axes)
-    found = tuple(a for a in mesh.whole.axes if set(mesh.parts[a]) & set(axes))
-    complete = tuple(part for a in found for part in mesh.parts[a]) == tuple(axes)
-    return (mesh.whole, found) if complete else (mesh, tuple(axes))
+    whole = tuple(dict.fromkeys(map(mesh.origin, axes)))
+    complete = tuple(part for axis in whole for part in mesh.parts[axis]) == tuple(axes)
+    return (mesh.whole, whole) if complete else (mesh, tuple(axes))
 
 
 def _names(whole: Mesh, split: Split) -> dict[str, tuple[str, ...]]:

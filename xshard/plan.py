@@ -24,7 +24,7 @@ from xshard.notation import Shard
 from xshard.objective import FORWARD, check_objective, plan_backward, seconds
 from xshard.sharding import Sharding
 from xshard.steps import Scale, Step
-from xshard.steps.base import DimCut
+from xshard.steps.base import REDUCERS, DimCut
 
 
 class Stage(NamedTuple):
@@ -65,12 +65,20 @@ class Plan:
         reached = self.stages[-1].after if self.stages else self._normal(self._finely(self.source))
         if not reached.means_the_same_as(self._finely(self.target)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
+        self._check_split()
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
         plan_backward(self)
+
+    def _check_split(self) -> None:
+        held = (at.layout.tagged(*REDUCERS) for stage in self.stages for at in (stage.before, stage.after))
+        summed = {self.steps_mesh.origin(axis) for axes in held for axis in axes}
+        for axis, _ in self.split:
+            if axis in summed:
+                raise PlanError(f"axis {axis!r} is divided and holds addends", hint="reduce along whole axes")
 
     @cached_property
     def source(self) -> Sharding:
