@@ -53,17 +53,18 @@ def best_aligned(space: Space, path: Path, memory_limit: int | None) -> Aligned 
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and "exchange" not in sent:
         return None  # one collective: there is nothing to save
-    split = tuple(_all_parts(space))
-    if not split:
+    needs = _needs(space)
+    split = () if needs is None else tuple(_all_parts(space))
+    if needs is None or not split:
         return None
     finest = _divided(space, split)
     limit = math.inf if memory_limit is None else memory_limit / space.itemsize
-    found = _cheapest(finest, limit, path.seconds)
+    found = _cheapest(finest, needs, limit, path.seconds)
     if found is None:
         return None
     # Parts that are side by side all the way are one: the path is written in as few as it takes.
     least = tuple(_needed_parts(finest, found.moves))
-    return _cheapest(_divided(space, least) if least else space, limit, path.seconds)
+    return _cheapest(_divided(space, least) if least else space, needs, limit, path.seconds)
 
 
 def _changing(space: Space) -> list[int]:
@@ -72,11 +73,25 @@ def _changing(space: Space) -> list[int]:
     return [a for a in range(len(space.axes)) if old.get(a) != new.get(a)]
 
 
+def _needs(space: Space) -> tuple[list[int], list[int]] | None:
+    """Into how many parts either end must cut every dim further to cut alike; None where it cannot."""
+    ends = space.state(space.start.layout), space.goal_state
+    if ends[0].sums != ends[1].sums or None in (space.start.even_cuts, space.goal.even_cuts):
+        return None
+    parts = [[math.prod(space.sizes[s] for s in cut) for cut in end.cuts] for end in ends]
+    common = [math.lcm(*both) for both in zip(*parts, strict=True)]
+    if any(n % parts_ for n, parts_ in zip(space.start.shape, common, strict=True)):
+        return None
+    changing = _changing(space)
+    needs = [[c // n for c, n in zip(common, have, strict=True)] for have in parts]
+    for end, more in zip(ends, needs, strict=True):
+        if math.prod(more) > math.prod(space.sizes[a] for a in space.free(end) if a in changing):
+            return None
+    return needs[0], needs[1]
+
+
 def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every axis that may be divided, with its prime factors."""
-    ends = space.start, space.goal
-    if space.state(space.start.layout).sums != space.goal_state.sums or None in [e.even_cuts for e in ends]:
-        return
     for a in _changing(space):
         lanes = sorted(space.group((a,)), key=lambda lane: -lane.stride)
         # A part of a ring is no ring.
@@ -117,32 +132,30 @@ def _divided(space: Space, split: Split) -> Space:
     return Space(start, goal, space.dtype, space.profile)
 
 
-def _cheapest(space: Space, limit: float, seconds: float) -> Aligned | None:
+def _cheapest(
+    space: Space, needs: tuple[Sequence[int], Sequence[int]], limit: float, seconds: float
+) -> Aligned | None:
     """The cheapest aligned path that takes fewer seconds. limit: elements that a device may hold."""
     start, goal = space.state(space.start.layout), space.goal_state
-    parts = [[math.prod(space.sizes[s] for s in cut) for cut in end.cuts] for end in (start, goal)]
-    common = [math.lcm(*both) for both in zip(*parts, strict=True)]
-    if any(n % parts_ for n, parts_ in zip(space.start.shape, common, strict=True)):
-        return None
     slices, gathers = (
-        list(islice(_ways(space, end, [c // n for c, n in zip(common, have, strict=True)]), MAX_WAYS))
-        for end, have in zip((start, goal), parts, strict=True)
+        list(islice(_ways(space, end, more), MAX_WAYS))
+        for end, more in zip((start, goal), needs, strict=True)
     )
     best: Aligned | None = None
     for landed in gathers:
-        ends = [_gathered(goal, landed, order) for order in permutations(_cut_dims(landed))]
-        priced = [_priced(space, moves, limit) for moves in ends]
-        gathering = min(range(len(ends)), key=lambda i: priced[i])
+        there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
+        orders = [_gathered(there, landed, order) for order in permutations(_cut_dims(landed))]
+        priced = [_priced(space, moves, limit) for moves in orders]
+        last = min(range(len(orders)), key=lambda i: priced[i])
         for sliced in slices:
             first = _sliced(start, sliced)
             here = first[-1][1].after if first else start
-            there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
-            if here == there or priced[gathering] >= seconds:
+            if here == there or priced[last] >= seconds:
                 continue
-            moves = (*first, (here, Move("permute", (), there)), *ends[gathering])
-            total = _priced(space, moves, limit)
+            first = (*first, (here, Move("permute", (), there)))
+            total = _priced(space, first, limit) + priced[last]
             if total < seconds * (1 - LEAST_GAIN):
-                best, seconds = Aligned(total, space, moves), total
+                best, seconds = Aligned(total, space, (*first, *orders[last])), total
     return best
 
 
@@ -184,13 +197,13 @@ def _sliced(start: State, cuts: Cuts) -> Moves:
     return ((start, Move("slice", cuts, after)),)
 
 
-def _gathered(goal: State, cuts: Cuts, order: Sequence[int]) -> Moves:
-    """From the goal with dims cut further to the goal, one dim after the other."""
+def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
+    """These innermost cuts taken off the dims of a state, one dim after the other."""
     moves: list[tuple[State, Move]] = []
-    here = State(tuple(map(tuple.__add__, goal.cuts, cuts)), goal.sums)
     for d in order:
-        after = State((*here.cuts[:d], goal.cuts[d], *here.cuts[d + 1 :]), goal.sums)
-        moves.append((here, Move("all_gather", (d, len(cuts[d])), after)))
+        n = len(cuts[d])
+        after = State((*here.cuts[:d], here.cuts[d][:-n], *here.cuts[d + 1 :]), here.sums)
+        moves.append((here, Move("all_gather", (d, n), after)))
         here = after
     return tuple(moves)
 

@@ -74,6 +74,8 @@ class Plan:
         plan_backward(self)
 
     def _check_split(self) -> None:
+        if not self.split:
+            return
         held = (at.layout.tagged(*REDUCERS) for stage in self.stages for at in (stage.before, stage.after))
         summed = {self.steps_mesh.origin(axis) for axes in held for axis in axes}
         for axis, _ in self.split:
