@@ -22,6 +22,7 @@ from torch_bridge.lower import Executable, lower
 from torch_bridge.packing import Message, Packing, message
 from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
 from xshard.cost import LOCAL
+from xshard.fine import FineMesh, Part, Split, undivided
 from xshard.ownership import Run
 from xshard.steps.exchange import Message as Box
 from xshard.steps.reach import moving
@@ -134,7 +135,7 @@ def _at_end(
         return None
     for step, start, end in made.stages:
         if step.kind not in LOCAL:
-            _process_group(made.mesh, ranks, moving(start, end), world)
+            _process_group(*undivided(start.mesh, moving(start, end)), ranks, world)
     if dist.get_rank() not in ranks:
         return None
     return lower(made, _processes(made.mesh, ranks, world), tensor_device)
@@ -142,17 +143,21 @@ def _at_end(
 
 @functools.lru_cache(maxsize=256)
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
-    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
-        found = _process_group(mesh, ranks, axes, world)
+    def process_group(axes: tuple[str, ...], on: Mesh = mesh) -> dist.ProcessGroup:
+        found = _process_group(on, axes, ranks, world)
         assert found is not None  # this process is one of the ranks
         return found
 
-    return ProcessMesh(mesh, ranks, ranks.index(dist.get_rank()), process_group)
+    def part_group(split: Split, parts: tuple[Part, ...]) -> dist.ProcessGroup:
+        fine = FineMesh(mesh, split)
+        return process_group(tuple(fine.parts[axis][i] for axis, i in parts), fine)
+
+    return ProcessMesh(mesh, ranks, ranks.index(dist.get_rank()), process_group, part_group)
 
 
 @functools.cache
 def _process_group(
-    mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...], world: dist.ProcessGroup
+    mesh: Mesh, axes: tuple[str, ...], ranks: tuple[int, ...], world: dist.ProcessGroup
 ) -> dist.ProcessGroup | None:
     """This process's group along some axes, in mesh order; None where it is not in the mesh.
 

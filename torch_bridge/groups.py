@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.collectives import Group
 from xshard import Mesh, MeshError
+from xshard.fine import FineMesh, Part, Split, undivided
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +24,17 @@ class ProcessMesh:
 
     ranks: the global rank of every device. device: this process's own device.
     process_group: the axes, in mesh order, -> this process's group along them.
+    part_group: the same along parts of axes, given how axes are divided.
     """
 
     mesh: Mesh
     ranks: tuple[int, ...]
     device: int
     process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
+    part_group: Callable[[Split, tuple[Part, ...]], dist.ProcessGroup]
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
+    _divisions: dict[Split, ProcessMesh] = field(default_factory=dict)
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes that differ from this one along `axes` only; all of them call this the first time."""
@@ -51,8 +55,24 @@ class ProcessMesh:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
             ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
             device = self.mesh.index(self.device, axes)
-            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
+            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group, self.part_group)
         return self._parts[axes]
+
+    def divided(self, split: Split) -> ProcessMesh:
+        """The same processes on a mesh with axes divided into parts; itself where none are."""
+        if not split:
+            return self
+        if split not in self._divisions:
+            fine = FineMesh(self.mesh, split)
+            group = functools.partial(self._group_along, fine)
+            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, group, self.part_group)
+        return self._divisions[split]
+
+    def _group_along(self, fine: FineMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        mesh, named = undivided(fine, axes)
+        if mesh is fine:
+            return self.part_group(fine.split, tuple(map(fine.part, axes)))
+        return self.process_group(named)
 
     def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(axes, key=self.mesh.position))
@@ -110,8 +130,14 @@ def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessM
                 hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
             )
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    create = functools.partial(_create, axes, ranks, ranks.index(rank), device_mesh)
-    return ProcessMesh(axes, ranks, ranks.index(rank), functools.cache(create))
+    place = ranks, ranks.index(rank)
+
+    def part_group(split: Split, parts: tuple[Part, ...]) -> dist.ProcessGroup:
+        fine = FineMesh(axes, split)
+        return _create(fine, *place, None, tuple(fine.parts[axis][i] for axis, i in parts))
+
+    create = functools.partial(_create, axes, *place, device_mesh)
+    return ProcessMesh(axes, *place, functools.cache(create), functools.cache(part_group))
 
 
 def _create(

@@ -189,7 +189,7 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
     """
-    moves = []
+    moves, fine = [], processes.divided(plan.split)
     for step, before, after in plan.stages:
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
             raise DtypeError(
@@ -199,7 +199,7 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
         rule = RULES.get(type(step))
         if rule is None:
             raise PlanError(f"torch_bridge has no rule for the step '{step}'", hint="add it to lower.RULES")
-        moves.append(rule(step, Site(before, after, processes, tensor_device, plan.dtype)))
+        moves.append(rule(step, Site(before, after, fine, tensor_device, plan.dtype)))
     return Executable(plan, processes, tensor_device, tuple(moves))
 
 
