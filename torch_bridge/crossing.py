@@ -18,8 +18,10 @@ from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS
 from torch_bridge.groups import ProcessMesh
-from torch_bridge.lower import Executable, lower
-from torch_bridge.packing import Message, Packing, message
+from torch_bridge.executable import Executable
+from torch_bridge.lower import lower
+from torch_bridge.messages import Message, message
+from torch_bridge.packing import Packing
 from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
 from xshard.cost import LOCAL
 from xshard.fine import FineMesh, Part, Split, undivided
@@ -77,6 +79,10 @@ class Crossing:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
 
+    @property
+    def is_linear(self) -> bool:
+        return self.plan.src.is_linear
+
     @cached_property
     def backward(self) -> Crossing:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
@@ -123,7 +129,7 @@ def cross(made: TransferPlan, tensor_device: torch.device, world: dist.ProcessGr
     whole = None
     if rank in made.dst_devices:
         shape = transfer.target.local_shape(made.dst_devices.index(rank))
-        whole = Packing(shape, tuple(part for _, part in received), transfer.op)
+        whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
     return Crossing(made, tensor_device, before, tuple(sent), tuple(received), whole, after)
 
 

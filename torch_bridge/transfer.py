@@ -86,7 +86,7 @@ def redistribute_between(
     # Every process has a node in the graph, or none has: what one sends back another waits for.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
-    y = Redistribute.apply(block, crossing)
+    y = Redistribute.apply(crossing, block)
     return y if requires_grad or dist.get_rank() in made.dst_devices else None
 
 
