@@ -3,7 +3,8 @@
 The only package that imports both frameworks.
 """
 
+from jax_bridge.torch_interop.calls import from_jax
 from jax_bridge.torch_interop.start import initialize
 from jax_bridge.torch_interop.verbs import to_jax, to_torch
 
-__all__ = ["initialize", "to_jax", "to_torch"]
+__all__ = ["from_jax", "initialize", "to_jax", "to_torch"]

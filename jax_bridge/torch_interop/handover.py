@@ -20,18 +20,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from jax_bridge.context import marked
 from jax_bridge.program import stored
 from jax_bridge.reshard import are_the_same, reshard
 from jax_bridge.sharding import to_named_sharding
-from jax_bridge.torch_interop import buffers
+from jax_bridge.torch_interop import arrange, buffers
+from jax_bridge.torch_interop.arrange import Arrangement
 from jax_bridge.torch_interop.places import Ends, TorchMesh, check_one_block, ends_of
-from jax_bridge.torch_interop.route import Profiles, Route, find_route, jax_mesh_of
+from jax_bridge.torch_interop.route import Profiles, Route, jax_mesh_of
 from torch_bridge.dtensor import as_dtensor, local_of, to_placements
 from torch_bridge.transfer import on_ranks, redistribute_between
-from xshard import DtypeError, Layout, MeshError, Plan, ShapeError, Sharding, TransferPlan, XshardError
-from xshard.layout import check_axes
-from xshard.spelling import Expression, sides, whole_shape
+from xshard import DtypeError, Layout, MeshError, Plan, ShapeError, TransferPlan, XshardError
+from xshard.spelling import Expression
 
 LOG = logging.getLogger("xshard.interop")
 
@@ -54,44 +53,37 @@ def prepare_to_jax(
     x: Blocks, layout: Layout | Expression, mesh: JaxMesh, torch_mesh: TorchMesh | None, options: Options
 ) -> Callable[[], jax.Array]:
     """What makes the array. Raises as `to_jax` does."""
-    src, dst, text = layouts_of(layout)
     shape = options.shape
     if isinstance(x, DTensor):
         torch_mesh, shape = _of_dtensor(x, torch_mesh, shape)
     ends = ends_of(mesh, torch_mesh)
     if isinstance(x, DTensor):
         check_one_block(ends, "a DTensor has")
+        src, _, text = arrange.layouts_of(layout)
         x = local_of(x.detach(), src, text)
     blocks = local_blocks(x, ends)
-    devices = [ends.devices[i] for i in ends.local]
     dtype = _common_dtype(blocks)
-    with marked(text):
-        check_axes(src, ends.axes, text)
-        check_axes(dst, ends.jax_axes, text)
-        whole = tuple(whole_shape(src, ends.axes, blocks[0].shape, text) if shape is None else shape)
-        _check_blocks(blocks, Sharding(src, ends.axes, whole), ends)
-        for block, device in zip(blocks, devices, strict=True):
-            buffers.check_kind(block, device)
-        route = find_route(
-            *(src, dst, ends, whole, dtype), to_jax=True, profile=options.profile, via=options.via
-        )
-        target = _named(dst, ends, whole)
-        if route.side is None:
-            for i, block, device in zip(ends.local, blocks, devices, strict=True):
-                buffers.check_copy(block, device, options.copy, f"the tensor for device {i}")
-        else:
-            _check_moved(route, options)
+    devices = [ends.devices[i] for i in ends.local]
+    for block, device in zip(blocks, devices, strict=True):
+        buffers.check_kind(block, device)
+    found = arrange.to_jax(layout, ends, tuple(blocks[0].shape), shape, dtype, options.profile, options.via)
+    route = found.route
+    _check_blocks(blocks, found, ends)
+    if route.side is not None:
+        _check_moved(found, options)
+    elif not options.copy:
+        for i, block, device in zip(ends.local, blocks, devices, strict=True):
+            buffers.check_copy(block, device, options.copy, f"the tensor for device {i}")
 
     def run() -> jax.Array:
         if route.side is None:
-            return _assembled(blocks, devices, whole, target, options.copy)
+            return _assembled(blocks, devices, found.shape, found.array, options.copy)
         if route.side == "torch":
             moved = redistribute_between(blocks[0].detach(), _transfer(route, ends, ends.devices))
-            return _assembled([moved], _local(ends.jax_devices), whole, target, None)
-        between = jax_mesh_of(route.plan, ends, to_jax=True)
-        start = to_named_sharding(stored(route.plan.source.layout), between)
-        array = reshard(_assembled(blocks, devices, whole, start, None), route.plan, between)
-        return _relabelled(array, target)
+            return _assembled([moved], _local(ends.jax_devices), found.shape, found.array, None)
+        between, start = _in_jax(route, ends, to_jax=True)
+        array = reshard(_assembled(blocks, devices, found.shape, start, None), route.plan, between)
+        return _relabelled(array, found.array)
 
     return run
 
@@ -100,7 +92,6 @@ def prepare_to_torch(
     array: jax.Array, layout: Layout | Expression, mesh: TorchMesh | JaxMesh | None, options: Options
 ) -> Callable[[], Blocks]:
     """What makes the tensors. Raises as `to_torch` does."""
-    src, dst, text = layouts_of(layout)
     check_array(array)
     own = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     if isinstance(mesh, JaxMesh):
@@ -110,36 +101,33 @@ def prepare_to_torch(
             f"the array has no mesh: {array.sharding}", hint="pass the jax.sharding.Mesh that it is on"
         )
     if options.dtensor and not isinstance(mesh, DeviceMesh):
-        raise MeshError("a DTensor is on a DeviceMesh", hint="to_torch(array, layout, device_mesh, dtensor=True)")
-    ends = ends_of(own, mesh)
-    buffers.torch_dtype(array.dtype)
-    for device in (ends.devices[i] for i in ends.local):
-        buffers.check_platform(device)
-    with marked(text):
-        check_axes(src, ends.jax_axes, text)
-        check_axes(dst, ends.axes, text)
-        source = _named(src, ends, array.shape)
-        if not are_the_same(array.sharding, source, array.ndim):
-            raise ShapeError(f"the array is not sharded as '{src}' says", hint=f"it has {array.sharding}")
-        if isinstance(mesh, DeviceMesh):
-            check_one_block(ends, "a DeviceMesh has")
-            if options.dtensor:
-                to_placements(dst, mesh, array.shape)
-        route = find_route(
-            *(src, dst, ends, array.shape, array.dtype.name),
-            to_jax=False,
-            profile=options.profile,
-            via=options.via,
+        raise MeshError(
+            "a DTensor is on a DeviceMesh", hint="to_torch(array, layout, device_mesh, dtensor=True)"
         )
-        if route.side is not None:
-            _check_moved(route, options)
+    ends = ends_of(own, mesh)
+    if isinstance(mesh, DeviceMesh):
+        check_one_block(ends, "a DeviceMesh has")
+    buffers.torch_dtype(array.dtype)
+    devices = [ends.devices[i] for i in ends.local]
+    for device in devices:
+        buffers.check_platform(device)
+    found = arrange.to_torch(layout, ends, array.shape, array.dtype.name, options.profile, options.via)
+    route = found.route
+    if not are_the_same(array.sharding, found.array, array.ndim):
+        src, _, text = arrange.layouts_of(layout)
+        raise ShapeError(
+            f"the array is not sharded as '{src}' says", text=text, hint=f"it has {array.sharding}"
+        )
+    if options.dtensor:
+        to_placements(found.dst, mesh, array.shape)
+    if route.side is not None:
+        _check_moved(found, options)
 
     def run() -> Blocks:
-        held, order = array, [ends.devices[i] for i in ends.local]
+        held, order = array, devices
         copy, writable = (options.copy, options.writable) if route.side is None else (None, True)
         if route.side == "jax":
-            between = jax_mesh_of(route.plan, ends, to_jax=False)
-            start = to_named_sharding(stored(route.plan.source.layout), between)
+            between, start = _in_jax(route, ends, to_jax=False)
             held = reshard(_relabelled(array, start), route.plan, between)
         elif route.side == "torch":
             order = _local(ends.jax_devices)
@@ -148,19 +136,10 @@ def prepare_to_torch(
         if route.side == "torch":
             blocks = [redistribute_between(blocks[0], _transfer(route, ends, ends.jax_devices))]
         if options.dtensor:
-            return as_dtensor(blocks[0], dst, mesh, array.shape)
+            return as_dtensor(blocks[0], found.dst, mesh, array.shape)
         return blocks[0] if len(blocks) == 1 else blocks
 
     return run
-
-
-def layouts_of(layout: Layout | Expression) -> tuple[Layout, Layout, str]:
-    """Both layouts of a hand-over, one where the blocks stay as they are, and the text that errors mark."""
-    if isinstance(layout, str) and "->" not in layout:
-        layout = Layout.parse(layout)
-    if isinstance(layout, Layout):
-        return layout, layout, str(layout)
-    return sides(layout)
 
 
 def check_array(array: Any) -> None:
@@ -203,52 +182,53 @@ def _of_dtensor(
 ) -> tuple[DeviceMesh, tuple[int, ...]]:
     """The mesh and the global shape that a DTensor brings."""
     if torch_mesh is not None and torch_mesh != x.device_mesh:
-        raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {torch_mesh!r}", hint="leave torch_mesh out")
+        raise MeshError(
+            f"the DTensor is on {x.device_mesh!r}, not on {torch_mesh!r}", hint="leave torch_mesh out"
+        )
     if shape is not None and tuple(shape) != tuple(x.shape):
-        raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}", hint="leave shape out")
+        raise ShapeError(
+            f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}", hint="leave shape out"
+        )
     return x.device_mesh, tuple(x.shape)
 
 
 def _common_dtype(blocks: Sequence[Tensor]) -> str:
     found = {buffers.name_of(block) for block in blocks}
     if len(found) > 1:
-        raise DtypeError(f"the tensors are of several dtypes: {', '.join(sorted(found))}", hint="one array has one")
+        raise DtypeError(
+            f"the tensors are of several dtypes: {', '.join(sorted(found))}", hint="one array has one"
+        )
     return found.pop()
 
 
-def _check_blocks(blocks: Sequence[Tensor], source: Sharding, ends: Ends) -> None:
+def _check_blocks(blocks: Sequence[Tensor], found: Arrangement, ends: Ends) -> None:
     for i, block in zip(ends.local, blocks, strict=True):
-        expected = source.local_shape(i)
+        expected = found.blocks.local_shape(i)
         if tuple(block.shape) != expected:
             raise ShapeError(
                 f"the tensor for device {i} ({ends.devices[i]}) has shape {tuple(block.shape)}, not {expected}",
-                hint=f"under '{source.layout}' that is the part of device {i} of torch's {source.mesh!r} of a "
-                f"{source.shape} array; where blocks differ in size, pass shape= (the global shape)",
+                text=found.text,
+                hint=f"under '{found.blocks.layout}' that is the part of device {i} of torch's {ends.axes!r} of a "
+                f"{found.shape} array; where blocks differ in size, pass shape= (the global shape)",
             )
 
 
-def _check_moved(route: Route, options: Options) -> None:
+def _check_moved(found: Arrangement, options: Options) -> None:
     """Log the plan that runs first; raise XshardError where nothing may be copied."""
+    side, made = found.route.side, found.route.plan
     if options.copy is False:
         raise XshardError(
-            f"'{route.plan.src}' cannot be handed over as '{route.plan.dst}' without a copy",
-            hint=f"{len(route.plan.steps)} steps move it; copy=None allows that"
-            if isinstance(route.plan, Plan)
-            else "it moves between two meshes; copy=None allows that",
+            f"the blocks cannot be handed over without a copy: they move from '{made.src}' to '{made.dst}'",
+            text=found.text,
+            hint="copy=None allows that",
         )
-    LOG.info("%s moves it first: %s -> %s", route.side, route.plan.src, route.plan.dst)
+    LOG.info("%s moves the blocks first: %s -> %s", side, made.src, made.dst)
 
 
-def _named(layout: Layout, ends: Ends, shape: Sequence[int]) -> NamedSharding:
-    """The sharding of the array. Raises ShapeError for blocks that differ in size, which JAX has not."""
-    sharding = Sharding(layout, ends.jax_axes, tuple(shape))
-    if not sharding.is_even:
-        raise ShapeError(
-            f"a jax.Array has no uneven blocks: {tuple(shape)} does not divide",
-            hint=f"JAX's mesh is {ends.jax_axes!r}; hand it over under a layout that divides, as in "
-            f"'{layout} -> {' '.join(layout.names)}'",
-        )
-    return to_named_sharding(stored(sharding.layout), ends.jax_mesh)
+def _in_jax(route: Route, ends: Ends, *, to_jax: bool) -> tuple[JaxMesh, NamedSharding]:
+    """The mesh on which JAX carries the route's plan out, and the sharding at its beginning."""
+    mesh = jax_mesh_of(route.plan, ends, to_jax=to_jax)
+    return mesh, to_named_sharding(stored(route.plan.source.layout), mesh)
 
 
 def _assembled(

@@ -6,7 +6,6 @@ where it costs the same, as it has nothing to compile.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,34 +49,20 @@ def find_route(
     ends: Ends,
     shape: tuple[int, ...],
     dtype: str,
+    profiles: tuple[AnyProfile, AnyProfile],
+    via: str | None,
     *,
     to_jax: bool,
-    profile: Profiles,
-    via: str | None,
 ) -> Route:
     """The cheapest way between blocks under `src` on one mesh and under `dst` on the other.
 
-    profile: the machine it is planned for, or one for "torch" and one for "jax". via: the side, where
-    it is not to be chosen.
+    profiles: the machine as torch and as JAX have it. via: the side, where it is not to be chosen.
     Raises as `xshard.plan` does, and PlanError where neither side can carry the plan out.
     """
     if via not in (None, *SIDES):
-        raise PlanError(f"via={via!r}", hint='the side that moves is "torch", "jax" or None: the cheaper one')
-    profiles = tuple(profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
-    return _find(src, dst, ends, shape, dtype, to_jax, profiles, via)
-
-
-@functools.lru_cache(maxsize=4096)
-def _find(
-    src: Layout,
-    dst: Layout,
-    ends: Ends,
-    shape: tuple[int, ...],
-    dtype: str,
-    to_jax: bool,
-    profiles: tuple[AnyProfile, ...],
-    via: str | None,
-) -> Route:
+        raise PlanError(
+            f"via={via!r}", hint='the side that moves: "torch", "jax", or None for the cheaper one'
+        )
     meshes = (ends.axes, ends.numbers(ends.devices)), (ends.jax_axes, ends.numbers(ends.jax_devices))
     (src_mesh, src_devices), (dst_mesh, dst_devices) = meshes if to_jax else meshes[::-1]
     found = {
@@ -128,4 +113,3 @@ def _jax_refuses(found: Plan | TransferPlan, ends: Ends, to_jax: bool) -> str | 
     except XshardError as error:
         return error.reason
     return None
-
