@@ -10,6 +10,8 @@ The log "xshard.interop" has a line for every copy that nobody asked for.
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from jax_bridge.torch_interop.readonly import ReadOnlyTensor, plain
-from xshard import DtypeError, MeshError, XshardError, dtypes
+from xshard import DtypeError, XshardError
 from xshard.units import format_bytes
 
 LOG = logging.getLogger("xshard.interop")
@@ -27,25 +29,23 @@ LOG = logging.getLogger("xshard.interop")
 ALIGNMENT = 64  # bytes: XLA's CPU client reads no host memory that begins elsewhere
 # Names of torch that no tensor can have.
 NIBBLES = ("int2", "int4", "uint2", "uint4")
-# What the frameworks call the devices of one kind.
-KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "cuda"}
 
 
-def name_of(x: Tensor) -> str:
-    """The dtype of a tensor by the name that JAX has for it.
+def jax_name(dtype: torch.dtype) -> str:
+    """The name that JAX has for a dtype of torch.
 
     Raises DtypeError for what JAX has not, and for 64 bits where JAX would silently make 32 of them.
     """
-    name = str(x.dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if not (hasattr(np, name) or hasattr(ml_dtypes, name)):
-        raise DtypeError(f"JAX has no {x.dtype}", hint="convert the tensor to a dtype that both have")
+        raise DtypeError(f"JAX has no {dtype}", hint="convert the tensor to a dtype that both have")
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:
         raise DtypeError(
-            f"the tensor is {x.dtype}, of which JAX would make {narrow}",
+            f"the tensor is {dtype}, of which JAX would make {narrow}",
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
-    return dtypes.name_of(name)
+    return name
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
@@ -65,24 +65,6 @@ def check_dense(x: Tensor) -> None:
         raise XshardError(
             f"a {type(x).__name__} of {x.layout} on {x.device} has no dense memory that JAX could read",
             hint="hand over what it stands for: x.to_dense(), x.wait(), real values instead of fake ones",
-        )
-
-
-def check_platform(device: jax.Device) -> None:
-    """Raise MeshError for a device of a kind whose memory torch cannot read."""
-    if device.platform not in KINDS:
-        raise MeshError(
-            f"the array is on {device} ({device.platform}), of which torch has no tensors",
-            hint=f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies",
-        )
-
-
-def check_kind(x: Tensor, device: jax.Device) -> None:
-    """Raise MeshError where a tensor and a device are of different kinds."""
-    if x.device.type != KINDS.get(device.platform):
-        raise MeshError(
-            f"the tensor is on {x.device}, the JAX mesh has {device}",
-            hint=f"move the tensor, or make the mesh of jax.devices({_kind(x)!r})",
         )
 
 
@@ -139,16 +121,9 @@ def host_array(block: Tensor) -> NDArray:
     return block.view(getattr(torch, f"uint{8 * block.itemsize}")).numpy().view(getattr(ml_dtypes, name))
 
 
-def host_tensor(array: NDArray) -> Tensor:
-    """A copy of a numpy array as a tensor: its own memory, which may be written to."""
-    if hasattr(np, array.dtype.name):
-        return torch.from_numpy(np.array(array))
-    bits = np.array(array).view(f"u{array.dtype.itemsize}")
-    return torch.from_numpy(bits).view(torch_dtype(array.dtype))
-
-
-def _kind(x: Tensor) -> str:
-    return "gpu" if x.device.type == "cuda" else x.device.type
+def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
+    """torch's work in a callback of XLA on a device of this kind, in the order of XLA's own stream."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
 
 
 def _row_major(x: Tensor) -> tuple[int, ...]:

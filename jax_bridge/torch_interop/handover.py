@@ -64,8 +64,7 @@ def prepare_to_jax(
     blocks = local_blocks(x, ends)
     dtype = _common_dtype(blocks)
     devices = [ends.devices[i] for i in ends.local]
-    for block, device in zip(blocks, devices, strict=True):
-        buffers.check_kind(block, device)
+    _check_kinds(blocks, ends)
     found = arrange.to_jax(layout, ends, tuple(blocks[0].shape), shape, dtype, options.profile, options.via)
     route = found.route
     _check_blocks(blocks, found, ends)
@@ -108,9 +107,8 @@ def prepare_to_torch(
     if isinstance(mesh, DeviceMesh):
         check_one_block(ends, "a DeviceMesh has")
     buffers.torch_dtype(array.dtype)
+    _ = ends.kind  # refused here, if at all
     devices = [ends.devices[i] for i in ends.local]
-    for device in devices:
-        buffers.check_platform(device)
     found = arrange.to_torch(layout, ends, array.shape, array.dtype.name, options.profile, options.via)
     route = found.route
     if not are_the_same(array.sharding, found.array, array.ndim):
@@ -193,12 +191,21 @@ def _of_dtensor(
 
 
 def _common_dtype(blocks: Sequence[Tensor]) -> str:
-    found = {buffers.name_of(block) for block in blocks}
+    found = {buffers.jax_name(block.dtype) for block in blocks}
     if len(found) > 1:
         raise DtypeError(
             f"the tensors are of several dtypes: {', '.join(sorted(found))}", hint="one array has one"
         )
     return found.pop()
+
+
+def _check_kinds(blocks: Sequence[Tensor], ends: Ends) -> None:
+    for block in blocks:
+        if block.device.type != ends.kind:
+            raise MeshError(
+                f"the tensor is on {block.device}, JAX's mesh has {ends.devices[ends.local[0]]}",
+                hint=f"move the tensor: x.to({ends.kind!r}), or make the mesh of other devices",
+            )
 
 
 def _check_blocks(blocks: Sequence[Tensor], found: Arrangement, ends: Ends) -> None:

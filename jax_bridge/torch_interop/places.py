@@ -21,6 +21,9 @@ from jax_bridge.context import xshard_mesh
 from torch_bridge.groups import mesh_of
 from xshard import Mesh, MeshError
 
+# What torch calls the devices that JAX calls so.
+KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "cuda"}
+
 TorchMesh = DeviceMesh | Mesh
 
 
@@ -52,6 +55,17 @@ class Ends:
     def local(self) -> tuple[int, ...]:
         """The devices of torch's mesh that are this process's, in its order."""
         return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+
+    @cached_property
+    def kind(self) -> str:
+        """What torch calls the kind of the devices: "cpu", "cuda". Raises MeshError for one that it has not."""
+        platform = self.devices[0].platform
+        if platform not in KINDS:
+            raise MeshError(
+                f"JAX's mesh is of {platform} devices, of which torch has no tensors",
+                hint=f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies",
+            )
+        return KINDS[platform]
 
     @cached_property
     def is_one_each(self) -> bool:
