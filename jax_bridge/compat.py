@@ -82,7 +82,7 @@ def cotangent_type(manual: Any) -> Any:
 def host_callback(function: Callable[..., None], types: Any) -> Callable[..., Any]:
     """`function(context, results, *arguments)`, called by XLA on the memory of its device.
 
-    `jax.pure_callback` copies its arguments by XLA's own threads, for which a callback waits that holds one of
-    them: on as many devices as there are threads, for ever.
+    `jax.pure_callback` has its arguments copied by XLA's own threads, while it holds one of them: on as many
+    devices as there are threads it waits for ever.
     """
     return buffer_callback(function, types, vmap_method="sequential")

@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from jax_bridge.torch_interop.readonly import ReadOnlyTensor, plain
 from xshard import DtypeError, XshardError
@@ -50,7 +52,7 @@ def jax_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """The dtype of an array as torch has it. Raises DtypeError where it does not."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) are its numbers")
     found = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
@@ -105,9 +107,9 @@ def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
 
 def as_tensor(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
     """An array of one device -> a tensor over the same memory, or over its own if `copy` is true."""
-    if array.device.platform == "cpu":
+    if array.platform() == "cpu":
         jax.block_until_ready(array)  # on a GPU the streams wait for each other
-    block = torch.from_dlpack(array)
+    block = from_dlpack(array)
     block = block.clone(memory_format=torch.contiguous_format) if copy else block
     return block if copy or writable else ReadOnlyTensor(block)
 

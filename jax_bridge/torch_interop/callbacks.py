@@ -19,6 +19,7 @@ import torch
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.dlpack import from_dlpack
 
 from jax_bridge.compat import host_callback
 from jax_bridge.ops import redistribute
@@ -51,8 +52,8 @@ def from_torch(
     call it twice or not at all. Its blocks are copies, which it may write to. Shapes come from a run on
     fake tensors when it is traced. The backward pass runs it again. There is no forward mode.
 
-    Raises, when it is traced, NotationError, ShapeError, DtypeError, and what `fn` raises on fake tensors; what
-    it raises on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
+    Raises, when it is traced, NotationError, ShapeError, DtypeError, and what `fn` raises on fake tensors;
+    what it raises on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
 
     >>> mesh = jax.make_mesh((1,), ("dp",))
     >>> layer = torch.nn.Linear(3, 1)
@@ -163,17 +164,17 @@ class HostCall:
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
         """Read and write XLA's own memory: the blocks that the function gets are copies of it."""
         with buffers.on_stream(context, self.ends.kind):
-            blocks = [torch.from_dlpack(x).clone() for x in memory]
+            blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 made = self.fn(*blocks)
             for result, p, x in zip(results, self.leaves, made, strict=True):
                 have, want = (tuple(x.shape), x.dtype), (p.source.local_shape(0), _torch_dtype(p))
                 if have != want:
                     raise ShapeError(
-                        f"the torch function returns {have} now, and {want} for fake tensors of the same shapes",
+                        f"the torch function returns {have}, and {want} for fake tensors of the same shapes",
                         hint="shapes and dtypes of its results may depend on those of its arguments alone",
                     )
-                torch.from_dlpack(result).copy_(x)
+                from_dlpack(result).copy_(x)
 
     def _backward(self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         smooth = (cotangents[i] for i in _smooth(self.leaves))
@@ -183,7 +184,7 @@ class HostCall:
         return tuple(found.get(i, zero) for i, zero in enumerate(zeros))
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The torch function again, and its pullback. JAX's complex gradients are the conjugates of torch's."""
+        """The torch function again, and its pullback. JAX's complex gradients are conjugates of torch's."""
         n, wrt = len(self.enters), _smooth(self.enters)
         recorded = any(x.requires_grad for x in tensors)
         with torch.enable_grad():
@@ -192,10 +193,12 @@ class HostCall:
                 for i, x in enumerate(tensors[:n])
             ]
             made = self.fn(*given)
-            pairs = zip(_smooth(self.leaves), tensors[n:], strict=True)
-            pairs = [(made[i], g.conj()) for i, g in pairs if made[i].requires_grad]
+            cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
+            pairs = [(made[i], g.conj()) for i, g in cotangents if made[i].requires_grad]
             gradients = torch.autograd.grad(
-                *([y for y, _ in pairs], [given[i] for i in wrt], [g for _, g in pairs]),
+                [y for y, _ in pairs],
+                [given[i] for i in wrt],
+                [g for _, g in pairs],
                 create_graph=recorded,
                 materialize_grads=True,
             )

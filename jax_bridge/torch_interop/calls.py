@@ -17,7 +17,9 @@ from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from jax_bridge.torch_interop.handover import Options, prepare_to_jax, prepare_to_torch
+from jax_bridge.torch_interop.into_jax import prepare_to_jax
+from jax_bridge.torch_interop.into_torch import prepare_to_torch
+from jax_bridge.torch_interop.options import Options
 from jax_bridge.torch_interop.places import Ends, ends_of
 from jax_bridge.torch_interop.pullback import Program, make_program, spread
 from torch_bridge.dtensor import as_dtensor, local_of
@@ -85,8 +87,9 @@ class JaxCall:
             _check_mesh(ends_of(self.mesh, device_mesh))
         groups: list[Group | None] = []
         for x, layout in zip(leaves, layouts, strict=True):
-            local = local_of(x, layout, str(layout)) if isinstance(x, DTensor) else x
-            groups.append(local if is_group(local) else [local] if isinstance(local, Tensor) else None)
+            if isinstance(x, Tensor):
+                x = [local_of(x, layout, str(layout)) if isinstance(x, DTensor) else x]
+            groups.append(x if isinstance(x, list) else None)
         flat = [x for group in groups for x in group or ()]
         wanted = torch.is_grad_enabled()
         wrt = [i for i, g in enumerate(groups) if wanted and any(x.requires_grad for x in g or ())]
@@ -152,7 +155,7 @@ class Request:
         return prepare_to_jax(group, layout, self.call.mesh, None, OPTIONS)()
 
     def to_torch(self, array: jax.Array, layout: Layout) -> Group:
-        made = prepare_to_torch(array, layout, self.call.mesh, OPTIONS)()
+        made: Any = prepare_to_torch(array, layout, self.call.mesh, OPTIONS)()
         return made if isinstance(made, list) else [made]
 
 
@@ -213,6 +216,6 @@ def _divided(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Group]:
 def _check_mesh(ends: Ends) -> None:
     if not ends.are_the_same:
         raise MeshError(
-            f"the DTensor's mesh is {ends.axes!r}, JAX's {ends.jax_axes!r}, or their devices are in another order",
+            f"the DTensor's mesh {ends.axes!r} is not JAX's {ends.jax_axes!r} with the devices in one order",
             hint="a function has one mesh: redistribute the DTensor, or make JAX's mesh like its own",
         )

@@ -58,7 +58,7 @@ class Ends:
 
     @cached_property
     def kind(self) -> str:
-        """What torch calls the kind of the devices: "cpu", "cuda". Raises MeshError for one that it has not."""
+        """What torch calls the kind of the devices: "cpu" or "cuda". Raises MeshError for others."""
         platform = self.devices[0].platform
         if platform not in KINDS:
             raise MeshError(
@@ -130,7 +130,7 @@ def _ends(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> Ends:
     axes = mesh_of(torch_mesh)
     if axes.n_devices != len(mine):
         raise MeshError(
-            f"torch's mesh {axes!r} has {axes.n_devices} devices, JAX's {dict(jax_mesh.shape)} has {len(mine)}",
+            f"torch's {axes!r} has {axes.n_devices} devices, JAX's {xshard_mesh(jax_mesh)!r} {len(mine)}",
             hint="both are of the same devices",
         )
     if not isinstance(torch_mesh, DeviceMesh):

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import torch.distributed as dist
-from jax.sharding import AxisType
-from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.program import make_program
+from jax_bridge.torch_interop.carry import plan_mesh
 from jax_bridge.torch_interop.places import Ends
 from xshard import Layout, Plan, PlanError, Profile, TransferPlan, XshardError, plan
 
@@ -31,16 +29,6 @@ class Route:
 
     plan: Plan | TransferPlan
     side: str | None
-
-
-def jax_mesh_of(route: Plan, ends: Ends, *, to_jax: bool) -> JaxMesh:
-    """The mesh on which JAX carries out a plan: its axes, over the devices in their order.
-
-    Explicit axes, on which a `jax.Array` can be addends or copies.
-    """
-    devices = ends.devices if to_jax else ends.jax_devices
-    grid = np.array(devices).reshape(route.mesh.sizes)
-    return JaxMesh(grid, route.mesh.axes, axis_types=(AxisType.Explicit,) * grid.ndim)
 
 
 def find_route(
@@ -81,7 +69,7 @@ def find_route(
     first = found["torch"]
     if isinstance(first, Plan) and all(step.kind == "retag" for step in first.steps):
         return Route(first, None)
-    refusals = {"torch": _torch_refuses(ends), "jax": _jax_refuses(found["jax"], ends, to_jax)}
+    refusals = {"torch": _torch_refuses(ends), "jax": _jax_refuses(found["jax"], ends)}
     able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
     if not able:
         raise PlanError(
@@ -104,11 +92,11 @@ def _torch_refuses(ends: Ends) -> str | None:
     return None
 
 
-def _jax_refuses(found: Plan | TransferPlan, ends: Ends, to_jax: bool) -> str | None:
+def _jax_refuses(found: Plan | TransferPlan, ends: Ends) -> str | None:
     if isinstance(found, TransferPlan):
         return "the axes of the two meshes do not divide each other, or their devices are in another order"
     try:
-        mesh = jax_mesh_of(found, ends, to_jax=to_jax)
+        mesh = plan_mesh(found, ends.devices)
         make_program((found,), mesh, (found.shape,), (jnp.dtype(found.dtype),), False, "h100")
     except XshardError as error:
         return error.reason

@@ -52,7 +52,7 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
 
 
 def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
-    on_gpu = torch.cuda.is_available() and "cpu" not in str(jax.config.jax_platforms or "")
+    on_gpu = torch.cuda.is_available() and "cpu" not in (jax.config.read("jax_platforms") or "")
     os.environ.setdefault("PJRT_NPROC", str(max(LEAST_THREADS, THREADS_PER_DEVICE * local_devices)))
     address = [_free_address() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(address, src=0)

@@ -47,6 +47,7 @@ def prepared(
         )
     work = []
     for name, (_, leaf), layout in zip(names, leaves, found, strict=True):
+        assert layout is not None
         try:
             work.append(prepare(leaf, layout))
         except XshardError as error:
@@ -70,7 +71,7 @@ def rule_for(name: str, rules: Rules) -> Layout | Expression | None:
 def done(
     work: Sequence[Callable[[], Any]], sizes: Sequence[int], what: str, progress: bool | None
 ) -> list[Any]:
-    """The work done, with a bar of its bytes: for large trees on a terminal or, if `progress` is true, always.
+    """The work done, with a bar of its bytes: for large trees on a terminal; always if `progress` is true.
 
     Raises XshardError where a bar is asked for and rich is not installed.
     """

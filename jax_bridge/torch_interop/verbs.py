@@ -13,7 +13,9 @@ from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 
 from jax_bridge.torch_interop import trees
-from jax_bridge.torch_interop.handover import Options, prepare_to_jax, prepare_to_torch
+from jax_bridge.torch_interop.into_jax import prepare_to_jax
+from jax_bridge.torch_interop.into_torch import prepare_to_torch
+from jax_bridge.torch_interop.options import Options
 from jax_bridge.torch_interop.places import TorchMesh, ends_of
 from jax_bridge.torch_interop.route import Profiles
 from jax_bridge.torch_interop.trees import Rules
