@@ -104,7 +104,7 @@ def _planned(
         return expression
     if isinstance(expression, Plan):
         ranks = tuple(range(expression.mesh.n_devices)) if src_mesh is None else _ranks(src_mesh)
-        return _on_ranks(expression, ranks)
+        return on_ranks(expression, ranks)
     if src_mesh is None or dst_mesh is None:
         raise MeshError(
             "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"
@@ -126,11 +126,11 @@ def _planned(
         relabel=relabel,
         profile=profile,
     )
-    return _on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
+    return on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
 
 
 @functools.lru_cache(maxsize=1024)
-def _on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
+def on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
     """A plan over the same devices as one between two meshes, with nothing to transfer."""
     return TransferPlan(
         src=made.src,
