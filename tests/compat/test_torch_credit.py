@@ -165,6 +165,7 @@ def _models() -> None:
         y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
         converted = compat.convert_to_domain_parallel(model, manager, custom_converters={Opaque: lambda m: m})
         assert converted is model
+        assert list(model.state_dict()) == list(make().state_dict())
         block = compat.shard_tensor(x).requires_grad_()
         mine = model(block)
         part = xt.nn.sharding_of(mine)

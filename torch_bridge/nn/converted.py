@@ -22,11 +22,18 @@ class Converted(nn.Module):
     What layers inside it record of their outputs is taken over. path: what errors call it.
     """
 
+    module: nn.Module
+
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__()
-        self.module, self.path = module, path
+        self.path = path
+        # Not a child: names of parameters are the module's own, and so is the state dict.
+        self.__dict__["module"] = module
+        for name in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[name] = getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.module.training = self.training
         found = [p for p in map(recorded, (*args, *kwargs.values())) if p is not None]
         with torch._C.DisableTorchFunction():  # what it does inside is no business of `propagation`
             if not found:

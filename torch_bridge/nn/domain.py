@@ -66,9 +66,9 @@ def domain_parallel(
     of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
     share. converters: of modules of these classes, which are not looked into: what they return works on a
     block as it is, and leaves cut dims as long as they are.
-    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. The outputs'
-    layout and global shape are `sharding_of(y)`. A loss over blocks is this process's share: all shares
-    together are the loss.
+    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. Code that
+    checkpoints activations calls `xt.nn.checkpoint`. The outputs' layout and global shape are
+    `sharding_of(y)`. A loss over blocks is this process's share: all shares together are the loss.
 
     Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
     for a function that has none.
