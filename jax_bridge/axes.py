@@ -7,6 +7,7 @@ and in `vmap` there are no types, and declaring one does nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jax_bridge.compat import cotangent_type, linear_primitive, manual_type, with_manual_type
 from jax_bridge.parts import long_axes
+from jax_bridge.versions import cotangent_type, linear_primitive, manual_type, with_manual_type
 from xshard.fine import undivided
 from xshard.mesh import Mesh
+from xshard.spelling import Axes
 
 
 def bound_size(axis: str) -> int | None:
@@ -26,6 +28,11 @@ def bound_size(axis: str) -> int | None:
         return lax.axis_size(axis)
     except NameError:
         return None
+
+
+def axis_size(axis: Axes) -> int:
+    """Devices along an axis, or along several as one; 1 along what no collective can name here."""
+    return math.prod(bound_size(a) or 1 for a in ([axis] if isinstance(axis, str) else axis))
 
 
 def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,11 +91,7 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """
     if isinstance(mesh, ProcessMesh):
         return mesh
-    if not dist.is_initialized():
-        raise MeshError(
-            "no process group is initialised",
-            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
-        )
+    _check_initialised()
     return _process_mesh(mesh, dist.group.WORLD)
 
 
@@ -156,3 +153,30 @@ def _create(
     # groups each has made so far, which is equal where all make groups through the same meshes.
     members = [ranks[d] for d in mesh.group(device, axes)]
     return dist.new_group(members, use_local_synchronization=True)
+
+
+def group_mesh(group: Any, axis: str) -> ProcessMesh:
+    """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
+
+    Raises MeshError where none is initialised, for what is none, and for one that this process is not in.
+    """
+    _check_initialised()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `dist.new_group` returns to all others
+        raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise MeshError(f"{group!r} is no process group", hint='as in mesh.get_group("cp"), or None')
+    return _group_mesh(dist.group.WORLD if group is None else group, axis)
+
+
+@functools.lru_cache(maxsize=256)
+def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return ProcessMesh(Mesh({axis: len(ranks)}), ranks, dist.get_rank(group), lambda axes: group)
+
+
+def _check_initialised() -> None:
+    if not dist.is_initialized():
+        raise MeshError(
+            "no process group is initialised",
+            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
+        )
