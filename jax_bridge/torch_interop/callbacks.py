@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.compat import host_callback
+from jax_bridge.versions import host_callback
 from jax_bridge.ops import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.arrange import layouts_of, named
