@@ -17,17 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS
-from torch_bridge.groups import ProcessMesh
 from torch_bridge.executable import Executable
+from torch_bridge.groups import ProcessMesh, mesh_of_ranks
 from torch_bridge.lower import lower
 from torch_bridge.messages import Message, message
 from torch_bridge.packing import Packing
 from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
-from xshard.cost import LOCAL
-from xshard.fine import FineMesh, Part, Split, undivided
 from xshard.ownership import Run
 from xshard.steps.exchange import Message as Box
-from xshard.steps.reach import moving
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,43 +134,15 @@ def _at_end(
     made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device, world: dist.ProcessGroup
 ) -> Executable | None:
     """What this process does before or after the transfer."""
-    if made is None:
-        return None
-    for step, start, end in made.stages:
-        if step.kind not in LOCAL:
-            _process_group(*undivided(start.mesh, moving(start, end)), ranks, world)
-    if dist.get_rank() not in ranks:
+    if made is None or dist.get_rank() not in ranks:
         return None
     return lower(made, _processes(made.mesh, ranks, world), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
-    def process_group(axes: tuple[str, ...], on: Mesh = mesh) -> dist.ProcessGroup:
-        found = _process_group(on, axes, ranks, world)
-        assert found is not None  # this process is one of the ranks
-        return found
-
-    def part_group(split: Split, parts: tuple[Part, ...]) -> dist.ProcessGroup:
-        fine = FineMesh(mesh, split)
-        return process_group(tuple(fine.parts[axis][i] for axis, i in parts), fine)
-
-    return ProcessMesh(mesh, ranks, ranks.index(dist.get_rank()), process_group, part_group)
-
-
-@functools.cache
-def _process_group(
-    mesh: Mesh, axes: tuple[str, ...], ranks: tuple[int, ...], world: dist.ProcessGroup
-) -> dist.ProcessGroup | None:
-    """This process's group along some axes, in mesh order; None where it is not in the mesh.
-
-    The whole world makes all groups: what their members alone make they find by how many groups
-    each has made before, which differs where a process is in one mesh or in both.
-    """
-    groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
-    if groups == [list(range(dist.get_world_size()))]:
-        return world
-    return dist.new_subgroups_by_enumeration(groups)[0]
+    """Cached by the world too: its groups end with it."""
+    return mesh_of_ranks(mesh, ranks)
 
 
 @functools.cache

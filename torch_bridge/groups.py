@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.collectives import Group
+from torch_bridge.process_groups import group_of
 from xshard import Mesh, MeshError
-from xshard.fine import FineMesh, Part, Split, undivided
+from xshard.fine import FineMesh, Split, undivided
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +26,12 @@ class ProcessMesh:
 
     ranks: the global rank of every device. device: this process's own device.
     process_group: the axes, in mesh order, -> this process's group along them.
-    part_group: the same along parts of axes, given how axes are divided.
     """
 
     mesh: Mesh
     ranks: tuple[int, ...]
     device: int
     process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
-    part_group: Callable[[Split, tuple[Part, ...]], dist.ProcessGroup]
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
     _divisions: dict[Split, ProcessMesh] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class ProcessMesh:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
             ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
             device = self.mesh.index(self.device, axes)
-            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group, self.part_group)
+            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
         return self._parts[axes]
 
     def divided(self, split: Split) -> ProcessMesh:
@@ -65,15 +64,15 @@ class ProcessMesh:
             return self
         if split not in self._divisions:
             fine = FineMesh(self.mesh, split)
-            group = functools.partial(self._group_along, fine)
-            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, group, self.part_group)
-        return self._divisions[split]
 
-    def _group_along(self, fine: FineMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        mesh, named = undivided(fine, axes)
-        if mesh is fine:
-            return self.part_group(fine.split, tuple(map(fine.part, axes)))
-        return self.process_group(named)
+            def process_group(parts: tuple[str, ...]) -> dist.ProcessGroup:
+                mesh, axes = undivided(fine, parts)
+                if mesh is not fine:
+                    return self.process_group(axes)
+                return group_of(tuple(sorted(self.ranks[d] for d in fine.group(self.device, parts))))
+
+            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, process_group)
+        return self._divisions[split]
 
     def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(axes, key=self.mesh.position))
@@ -126,33 +125,24 @@ def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessM
                 f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
                 hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
             )
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    place = ranks, ranks.index(rank)
-
-    def part_group(split: Split, parts: tuple[Part, ...]) -> dist.ProcessGroup:
-        fine = FineMesh(axes, split)
-        return _create(fine, *place, None, tuple(fine.parts[axis][i] for axis, i in parts))
-
-    create = functools.partial(_create, axes, *place, device_mesh)
-    return ProcessMesh(axes, *place, functools.cache(create), functools.cache(part_group))
+    return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
-def _create(
-    mesh: Mesh, ranks: tuple[int, ...], device: int, device_mesh: DeviceMesh | None, axes: tuple[str, ...]
-) -> dist.ProcessGroup:
-    if device_mesh is not None and len(axes) == 1:
-        return device_mesh.get_group(axes[0])
-    world = dist.group.WORLD
-    if world is not None and mesh.size(*axes) == dist.get_world_size():
-        return world
-    if len(ranks) == dist.get_world_size():
-        # Every process makes every group, so that their numbering agrees in the whole world.
-        groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
-        return dist.new_subgroups_by_enumeration(groups)[0]
-    # The rest of the world does not take part and need not call. Members find each other by how many
-    # groups each has made so far, which is equal where all make groups through the same meshes.
-    members = [ranks[d] for d in mesh.group(device, axes)]
-    return dist.new_group(members, use_local_synchronization=True)
+def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
+    """A mesh whose device i is the process of global rank `ranks[i]`; this process is one of them.
+
+    device_mesh: the same, whose own groups along single axes are then used.
+    """
+    ranks = tuple(ranks)
+    device = ranks.index(dist.get_rank())
+
+    @functools.cache
+    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if device_mesh is not None and len(axes) == 1:
+            return device_mesh.get_group(axes[0])
+        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))))
+
+    return ProcessMesh(mesh, ranks, device, process_group)
 
 
 def group_mesh(group: Any, axis: str) -> ProcessMesh:

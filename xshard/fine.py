@@ -16,7 +16,6 @@ from xshard.layout import divided
 from xshard.mesh import Mesh
 from xshard.sharding import Sharding
 
-Part = tuple[str, int]  # an axis and the number of a part of it
 Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its parts, the slowest first
 
 
@@ -66,11 +65,6 @@ class FineMesh(Mesh):
     @cached_property
     def _origins(self) -> dict[str, str]:
         return {name: axis for axis, names in self.parts.items() for name in names}
-
-    def part(self, axis: str) -> Part:
-        """The axis that one is a part of, and which part of it."""
-        whole = self.origin(axis)
-        return whole, self.parts[whole].index(axis)
 
     def divided(self, sharding: Sharding) -> Sharding:
         """A sharding on `whole` -> the same sharding here."""
