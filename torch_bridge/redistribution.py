@@ -8,7 +8,6 @@ of them raise or none; then the local block, whose shape only its own process kn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, overload
@@ -215,9 +214,7 @@ def plan_of(
     else:
         named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
         # Devices of a part of the mesh have other numbers; what connects them stays the same.
-        machine = load_profile(profile)
-        links = tuple((axis, machine.link(axis, processes.mesh)) for axis in named)
-        profile = replace(machine, axes=links)
+        profile = load_profile(profile).along(named, processes.mesh)
         processes = processes.along(named)
         whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
