@@ -3,6 +3,7 @@
 from torch_bridge import nn
 from torch_bridge.dtensor import from_placements, to_placements
 from torch_bridge.launch import RankError, run_ranks
+from torch_bridge.many import redistribute_many
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -15,11 +16,13 @@ from torch_bridge.ops import (
     slice,
     trim_halo,
 )
+from torch_bridge.pending import PendingTensor
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
 __all__ = [
     "HaloExchange",
+    "PendingTensor",
     "RankError",
     "all_gather",
     "all_reduce",
@@ -30,6 +33,7 @@ __all__ = [
     "nn",
     "redistribute",
     "redistribute_between",
+    "redistribute_many",
     "reduce_from",
     "reduce_scatter",
     "run_ranks",

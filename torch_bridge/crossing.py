@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS
-from torch_bridge.groups import ProcessMesh
 from torch_bridge.executable import Executable
+from torch_bridge.groups import ProcessMesh
 from torch_bridge.lower import lower
 from torch_bridge.messages import Message, message
 from torch_bridge.packing import Packing
