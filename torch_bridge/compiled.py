@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_bridge.autograd import Redistribute
+from torch_bridge.autograd import apply
 from torch_bridge.executable import Executable
 from torch_bridge.groups import MeshLike, mesh_of, process_mesh
 from torch_bridge.lower import lower, lower_traced
@@ -71,7 +71,7 @@ def _recorded(x: Tensor, expression: str, mesh: PlainMesh, profile: str, options
     except XshardError as error:
         _refusals.append(error)
         return x
-    return Redistribute.apply(executable, x)
+    return apply(executable, x)
 
 
 # Dynamo replaces what is raised where it does not look by an error of its own: kept until it looks.
