@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch_bridge import nn
 from torch_bridge.dtensor import from_placements, to_placements
 from torch_bridge.launch import RankError, run_ranks
+from torch_bridge.many import redistribute_many
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -17,6 +18,7 @@ from torch_bridge.ops import (
     slice,
     trim_halo,
 )
+from torch_bridge.pending import PendingTensor
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HaloExchange",
+    "PendingTensor",
     "RankError",
     "all_gather",
     "all_reduce",
@@ -36,6 +39,7 @@ __all__ = [
     "nn",
     "redistribute",
     "redistribute_between",
+    "redistribute_many",
     "reduce_from",
     "reduce_scatter",
     "run_ranks",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from torch_bridge.executable import Executable
 from xshard import LinearityError
 
 
@@ -105,6 +107,14 @@ class Redistribute(torch.autograd.Function):
         ]
         results = Redistribute.apply(executable.batched(n), *leading)
         return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
+
+
+def apply(executable: Executable, block: Tensor) -> Tensor:
+    """A plan on one block, differentiable. What travelled is what a max or min compares with."""
+    if executable.is_linear or executable.casts is None:
+        return Redistribute.apply(executable, block)
+    uncast = replace(executable, casts=None)
+    return Redistribute.apply(uncast, block.to(executable.casts.wire)).to(block.dtype)
 
 
 def _as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_bridge.collectives import CARRIERS, Pending
 from torch_bridge.groups import ProcessMesh
 from torch_bridge.relay import Relay
-from xshard import Layout, Plan, dtypes
+from xshard import DtypeError, Layout, Plan, dtypes
 from xshard.notation import Dim
 from xshard.planner import find_plan
 from xshard.winners import winner_plans
@@ -109,6 +109,11 @@ class Executable:
         adjoint: the dtype in which gradients travel.
         """
         wire = self.dtypes[0]
+        if not self.is_linear and wire != adjoint:
+            raise DtypeError(
+                f"the gradient of '{self.plan.src}' goes to the values that are equal to the result",
+                hint=f"it travels as they do: comm_dtype={wire}",
+            )
         return self if block == wire == adjoint else replace(self, casts=Casts(block, wire, adjoint))
 
     @cached_property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_bridge.autograd import Redistribute
+from torch_bridge.autograd import apply
 from torch_bridge.dtensor import as_dtensor, local_of, to_placements
 from torch_bridge.executable import Executable
 from torch_bridge.groups import MeshLike, ProcessMesh, process_mesh
@@ -121,7 +121,7 @@ def redistribute(
         executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
     if async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)
-    y = Redistribute.apply(executable, x)
+    y = apply(executable, x)
     return PendingTensor(y, y.shape, y) if async_op else y
 
 
