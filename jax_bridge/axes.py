@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from jax_bridge.parts import long_axes
 from jax_bridge.versions import cotangent_type, linear_primitive, manual_type, with_manual_type
+from xshard.fine import undivided
 from xshard.mesh import Mesh
 from xshard.spelling import Axes
 
@@ -52,8 +54,8 @@ def send(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Arra
     """Whole blocks from device to device of `mesh`, (sender, receiver). What others get means nothing."""
     # ppermute counts devices in the order of JAX's own mesh, whatever the order of the axes it is given.
     names = jax.sharding.get_abstract_mesh().axis_names
-    long = [a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1]
-    axes = sorted(long, key=lambda a: names.index(a) if a in names else 0)
+    mesh = undivided(mesh, mesh.axes)[0]
+    axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
     indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
     if any(map(is_vmapped, axes)):  # whose ppermute wants everyone to take part
         idle = [set(range(mesh.size(*axes))).difference(ends) for ends in zip(*indexed, strict=True)]

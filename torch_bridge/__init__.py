@@ -1,5 +1,7 @@
 """torch_bridge: torch carries out the plans of xshard, forward and backward."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch_bridge import nn
 from torch_bridge.dtensor import from_placements, to_placements
 from torch_bridge.launch import RankError, run_ranks
@@ -18,6 +20,9 @@ from torch_bridge.ops import (
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
+if TYPE_CHECKING:
+    from jax_bridge.torch_interop import from_jax
+
 __all__ = [
     "HaloExchange",
     "RankError",
@@ -25,6 +30,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "copy_to",
+    "from_jax",
     "from_placements",
     "halo_exchange",
     "nn",
@@ -37,3 +43,11 @@ __all__ = [
     "to_placements",
     "trim_halo",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "from_jax":  # which needs JAX: it is imported when it is asked for
+        from jax_bridge.torch_interop import from_jax
+
+        return from_jax
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS
-from torch_bridge.groups import ProcessMesh
-from torch_bridge.lower import Executable, lower
-from torch_bridge.packing import Message, Packing, message
+from torch_bridge.executable import Executable
+from torch_bridge.groups import ProcessMesh, mesh_of_ranks
+from torch_bridge.lower import lower
+from torch_bridge.messages import Message, message
+from torch_bridge.packing import Packing
 from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
-from xshard.cost import LOCAL
 from xshard.ownership import Run
 from xshard.steps.exchange import Message as Box
-from xshard.steps.reach import moving
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,10 @@ class Crossing:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
 
+    @property
+    def is_linear(self) -> bool:
+        return self.plan.src.is_linear
+
     @cached_property
     def backward(self) -> Crossing:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
@@ -122,7 +126,7 @@ def cross(made: TransferPlan, tensor_device: torch.device, world: dist.ProcessGr
     whole = None
     if rank in made.dst_devices:
         shape = transfer.target.local_shape(made.dst_devices.index(rank))
-        whole = Packing(shape, tuple(part for _, part in received), transfer.op)
+        whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
     return Crossing(made, tensor_device, before, tuple(sent), tuple(received), whole, after)
 
 
@@ -130,39 +134,15 @@ def _at_end(
     made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device, world: dist.ProcessGroup
 ) -> Executable | None:
     """What this process does before or after the transfer."""
-    if made is None:
-        return None
-    for step, start, end in made.stages:
-        if step.kind not in LOCAL:
-            _process_group(made.mesh, ranks, moving(start, end), world)
-    if dist.get_rank() not in ranks:
+    if made is None or dist.get_rank() not in ranks:
         return None
     return lower(made, _processes(made.mesh, ranks, world), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
-    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
-        found = _process_group(mesh, ranks, axes, world)
-        assert found is not None  # this process is one of the ranks
-        return found
-
-    return ProcessMesh(mesh, ranks, ranks.index(dist.get_rank()), process_group)
-
-
-@functools.cache
-def _process_group(
-    mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...], world: dist.ProcessGroup
-) -> dist.ProcessGroup | None:
-    """This process's group along some axes, in mesh order; None where it is not in the mesh.
-
-    The whole world makes all groups: what their members alone make they find by how many groups
-    each has made before, which differs where a process is in one mesh or in both.
-    """
-    groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
-    if groups == [list(range(dist.get_world_size()))]:
-        return world
-    return dist.new_subgroups_by_enumeration(groups)[0]
+    """Cached by the world too: its groups end with it."""
+    return mesh_of_ranks(mesh, ranks)
 
 
 @functools.cache

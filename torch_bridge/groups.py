@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.collectives import Group
+from torch_bridge.process_groups import group_of
 from xshard import Mesh, MeshError
+from xshard.fine import FineMesh, Split, undivided
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,7 @@ class ProcessMesh:
     process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
+    _divisions: dict[Split, ProcessMesh] = field(default_factory=dict)
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes that differ from this one along `axes` only; all of them call this the first time."""
@@ -54,6 +57,22 @@ class ProcessMesh:
             device = self.mesh.index(self.device, axes)
             self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
         return self._parts[axes]
+
+    def divided(self, split: Split) -> ProcessMesh:
+        """The same processes on a mesh with axes divided into parts; itself where none are."""
+        if not split:
+            return self
+        if split not in self._divisions:
+            fine = FineMesh(self.mesh, split)
+
+            def process_group(parts: tuple[str, ...]) -> dist.ProcessGroup:
+                mesh, axes = undivided(fine, parts)
+                if mesh is not fine:
+                    return self.process_group(axes)
+                return group_of(tuple(sorted(self.ranks[d] for d in fine.group(self.device, parts))))
+
+            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, process_group)
+        return self._divisions[split]
 
     def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(axes, key=self.mesh.position))
@@ -106,27 +125,24 @@ def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessM
                 f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
                 hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
             )
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    create = functools.partial(_create, axes, ranks, ranks.index(rank), device_mesh)
-    return ProcessMesh(axes, ranks, ranks.index(rank), functools.cache(create))
+    return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
-def _create(
-    mesh: Mesh, ranks: tuple[int, ...], device: int, device_mesh: DeviceMesh | None, axes: tuple[str, ...]
-) -> dist.ProcessGroup:
-    if device_mesh is not None and len(axes) == 1:
-        return device_mesh.get_group(axes[0])
-    world = dist.group.WORLD
-    if world is not None and mesh.size(*axes) == dist.get_world_size():
-        return world
-    if len(ranks) == dist.get_world_size():
-        # Every process makes every group, so that their numbering agrees in the whole world.
-        groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
-        return dist.new_subgroups_by_enumeration(groups)[0]
-    # The rest of the world does not take part and need not call. Members find each other by how many
-    # groups each has made so far, which is equal where all make groups through the same meshes.
-    members = [ranks[d] for d in mesh.group(device, axes)]
-    return dist.new_group(members, use_local_synchronization=True)
+def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
+    """A mesh whose device i is the process of global rank `ranks[i]`; this process is one of them.
+
+    device_mesh: the same, whose own groups along single axes are then used.
+    """
+    ranks = tuple(ranks)
+    device = ranks.index(dist.get_rank())
+
+    @functools.cache
+    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if device_mesh is not None and len(axes) == 1:
+            return device_mesh.get_group(axes[0])
+        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))))
+
+    return ProcessMesh(mesh, ranks, device, process_group)
 
 
 def group_mesh(group: Any, axis: str) -> ProcessMesh:

@@ -86,7 +86,7 @@ def redistribute_between(
     # Every process has a node in the graph, or none has: what one sends back another waits for.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
-    y = Redistribute.apply(block, crossing)
+    y = Redistribute.apply(crossing, block)
     return y if requires_grad or dist.get_rank() in made.dst_devices else None
 
 
@@ -104,7 +104,7 @@ def _planned(
         return expression
     if isinstance(expression, Plan):
         ranks = tuple(range(expression.mesh.n_devices)) if src_mesh is None else _ranks(src_mesh)
-        return _on_ranks(expression, ranks)
+        return on_ranks(expression, ranks)
     if src_mesh is None or dst_mesh is None:
         raise MeshError(
             "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"
@@ -126,11 +126,11 @@ def _planned(
         relabel=relabel,
         profile=profile,
     )
-    return _on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
+    return on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
 
 
 @functools.lru_cache(maxsize=1024)
-def _on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
+def on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
     """A plan over the same devices as one between two meshes, with nothing to transfer."""
     return TransferPlan(
         src=made.src,

@@ -73,7 +73,7 @@ class Profile:
 
     def link(self, axis: str, mesh: Mesh) -> Link:
         """What connects the devices of a mesh along an axis."""
-        named = dict(self.axes).get(axis)
+        named = dict(self.axes).get(mesh.origin(axis))
         if named is not None or self.across is None or self.node_devices is None:
             return named or self.default
         return self.default if self._inside(axis, mesh) == mesh.size(axis) else self.across
@@ -84,7 +84,12 @@ class Profile:
         Nodes divide the axis where they are whole runs of the positions of the axes after it.
         """
         nodes, n = self.node_devices, mesh.size(axis)
-        if self.across is None or nodes is None or axis in dict(self.axes) or mesh.n_devices <= nodes:
+        if (
+            self.across is None
+            or nodes is None
+            or mesh.origin(axis) in dict(self.axes)
+            or mesh.n_devices <= nodes
+        ):
             return n
         stride = math.prod(mesh.sizes[mesh.position(axis) + 1 :])
         if nodes % stride:
@@ -177,7 +182,10 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
     links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
-    lanes = [Lane(axis, size, links.index(link), stride) for link, axis, size, stride in found]
+    lanes = [
+        Lane(axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis))
+        for link, axis, size, stride in found
+    ]
     return Fabric(profile, mesh, tuple(links), tuple(sorted(lanes, key=lambda lane: lane.level)))
 
 
