@@ -14,6 +14,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
 from torch_bridge import compat
+from torch_bridge.compat.ksuit import _served_in
 from torch_bridge.meter import Meter
 
 N = 2
@@ -230,3 +231,15 @@ def test_groups_of_replicas_and_what_is_refused() -> None:
         ):
             assert kind == wanted and part in text
             assert issubclass(getattr(xs, kind), ValueError)
+
+
+def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for device, config, wanted in (
+        (cpu, "cpu:gloo", cpu),
+        (cuda, "cpu:gloo,cuda:gloo", cpu),
+        (cuda, "cpu:gloo,cuda:nccl", cuda),
+        (cpu, "cpu:gloo,cuda:nccl", cpu),
+        (cpu, "cuda:nccl", torch.device("cuda")),
+    ):
+        assert _served_in(device, config) == wanted

@@ -13,7 +13,7 @@ derivatives of any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -197,9 +197,15 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
     return total.to(block.device, block.dtype if block.dtype in _ADDED_AS else total.dtype)
 
 
-def _served(device: torch.device) -> Any:
+def _served(device: torch.device) -> torch.device:
     """Where a tensor travels: on its own device, unless no backend serves that."""
-    backends = dict(served.split(":") for served in dist.get_backend_config().split(","))
+    return _served_in(device, dist.get_backend_config())
+
+
+@lru_cache(maxsize=64)
+def _served_in(device: torch.device, config: str) -> torch.device:
+    """config: the backends as in "cpu:gloo,cuda:nccl"."""
+    backends = dict(served.split(":") for served in config.split(","))
     if backends.get(device.type) == "gloo":
         return torch.device("cpu")  # gloo knows few operations elsewhere
     return device if device.type in backends else torch.device(next(iter(backends)))
