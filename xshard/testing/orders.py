@@ -77,27 +77,27 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
 
 def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
     """What order is taken for what: `came[as it should be stored] == as it is stored`."""
-    n, plain = len(came), replace(dim, overlap=None)
-    cuts = [*dict.fromkeys((plain, *_cuts(plain, mesh)))]
+    n, own = len(came), replace(dim, overlap=None)
+    if _is_same(came, np.arange(n)[::-1]):
+        return f"rows of {dim.name!r} are in reverse order"
+    cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
     orders = {cut: stored(cut, n, mesh) for cut in cuts}
-    for meant, target in orders.items():
-        ends = [np.roll(b, len(b) // 2) for b in _blocks(meant, n, mesh)]
-        if all(len(b) % 2 == 0 for b in ends) and _is_same(came[target], np.concatenate(ends)):
+    for meant in (own,) if own.axes else cuts:
+        halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
+        if all(len(half) % 2 == 0 for half in halves) and _is_same(
+            came[orders[meant]], np.concatenate(halves)
+        ):
             return (
                 f"the first and the second half of every block of '{meant}' have changed places: "
                 "head and tail swapped"
             )
-    for meant, target in orders.items():
-        for other, source in orders.items():
-            if other.axes and meant.axes and sorted(other.axes) != sorted(meant.axes):
-                continue
-            if not _is_same(target, source) and _is_same(came[target], source):
-                return (
-                    f"rows of {dim.name!r} that are stored as '{other}' are taken for '{meant}': "
-                    "another shard order"
-                )
-    if _is_same(came, np.arange(n)[::-1]):
-        return f"rows of {dim.name!r} are in reverse order"
+    # Over the same axes before an order that is whole: `s/cp` says more than `s`.
+    pairs = sorted(itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes))
+    for meant, other in pairs:
+        if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
+            continue
+        if not _is_same(orders[meant], orders[other]) and _is_same(came[orders[meant]], orders[other]):
+            return f"rows of {dim.name!r} that are stored as '{other}' are taken for '{meant}': another shard order"
     return None
 
 
@@ -124,7 +124,6 @@ def _listed(came: Order, dim: Dim) -> str | None:
 def _cuts(dim: Dim, mesh: Mesh) -> Iterator[Dim]:
     """Cuts of a dim over the mesh's axes: in every order, axes in every order, together and nested."""
     long = [a for a in mesh.axes if mesh.size(a) > 1]
-    yield Dim(dim.name)
     for count in (1, 2, 3):
         for axes in itertools.permutations(long, count):
             for order in _ORDERS:

@@ -35,6 +35,8 @@ def exchanged(case: Case) -> str | None:
         return None
     mesh = case.sharding.mesh
     moved = [(d, f[0]) for d, f in zip(devices, found, strict=True) if d not in f]
+    if not moved:
+        return None
     told = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])
     return f"blocks are on other devices: {told}: axes in another order, or another rank's index"
 

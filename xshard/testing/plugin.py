@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `xshard_mesh` runs once for every mesh: the option's, its marker's, or the default."""
+    """A test that takes `xshard_mesh` runs once per mesh: of the option, of its marker, or the default."""
     if "xshard_mesh" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("xshard_meshes")
@@ -73,7 +73,7 @@ def torch_ranks() -> Callable[[int], OnRanks]:
 
 @pytest.fixture
 def jax_devices() -> Callable[[int], OnDevices]:
-    """`jax_devices(n)(function, *args)`: the result of the function in a process with n host devices or more.
+    """`jax_devices(n)(function, *args)`: what the function returns where JAX has n host devices or more.
 
     A failure is raised here with its own traceback; closures are allowed. Results must be picklable: arrays
     come back as JAX arrays, so return numpy's where this process should not start JAX.

@@ -61,7 +61,7 @@ def spread(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     if not isinstance(prefix, dict | list | tuple):
         return [prefix] * len(leaves(tree))
     if not isinstance(tree, dict | list | tuple):
-        raise StructureError(f"{name or 'it'} is one array, its layouts are {prefix!r}")
+        raise StructureError(f"{name or 'it'} is one array, its layouts are {mapped(str, prefix)!r}")
     keys = _keys(tree) if isinstance(tree, dict) else range(len(tree))
     given = _keys(prefix) if isinstance(prefix, dict) else range(len(prefix))
     if isinstance(tree, dict) != isinstance(prefix, dict) or list(keys) != list(given):
