@@ -44,9 +44,9 @@ def call(packed: bytes, _timeout_s: float) -> Any:
 
 def run(task: Task, _timeout_s: float) -> Answer:
     """The task on as many host devices as its mesh has. Raises FunctionError, StructureError."""
-    jax.config.update("jax_enable_x64", task.wide)
     try:
-        return _run_reference(task) if task.results is None else _run_blocks(task)
+        with jax.enable_x64(task.wide):
+            return _run_reference(task) if task.results is None else _run_blocks(task)
     except StructureError:
         raise
     except Exception as error:

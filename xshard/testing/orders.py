@@ -97,7 +97,8 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
         if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
             continue
         if not _is_same(orders[meant], orders[other]) and _is_same(came[orders[meant]], orders[other]):
-            return f"rows of {dim.name!r} that are stored as '{other}' are taken for '{meant}': another shard order"
+            stored_as = f"rows of {dim.name!r} that are stored as '{other}'"
+            return f"{stored_as} are taken for '{meant}': another shard order"
     return None
 
 
