@@ -259,7 +259,7 @@ def test_what_is_within_tolerance_of_the_truth_may_differ_from_each_other() -> N
     options = {"args": [np.ones(4)], "layouts": (["n/tp"], "n/tp"), "mesh": "tp=2"}
     functions = (lambda x: x + 0.015, lambda x: x - 0.015)
     error = wrong(*functions, **options, reference=lambda x: 1 * x, tol=1e-2)
-    assert [m.subject.against for m in error.mismatches] == ["JAX"]
+    assert [m.subject.against for m in error.mismatches] == ["jax"]
     assert_equivalent(*functions, **options, reference=lambda x: 1 * x, tol=2e-2)
 
 
@@ -295,7 +295,7 @@ def test_one_optimiser_step(decay: float) -> None:
             ("parameter", "params['up']"),
             ("parameter", "params['down']"),
         }
-        assert "parameter of params['down'], jax on dp=2,tp=2" in str(error)
+        assert "parameter of params['down'], jax on dp=1,tp=1, against torch on one device" in str(error)
 
 
 def test_functions_without_types() -> None:
@@ -317,3 +317,41 @@ def test_a_mesh_may_be_given_as_a_value() -> None:
     assert_equivalent(
         program.torch, program.jax, args=program.args, layouts=program.layouts, mesh=[xs.Mesh(tp=2), "tp=4"]
     )
+
+
+def test_what_differs_on_one_device_is_told_once_and_cuts_are_judged_by_themselves() -> None:
+    """A port that computes something else, and is cut wrongly besides."""
+
+    def port(x):
+        return jnp.cos(xj.redistribute(x, "n/cp d -> n/zigzag(cp) d"))
+
+    error = wrong(
+        lambda x, mesh: torch.sin(x),
+        port,
+        args=[normal(16, 4)],
+        layouts=(["n/cp d"], "n/cp d"),
+        mesh="cp=4",
+    )
+    outputs = [m for m in error.mismatches if m.subject.kind == "output"]
+    assert [(m.subject.mesh.n_devices, m.subject.against) for m in outputs] == [
+        (1, "torch on one device"),
+        (4, "jax on one device"),
+    ]
+    assert "stored as 'n/zigzag(cp)' are taken for 'n/cp'" in outputs[1].cause.text
+
+
+def test_a_parameter_is_wrong_because_its_gradient_is() -> None:
+    error = wrong(
+        lambda w, x, mesh: w * x,
+        lambda w, x: w * x,
+        args=[normal(4), normal(8, 4, seed=1)],
+        layouts=(["d", "n/dp d"], "n/dp d"),
+        mesh="dp=2",
+        parameters=[0],
+        optimisers=(
+            lambda values: torch.optim.SGD(values, lr=1.0),
+            lambda p, g: jax.tree.map(jnp.subtract, p, g),
+        ),
+    )
+    told = {(m.subject.kind, m.subject.runtime): m.cause.name for m in error.mismatches}
+    assert told == {("gradient", "torch"): "not summed", ("parameter", "torch"): "gradient"}

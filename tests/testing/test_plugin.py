@@ -42,8 +42,9 @@ def test_devices(jax_devices):
         import jax
         import jax.numpy as jnp
 
-        x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(jax.make_mesh((n,), ("tp",)), jax.P("tp")))
-        return jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "tp"), out_specs=jax.P()))(x).tolist()
+        mesh = jax.make_mesh((n,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+        f = jax.shard_map(lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P())
+        return jax.jit(f)(jnp.arange(4.0)).tolist()
 
     assert jax_devices(4)(total, 4) == [6.0]
 

@@ -133,7 +133,10 @@ def rounded(case: Case) -> str | None:
     for name, unit in _ROUNDINGS:
         if error <= unit * case.scale:
             share = f"{error / case.scale:.1e}"
-            return f"errors are at most {share} of the largest value: rounding, as where {name} is used"
+            return (
+                f"errors are at most {share} of the largest value: rounding, as of {name}, or an "
+                "approximation (a GELU by tanh, another epsilon)"
+            )
     return None
 
 

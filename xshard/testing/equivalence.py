@@ -72,7 +72,7 @@ def assert_equivalent(
     with ThreadPoolExecutor() as at_once:
         torch_runs = at_once.submit(lambda: [asked.run("torch", m, truth) for m in given.meshes])
         jax_runs = at_once.submit(lambda: [asked.run("jax", m, truth) for m in meshes])
-        runs = [*torch_runs.result(), *jax_runs.result()]
+        runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
     found, compared = mismatches(given, truth, runs, tol)
     if found:
         raise EquivalenceError(found, compared)

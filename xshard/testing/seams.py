@@ -16,6 +16,7 @@ from xshard.testing.case import Case, plain
 Rows = NDArray[np.int64]
 
 _SEAMS, _ENDS = ("seams",), ("ends",)
+_MOST, _LEAST = 0.75, 0.25  # of the array that may be near a seam; of that, what must be wrong
 
 
 def halo_rows(case: Case) -> str | None:
@@ -57,14 +58,16 @@ def seam(case: Case) -> str | None:
 
 
 def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
-    """The fewest rows around the seams that hold all errors; None where they reach as far as any row."""
+    """The fewest rows around the seams that hold all errors; None where those are no seam's."""
     wrong = case.whole_wrong
     distance = np.full(wrong.shape, max(wrong.shape))
     for d in dims:
         shape = [-1 if i == d else 1 for i in range(wrong.ndim)]
         distance = np.minimum(distance, _distances(case, d, place).reshape(shape))
-    worst, most = distance[wrong].max(), distance.max()
-    return int(worst) + 1 if worst < most else None
+    reach = int(distance[wrong].max())
+    near = distance <= reach
+    # Errors that are anywhere reach far from a seam, or are few among what is near it.
+    return reach + 1 if near.mean() <= _MOST and wrong[near].mean() >= _LEAST else None
 
 
 def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
