@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -103,6 +104,13 @@ def test_fixtures(tmp_path: Path) -> None:
     status, said = pytest_in(tmp_path, FIXTURES)
     assert status == 0, said
     assert "5 passed" in said
+
+
+def test_the_example_of_the_document(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/testing.md").read_text(), re.M | re.S)
+    status, said = pytest_in(tmp_path, next(block for block in blocks if "torch_ranks" in block))
+    assert status == 0, said
+    assert "4 passed" in said
 
 
 def test_meshes_of_the_default_and_of_the_marker(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from xshard.overlap import Fold
 from xshard.sharding import Sharding
 from xshard.steps.base import Block
 from xshard.testing.processes import check_size
-from xshard.testing.task import Devices
+from xshard.testing.task import Devices, parameters_of
 from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered, spread
 from xshard.verify import random_blocks
 
@@ -134,12 +134,8 @@ def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
 
 def _titles(function: Callable[..., Any], n: int) -> list[str]:
     """Names of the arguments: the function's own for those that it names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()  # type: ignore[assignment]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [p.name for p in parameters if p.kind in kinds][:n]
+    named = [p.name for p in parameters_of(function).values() if p.kind in kinds][:n]
     return [*named, *(f"args[{i}]" for i in range(len(named), n))]
 
 

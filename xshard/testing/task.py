@@ -97,9 +97,17 @@ def is_inexact(block: Block) -> bool:
 
 def called(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Any:
     """The function of its arguments, with `mesh=` where it has such a parameter."""
-    if mesh.axes and "mesh" in inspect.signature(function).parameters:
+    if mesh.axes and "mesh" in parameters_of(function):
         return function(*arguments, mesh=mesh)
     return function(*arguments)
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters by name; none of a function that does not tell, as torch's own."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
 
 
 def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: str) -> dict[str, Any]:
