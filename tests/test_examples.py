@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,26 @@ def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest relative difference" in done.stdout
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [("bias", "weights['down_bias'] is counted 4 times"), ("norm", "a sum over (dp,tp) is missing")],
+)
+def test_a_port_is_shown_to_be_the_same_and_a_bug_in_it_is_named(bug: str, cause: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "port_check.py"), "--bug", bug]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    same, found = done.stdout.split("With a bug in")
+    assert "The same on dp=1,tp=4; dp=2,tp=2: output, 9 gradients, 8 updated weights" in same
+    assert cause in found
 
 
 @pytest.fixture(scope="module")
