@@ -1,7 +1,9 @@
 """torch_bridge: torch carries out the plans of xshard, forward and backward."""
 
 from torch_bridge import nn
+from torch_bridge.agreement import DesyncError
 from torch_bridge.dtensor import from_placements, to_placements
+from torch_bridge.failures import CollectiveError
 from torch_bridge.launch import RankError, run_ranks
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
@@ -19,6 +21,8 @@ from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
 __all__ = [
+    "CollectiveError",
+    "DesyncError",
     "HaloExchange",
     "RankError",
     "all_gather",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS
+from torch_bridge.failures import is_loss, lost
 from torch_bridge.groups import ProcessMesh, mesh_of_ranks
 from torch_bridge.lower import Executable, lower
 from torch_bridge.packing import Message, Packing, message
@@ -68,8 +69,14 @@ class Crossing:
             if rank != me:
                 parts[rank] = block.new_empty(part.shape)
                 work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank))
-        for pending in dist.batch_isend_irecv(work) if work else ():
-            pending.wait()
+        try:
+            for pending in dist.batch_isend_irecv(work) if work else ():
+                pending.wait()
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
+            raise lost(self.plan, "the messages between the meshes", ranks, error) from error
         if self.whole is None:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,6 +80,25 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     return _process_mesh(mesh, dist.group.WORLD)
 
 
+def callers(mesh: object) -> tuple[int, ...]:
+    """The global ranks that call something on a mesh: its own, and all where it is none of some ranks."""
+    if isinstance(mesh, ProcessMesh):
+        return mesh.ranks
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(range(dist.get_world_size()))
+
+
+def check_device(device: torch.device) -> None:
+    """Raise MeshError unless the processes can send what is on such a device."""
+    backends = dist.get_backend_config()
+    if f"{device.type}:" not in backends:
+        raise MeshError(
+            f"the processes cannot send a block that is on '{device}'",
+            hint=f"their backends are {backends}: move it, or initialise the process group for both",
+        )
+
+
 def mesh_of(mesh: MeshLike) -> Mesh:
     """The axes and sizes of any mesh. Raises MeshError for a `DeviceMesh` without names."""
     if isinstance(mesh, Mesh):
@@ -98,18 +118,15 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 @functools.lru_cache(maxsize=256)
 def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
-    axes, rank, size = mesh_of(mesh), dist.get_rank(), dist.get_world_size()
+    axes, ranks, rank, size = mesh_of(mesh), callers(mesh), dist.get_rank(), dist.get_world_size()
     if isinstance(mesh, DeviceMesh):
-        ranks = tuple(mesh.mesh.flatten().tolist())
         if rank not in ranks:
             raise MeshError(f"rank {rank} is not in {mesh!r}", hint="call this on the mesh's ranks only")
-    else:
-        ranks = tuple(range(size))
-        if axes.n_devices != size:
-            raise MeshError(
-                f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
-                hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
-            )
+    elif axes.n_devices != size:
+        raise MeshError(
+            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
+            hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
+        )
     return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS, Group
+from torch_bridge.failures import CollectiveError, is_loss, lost
 from torch_bridge.groups import ProcessMesh
 from torch_bridge.packing import Fill, Message, Packing, message
 from xshard import DtypeError, Layout, Plan, PlanError, Sharding
@@ -82,8 +83,13 @@ class Executable:
 
     def _moved(self, block: Tensor) -> Tensor:
         out = block
-        for move in self.moves:
-            out = move(out)
+        try:
+            for move in self.moves:
+                out = move(out)
+        except RuntimeError as error:
+            if is_loss(error):
+                raise self._lost(move, error) from error
+            raise
         # Where nothing moves the result still is the caller's own, to write to as they like.
         return block.clone(memory_format=torch.contiguous_format) if out is block else out
 
@@ -93,21 +99,34 @@ class Executable:
         For dtypes that travel as they are. All processes begin and end their plans in the same order.
         """
         last = max((i for i, move in enumerate(self.moves) if isinstance(move, Relay)), default=-1)
-        out = block
-        for move in self.moves[: max(last, 0)]:
-            out = move(out)
         relay = self.moves[last] if last >= 0 else None
         if not isinstance(relay, Relay):
             return lambda: self(block)
-        arrive = relay.begin(out)
+        out = block
+        for move in self.moves[:last]:
+            out = self._guarded(move, move, out)
+        arrive = self._guarded(relay, relay.begin, out)
 
         def end() -> Tensor:
-            result = relay.finish(out, arrive())
+            result = relay.finish(out, self._guarded(relay, arrive))
             for move in self.moves[last + 1 :]:
-                result = move(result)
+                result = self._guarded(move, move, result)
             return result
 
         return end
+
+    def _guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
+        """`act(*args)`, which is a part of a move: a lost peer is told with its step."""
+        try:
+            return act(*args)
+        except RuntimeError as error:
+            if is_loss(error):
+                raise self._lost(move, error) from error
+            raise
+
+    def _lost(self, move: Move, error: RuntimeError) -> CollectiveError:
+        at, steps = self.moves.index(move), self.plan.steps
+        return lost(self.plan, f"step {at + 1} of {len(steps)}, '{steps[at]}',", self.processes.ranks, error)
 
     @cached_property
     def backward(self) -> Executable:

@@ -13,12 +13,15 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_bridge import agreement
+from torch_bridge.agreement import Facts, agree
 from torch_bridge.autograd import Redistribute
 from torch_bridge.dtensor import as_dtensor, local_of, to_placements
-from torch_bridge.groups import MeshLike, ProcessMesh, process_mesh
+from torch_bridge.groups import MeshLike, ProcessMesh, callers, check_device, process_mesh
 from torch_bridge.lower import Executable, lower
 from xshard import (
     DtypeError,
@@ -42,6 +45,7 @@ def redistribute(
     *,
     shape: Sequence[int] | None = None,
     profile: str | Path | Profile = "h100",
+    debug: bool = False,
 ) -> Tensor:
     """This process's block under the left layout -> its block under the right one, differentiable.
 
@@ -55,11 +59,14 @@ def redistribute(
     shape: the global shape, where blocks differ in size. Without it every block is taken to be
     as large as `x`: where that is not so, processes plan differently and nobody can tell in time.
     profile: the machine it is planned for.
+    debug: first compare with the other ranks what is about to be done, so that all of them raise
+    DesyncError where they differ or one of them fails, and none waits. Also: `XSHARD_DEBUG=1`.
     A DTensor must be placed as the left layout says, and the result is a DTensor.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (a gradient that is not defined), on all processes; ShapeError for a block that does not fit,
-    on its own process: if that is not all of them, the others wait for the group's timeout.
+    on its own process: if that is not all of them, the others wait for the group's timeout, unless
+    `debug`. CollectiveError, on the others, when a process of the mesh has ended.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
     >>> from xshard import Mesh
@@ -69,13 +76,23 @@ def redistribute(
     >>> [y.tolist() for y in xt.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
+    if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
+        _compare(x, expression, mesh, shape, profile)
     if isinstance(x, DTensor):
         return _redistribute_dtensor(x, expression, mesh, shape, profile)
-    if mesh is None:
-        raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
+    return _redistribute_local(x, expression, mesh, shape, profile)
+
+
+def _redistribute_local(
+    x: Tensor,
+    expression: Expression,
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+) -> Tensor:
     global_shape = None if shape is None else tuple(shape)
     executable = executable_of(
-        expression, process_mesh(mesh), tuple(x.shape), x.dtype, x.device, global_shape, profile
+        expression, process_mesh(_given(mesh)), tuple(x.shape), x.dtype, x.device, global_shape, profile
     )
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # refused now if at all, and its groups made while all are here
@@ -89,15 +106,65 @@ def _redistribute_dtensor(
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
 ) -> DTensor:
+    _, dst, _ = sides(expression)
+    local = _local_block(x, expression, mesh, shape)
+    y = _redistribute_local(local, expression, x.device_mesh, tuple(x.shape), profile)
+    return as_dtensor(y, dst, x.device_mesh, tuple(x.shape))
+
+
+def _local_block(
+    x: DTensor, expression: Expression, mesh: MeshLike | None, shape: Sequence[int] | None
+) -> Tensor:
+    """The block of a DTensor that is placed as an expression says."""
     src, dst, text = sides(expression)
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
     if shape is not None and tuple(shape) != tuple(x.shape):
         raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}")
     to_placements(dst, x.device_mesh, x.shape)  # refused here, before anything is sent
-    local = local_of(x, src, text)
-    y = redistribute(local, expression, x.device_mesh, shape=tuple(x.shape), profile=profile)
-    return as_dtensor(y, dst, x.device_mesh, tuple(x.shape))
+    return local_of(x, src, text)
+
+
+def _compare(
+    x: Tensor,
+    expression: Expression,
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+) -> None:
+    """Raise on all ranks of the mesh unless all of them can do this and are about to."""
+    where = x.device_mesh if isinstance(x, DTensor) else mesh
+
+    def facts() -> Facts:
+        block, whole = x, None if shape is None else tuple(shape)
+        if isinstance(x, DTensor):
+            block, whole = _local_block(x, expression, mesh, shape), tuple(x.shape)
+        processes = process_mesh(_given(where))
+        plan, part = _planned(
+            expression, processes, tuple(block.shape), block.dtype, block.device, whole, profile
+        )
+        return Facts(
+            everywhere={"expression": sides(expression)[2], "mesh": repr(processes.mesh)},
+            within={
+                "shape": str(plan.shape),
+                "dtype": plan.dtype,
+                "device": block.device.type,
+                "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
+                "plan": "; ".join(map(str, plan.steps)),
+            },
+            part=part.ranks,
+            own={"block": str(tuple(block.shape)), "of": str(plan.shape)},
+        )
+
+    ranks = callers(where) if dist.is_initialized() else ()
+    if ranks and dist.get_rank() in ranks:  # else nobody waits for this rank, whose error follows
+        agree(ranks, sides(expression)[2] if isinstance(expression, Plan) else str(expression), facts)
+
+
+def _given(mesh: MeshLike | None) -> MeshLike:
+    if mesh is None:
+        raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
+    return mesh
 
 
 @lru_cache(maxsize=4096)
@@ -111,8 +178,23 @@ def executable_of(
     profile: str | Path | Profile = "h100",
 ) -> Executable:
     """What `redistribute` carries out for such a block; raises what it raises."""
+    plan, part = _planned(expression, processes, local_shape, dtype, device, shape, profile)
+    return lower(plan, part, device)
+
+
+def _planned(
+    expression: Expression,
+    processes: ProcessMesh,
+    local_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...] | None,
+    profile: str | Path | Profile,
+) -> tuple[Plan, ProcessMesh]:
+    """The plan for such a block, which it fits, and the processes that carry it out; nothing is sent."""
     src, dst, text = sides(expression)
     name = dtypes.name_of(dtype)
+    check_device(device)
     for layout in (src, dst):
         check_axes(layout, processes.mesh, text)
     if isinstance(expression, Plan):
@@ -133,7 +215,7 @@ def executable_of(
         whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
     _check_block(plan, processes, local_shape, text, inferred=shape is None)
-    return lower(plan, processes, device)
+    return plan, processes
 
 
 def _check_block(
