@@ -3,6 +3,7 @@
 from torch_bridge import nn
 from torch_bridge.agreement import DesyncError
 from torch_bridge.dtensor import from_placements, to_placements
+from torch_bridge.dtensor_redistribution import redistribute_dtensor
 from torch_bridge.failures import CollectiveError
 from torch_bridge.launch import RankError, run_ranks
 from torch_bridge.nn.halo import HaloExchange
@@ -34,6 +35,7 @@ __all__ = [
     "nn",
     "redistribute",
     "redistribute_between",
+    "redistribute_dtensor",
     "reduce_from",
     "reduce_scatter",
     "run_ranks",

@@ -1,15 +1,11 @@
 """`redistribute`: what users call.
 
-Decides how a tensor and an expression become a plan, and what is refused before anything is
-sent. First comes what all processes see alike (expression, mesh, dtype, `shape=`), so that all
-of them raise or none; then the local block, whose shape only its own process knows.
+Decides what goes through autograd, for a tensor and for a DTensor, and what ranks compare before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -20,22 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch_bridge import agreement
 from torch_bridge.agreement import Facts, agree
 from torch_bridge.autograd import Redistribute
-from torch_bridge.dtensor import as_dtensor, local_of, to_placements
-from torch_bridge.groups import MeshLike, ProcessMesh, callers, check_device, process_mesh
-from torch_bridge.lower import Executable, lower
-from xshard import (
-    DtypeError,
-    MeshError,
-    Plan,
-    Profile,
-    ShapeError,
-    dtypes,
-    load_profile,
-    notation,
-    planner,
-)
-from xshard.layout import check_axes
-from xshard.spelling import Expression, sides, whole_shape
+from torch_bridge.dtensor import check_placed, layout_of_gradient, positional, to_placements
+from torch_bridge.dtensor_moves import End, Move, RedistributeDTensor, block_of, move_of
+from torch_bridge.groups import MeshLike, callers, check_device, process_mesh
+from torch_bridge.planned import executable_of, plan_of
+from xshard import MeshError, Plan, Profile, ShapeError
+from xshard.spelling import Expression, sides
 
 
 def redistribute(
@@ -106,23 +92,27 @@ def _redistribute_dtensor(
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
 ) -> DTensor:
-    _, dst, _ = sides(expression)
-    local = _local_block(x, expression, mesh, shape)
-    y = _redistribute_local(local, expression, x.device_mesh, tuple(x.shape), profile)
-    return as_dtensor(y, dst, x.device_mesh, tuple(x.shape))
+    return RedistributeDTensor.apply(x, _move(x, expression, mesh, shape, profile))
 
 
-def _local_block(
-    x: DTensor, expression: Expression, mesh: MeshLike | None, shape: Sequence[int] | None
-) -> Tensor:
-    """The block of a DTensor that is placed as an expression says."""
+def _move(
+    x: DTensor,
+    expression: Expression,
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+) -> Move:
+    """What a DTensor goes through, which is placed as the expression says."""
     src, dst, text = sides(expression)
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
     if shape is not None and tuple(shape) != tuple(x.shape):
         raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}")
-    to_placements(dst, x.device_mesh, x.shape)  # refused here, before anything is sent
-    return local_of(x, src, text)
+    check_placed(x, src, text)
+    start, stop = (positional(side, x.ndim) for side in (src, dst))
+    target = End(x.device_mesh, to_placements(stop, x.device_mesh, x.shape), stop)
+    gradient = to_placements(layout_of_gradient(start), x.device_mesh, x.shape)
+    return move_of(x, End(x.device_mesh, x.placements, start), target, profile, gradient=gradient)
 
 
 def _compare(
@@ -136,13 +126,13 @@ def _compare(
     where = x.device_mesh if isinstance(x, DTensor) else mesh
 
     def facts() -> Facts:
-        block, whole = x, None if shape is None else tuple(shape)
+        whole = None if shape is None else tuple(shape)
+        block, whole = (block_of(x), tuple(x.shape)) if isinstance(x, DTensor) else (x, whole)
         if isinstance(x, DTensor):
-            block, whole = _local_block(x, expression, mesh, shape), tuple(x.shape)
+            _move(x, expression, mesh, shape, profile)
         processes = process_mesh(_given(where))
-        plan, part = _planned(
-            expression, processes, tuple(block.shape), block.dtype, block.device, whole, profile
-        )
+        check_device(block.device)
+        plan, part = plan_of(expression, processes, tuple(block.shape), block.dtype, whole, profile)
         return Facts(
             everywhere={"expression": sides(expression)[2], "mesh": repr(processes.mesh)},
             within={
@@ -165,74 +155,3 @@ def _given(mesh: MeshLike | None) -> MeshLike:
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
     return mesh
-
-
-@lru_cache(maxsize=4096)
-def executable_of(
-    expression: Expression,
-    processes: ProcessMesh,
-    local_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, ...] | None,
-    profile: str | Path | Profile = "h100",
-) -> Executable:
-    """What `redistribute` carries out for such a block; raises what it raises."""
-    plan, part = _planned(expression, processes, local_shape, dtype, device, shape, profile)
-    return lower(plan, part, device)
-
-
-def _planned(
-    expression: Expression,
-    processes: ProcessMesh,
-    local_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, ...] | None,
-    profile: str | Path | Profile,
-) -> tuple[Plan, ProcessMesh]:
-    """The plan for such a block, which it fits, and the processes that carry it out; nothing is sent."""
-    src, dst, text = sides(expression)
-    name = dtypes.name_of(dtype)
-    check_device(device)
-    for layout in (src, dst):
-        check_axes(layout, processes.mesh, text)
-    if isinstance(expression, Plan):
-        plan = expression
-        if plan.mesh != processes.mesh:
-            raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}")
-        if plan.dtype != name:
-            raise DtypeError(f"the plan is for {plan.dtype}, the block has {name}")
-        if shape not in (None, plan.shape):
-            raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
-    else:
-        named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
-        # Devices of a part of the mesh have other numbers; what connects them stays the same.
-        machine = load_profile(profile)
-        links = tuple((axis, machine.link(axis, processes.mesh)) for axis in named)
-        profile = replace(machine, axes=links)
-        processes = processes.along(named)
-        whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
-        plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
-    _check_block(plan, processes, local_shape, text, inferred=shape is None)
-    return plan, processes
-
-
-def _check_block(
-    plan: Plan, processes: ProcessMesh, local_shape: tuple[int, ...], text: str, *, inferred: bool
-) -> None:
-    device, source = processes.device, plan.source
-    expected = source.local_shape(device)
-    if local_shape == expected:
-        return
-    names = source.layout.names
-    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(notation.spans(text).dims))  # the left side's, which come first
-    raise ShapeError(
-        f"the block of rank {processes.ranks[device]} has shape {local_shape}, not {expected}",
-        text=text,
-        span=where.get(wrong[0], where.get(notation.ELLIPSIS)) if wrong else None,
-        hint=f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
-        f"of a {source.shape} array"
-        + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
-    )

@@ -72,7 +72,7 @@ def redistribute_between(
         )
     kind = dtype if x is None else x.dtype
     name = None if kind is None else dtypes.name_of(kind)
-    planned = functools.partial(_planned, expression, src_mesh, dst_mesh, shape, name, relabel, profile)
+    planned = functools.partial(plan_between, expression, src_mesh, dst_mesh, shape, name, relabel, profile)
     if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
         _compare(x, expression, planned, requires_grad)
     made = planned()
@@ -132,7 +132,7 @@ def _check_ranks(made: TransferPlan) -> None:
         )
 
 
-def _planned(
+def plan_between(
     expression: Expression | Plan | TransferPlan,
     src_mesh: MeshLike | None,
     dst_mesh: MeshLike | None,
