@@ -144,10 +144,11 @@ class Executable:
         return self if tangent is self.plan else self._like(tangent)
 
     @cached_property
-    def winners(self) -> tuple[Executable, Executable, Executable]:
-        """For the gradient of a max or min, as in `xshard.winners`: result, count, cotangent."""
+    def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
+        """For the derivatives of a max or min, as in `xshard.winners`: result, count, cotangent, tangent."""
         plans = winner_plans(self.plan)
-        return self._like(plans.result), self._like(plans.count), self._like(plans.cotangent)
+        result, count = self._like(plans.result), self._like(plans.count)
+        return result, count, self._like(plans.cotangent), self._like(plans.tangent)
 
     def batched(self, n: int) -> Executable:
         """The same redistribution of a block with one more dim, whole and leading, of length `n`."""
