@@ -123,3 +123,23 @@ def test_a_seam_or_another_loss_fails(
     images = {"whole": whole, "sharded": whole + pixel, "alone": whole + 1}
     assert domain.judge(found, images) == 1
     assert message in capsys.readouterr().out
+
+
+def test_ddp_fsdp_and_dtensor_in_one_script_train_as_one_process() -> None:
+    command = [sys.executable, str(EXAMPLES / "mixed_parallel.py"), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest relative difference" in done.stdout
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(1.001, 1.0), (1.0, 0.5)])
+def test_another_loss_or_gradient_fails(loss: float, gradient: float) -> None:
+    code = (
+        "import sys, torch; from rich.console import Console; from mixed_parallel import judge;"
+        "run = lambda loss, g: ([2.0, loss], {'p': torch.full((2,), g)});"
+        f"sys.exit(judge(run(1.0, 1.0), run({loss}, {gradient}), Console()) + 10)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 11 and "They differ by more than" in done.stdout, done.stderr

@@ -3,7 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge import nn
+from torch_bridge.agreement import DesyncError
 from torch_bridge.dtensor import from_placements, to_placements
+from torch_bridge.dtensor_redistribution import redistribute_dtensor
+from torch_bridge.failures import CollectiveError
 from torch_bridge.launch import RankError, run_ranks
 from torch_bridge.many import redistribute_many
 from torch_bridge.nn.halo import HaloExchange
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from jax_bridge.torch_interop import from_jax
 
 __all__ = [
+    "CollectiveError",
+    "DesyncError",
     "HaloExchange",
     "PendingTensor",
     "RankError",
@@ -39,6 +44,7 @@ __all__ = [
     "nn",
     "redistribute",
     "redistribute_between",
+    "redistribute_dtensor",
     "redistribute_many",
     "reduce_from",
     "reduce_scatter",

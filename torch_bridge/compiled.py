@@ -23,7 +23,7 @@ from torch_bridge.executable import Executable
 from torch_bridge.groups import MeshLike, mesh_of, process_mesh
 from torch_bridge.lower import lower, lower_traced
 from torch_bridge.pending import PendingTensor
-from torch_bridge.redistribution import plan_of
+from torch_bridge.planned import plan_of
 from torch_bridge.wire import WireLike, wire_of
 from xshard import Mesh, MeshError, Plan, PlanError, XshardError
 from xshard.spelling import Expression

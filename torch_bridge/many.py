@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_bridge.autograd import Redistribute
 from torch_bridge.bundle import Bundle
 from torch_bridge.groups import MeshLike
-from torch_bridge.redistribution import executable_for, redistribute
+from torch_bridge.planned import executable_for
+from torch_bridge.redistribution import redistribute
 from torch_bridge.wire import WireLike
 from xshard import PlanError, Profile
 from xshard.errors import XshardError

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.versions import host_callback
 from jax_bridge.ops import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.arrange import layouts_of, named
 from jax_bridge.torch_interop.places import Ends, ends_of
 from jax_bridge.torch_interop.pullback import spread
+from jax_bridge.versions import host_callback
 from xshard import Layout, Plan, ShapeError, XshardError, plan
 from xshard.spelling import Expression, whole_shape
 from xshard.steps.base import without_tags
