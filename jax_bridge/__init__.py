@@ -13,6 +13,7 @@ from jax_bridge.ops import (
     trim_halo,
     valid_mask,
 )
+from jax_bridge.positions import positions
 from jax_bridge.reshard import reshard
 from jax_bridge.sharding import from_partition_spec, to_named_sharding, to_partition_spec
 
@@ -23,6 +24,7 @@ __all__ = [
     "copy_to",
     "from_partition_spec",
     "halo_exchange",
+    "positions",
     "redistribute",
     "reduce_from",
     "reduce_scatter",

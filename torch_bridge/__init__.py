@@ -15,6 +15,7 @@ from torch_bridge.ops import (
     slice,
     trim_halo,
 )
+from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
@@ -28,6 +29,7 @@ __all__ = [
     "from_placements",
     "halo_exchange",
     "nn",
+    "positions",
     "redistribute",
     "redistribute_between",
     "reduce_from",

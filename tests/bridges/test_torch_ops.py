@@ -224,7 +224,8 @@ def test_examples_of_the_docstrings() -> None:
     """In a process of their own, since they fork."""
     script = (
         "import doctest, importlib\n"
-        "for name in ('dtensor', 'launch', 'nn.domain', 'nn.halo', 'nn.layers', 'ops', 'redistribution'):\n"
+        "for name in ('dtensor', 'launch', 'nn.domain', 'nn.halo', 'nn.layers', 'ops', 'positions',\n"
+        "             'redistribution'):\n"
         "    found = doctest.testmod(importlib.import_module('torch_bridge.' + name))\n"
         "    assert found.attempted and not found.failed, found\n"
     )
