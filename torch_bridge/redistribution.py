@@ -20,6 +20,7 @@ from torch_bridge.autograd import Redistribute
 from torch_bridge.dtensor import as_dtensor, local_of, to_placements
 from torch_bridge.groups import MeshLike, ProcessMesh, process_mesh
 from torch_bridge.lower import Executable, lower
+from torch_bridge.replicas import redistribute_checked
 from xshard import (
     DtypeError,
     MeshError,
@@ -32,6 +33,7 @@ from xshard import (
     planner,
 )
 from xshard.layout import check_axes
+from xshard.replicas import are_checked
 from xshard.spelling import Expression, sides, whole_shape
 
 
@@ -42,6 +44,7 @@ def redistribute(
     *,
     shape: Sequence[int] | None = None,
     profile: str | Path | Profile = "h100",
+    check_replicated: bool | None = None,
 ) -> Tensor:
     """This process's block under the left layout -> its block under the right one, differentiable.
 
@@ -55,11 +58,15 @@ def redistribute(
     shape: the global shape, where blocks differ in size. Without it every block is taken to be
     as large as `x`: where that is not so, processes plan differently and nobody can tell in time.
     profile: the machine it is planned for.
+    check_replicated: for debugging, compare replicas and copies, of `x` and of the cotangents that come back;
+    where left out, as the environment variable XSHARD_CHECK_REPLICATED says. All processes run the
+    backward pass then.
     A DTensor must be placed as the left layout says, and the result is a DTensor.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (a gradient that is not defined), on all processes; ShapeError for a block that does not fit,
-    on its own process: if that is not all of them, the others wait for the group's timeout.
+    on its own process: if that is not all of them, the others wait for the group's timeout. With
+    `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
     >>> from xshard import Mesh
@@ -70,7 +77,7 @@ def redistribute(
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     if isinstance(x, DTensor):
-        return _redistribute_dtensor(x, expression, mesh, shape, profile)
+        return _redistribute_dtensor(x, expression, mesh, shape, profile, check_replicated)
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
     global_shape = None if shape is None else tuple(shape)
@@ -79,6 +86,8 @@ def redistribute(
     )
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # refused now if at all, and its groups made while all are here
+    if are_checked(check_replicated):
+        return redistribute_checked(x, executable, sides(expression)[2])
     return Redistribute.apply(x, executable)
 
 
@@ -88,6 +97,7 @@ def _redistribute_dtensor(
     mesh: MeshLike | None,
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
+    check_replicated: bool | None,
 ) -> DTensor:
     src, dst, text = sides(expression)
     if mesh is not None and mesh != x.device_mesh:
@@ -96,7 +106,14 @@ def _redistribute_dtensor(
         raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}")
     to_placements(dst, x.device_mesh, x.shape)  # refused here, before anything is sent
     local = local_of(x, src, text)
-    y = redistribute(local, expression, x.device_mesh, shape=tuple(x.shape), profile=profile)
+    y = redistribute(
+        local,
+        expression,
+        x.device_mesh,
+        shape=tuple(x.shape),
+        profile=profile,
+        check_replicated=check_replicated,
+    )
     return as_dtensor(y, dst, x.device_mesh, tuple(x.shape))
 
 
