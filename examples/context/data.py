@@ -18,7 +18,7 @@ Characters = NDArray[np.int64]
 LENGTH, BATCH = 512, 2
 WIDTH, HEADS, KV_HEADS = 48, 6, 2  # six heads over four devices, in two groups
 LAYERS = ("gathered_attention", "long_convolution", "ulysses_attention")
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
+LEARNING_RATE, MOMENTUM = 0.03, 0.9
 
 
 @cache
