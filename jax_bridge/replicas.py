@@ -18,7 +18,7 @@ from jax_bridge.autodiff import apply
 from jax_bridge.axes import bound_sizes, is_typed, varying_axes
 from jax_bridge.blocks import without_padding
 from jax_bridge.compat import linear_primitive
-from xshard import Plan, XshardError
+from xshard import Mesh, Plan, XshardError
 from xshard.replicas import Held
 
 
@@ -28,19 +28,20 @@ def apply_checked(plan: Plan, x: jax.Array, text: str) -> jax.Array:
     Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
     its dual has. text: what the error marks.
     """
-    x = _expect(x, entering=Held(plan.source, plan.dtype, text, cotangents=False), returning=None)
+    everyone = Mesh(bound_sizes(plan.mesh.axes))
+    x = _expect(x, entering=Held(plan.source, everyone, plan.dtype, text, cotangents=False), returning=None)
     y = apply(plan, x)
     if not plan.dst.is_linear:
         return y
     dual = plan.target.with_layout(plan.target.layout.dual)
-    return _expect(y, entering=None, returning=Held(dual, plan.dtype, text, cotangents=True))
+    return _expect(y, entering=None, returning=Held(dual, everyone, plan.dtype, text, cotangents=True))
 
 
 def _compared(x: jax.Array, held: Held | None) -> jax.Array:
     """The block, after it was compared."""
     if held is None or not any(_may_differ(x, axis) for axis in held.axes):
         return x
-    axes, mesh = held.axes, held.sharding.mesh
+    axes, mesh = held.axes, held.mesh
     values = _comparable(without_padding(x, held.sharding))
     flipped = -values if jnp.issubdtype(values.dtype, jnp.floating) else ~values
     found = []
@@ -57,7 +58,7 @@ def _compared(x: jax.Array, held: Held | None) -> jax.Array:
         found.append(jnp.stack([apart.max(initial=0), size.max(initial=0)]))
     everywhere = jnp.zeros((mesh.n_devices, len(axes), 2), np.float32)
     everywhere = everywhere.at[lax.axis_index(mesh.axes)].set(jnp.stack(found))
-    for axis in bound_sizes():  # also along those that the plan leaves alone: they wait for each other
+    for axis in mesh.axes:  # also along those that the plan leaves alone: they wait for each other
         everywhere = lax.pmax(everywhere, axis)
 
     def judge(table: jax.Array) -> np.ndarray:

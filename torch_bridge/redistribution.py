@@ -87,7 +87,7 @@ def redistribute(
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # refused now if at all, and its groups made while all are here
     if are_checked(check_replicated):
-        return redistribute_checked(x, executable, sides(expression)[2])
+        return redistribute_checked(x, executable, process_mesh(mesh), sides(expression)[2])
     return Redistribute.apply(x, executable)
 
 

@@ -1,7 +1,7 @@
 """`check_replicated=True`: blocks that a layout holds to be equal are compared, going in and coming back.
 
 Decides how ranks compare: along every axis, and then what all of them have found, so that every rank of the
-redistribution raises or none. That is a collective of the block's size per axis and a wait of the host.
+mesh raises or none. That is a collective of the block's size per axis and a wait of the host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from xshard import XshardError
 from xshard.replicas import Held
 
 
-def redistribute_checked(x: Tensor, executable: Executable, text: str) -> Tensor:
+def redistribute_checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
     """What `Redistribute.apply` returns. Raises ReplicaError here, or in the backward pass, on all ranks.
 
     Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
-    its dual has. text: what the error marks.
+    its dual has. processes: all that call it. text: what the error marks.
     """
     if torch.compiler.is_compiling():
         raise XshardError(
@@ -31,12 +31,12 @@ def redistribute_checked(x: Tensor, executable: Executable, text: str) -> Tensor
             text=text,
             hint="it is for debugging: run it without torch.compile",
         )
-    plan, processes = executable.plan, executable.processes
-    entering = _comparison(Held(plan.source, plan.dtype, text, cotangents=False), processes)
+    plan, mesh = executable.plan, processes.mesh
+    entering = _comparison(Held(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
     returning = None
     if plan.dst.is_linear:
         dual = plan.target.with_layout(plan.target.layout.dual)
-        returning = _comparison(Held(dual, plan.dtype, text, cotangents=True), processes)
+        returning = _comparison(Held(dual, mesh, plan.dtype, text, cotangents=True), processes)
     x = Expect.apply(x, entering, None) if entering else x
     y = Redistribute.apply(x, executable)
     return Expect.apply(y, None, returning) if returning else y

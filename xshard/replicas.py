@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from xshard import dtypes
 from xshard.errors import XshardError
+from xshard.mesh import Mesh
 from xshard.notation import ARROW
 from xshard.sharding import Sharding
 
@@ -27,9 +28,14 @@ class ReplicaError(XshardError):
 
 
 class Held(NamedTuple):
-    """Blocks that are compared: those that enter the redistribution `text`, or their results' cotangents."""
+    """Blocks that are compared: those that enter the redistribution `text`, or their results' cotangents.
+
+    mesh: all devices that call it, along axes too that the sharding does not have: what one group of them
+    finds is told to all, so that none goes on and waits for the others.
+    """
 
     sharding: Sharding
+    mesh: Mesh
     dtype: str
     text: str
     cotangents: bool
@@ -56,8 +62,8 @@ class Held(NamedTuple):
     def fault(self, found: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
         """What is wrong, or None.
 
-        found: `[devices, axes, 2]`: for every device the largest difference along every one of the axes, and
-        the largest finite value there. names: what the devices are called; their numbers by default.
+        found: `[devices, axes, 2]`: for every device of `mesh` the largest difference along every one of the
+        axes, and the largest finite value there. names: what the devices are called, if not by their numbers.
         """
         difference, largest = np.moveaxis(np.asarray(found, np.float64), -1, 0)
         wrong = difference > self.tolerance * largest
@@ -65,7 +71,7 @@ class Held(NamedTuple):
             return None
         at = int(wrong.any(axis=0).argmax())
         axis, device = self.axes[at], int(wrong[:, at].argmax())
-        group = self.sharding.mesh.group(device, (axis,))
+        group = self.mesh.group(device, (axis,))
         called = ", ".join(str(names[d] if names else d) for d in group)
         left, _, right = self.text.partition(ARROW)
         end = len(self.text)

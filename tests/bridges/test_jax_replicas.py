@@ -45,9 +45,9 @@ def told(run, *arguments) -> str:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("axis", BOTH)
+@pytest.mark.parametrize(("axis", "devices"), [("tp", "0, 1"), ("dp", "0, 2")])
 @in_jax
-def test_the_silent_bug_is_told(axis, jit) -> None:
+def test_the_silent_bug_is_told(axis, devices, jit) -> None:
     wrong, right = f"n/{axis} d -> n d", f"n/{axis} d -> n d | copy({axis})"
     run = jax.jit if jit else lambda f: f
     silent = run(mapped(gradient(wrong, axis), check_vma=False))(X)
@@ -55,7 +55,7 @@ def test_the_silent_bug_is_told(axis, jit) -> None:
     text = told(run(mapped(gradient(wrong, axis, check_replicated=True), check_vma=False)), X)
     assert f"ReplicaError: cotangents differ along '{axis}', where one value is meant in '{wrong}'" in text
     assert "where the largest value is 2" in text and f"say so: copy({axis}) on the right" in text
-    assert "by 1 on devices 0, 1" in text
+    assert f"by 1 on devices {devices}" in text
     for expression, own, expected in ((right, axis, 3), (wrong, None, 5)):
         found = run(mapped(gradient(expression, own, check_replicated=True), check_vma=False))(X)
         assert (np.asarray(found) == expected).all()

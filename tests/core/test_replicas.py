@@ -11,7 +11,7 @@ MESH = xs.Mesh(dp=2, tp=2, one=1)
 
 def held(layout, dtype="float32", cotangents=True):
     sharding = xs.Sharding(xs.Layout.parse(layout), MESH, (4, 4))
-    return Held(sharding, dtype, f"n d -> {layout}", cotangents)
+    return Held(sharding, MESH, dtype, f"n d -> {layout}", cotangents)
 
 
 @pytest.mark.parametrize(
