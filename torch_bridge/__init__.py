@@ -22,6 +22,7 @@ from torch_bridge.ops import (
     trim_halo,
 )
 from torch_bridge.pending import PendingTensor
+from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
@@ -42,6 +43,7 @@ __all__ = [
     "from_placements",
     "halo_exchange",
     "nn",
+    "positions",
     "redistribute",
     "redistribute_between",
     "redistribute_dtensor",

@@ -5,6 +5,7 @@ Decides what goes through autograd, for a tensor and for a DTensor, and what ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, overload
@@ -22,8 +23,10 @@ from torch_bridge.dtensor_moves import End, Move, RedistributeDTensor, block_of,
 from torch_bridge.groups import MeshLike, callers, check_device, process_mesh
 from torch_bridge.pending import PendingTensor
 from torch_bridge.planned import executable_for, given, plan_of
+from torch_bridge.replicas import checked, checked_dtensor
 from torch_bridge.wire import WireLike, wire_of
 from xshard import MeshError, Plan, PlanError, Profile, ShapeError, dtypes
+from xshard.replicas import are_checked
 from xshard.spelling import Expression, sides
 
 
@@ -38,6 +41,7 @@ def redistribute(
     comm_dtype: WireLike = None,
     async_op: Literal[False] = False,
     debug: bool = False,
+    check_replicated: bool | None = None,
 ) -> Tensor: ...
 
 
@@ -52,6 +56,7 @@ def redistribute(
     comm_dtype: WireLike = None,
     async_op: bool,
     debug: bool = False,
+    check_replicated: bool | None = None,
 ) -> Tensor | PendingTensor: ...
 
 
@@ -65,6 +70,7 @@ def redistribute(
     comm_dtype: WireLike = None,
     async_op: bool = False,
     debug: bool = False,
+    check_replicated: bool | None = None,
 ) -> Tensor | PendingTensor:
     """This process's block under the left layout -> its block under the right one, differentiable.
 
@@ -84,12 +90,16 @@ def redistribute(
     theirs in the same order.
     debug: first compare with the other ranks what is about to be done, so that all of them raise
     DesyncError where they differ or one of them fails, and none waits. Also: `XSHARD_DEBUG=1`.
+    check_replicated: for debugging, compare replicas and copies, of `x` and of the cotangents that come back;
+    where left out, as the environment variable XSHARD_CHECK_REPLICATED says. All processes run the
+    backward pass then.
     A DTensor must be placed as the left layout says, and the result is a DTensor.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (a gradient that is not defined), on all processes; ShapeError for a block that does not fit,
     on its own process: if that is not all of them, the others wait for the group's timeout, unless
-    `debug`. CollectiveError, on the others, when a process of the mesh has ended.
+    `debug`. CollectiveError, on the others, when a process of the mesh has ended. With
+    `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
     >>> from xshard import Mesh
@@ -99,6 +109,11 @@ def redistribute(
     >>> [y.tolist() for y in xt.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
+    if check_replicated and torch.compiler.is_compiling():
+        raise PlanError(
+            "check_replicated compares on the host, which a compiled program cannot",
+            hint="it is for debugging: run it without torch.compile",
+        )
     if torch.compiler.is_dynamo_compiling():
         from torch_bridge import compiled  # which takes half a second to import
 
@@ -108,16 +123,21 @@ def redistribute(
     if isinstance(x, DTensor):
         if async_op:
             raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
-        return RedistributeDTensor.apply(x, _move(x, expression, mesh, shape, profile, comm_dtype))
+        move = _move(x, expression, mesh, shape, profile, comm_dtype)
+        run = functools.partial(RedistributeDTensor.apply, x, move)
+        return checked_dtensor(x, run, sides(expression)[2]) if are_checked(check_replicated) else run()
     if torch.compiler.is_compiling():  # torch.export, which runs this with symbols for lengths
         from torch_bridge import compiled
 
         executable = compiled.traced_executable(x, expression, mesh, shape, profile, comm_dtype)
     else:
         executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
-    if async_op and executable.is_linear:
+    if are_checked(check_replicated) and not torch.compiler.is_compiling():
+        y = checked(x, executable, process_mesh(given(mesh)), sides(expression)[2])
+    elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)
-    y = apply(executable, x)
+    else:
+        y = apply(executable, x)
     return PendingTensor(y, y.shape, y) if async_op else y
 
 

@@ -20,12 +20,12 @@ from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Dim
 from xshard.overlap import Fold, Halo, Window, rows_of
-from xshard.ownership import Runs
+from xshard.ownership import Runs, numbers
 from xshard.search import Search
 from xshard.sharding import Sharding
 from xshard.space import Space
 from xshard.steps import Exchange, Step
-from xshard.supply import lost, numbers, providers, wanted
+from xshard.supply import lost, providers, wanted
 from xshard.units import format_bytes
 
 Steps = tuple[Step, ...]
