@@ -52,13 +52,13 @@ class Program:
 
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
         """The outputs, and the pullback for `backward`; none where nothing is differentiated."""
-        if not self.wrt:
-            return self._outputs(*leaves), None
-        return self._with_pullback(*leaves)
+        with jax.set_mesh(self.ends.jax_mesh):  # for specs without a mesh; autograd's threads know none
+            return self._with_pullback(*leaves) if self.wrt else (self._outputs(*leaves), None)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
         """The gradients of the leaves `wrt`. Complex ones are torch's, the conjugates of JAX's."""
-        return self._pulled(pull, list(cotangents))
+        with jax.set_mesh(self.ends.jax_mesh):
+            return self._pulled(pull, list(cotangents))
 
     def gradients(self, leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
         """The same as a function of everything it depends on."""
@@ -118,7 +118,8 @@ def make_program(
     def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
 
-    out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
+    with jax.set_mesh(ends.jax_mesh):
+        out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
     avals, out_tree = jax.tree.flatten(out)
     layouts = spread(out_layouts, out_tree, "out_layouts")
     for layout, aval in zip(layouts, avals, strict=True):
