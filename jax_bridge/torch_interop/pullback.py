@@ -121,7 +121,7 @@ def make_program(
     with jax.set_mesh(ends.jax_mesh):
         out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
     avals, out_tree = jax.tree.flatten(out)
-    layouts = spread(out_layouts, out_tree, "out_layouts")
+    layouts = as_layouts(spread(out_layouts, out_tree, "out_layouts"))
     for layout, aval in zip(layouts, avals, strict=True):
         named(layout, ends, aval.shape)  # refused here, before anything runs
     return Program(
@@ -129,8 +129,8 @@ def make_program(
     )
 
 
-def spread(layouts: Any, tree: Any, what: str) -> tuple[Layout, ...]:
-    """The layout of every leaf of a structure, of which `layouts` is a prefix."""
+def spread(layouts: Any, tree: Any, what: str) -> tuple[Any, ...]:
+    """The layout of every leaf of a structure, of which `layouts` is a prefix, as it was given."""
     whole = jax.tree.unflatten(tree, range(tree.num_leaves))
     try:
         found = jax.tree.leaves(jax.tree.broadcast(layouts, whole))
@@ -139,7 +139,12 @@ def spread(layouts: Any, tree: Any, what: str) -> tuple[Layout, ...]:
             f"{what} {layouts} do not fit {tree}: {error}",
             hint="one layout for all, or a pytree prefix of them with one for each",
         ) from None
-    return tuple(Layout.parse(x) if isinstance(x, str) else x for x in found)
+    return tuple(found)
+
+
+def as_layouts(given: Sequence[Layout | str]) -> tuple[Layout, ...]:
+    """Layouts that may be text."""
+    return tuple(Layout.parse(x) if isinstance(x, str) else x for x in given)
 
 
 def _conjugate(x: jax.Array) -> jax.Array:
