@@ -149,15 +149,17 @@ class HostCall:
             tuple(self.enters[i].backward for i in _smooth(self.enters)),
         )
 
-    def _run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        specs = [named(p.src, self.ends, p.shape).spec for p in self.enters]
-        return jax.shard_map(
+    @cached_property
+    def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """The function of arrays without its gradient; compiled once for calls outside of jit, too."""
+        on_devices = jax.shard_map(
             self._local,
             mesh=self.ends.jax_mesh,
-            in_specs=tuple(specs),
+            in_specs=tuple(named(p.src, self.ends, p.shape).spec for p in self.enters),
             out_specs=tuple(named(p.dst, self.ends, p.shape).spec for p in self.leaves),
-            check_vma=False,  # JAX does not differentiate through it, so the layouts alone say what is what
-        )(*arrays)
+            check_vma=False,  # JAX does not differentiate through it: the layouts alone say what is what
+        )
+        return jax.jit(on_devices)
 
     def _local(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         """On one device, inside shard_map."""

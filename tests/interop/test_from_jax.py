@@ -130,13 +130,14 @@ def test_writes_between_forward_and_backward_are_noticed(written) -> None:
     expected = x.sin() + x * x.cos() if written == "input" else x.exp()
     with torch.no_grad():
         (x if written == "input" else y).mul_(2)
+    said = None
     try:
         y.sum().backward()
     except RuntimeError as error:
-        assert "has been modified by an inplace operation" in str(error)
-    else:
-        assert torch.allclose(x.grad, expected)  # JAX had kept no memory of it
-        assert written == "output"
+        said = str(error)
+    # Unless JAX has kept no memory of it.
+    assert torch.allclose(x.grad, expected) if said is None else "by an inplace operation" in said
+    assert said or written == "output"
 
 
 @in_jax

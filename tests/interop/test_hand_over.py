@@ -55,7 +55,7 @@ def test_memory_is_shared_and_bits_are_kept(dtype) -> None:
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @in_jax
 def test_what_jax_would_narrow_is_refused(dtype) -> None:
-    with pytest.raises(xs.DtypeError, match="of which JAX would make .*32|64"):
+    with pytest.raises(xs.DtypeError, match=r"of which JAX would make \w+(32|64)"):
         to_jax(torch.zeros(4, dtype=dtype), "n/a", jax_mesh(a=1))
 
 
@@ -84,7 +84,7 @@ def test_a_write_to_shared_memory_is_seen_unless_it_is_refused() -> None:
         lambda: torch.mul(x, 2, out=y),
         lambda: torch._foreach_add_([x, y], 1),
     ):
-        with pytest.raises(xs.XshardError, match="would write to memory that a jax.Array shares"):
+        with pytest.raises(xs.XshardError, match="would write to memory that"):
             write()
     assert torch.equal(y + 0, x) and y.data_ptr() == x.data_ptr()
     results = y + 1, y.clone(), y.sum()
@@ -220,5 +220,5 @@ def test_the_side_with_the_cheaper_plan_moves() -> None:
     with logged() as lines:
         to_jax(blocks, "n/a d -> n d/a", jax_mesh(a=4))
     assert lines == ["jax moves the blocks first: n/a d -> n d/a"]
-    with pytest.raises(xs.PlanError, match="torch cannot bring .*\n  torch: no process group"):
+    with pytest.raises(xs.PlanError, match=r"torch cannot bring .*\n  torch: no process group"):
         to_jax(blocks, "n/a d -> n d/a", jax_mesh(a=4), via="torch")
