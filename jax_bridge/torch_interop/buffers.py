@@ -39,7 +39,7 @@ def jax_name(dtype: torch.dtype) -> str:
     Raises DtypeError for what JAX has not, and for 64 bits where JAX would silently make 32 of them.
     """
     name = str(dtype).removeprefix("torch.")
-    if not (hasattr(np, name) or hasattr(ml_dtypes, name)):
+    if not hasattr(jnp, name):
         raise DtypeError(f"JAX has no {dtype}", hint="convert the tensor to a dtype that both have")
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:

@@ -194,6 +194,6 @@ def functions(mesh, mine, torch_interop) -> dict[str, object]:
 
 if __name__ == "__main__":
     result = found(int(sys.argv[1]))
-    Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(result, default=bool))
     dist.barrier()
     dist.destroy_process_group()
