@@ -49,7 +49,8 @@ def test_values_and_gradients_are_those_of_jax(jitted) -> None:
         for of in (lambda f: f, cube, first, second):
             torchs, jaxs = (jit(of(f))(x, w) for f in both())
             assert equal(torchs, jaxs)
-        check_grads(both()[0], (x, w), order=2, modes=["rev"])
+        if jitted:
+            check_grads(jit(both()[0]), (x, w), order=2, modes=["rev"])
 
 
 @in_jax
