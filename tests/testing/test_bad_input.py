@@ -78,6 +78,12 @@ def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch
     assert str(raised.value).startswith(message), raised.value
 
 
+def test_a_number_of_devices_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XSHARD_HOST_DEVICES", "many")
+    with pytest.raises(xs.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment is no number"):
+        assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+
+
 def raised_by(torch_fn, jax_fn, kind, mesh: str = "tp=2", **options) -> str:
     with pytest.raises(kind) as raised:
         assert_equivalent(

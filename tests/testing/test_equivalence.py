@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from jax import lax
 
 import jax_bridge as xj
@@ -15,6 +16,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.testing.programs import PROGRAMS, normal
 from xshard.testing import EquivalenceError, StructureError, assert_equivalent
+from xshard.testing.strategies import moves
 
 MESHES = "dp=2,tp=2; tp=3; dp=2"
 
@@ -98,6 +100,20 @@ def test_any_linear_layout_on_both_sides(before: str, after: str) -> None:
         args=[normal(16, 4)],
         layouts=([before], after),
         mesh="tp=4",
+        reference=lambda x: 1.0 * x,
+    )
+
+
+@settings(max_examples=12)
+@given(moves(kinds=("linear",)))
+def test_redistributions_of_any_layouts_are_the_same_on_both(move) -> None:
+    mesh, shape, src, dst = move
+    assert_equivalent(
+        lambda x, mesh: xt.redistribute(x, (src, dst), mesh, shape=shape),
+        lambda x, mesh: xj.redistribute(x, (src, dst), mesh, shape=shape),
+        args=[normal(*shape)],
+        layouts=([src], dst),
+        mesh=mesh,
         reference=lambda x: 1.0 * x,
     )
 

@@ -110,7 +110,10 @@ def jax_process() -> Process:
 
 def host_devices() -> int:
     """As many devices as a mesh may have here: 16, or what the environment says."""
-    return int(os.environ.get(HOST_DEVICES, "16"))
+    given = os.environ.get(HOST_DEVICES, "16")
+    if not given.isdecimal() or int(given) < 1:
+        raise MeshError(f"{HOST_DEVICES}={given!r} in the environment is no number of devices")
+    return int(given)
 
 
 def check_size(n: int) -> None:
