@@ -30,6 +30,11 @@ REFUSED = {
         xs.NotationError,
         "x of shape (8, 4) does not fit its layout: unknown mesh axis 'dp' in 'n/dp d'\n",
     ),
+    "an axis that is not there, of an output": (
+        {"layouts": (["n/tp d"], "n/cq d")},
+        xs.NotationError,
+        "unknown mesh axis 'cq' in 'n/cq d'\n",
+    ),
     "a max has no dual": ({"layouts": (["n d | max(tp)"], "n d")}, xs.LinearityError, "'n d | max(tp)'"),
     "one layout for two sides": (
         {"layouts": "n/tp d"},
@@ -111,6 +116,21 @@ def test_output_layouts_must_fit_the_outputs() -> None:
     with pytest.raises(StructureError) as raised:
         assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], {"y": "n/tp"}), mesh="tp=2")
     assert str(raised.value) == "output is one array, its layouts are {'y': 'n/tp'}"
+
+
+def test_layouts_must_fit_one_device_or_there_is_a_reference() -> None:
+    options = {"args": [normal(8)], "layouts": (["n/sizes(tp,3,5)"], "n/sizes(tp,3,5)"), "mesh": "tp=2"}
+    with pytest.raises(
+        StructureError, match="a layout does not fit one device: 2 sizes for 1 parts"
+    ) as raised:
+        assert_equivalent(same, same, **options)
+    assert str(raised.value).endswith("\n  pass reference=")
+    assert_equivalent(same, same, **options, reference=same)
+
+
+def test_an_output_of_another_rank_than_its_layout() -> None:
+    with pytest.raises(xs.ShapeError, match=r"'n/tp' has 1 dims, the array has 2"):
+        assert_equivalent(same, same, args=[normal(8, 4)], layouts=(["n/tp d"], "n/tp"), mesh="tp=2")
 
 
 def test_a_rank_that_raises_says_where_and_keeps_its_message() -> None:

@@ -28,6 +28,7 @@ from xshard.errors import MeshError, XshardError
 
 HOST_DEVICES = "XSHARD_HOST_DEVICES"  # environment: as many devices as a mesh may have here
 _OURS = ("xshard", "torch_bridge", "jax_bridge")
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _PATIENCE_S = 10.0  # beyond the limit that a process keeps itself
 
 
@@ -104,6 +105,8 @@ def jax_process() -> Process:
         # Two programs at once need a thread for each of their devices: with fewer they wait for
         # each other for ever, and XLA makes as many as there are cores.
         "PJRT_NPROC": str(max(64, 2 * host_devices())),
+        # Every program runs once or twice: what the compiler saves there it takes itself.
+        "XLA_FLAGS": f"{_QUICK} {os.environ.get('XLA_FLAGS', '')}".strip(),
     }
     return _started("jax", "jax_bridge.testing", tuple(environment.items()))
 
