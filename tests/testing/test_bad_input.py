@@ -7,6 +7,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import torch_bridge as xt
@@ -48,6 +49,11 @@ REFUSED = {
         "x is one array, its layouts are {'w': 'n d'}",
     ),
     "a number among the arguments": ({"args": [3.0]}, StructureError, "x is a float, arguments are arrays\n"),
+    "a tensor that numpy cannot read": (
+        {"args": [torch.ones(8, 4, requires_grad=True)]},
+        StructureError,
+        "x cannot be read as a numpy array: Can't call numpy() on Tensor that requires grad",
+    ),
     "a mesh that is too large": ({"mesh": "tp=1000"}, xs.MeshError, "1000 devices, this host has 1 to "),
     "no mesh": ({"mesh": " ; "}, xs.MeshError, "no mesh\n"),
     "parameters without optimisers": (

@@ -198,6 +198,22 @@ def test_another_shape_is_a_mismatch_and_tells_both() -> None:
     )
 
 
+def test_a_part_where_the_whole_was_meant() -> None:
+    error = wrong(
+        lambda x: x,
+        lambda x: x,
+        args=[normal(8)],
+        layouts=(["n/tp"], "n"),
+        mesh="tp=2",
+        reference=lambda x: x,
+        check_vma=False,
+    )
+    assert [m.problem for m in error.mismatches] == [
+        "shape (4,) in place of (8,), the block of a (8,) array under 'n': "
+        "a part of the array, where all of it was meant"
+    ] * 2
+
+
 def test_the_place_is_global() -> None:
     def one_wrong(x, mesh):
         y = x.clone()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from tests.testing.programs import normal
@@ -42,6 +44,29 @@ def test_processes_stay() -> None:
     assert torch_process() is torch_process()
     assert jax_process() is jax_process()
     assert torch_process() is not jax_process()
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_another() -> None:
+    """As after Ctrl-C in a notebook."""
+
+    def slow():
+        import time
+
+        time.sleep(1)
+        return "old"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    _on_devices(len, "ready")
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _on_devices(slow)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert _on_devices(len, "new") == 3
 
 
 def test_closures_and_what_they_hold_are_sent() -> None:

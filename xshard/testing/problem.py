@@ -146,7 +146,13 @@ def _array(value: Any, name: str) -> Block:
             f"{name} is a {type(value).__name__}, arguments are arrays",
             hint="let the functions close over what is no array; trees are dicts, lists and tuples",
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StructureError(
+            f"{name} cannot be read as a numpy array: {error}",
+            hint="tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes",
+        ) from None
     dtypes.name_of(array.dtype)
     if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size and abs(array).max() >= 2**31:
         raise DtypeError(f"{name} has whole numbers of more than 32 bits, which JAX would narrow")

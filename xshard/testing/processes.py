@@ -49,7 +49,8 @@ class Process:
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        atexit.register(self.end)
+        self._owner = os.getpid()
+        atexit.register(self._leave)
         self._send(sys.path)
 
     @property
@@ -70,6 +71,9 @@ class Process:
                     f"gave no answer within {timeout_s:g} s" if late else f"ended ({self._child.returncode})"
                 )
                 raise FunctionError(f"the process of {self.module} {why}") from None
+            except BaseException:  # interrupted: its answer would be taken for that to the next question
+                self.end()
+                raise
         if isinstance(answer, XshardError):
             raise answer
         return answer
@@ -79,6 +83,10 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+
+    def _leave(self) -> None:
+        if os.getpid() == self._owner:  # a fork of the owner leaves it alone
+            self.end()
 
     def _send(self, value: Any) -> None:
         assert self._child.stdin is not None
