@@ -20,7 +20,7 @@ import pytest
 import xshard
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/notation.md", "docs/gradients.md", "docs/jax.md", "docs/testing.md")
+DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("layout after", "likely cause: ")  # in blocks of plans, and of errors
 SPECIAL = re.compile(r"# (torchrun|devices): (\d+)\n")

@@ -89,6 +89,10 @@ class Mesh:
     def _positions(self) -> dict[str, int]:
         return {axis: i for i, axis in enumerate(self.axes)}
 
+    def origin(self, axis: str) -> str:
+        """The axis that an axis is a part of, on a mesh with divided axes (`fine.FineMesh`); else itself."""
+        return axis
+
     def describe(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"
 

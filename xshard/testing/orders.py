@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from xshard.mesh import Mesh
 from xshard.notation import Dim, Shard
-from xshard.ownership import owned
+from xshard.ownership import numbers, owned
 from xshard.steps.base import Block
-from xshard.supply import numbers
 from xshard.testing.case import Case
 
 Order = NDArray[np.int64]  # of the rows of a dim
