@@ -44,6 +44,7 @@ def main() -> int:
         f"The same on {MESHES}: output, {len(WEIGHTS) + 1} gradients, {len(WEIGHTS)} updated weights "
         f"({seconds:.1f} s).",
         style="bold green",
+        soft_wrap=True,
     )
 
     for bug in map(BUGS.__getitem__, options.bugs):
