@@ -16,6 +16,7 @@ from jax_bridge.ops import (
     trim_halo,
     valid_mask,
 )
+from jax_bridge.positions import positions
 from jax_bridge.reshard import reshard
 from jax_bridge.sharding import from_partition_spec, to_named_sharding, to_partition_spec
 
@@ -31,6 +32,7 @@ __all__ = [
     "from_partition_spec",
     "from_torch",
     "halo_exchange",
+    "positions",
     "redistribute",
     "reduce_from",
     "reduce_scatter",

@@ -17,7 +17,9 @@ import jax
 from jax_bridge.autodiff import apply
 from jax_bridge.blocks import valid
 from jax_bridge.context import AnyMesh, as_array, entered, plan_here, sharding_here
+from jax_bridge.replicas import apply_checked
 from xshard import Layout, Profile
+from xshard.replicas import are_checked
 from xshard.spelling import Axes, Expression, HaloWidth, dims, halo, shard, sides, tag, whole
 
 Grad = Literal["sum", "replicated"]
@@ -30,6 +32,7 @@ def redistribute(
     *,
     shape: Sequence[int] | None = None,
     profile: str | Path | Profile = "h100",
+    check_replicated: bool | None = None,
 ) -> jax.Array:
     """This device's block under the left layout -> its block under the right one, differentiable.
 
@@ -41,15 +44,17 @@ def redistribute(
     `check_vma=True` the result is invariant along an axis that only the left side names.
 
     Raises, while tracing, NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError
-    for a gradient that is not defined.
+    for a gradient that is not defined. With `check_replicated`, when it runs, ReplicaError in the text of
+    JAX's own error.
 
     >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
     >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
     (1, 4, 2)
     """
     x = as_array(x, expression)
-    plan = plan_here(x, expression, mesh, shape, profile)
-    return apply(plan, entered(x, plan, sides(expression)[2]))
+    plan, text = plan_here(x, expression, mesh, shape, profile), sides(expression)[2]
+    x = entered(x, plan, text)
+    return apply_checked(plan, x, text) if are_checked(check_replicated) else apply(plan, x)
 
 
 def valid_mask(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None = None) -> jax.Array:

@@ -3,8 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from torch_bridge import nn
+from torch_bridge.agreement import DesyncError
 from torch_bridge.dtensor import from_placements, to_placements
+from torch_bridge.dtensor_redistribution import redistribute_dtensor
+from torch_bridge.failures import CollectiveError
 from torch_bridge.launch import RankError, run_ranks
+from torch_bridge.many import redistribute_many
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -17,6 +21,8 @@ from torch_bridge.ops import (
     slice,
     trim_halo,
 )
+from torch_bridge.pending import PendingTensor
+from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
@@ -24,7 +30,10 @@ if TYPE_CHECKING:
     from jax_bridge.torch_interop import from_jax
 
 __all__ = [
+    "CollectiveError",
+    "DesyncError",
     "HaloExchange",
+    "PendingTensor",
     "RankError",
     "all_gather",
     "all_reduce",
@@ -34,8 +43,11 @@ __all__ = [
     "from_placements",
     "halo_exchange",
     "nn",
+    "positions",
     "redistribute",
     "redistribute_between",
+    "redistribute_dtensor",
+    "redistribute_many",
     "reduce_from",
     "reduce_scatter",
     "run_ranks",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from xshard import LinearityError
+from torch_bridge.executable import Executable
 
 
 class Map(Protocol):
@@ -63,8 +64,8 @@ def _bound_as_given(forward: Any) -> Any:
 class Redistribute(torch.autograd.Function):
     """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable.
 
-    Works under torch.func (grad, jvp, vmap). A max or min sends its gradient to the winners in
-    equal shares, which has no forward-mode form here.
+    Works under torch.func (grad, jvp, vmap). A max or min has the derivatives of its winners, in equal
+    shares.
     """
 
     @staticmethod
@@ -77,23 +78,23 @@ class Redistribute(torch.autograd.Function):
         ctx.executable = inputs[0]
         if not ctx.executable.is_linear:
             ctx.save_for_backward(inputs[1], output)
+            ctx.save_for_forward(inputs[1], output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         executable = ctx.executable
         if executable.is_linear:
             return None, *_as_tuple(Redistribute.apply(executable.backward, *gradients))
-        block, output = ctx.saved_tensors
-        result, count, cotangent = executable.winners
-        won = (block == Redistribute.apply(result, output)).to(block.dtype)
-        winners = Redistribute.apply(count, won)
-        return None, Redistribute.apply(cotangent, *gradients) * won / winners
+        cotangent = executable.winners[2]
+        return None, Redistribute.apply(cotangent, *gradients) * _shares(executable, *ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor | tuple[Tensor, ...]:
         executable = ctx.executable
         if not executable.is_linear:
-            raise LinearityError(f"'{executable.plan.src}' has no forward-mode derivative: use reverse mode")
+            (tangent,) = tangents
+            shared = tangent * _shares(executable, *ctx.saved_tensors)
+            return Redistribute.apply(executable.winners[3], shared)
         return Redistribute.apply(executable.tangent, *tangents)
 
     @staticmethod
@@ -105,6 +106,21 @@ class Redistribute(torch.autograd.Function):
         ]
         results = Redistribute.apply(executable.batched(n), *leading)
         return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
+
+
+def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
+    """1 where the block holds the max or min that came out, divided by how many processes do; else 0."""
+    result, count, *_ = executable.winners
+    won = (block == Redistribute.apply(result, output)).to(block.dtype)
+    return won / Redistribute.apply(count, won)
+
+
+def apply(executable: Executable, block: Tensor) -> Tensor:
+    """A plan on one block, differentiable. What travelled is what a max or min compares with."""
+    if executable.is_linear or executable.casts is None:
+        return Redistribute.apply(executable, block)
+    uncast = replace(executable, casts=None)
+    return Redistribute.apply(uncast, block.to(executable.casts.wire)).to(block.dtype)
 
 
 def _as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

@@ -85,7 +85,7 @@ def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -
         outs, relays = [out for out, _ in stops], [relay for _, relay in stops if relay is not None]
         if not relays:
             return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
-        outs = run_together(relays, outs)
+        outs = executables[0].guarded(relays[0], run_together, relays, outs)
 
 
 def _until_relay(moves: Iterator[Move], out: Tensor) -> tuple[Tensor, Relay | None]:

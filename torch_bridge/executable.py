@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS, Pending
+from torch_bridge.failures import CollectiveError, is_loss, lost
 from torch_bridge.groups import ProcessMesh
 from torch_bridge.relay import Relay
-from xshard import Layout, Plan, dtypes
+from xshard import DtypeError, Layout, Plan, dtypes
 from xshard.notation import Dim
 from xshard.planner import find_plan
 from xshard.winners import winner_plans
@@ -51,8 +52,13 @@ class Executable:
 
     def __call__(self, block: Tensor) -> Tensor:
         out = start = self.enter(block)
-        for move in self.moves:
-            out = move(out)
+        try:
+            for move in self.moves:
+                out = move(out)
+        except RuntimeError as error:
+            if is_loss(error):
+                raise self._lost(move, error) from error
+            raise
         # Where nothing moves the result still is the caller's own, to write to as they like.
         return self.leave(start.clone(memory_format=torch.contiguous_format) if out is start else out)
 
@@ -92,16 +98,29 @@ class Executable:
             return lambda: self(block)
         out = self.enter(block)
         for move in self.moves[:last]:
-            out = move(out)
-        arrive = relay.begin(out)
+            out = self.guarded(move, move, out)
+        arrive = self.guarded(relay, relay.begin, out)
 
         def end() -> Tensor:
-            result = arrive()
+            result = self.guarded(relay, arrive)
             for move in self.moves[last + 1 :]:
-                result = move(result)
+                result = self.guarded(move, move, result)
             return self.leave(result)
 
         return end
+
+    def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
+        """`act(*args)`, a part of a move. Raises CollectiveError, which names the step, for a lost peer."""
+        try:
+            return act(*args)
+        except RuntimeError as error:
+            if is_loss(error):
+                raise self._lost(move, error) from error
+            raise
+
+    def _lost(self, move: Move, error: RuntimeError) -> CollectiveError:
+        at, steps = self.moves.index(move), self.plan.steps
+        return lost(self.plan, f"step {at + 1} of {len(steps)}, '{steps[at]}',", self.processes.ranks, error)
 
     def casting(self, block: torch.dtype, adjoint: torch.dtype) -> Executable:
         """The same for blocks of another dtype, cast to what is planned for before and back after.
@@ -109,6 +128,11 @@ class Executable:
         adjoint: the dtype in which gradients travel.
         """
         wire = self.dtypes[0]
+        if not self.is_linear and wire != adjoint:
+            raise DtypeError(
+                f"the gradient of '{self.plan.src}' goes to the values that are equal to the result",
+                hint=f"it travels as they do: comm_dtype={wire}",
+            )
         return self if block == wire == adjoint else replace(self, casts=Casts(block, wire, adjoint))
 
     @cached_property
@@ -135,10 +159,11 @@ class Executable:
         return self if tangent is self.plan else replace(self.lower(tangent), casts=self.casts)
 
     @cached_property
-    def winners(self) -> tuple[Executable, Executable, Executable]:
-        """For the gradient of a max or min, as in `xshard.winners`: result, count, cotangent."""
+    def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
+        """For the derivatives of a max or min, as in `xshard.winners`: result, count, cotangent, tangent."""
         plans = winner_plans(self.plan)
-        return self.lower(plans.result), self.lower(plans.count), self.lower(plans.cotangent)
+        result, count = self.lower(plans.result), self.lower(plans.count)
+        return result, count, self.lower(plans.cotangent), self.lower(plans.tangent)
 
     def batched(self, n: int) -> Executable:
         """The same redistribution of a block with one more dim, whole and leading, of length `n`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -94,6 +95,44 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     return _process_mesh(mesh, dist.group.WORLD)
 
 
+def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
+    """The processes of a DTensor's mesh, whose dims are m0, m1, ... where they have no names.
+
+    Raises what `process_mesh` raises but for those names.
+    """
+    return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=256)
+def _unnamed(mesh: DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+    return mesh_of_ranks(dtensor_axes(mesh), callers(mesh), mesh)
+
+
+def dtensor_axes(mesh: DeviceMesh) -> Mesh:
+    """The axes and sizes of a DTensor's mesh."""
+    names = mesh.mesh_dim_names or tuple(f"m{i}" for i in range(mesh.ndim))
+    return Mesh(dict(zip(names, mesh.shape, strict=True)))
+
+
+def callers(mesh: object) -> tuple[int, ...]:
+    """The global ranks that call something on a mesh: its own, and all where it is none of some ranks."""
+    if isinstance(mesh, ProcessMesh):
+        return mesh.ranks
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(range(dist.get_world_size()))
+
+
+def check_device(device: torch.device) -> None:
+    """Raise MeshError unless the processes can send what is on such a device."""
+    backends = dist.get_backend_config()
+    if f"{device.type}:" not in backends:
+        raise MeshError(
+            f"the processes cannot send a block that is on '{device}'",
+            hint=f"their backends are {backends}: move it, or initialise the process group for both",
+        )
+
+
 def mesh_of(mesh: MeshLike) -> Mesh:
     """The axes and sizes of any mesh. Raises MeshError for a `DeviceMesh` without names."""
     if isinstance(mesh, Mesh):
@@ -113,33 +152,32 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 @functools.lru_cache(maxsize=256)
 def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
-    axes, rank, size = mesh_of(mesh), dist.get_rank(), dist.get_world_size()
-    if isinstance(mesh, DeviceMesh):
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        if rank not in ranks:
-            raise MeshError(f"rank {rank} is not in {mesh!r}", hint="call this on the mesh's ranks only")
-    else:
-        ranks = tuple(range(size))
-        if axes.n_devices != size:
-            raise MeshError(
-                f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
-                hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
-            )
+    axes, ranks, size = mesh_of(mesh), callers(mesh), dist.get_world_size()
+    if isinstance(mesh, Mesh) and axes.n_devices != size:
+        raise MeshError(
+            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
+            hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
+        )
     return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
 def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
     """A mesh whose device i is the process of global rank `ranks[i]`; this process is one of them.
 
-    device_mesh: the same, whose own groups along single axes are then used.
+    device_mesh: the same, whose own groups along single axes are then used. Raises MeshError elsewhere.
     """
-    ranks = tuple(ranks)
-    device = ranks.index(dist.get_rank())
+    ranks, rank = tuple(ranks), dist.get_rank()
+    if rank not in ranks:
+        raise MeshError(
+            f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}",
+            hint=f"only the mesh's ranks call this: {', '.join(map(str, ranks))}",
+        )
+    device = ranks.index(rank)
 
     @functools.cache
     def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
         if device_mesh is not None and len(axes) == 1:
-            return device_mesh.get_group(axes[0])
+            return device_mesh.get_group(mesh.position(axes[0]))
         return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))))
 
     return ProcessMesh(mesh, ranks, device, process_group)

@@ -7,7 +7,6 @@ settled here, once per plan and mesh; running it only moves data.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -72,13 +71,11 @@ class Site(NamedTuple):
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This process's block before and after the step."""
-        before, after = (sharding.local_shape(self.device) for sharding in (self.before, self.after))
-        lengths = self.lengths or {}
-        named, ndim = (
-            (lambda shape: tuple(lengths.get(d - ndim, n) for d, n in enumerate(shape))),
-            len(before),
-        )
-        return named(before), named(after)
+        before, after = (self._named(end.local_shape(self.device)) for end in (self.before, self.after))
+        return before, after
+
+    def _named(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple((self.lengths or {}).get(d - len(shape), n) for d, n in enumerate(shape))
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""
@@ -130,9 +127,7 @@ def lower_traced(
 
     lengths: as in `Site`.
     """
-    again = functools.partial(
-        lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths
-    )
+    again = functools.partial(lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths)
     return Executable(plan, processes, tuple(_moves(plan, processes, tensor_device, lengths)), again)
 
 

@@ -52,7 +52,7 @@ class Message:
 
     @cached_property
     def line(self) -> tuple[int, list[int]] | None:
-        """The dim along which the boxes, of these lengths, are the message; None where they line up nowhere."""
+        """The dim along which boxes of these lengths are the message, if there is one."""
         dims = {d for box in self.boxes for d, _ in box.message}
         if len(dims) != 1:
             return None
@@ -66,6 +66,10 @@ class Message:
     def copied(self, block: Tensor) -> Tensor:
         """The message as a new tensor."""
         out = block.new_empty(self.shape)
+        if len(self.boxes) > 1 and is_symbolic(self.shape):
+            for box in self.boxes:
+                out = scattered(out, box.message, take(block, box.block), None)
+            return out
         self.write(block, out)
         return out
 
@@ -92,7 +96,7 @@ class Fill(NamedTuple):
     value: Tensor
 
     @property
-    def index(self) -> Index:
+    def box(self) -> Index:
         """Where it stands in a block."""
         return ((self.dim, slice(self.start, self.stop)),)
 
@@ -151,17 +155,31 @@ def take(block: Tensor, index: Index) -> Tensor:
     return block
 
 
-def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> None:
-    """Write or combine a value into the rows of a block."""
+def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
+    """A block, once a value has been written to, or combined with, some of its rows."""
     found = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
     if not lists:
         found.copy_(value) if combine is None else combine(found, value, out=found)
-        return
-    (d, rows), *left = lists
-    if combine is None and not left:
-        found.index_copy_(d, rows, value)
-        return
-    inner = found.index_select(d, rows)
-    put(inner, tuple(left), value, combine)
-    found.index_copy_(d, rows, inner)
+    elif combine is None and len(lists) == 1:
+        found.index_copy_(*lists[0], value)
+    else:
+        (d, rows), *left = lists
+        found.index_copy_(d, rows, put(found.index_select(d, rows), tuple(left), value, combine))
+    return out
+
+
+def is_symbolic(shape: Sequence[int]) -> bool:
+    """Whether a length is a symbol. Torch records no writes to a part of such a tensor."""
+    return not all(isinstance(n, int) for n in shape)
+
+
+def scattered(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
+    """What `put` makes of a block, as a new tensor."""
+    if not index:
+        return value if combine is None else combine(out, value)
+    (d, rows), *rest = index
+    inner = scattered(take(out, ((d, rows),)), tuple(rest), value, combine)
+    if isinstance(rows, Tensor):
+        return out.index_copy(d, rows, inner)
+    return torch.slice_scatter(out, inner, d, rows.start, rows.stop, rows.step or 1)

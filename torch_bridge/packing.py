@@ -14,8 +14,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from torch_bridge.messages import Fill, Index, Message, put, take
+from torch_bridge.messages import Fill, Index, Message, is_symbolic, put, scattered, take
 from xshard.ownership import Runs, common
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -52,7 +53,9 @@ class Packing:
         """The messages, one after the other, are the block as it lies in memory."""
         at = 0
         for m, n in zip(self.messages, self.sizes, strict=True):
-            if n and (m.sign < 0 or _flat_start(m, self.shape) != at):
+            start = _flat_start(m, self.shape)
+            # A number may equal a symbol today and not tomorrow: that is not where the message always lies.
+            if n and (m.sign < 0 or start is None or not statically_known_true(start == at)):
                 return False
             at += n
         return at == math.prod(self.shape)
@@ -66,6 +69,8 @@ class Packing:
         if self._line is not None:
             boxes = (box for m in self.messages for box in m.boxes)
             return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
+        if self.messages and is_symbolic(self.shape):
+            return torch.cat([m.read(block).reshape(-1) for m in self.messages])
         out = block.new_empty(sum(self.sizes))
         self._write(block, self.split(out))
         return out
@@ -112,11 +117,12 @@ class Packing:
             pieces += [self._filling(fill) for fill in self.fills]
             return torch.cat([pieces[i] for i in order], dim)
         out = like.new_empty(self.shape) if self._covers else like.new_zeros(self.shape)
+        write = scattered if is_symbolic(self.shape) else put
         for fill in self.fills:
-            take(out, fill.index).copy_(fill.value)
+            out = write(out, fill.box, self._filling(fill), None)
         for part, m, met in zip(parts, self.messages, self._met, strict=True):
             for box, piece in zip(m.boxes, m.parts(part), strict=True):
-                put(out, box.block, piece, _COMBINE[str(self.op)] if met else None)
+                out = write(out, box.block, piece, _COMBINE[str(self.op)] if met else None)
         return out
 
     def _filling(self, fill: Fill) -> Tensor:
@@ -130,7 +136,7 @@ class Packing:
 
     @cached_property
     def _is_uniform(self) -> bool:
-        return len({m.shape for m in self.messages}) == 1
+        return bool(self.messages) and all(m.shape == self.messages[0].shape for m in self.messages)
 
     @cached_property
     def _stacks(self) -> bool:
@@ -147,7 +153,7 @@ class Packing:
     @cached_property
     def _joined(self) -> tuple[int, list[int]] | None:
         """The dim along which boxes, and fills after them, in this order are the block."""
-        found = [box.block for m in self.messages for box in m.boxes] + [fill.index for fill in self.fills]
+        found = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
         spans = [_intervals(index, self.shape) for index in found]
         cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
         if not spans or not self.shape or len(cut) > 1:
@@ -185,8 +191,10 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """The ends of the rows along every dim; where they are not unbroken, ends that meet nothing."""
     ends = [(0, n) for n in shape]
     for d, rows in index:
-        unbroken = isinstance(rows, slice) and rows.step is None
-        ends[d] = (rows.start, rows.stop) if unbroken else (-1, -1)
+        if isinstance(rows, Tensor) or rows.step is not None:
+            ends[d] = (-1, -1)
+        else:
+            ends[d] = (rows.start, rows.stop)
     return ends
 
 

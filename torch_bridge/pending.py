@@ -140,9 +140,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python looks operators up on the class, not on the instance.
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_OTHERS = ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "len")
-_OTHERS += ("iter", "contains", "bool", "int", "float", "complex", "index", "array")
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
+_OTHERS = ["neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "len"]
+_OTHERS += ["iter", "contains", "bool", "int", "float", "complex", "index", "array"]
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
     setattr(PendingTensor, f"__{_name}__", _operator(f"__{_name}__"))
 PendingTensor.__hash__ = object.__hash__  # type: ignore[method-assign]

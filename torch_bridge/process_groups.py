@@ -8,6 +8,7 @@ look for each other under different names, and wait. Here the name follows from 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,11 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return world if len(ranks) == dist.get_world_size() else _group_of(ranks, world)
 
 
+def name_of(ranks: tuple[int, ...]) -> str:
+    """A short name that equal ranks, and no others, have."""
+    return hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """For how long its collectives wait."""
     options = (_options(group, kind) for kind in sorted(group._device_types, key=str))
@@ -39,7 +45,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
     backend, store = c10d._world.pg_map[world]
-    name: Any = f"xshard:{'_'.join(map(str, ranks))}"
+    name: Any = f"xshard/{name_of(ranks)}"
     with _without_device(world):
         made, _ = c10d._new_process_group_helper(
             len(ranks),

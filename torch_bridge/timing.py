@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torch_bridge.executable import Executable
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
-from torch_bridge.executable import Executable
 from torch_bridge.lower import lower
 from xshard import Plan
 

@@ -15,6 +15,7 @@ from xshard.layout import Layout, parse_expression
 from xshard.mesh import Mesh
 from xshard.plan import Plan, Stage
 from xshard.planner import plan
+from xshard.replicas import ReplicaError
 from xshard.sharding import Sharding
 from xshard.transfer import Transfer
 from xshard.transfer_plan import TransferPlan
@@ -31,6 +32,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "ProfileError",
+    "ReplicaError",
     "ShapeError",
     "Sharding",
     "Stage",

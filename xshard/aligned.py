@@ -9,6 +9,7 @@ its parts at both ends, by axes that are free at one end and at the other.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, permutations
@@ -24,6 +25,7 @@ MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 Cuts = tuple[Cut, ...]
+Needs = tuple[Sequence[int], Sequence[int]]  # at either end, into how many parts more every dim is cut
 Moves = tuple[tuple[State, Move], ...]
 
 
@@ -51,7 +53,7 @@ def best_aligned(space: Space, path: Path, memory_limit: int | None) -> Aligned 
     path: the best on whole axes. For even contiguous cuts whose sums stay as they are.
     """
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
-    if len(sent) < 2 and "exchange" not in sent:
+    if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
     needs = _needs(space)
     split = () if needs is None else tuple(_all_parts(space))
@@ -59,12 +61,10 @@ def best_aligned(space: Space, path: Path, memory_limit: int | None) -> Aligned 
         return None
     finest = _divided(space, split)
     limit = math.inf if memory_limit is None else memory_limit / space.itemsize
-    found = _cheapest(finest, needs, limit, path.seconds)
-    if found is None:
-        return None
-    # Parts that are side by side all the way are one: the path is written in as few as it takes.
-    least = tuple(_needed_parts(finest, found.moves))
-    return _cheapest(_divided(space, least) if least else space, needs, limit, path.seconds)
+    found: Aligned | None = None
+    for more, axes in _wider(finest, needs):
+        found = _cheapest(finest, more, axes, limit, found.seconds if found else path.seconds) or found
+    return None if found is None else _in_few_parts(space, found)
 
 
 def _changing(space: Space) -> list[int]:
@@ -90,15 +90,71 @@ def _needs(space: Space) -> tuple[list[int], list[int]] | None:
     return needs[0], needs[1]
 
 
+def _relief(space: Space) -> list[int]:
+    """Axes that hold replicas at both ends, on faster links than the slowest that a path must use."""
+    start, goal = space.state(space.start.layout), space.goal_state
+    slowest = min(space.levels(a)[0] for a in _changing(space))
+    return [a for a in space.free(start) if a in space.free(goal) and space.levels(a)[-1] > slowest]
+
+
 def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every axis that may be divided, with its prime factors."""
-    for a in _changing(space):
+    """The axes that may be divided: those that change into prime factors, others where nodes end."""
+    changing = _changing(space)
+    for a in (*changing, *_relief(space)):
         lanes = sorted(space.group((a,)), key=lambda lane: -lane.stride)
         # A part of a ring is no ring.
         whole = any(space.fabric.links[lane.level].topology == "ring" for lane in lanes)
-        sizes = tuple(p for lane in lanes for p in _primes(lane.size))
+        sizes = tuple(p for lane in lanes for p in (_primes(lane.size) if a in changing else (lane.size,)))
         if len(sizes) > 1 and not whole:
             yield space.axes[a], sizes
+
+
+def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
+    """What is needed, of which axes; and with a dim cut further by replicas, so that less crosses nodes."""
+    changing = _changing(space)
+    yield needs, changing
+    near = [a for a in _relief(space) if a not in changing and len(space.levels(a)) == 1]
+    parts = math.prod(space.sizes[a] for a in near)
+    cuts = space.goal_state.cuts
+    for d, cut in enumerate(cuts if parts > 1 else ()):
+        if space.start.shape[d] % (math.prod(space.sizes[s] for s in cut) * needs[1][d] * parts) == 0:
+            wider = ([n * parts if e == d else n for e, n in enumerate(more)] for more in needs)
+            yield (next(wider), next(wider)), [*changing, *near]
+
+
+def _in_few_parts(space: Space, found: Aligned) -> Aligned:
+    """The same path; parts that are side by side all the way are one. space: on whole axes."""
+    split = tuple(_needed_parts(found.space, found.moves))
+    fewer = _divided(space, split) if split else space
+    number = {place: a for a, place in enumerate(_places(fewer))}
+    # Of parts that are one the first stands for all: it begins where they begin.
+    first = {a: number[place] for a, place in enumerate(_places(found.space)) if place in number}
+
+    def together(state: State) -> State:
+        return State(tuple(tuple(first[a] for a in cut if a in first) for cut in state.cuts), state.sums)
+
+    moves: list[tuple[State, Move]] = []
+    for before, move in found.moves:
+        here, after = together(before), together(move.after)
+        data = move.data
+        if move.kind == "slice":
+            data = tuple(b[len(a) :] for a, b in zip(here.cuts, after.cuts, strict=True))
+        elif move.kind == "all_gather":
+            lengths = [len(a) - len(b) for a, b in zip(here.cuts, after.cuts, strict=True)]
+            data = lengths.index(max(lengths)), max(lengths)
+        moves.append((here, Move(move.kind, data, after)))
+    return Aligned(found.seconds, fewer, tuple(moves))
+
+
+def _places(space: Space) -> list[tuple[str, int]]:
+    """For every axis, the whole axis that it is of, and how many positions of that are outside it."""
+    mesh, outside = space.start.mesh, Counter[str]()
+    found = []
+    for axis, size in zip(space.axes, space.sizes, strict=False):
+        whole = mesh.origin(axis)
+        found.append((whole, outside[whole]))
+        outside[whole] = max(outside[whole], 1) * size
+    return found
 
 
 def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -133,12 +189,12 @@ def _divided(space: Space, split: Split) -> Space:
 
 
 def _cheapest(
-    space: Space, needs: tuple[Sequence[int], Sequence[int]], limit: float, seconds: float
+    space: Space, needs: Needs, axes: Sequence[int], limit: float, seconds: float
 ) -> Aligned | None:
-    """The cheapest aligned path that takes fewer seconds. limit: elements that a device may hold."""
+    """The cheapest aligned path over some axes that takes fewer seconds. limit: elements held at most."""
     start, goal = space.state(space.start.layout), space.goal_state
     slices, gathers = (
-        list(islice(_ways(space, end, more), MAX_WAYS))
+        list(islice(_ways(space, [a for a in space.free(end) if a in axes], more), MAX_WAYS))
         for end, more in zip((start, goal), needs, strict=True)
     )
     best: Aligned | None = None
@@ -159,17 +215,11 @@ def _cheapest(
     return best
 
 
-def _ways(space: Space, end: State, needs: Sequence[int]) -> Iterator[Cuts]:
-    """How axes that are free at one end, and change, may cut its dims into so many parts more.
+def _ways(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
+    """How free axes may cut dims into so many parts more.
 
-    Parts of equal size on equal links are alike: of these the innermost are taken.
+    Parts of one axis on equal links are alike: of these the innermost are taken.
     """
-    changing = _changing(space)
-    free = tuple(a for a in space.free(end) if a in changing)
-    yield from _filled(space, free, needs)
-
-
-def _filled(space: Space, free: tuple[int, ...], needs: Sequence[int]) -> Iterator[Cuts]:
     if not needs:
         yield ()
         return
@@ -182,7 +232,7 @@ def _filled(space: Space, free: tuple[int, ...], needs: Sequence[int]) -> Iterat
             if kinds in alike:
                 continue
             alike.add(kinds)
-            for others in _filled(space, tuple(a for a in free if a not in cut), needs[1:]):
+            for others in _ways(space, [a for a in free if a not in cut], needs[1:]):
                 yield (cut, *others)
 
 

@@ -19,6 +19,15 @@ _EXTENDED = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
 }
+# And the distance from 1 to the next number.
+_PRECISION = {
+    "bfloat16": 2**-7,
+    "float8_e4m3fn": 2**-3,
+    "float8_e5m2": 2**-2,
+    "float8_e4m3fnuz": 2**-3,
+    "float8_e5m2fnuz": 2**-2,
+    "float8_e8m0fnu": 1.0,
+}
 
 
 def name_of(dtype: object) -> str:
@@ -47,6 +56,13 @@ def itemsize(name: str) -> int:
     if dtype.kind not in "fiubc":
         raise DtypeError(f"unknown dtype {name!r}", hint="as in float32, bfloat16, int64, bool, complex64")
     return dtype.itemsize
+
+
+def precision(name: str) -> float:
+    """Distance from 1 to the next number of the dtype; 0 for whole numbers, which are exact."""
+    if name in _EXTENDED:
+        return _PRECISION[name]
+    return float(np.finfo(name).eps) if np.dtype(name).kind in "fc" else 0.0
 
 
 def check_reduction(name: str, op: str) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xshard import notation
 from xshard.checks import check_fit
 from xshard.errors import LinearityError, NotationError, ShapeError
@@ -17,7 +20,7 @@ from xshard.held import held
 from xshard.mesh import Mesh
 from xshard.notation import ELLIPSIS, Dim, Tags
 from xshard.overlap import Fold, Halo, Overlap, Window
-from xshard.ownership import size
+from xshard.ownership import Runs, numbers, size
 
 NONLINEAR = ("max", "min")
 
@@ -142,11 +145,42 @@ class Layout:
         >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
         (4, 3)
         """
+        return tuple(size(runs) for runs in self._held(mesh, shape, device))
+
+    def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> NDArray[np.int64]:
+        """Which global row every local row of a dim is: `[rows of the device's block]`, int64.
+
+        What rotary embeddings and causal masks ask for, under every order and overlap. A row that an
+        overlap holds from elsewhere, from beyond the ends too, has the number of the row it is a copy
+        of; -1 where it is none: a constant stands there. Numbers count from the beginning of the array,
+        whatever documents it is made of.
+        shape: global. dim: its name or its index. Raises as `local_shape` does, and ShapeError for a
+        dim that there is not.
+
+        >>> Layout.parse("b s/zigzag(cp)").positions(Mesh(cp=2), (3, 8), "s", 0).tolist()
+        [0, 1, 6, 7]
+        >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
+        [2, 3, 4, 5, -1]
+        """
+        at = self.resolved(len(shape)).dim_index(dim)
+        return numbers(self._held(mesh, shape, device)[at])
+
+    def dim_index(self, dim: int | str) -> int:
+        """Where a dim stands, by its name or an index that may count from the end. Raises ShapeError."""
+        found = range(len(self.dims))
+        if isinstance(dim, str) and dim in self.names:
+            return self.names.index(dim)
+        if isinstance(dim, int) and not isinstance(dim, bool) and -len(found) <= dim < len(found):
+            return found[dim]
+        raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
+
+    def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
+        """For every dim, the global rows of the device's block."""
         layout, coords = self.resolved(len(shape)), mesh.coords(device)
         check_axes(layout, mesh)
         check_fit(layout.dims, shape, mesh)
         return tuple(
-            size(held(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes]))
+            held(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
             for dim, n in zip(layout.dims, shape, strict=True)
         )
 

@@ -102,6 +102,14 @@ class Mesh:
             raise MeshError(f"no device {device} in {self!r}", hint=f"devices are 0..{self.n_devices - 1}")
         return _all_coords(self.sizes)[device]
 
+    def place(self, device: int) -> str:
+        """A device by its coordinates.
+
+        >>> Mesh(dp=2, cp=2).place(1)
+        'dp=0,cp=1'
+        """
+        return ",".join(f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True))
+
     def device(self, coords: Sequence[int]) -> int:
         """Coordinates, one per axis -> device number."""
         number = 0

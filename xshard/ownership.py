@@ -182,6 +182,17 @@ def intervals(runs: Iterable[Run]) -> Intervals:
     return np.concatenate(parts) if parts else np.zeros((0, 2), np.int64)
 
 
+def numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
+    """Runs, written out; FILL for rows outside the array."""
+    parts = [
+        np.full(r.length * r.repeats, FILL)
+        if r.start == FILL
+        else (r.start + r.stride * np.arange(r.repeats)[:, None] + np.arange(r.length)).ravel()
+        for r in runs
+    ]
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
 @lru_cache(maxsize=4096)
 def extents(blocks: tuple[Runs, ...]) -> Intervals:
     """For every block, the smallest [start, stop) that all its rows lie in; [0, 0) where it has none."""

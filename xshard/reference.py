@@ -17,14 +17,14 @@ from xshard import dtypes
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout
 from xshard.mesh import Mesh
-from xshard.ownership import FILL, Runs
+from xshard.ownership import FILL, Runs, numbers
 from xshard.plan import Plan
 from xshard.sharding import Sharding
 from xshard.steps.base import REDUCERS, Block
 from xshard.steps.exchange import filled
 from xshard.steps.retag import Scale
 from xshard.steps.views import View, views
-from xshard.supply import given, numbers, wanted
+from xshard.supply import given, wanted
 from xshard.transfer_plan import TransferPlan
 from xshard.winners import winner_plans
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xshard.held import Sizes, Stretch, all_stretches, is_flipped
 from xshard.notation import Dim
 from xshard.overlap import Fold
-from xshard.ownership import FILL, Run, Runs, owners, size
+from xshard.ownership import FILL, Run, Runs, numbers, owners, size
 
 Numbers = NDArray[np.int64]
 
@@ -105,17 +105,6 @@ def without(runs: Runs, others: Runs) -> Runs:
     """The rows with FILL where `others` have them too."""
     rows = numbers(runs)
     return as_runs(np.where(np.isin(rows, numbers(others)), FILL, rows))
-
-
-def numbers(runs: Runs) -> Numbers:
-    """Runs, written out; FILL for rows outside the array."""
-    parts = [
-        np.full(r.length * r.repeats, FILL)
-        if r.start == FILL
-        else (r.start + r.stride * np.arange(r.repeats)[:, None] + np.arange(r.length)).ravel()
-        for r in runs
-    ]
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
 def as_runs(rows: Numbers) -> Runs:

@@ -39,7 +39,7 @@ def jax_name(dtype: torch.dtype) -> str:
     Raises DtypeError for what JAX has not, and for 64 bits where JAX would silently make 32 of them.
     """
     name = str(dtype).removeprefix("torch.")
-    if not (hasattr(np, name) or hasattr(ml_dtypes, name)):
+    if not hasattr(jnp, name):
         raise DtypeError(f"JAX has no {dtype}", hint="convert the tensor to a dtype that both have")
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:
@@ -83,21 +83,23 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
     return None
 
 
-def check_copy(x: Tensor, device: jax.Device, copy: bool | None, what: str) -> None:
-    """Log the copy that will be made though none was asked for; raise XshardError where none may be."""
-    if copy or (why := why_copied(x, device)) is None:
-        return
-    if copy is False:
+def check_shared(x: Tensor, device: jax.Device) -> None:
+    """Raise XshardError where JAX cannot use the memory of a tensor."""
+    if (why := why_copied(x, device)) is not None:
         raise XshardError(
-            f"{what} cannot be handed over without a copy: {why}", hint="copy=None allows one, and logs it"
+            f"the tensor for {device} cannot be handed over without a copy: {why}",
+            hint="copy=None allows one, and logs it",
         )
-    LOG.info("%s is copied, %s: %s", what, format_bytes(x.numel() * x.element_size()), why)
 
 
 def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
     """A tensor -> an array on the device, over the same memory unless that cannot be or `copy` is true."""
     block = plain(x).detach()
-    if copy or why_copied(block, device) is not None:
+    why = None if copy else why_copied(block, device)
+    if why is not None:
+        size = format_bytes(block.numel() * block.element_size())
+        LOG.info("the tensor for %s is copied, %s: %s", device, size, why)
+    if copy or why is not None:
         block = torch.empty(block.shape, dtype=block.dtype, device=block.device).copy_(block)
     if block.device.type == "cpu":
         return jax.device_put(host_array(block), device, may_alias=True)

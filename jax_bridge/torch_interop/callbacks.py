@@ -7,6 +7,8 @@ graph of torch outlives a call, pullbacks may be used twice, and derivatives of 
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +23,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.versions import host_callback
 from jax_bridge.ops import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.arrange import layouts_of, named
 from jax_bridge.torch_interop.places import Ends, ends_of
 from jax_bridge.torch_interop.pullback import spread
+from jax_bridge.versions import host_callback
 from xshard import Layout, Plan, ShapeError, XshardError, plan
 from xshard.spelling import Expression, whole_shape
 from xshard.steps.base import without_tags
@@ -41,7 +43,8 @@ def from_torch(
 
     fn: gets tensors where the call has arrays, on every device the blocks of that device, and returns
     tensors or pytrees of them. Of a module the function takes the parameters first, by name, as
-    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them.
+    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them; its buffers are
+    those that it has now.
     in_layouts, out_layouts: what `fn` gets and returns, one for all or a pytree prefix with one for
     each. The arrays have the same layouts without tags: `copy(dp)` on a parameter says that every device
     along dp uses it for itself, so that its gradients are added; `sum(dp)` on an output that the devices'
@@ -90,6 +93,8 @@ class TorchCall:
 
     def _make(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
         ends = ends_of(self.mesh)
+        for x in arrays:
+            buffers.torch_dtype(x.dtype)  # refused here, if torch has none
         enters = tuple(
             _plan(layout, ends, x.shape, x.dtype.name, enters=True)
             for layout, x in zip(spread(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
@@ -144,15 +149,17 @@ class HostCall:
             tuple(self.enters[i].backward for i in _smooth(self.enters)),
         )
 
-    def _run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        specs = [named(p.src, self.ends, p.shape).spec for p in self.enters]
-        return jax.shard_map(
+    @cached_property
+    def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """The function of arrays without its gradient; compiled once for calls outside of jit, too."""
+        on_devices = jax.shard_map(
             self._local,
             mesh=self.ends.jax_mesh,
-            in_specs=tuple(specs),
+            in_specs=tuple(named(p.src, self.ends, p.shape).spec for p in self.enters),
             out_specs=tuple(named(p.dst, self.ends, p.shape).spec for p in self.leaves),
-            check_vma=False,  # JAX does not differentiate through it, so the layouts alone say what is what
-        )(*arrays)
+            check_vma=False,  # JAX does not differentiate through it: the layouts alone say what is what
+        )
+        return jax.jit(on_devices)
 
     def _local(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         """On one device, inside shard_map."""
@@ -245,7 +252,13 @@ def _smooth(plans: Sequence[Plan]) -> tuple[int, ...]:
 
 
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
+    # While it is called, a module holds the parameters of the call: so devices take turns, and the user's
+    # own is left alone, for which JAX does not wait.
+    own = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    turn = threading.RLock()
+
     def call(parameters: dict[str, Tensor], *args: Any) -> Any:
-        return torch.func.functional_call(module, parameters, args)
+        with turn:
+            return torch.func.functional_call(own, parameters, args)
 
     return call

@@ -21,7 +21,7 @@ from jax_bridge.torch_interop.into_jax import prepare_to_jax
 from jax_bridge.torch_interop.into_torch import prepare_to_torch
 from jax_bridge.torch_interop.options import Options
 from jax_bridge.torch_interop.places import Ends, ends_of
-from jax_bridge.torch_interop.pullback import Program, make_program, spread
+from jax_bridge.torch_interop.pullback import Program, as_layouts, make_program, spread
 from torch_bridge.dtensor import as_dtensor, local_of
 from xshard import Layout, MeshError
 
@@ -81,7 +81,7 @@ class JaxCall:
             return several and isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
 
         leaves, tree = jax.tree.flatten(args, is_group)
-        layouts = spread(self.in_layouts, tree, "in_layouts")
+        layouts = as_layouts(spread(self.in_layouts, tree, "in_layouts"))
         device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
         if device_mesh is not None:
             _check_mesh(ends_of(self.mesh, device_mesh))

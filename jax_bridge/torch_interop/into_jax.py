@@ -38,9 +38,9 @@ def prepare_to_jax(
     _check_blocks(blocks, found, ends)
     if route.side is not None:
         options.check_moved(found)
-    elif not options.copy:
-        for i, block, device in zip(ends.local, blocks, devices, strict=True):
-            buffers.check_copy(block, device, options.copy, f"the tensor for device {i}")
+    elif options.copy is False:
+        for block, device in zip(blocks, devices, strict=True):
+            buffers.check_shared(block, device)
 
     def run() -> jax.Array:
         given, copy = blocks, options.copy if route.side is None else None
@@ -115,6 +115,6 @@ def _check_blocks(blocks: Sequence[Tensor], found: Arrangement, ends: Ends) -> N
             raise ShapeError(
                 f"torch's tensor for {ends.devices[i]} has shape {tuple(block.shape)}, not {expected}",
                 text=found.text,
-                hint=f"under '{found.blocks.layout}' that is the part of device {i} of torch's {ends.axes!r} of "
-                f"a {found.shape} array; where blocks differ in size, pass shape= (the global shape)",
+                hint=f"under '{found.blocks.layout}' that is the part of device {i} of {ends.axes!r} "
+                f"of a {found.shape} array; where blocks differ in size, pass shape= (the global shape)",
             )

@@ -52,13 +52,13 @@ class Program:
 
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
         """The outputs, and the pullback for `backward`; none where nothing is differentiated."""
-        if not self.wrt:
-            return self._outputs(*leaves), None
-        return self._with_pullback(*leaves)
+        with jax.set_mesh(self.ends.jax_mesh):  # for specs without a mesh; autograd's threads know none
+            return self._with_pullback(*leaves) if self.wrt else (self._outputs(*leaves), None)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
         """The gradients of the leaves `wrt`. Complex ones are torch's, the conjugates of JAX's."""
-        return self._pulled(pull, list(cotangents))
+        with jax.set_mesh(self.ends.jax_mesh):
+            return self._pulled(pull, list(cotangents))
 
     def gradients(self, leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
         """The same as a function of everything it depends on."""
@@ -118,9 +118,10 @@ def make_program(
     def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
 
-    out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
+    with jax.set_mesh(ends.jax_mesh):
+        out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
     avals, out_tree = jax.tree.flatten(out)
-    layouts = spread(out_layouts, out_tree, "out_layouts")
+    layouts = as_layouts(spread(out_layouts, out_tree, "out_layouts"))
     for layout, aval in zip(layouts, avals, strict=True):
         named(layout, ends, aval.shape)  # refused here, before anything runs
     return Program(
@@ -128,8 +129,8 @@ def make_program(
     )
 
 
-def spread(layouts: Any, tree: Any, what: str) -> tuple[Layout, ...]:
-    """The layout of every leaf of a structure, of which `layouts` is a prefix."""
+def spread(layouts: Any, tree: Any, what: str) -> tuple[Any, ...]:
+    """The layout of every leaf of a structure, of which `layouts` is a prefix, as it was given."""
     whole = jax.tree.unflatten(tree, range(tree.num_leaves))
     try:
         found = jax.tree.leaves(jax.tree.broadcast(layouts, whole))
@@ -138,7 +139,12 @@ def spread(layouts: Any, tree: Any, what: str) -> tuple[Layout, ...]:
             f"{what} {layouts} do not fit {tree}: {error}",
             hint="one layout for all, or a pytree prefix of them with one for each",
         ) from None
-    return tuple(Layout.parse(x) if isinstance(x, str) else x for x in found)
+    return tuple(found)
+
+
+def as_layouts(given: Sequence[Layout | str]) -> tuple[Layout, ...]:
+    """Layouts that may be text."""
+    return tuple(Layout.parse(x) if isinstance(x, str) else x for x in given)
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

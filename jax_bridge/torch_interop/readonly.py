@@ -30,7 +30,7 @@ class ReadOnlyTensor(Tensor):
         made.block = block
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReadOnlyTensor({self.block!r})"
 
     # Attribute access and methods stay those of a tensor; what they compute passes below.

@@ -278,7 +278,7 @@ def test_unreduced_and_reduced_values_are_accepted() -> None:
     assert np.array_equal(gradient, np.concatenate([X[:4], X[:4]]) + X)
 
 
-@pytest.mark.parametrize("module", ["hlo", "ops", "reshard", "rounds", "sharding"])
+@pytest.mark.parametrize("module", ["hlo", "ops", "positions", "reshard", "rounds", "sharding"])
 @in_jax
 def test_examples_in_docstrings(module) -> None:
     tried = doctest.testmod(importlib.import_module(f"jax_bridge.{module}"))

@@ -14,8 +14,8 @@ from tests.bridges.torch_helpers import on_ranks
 from torch_bridge import RankError
 from torch_bridge.groups import ProcessMesh, process_mesh
 from torch_bridge.lower import RULES, lower
-from torch_bridge.meter import Meter
 from torch_bridge.messages import MAX_SLICES, Message, message
+from torch_bridge.meter import Meter
 from torch_bridge.packing import Packing
 from xshard.notation import Shard
 from xshard.ownership import Run, Runs, cut_nested, rows

@@ -1,4 +1,4 @@
-"""The named ops: both gradient conventions against one process, and what is refused."""
+"""The named ops: what they do, and what is refused. Their gradients are in test_torch_conventions."""
 
 from __future__ import annotations
 
@@ -18,85 +18,6 @@ from tests.bridges.torch_helpers import error_of, numbers, on_ranks, still_conne
 
 N = 4
 MESH = xs.Mesh(tp=N)
-WHOLE = torch.from_numpy(numbers(8, 4))
-
-
-def _gradient(op: Callable[[Tensor], Tensor], x: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    leaf = x.clone().requires_grad_()
-    loss(op(leaf)).backward()
-    assert leaf.grad is not None
-    return leaf.grad
-
-
-def _conventions() -> None:
-    """ "sum": the loss is the sum of all ranks' losses. "replicated": it is one loss, seen on every rank."""
-    rank = dist.get_rank()
-    weight = torch.arange(1.0, 33, dtype=torch.float64).reshape(8, 4)
-
-    def own(y: Tensor) -> Tensor:  # what only this rank adds to the loss
-        return (rank + 1) * (weight[: len(y)] * y).sum()
-
-    def shared(y: Tensor) -> Tensor:
-        return (weight[: len(y)] * y).sum()
-
-    everybody = N * (N + 1) // 2  # the sum of all (rank + 1)
-    addend, part = (rank + 1) * WHOLE, WHOLE.chunk(N)[rank]
-    losses = torch.cat([(r + 1) * weight[:2] for r in range(N)])  # of `own`, where each rank sees its part
-    only_mine = torch.zeros_like(WHOLE)
-    only_mine.chunk(N)[rank].copy_((rank + 1) * weight[:2])
-
-    def all_gather(v: Tensor) -> Tensor:
-        return xt.all_gather(v, 0, "tp", MESH, grad="sum")
-
-    def all_gather_replicated(v: Tensor) -> Tensor:
-        return xt.all_gather(v, -2, "tp", MESH, grad="replicated")
-
-    def all_reduce(v: Tensor) -> Tensor:
-        return xt.all_reduce(v, "tp", MESH, grad="sum")
-
-    def all_reduce_replicated(v: Tensor) -> Tensor:
-        return xt.all_reduce(v, "tp", MESH, grad="replicated")
-
-    def mean(v: Tensor) -> Tensor:
-        return xt.all_reduce(v, "tp", MESH, op="mean", grad="sum")
-
-    def largest(v: Tensor) -> Tensor:
-        return xt.all_reduce(v, "tp", MESH, op="max", grad="replicated")
-
-    def reduce_scatter(v: Tensor) -> Tensor:
-        return xt.reduce_scatter(v, 0, "tp", MESH)
-
-    def slice_(v: Tensor) -> Tensor:
-        return xt.slice(v, 0, "tp", MESH, grad="sum")
-
-    def slice_replicated(v: Tensor) -> Tensor:
-        return xt.slice(v, 0, "tp", MESH, grad="replicated")
-
-    def copy_to(v: Tensor) -> Tensor:
-        return xt.copy_to(v, "tp", MESH)
-
-    def reduce_from(v: Tensor) -> Tensor:
-        return xt.reduce_from(v, "tp", MESH)
-
-    for op, x, loss, y, gradient in (
-        (all_gather, part, own, WHOLE, everybody * weight.chunk(N)[rank]),
-        (all_gather_replicated, part, shared, WHOLE, weight.chunk(N)[rank]),
-        (all_reduce, addend, own, everybody * WHOLE, everybody * weight),
-        (all_reduce_replicated, addend, shared, everybody * WHOLE, weight),
-        (mean, addend, own, everybody / N * WHOLE, everybody / N * weight),
-        (largest, addend, shared, N * WHOLE, weight * (rank == N - 1)),
-        (reduce_scatter, addend, own, everybody * part, losses),
-        (slice_, WHOLE, own, part, only_mine),
-        (slice_replicated, WHOLE, own, part, losses),
-        (copy_to, WHOLE, own, WHOLE, everybody * weight),
-        (reduce_from, addend, shared, everybody * WHOLE, weight),
-    ):
-        assert torch.equal(op(x), y), op.__name__
-        assert torch.equal(_gradient(op, x, loss), gradient), op.__name__
-
-
-def test_gradient_conventions() -> None:
-    on_ranks(N, _conventions)
 
 
 def _all_to_all() -> None:
@@ -224,7 +145,8 @@ def test_examples_of_the_docstrings() -> None:
     """In a process of their own, since they fork."""
     script = (
         "import doctest, importlib\n"
-        "for name in ('dtensor', 'launch', 'nn.domain', 'nn.halo', 'nn.layers', 'ops', 'redistribution'):\n"
+        "for name in ('dtensor', 'launch', 'nn.domain', 'nn.halo', 'nn.layers', 'ops', 'positions',\n"
+        "             'redistribution'):\n"
         "    found = doctest.testmod(importlib.import_module('torch_bridge.' + name))\n"
         "    assert found.attempted and not found.failed, found\n"
     )

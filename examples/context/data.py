@@ -1,0 +1,63 @@
+"""English text, windows of it, and the first weights: what every run starts from, in numpy.
+
+Decides the task: the next character, from as many as 512 before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pydoc_data.topics import topics
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Characters = NDArray[np.int64]
+
+LENGTH, BATCH = 512, 2
+WIDTH, HEADS, KV_HEADS = 48, 6, 2  # six heads over four devices, in two groups
+LAYERS = ("gathered_attention", "long_convolution", "ulysses_attention")
+LEARNING_RATE, MOMENTUM = 0.03, 0.9
+
+
+@cache
+def text() -> tuple[Characters, int]:
+    """The help texts that Python ships, as numbers of characters, and how many there are."""
+    whole = "\n".join(topics[name] for name in sorted(topics))
+    known = sorted(set(whole))
+    number = {character: i for i, character in enumerate(known)}
+    return np.array([number[character] for character in whole]), len(known)
+
+
+def windows(steps: int) -> Iterator[tuple[Characters, Characters]]:
+    """(characters, the next of each), [batch, sequence], the same for every run."""
+    rng, (characters, _) = np.random.default_rng(1), text()
+    for _ in range(steps):
+        starts = rng.integers(0, len(characters) - LENGTH, BATCH)
+        window = characters[starts[:, None] + np.arange(LENGTH + 1)]
+        yield window[:, :-1], window[:, 1:]
+
+
+def initial_weights() -> dict[str, Array]:
+    """Parameters by name, the same for every run."""
+    rng, (_, n_characters) = np.random.default_rng(2), text()
+
+    def matrix(n_in: int, n_out: int) -> Array:
+        return rng.normal(0, n_in**-0.5, (n_in, n_out)).astype(np.float32)
+
+    head = WIDTH // HEADS
+    weights = {"embed": matrix(n_characters, WIDTH), "norm": np.ones(WIDTH, np.float32)}
+    for i, kind in enumerate(LAYERS):
+        weights |= {
+            f"{i}.norm1": np.ones(WIDTH, np.float32),
+            f"{i}.in": matrix(WIDTH, WIDTH + 2 * KV_HEADS * head if "attention" in kind else 2 * WIDTH),
+            f"{i}.out": matrix(WIDTH, WIDTH),
+            f"{i}.norm2": np.ones(WIDTH, np.float32),
+            f"{i}.up": matrix(WIDTH, 4 * WIDTH),
+            f"{i}.down": matrix(4 * WIDTH, WIDTH),
+        }
+        if kind == "long_convolution":  # every channel forgets at a rate of its own
+            rate = np.exp(-np.arange(LENGTH) / np.geomspace(2, LENGTH, WIDTH)[:, None])
+            weights[f"{i}.filters"] = (rate * rng.normal(0, 0.3, rate.shape)).astype(np.float32)
+    return weights | {"scores": matrix(WIDTH, n_characters)}

@@ -1,0 +1,112 @@
+"""Train a character model on English text whose sequence lies on four devices, and compare every loss.
+
+    python examples/long_context.py            # --quick: a few steps
+
+1. torch on a single device;
+2. torch on four processes, the sequence cut over them in zigzag order;
+3. JAX on four devices, cut by the same expressions (context/layouts.py).
+
+Three layers mix the sequence in three ways: attention that gathers keys and values, a convolution as long
+as the sequence (rows for channels, FFT), and Ulysses attention (rows for heads: six heads on four devices, in
+two groups that share keys). The text is Python's own help. Why zigzag is in the second table.
+The exit status is 1 where a loss differs, or where nothing was learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from subprocess import CalledProcessError
+
+import numpy as np
+from context.data import LENGTH
+from context.layouts import CONTIGUOUS, MESH, ZIGZAG
+from numpy.typing import NDArray
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from support.runs import Result, concluded, differences, follow_all
+
+from xshard import Layout
+
+RUNS = {
+    "torch, 1 device": ["context.with_torch", "single"],
+    "torch, 4 processes": ["context.with_torch", "sharded"],
+    "JAX, 4 devices": ["context.with_jax"],
+}
+TOLERANCE = 1e-4  # relative, of float32 losses
+ROWS = 10  # of the table
+QUICK, STEPS = 3, 60
+
+Results = Mapping[str, Result]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} steps instead of {STEPS}")
+    options = parser.parse_args()
+    try:
+        results = follow_all(RUNS, QUICK if options.quick else STEPS)
+    except CalledProcessError as error:  # the run has said why
+        print(error, file=sys.stderr)
+        return 1
+    return judge(results)
+
+
+def judge(results: Results) -> int:
+    """Print the losses, the work, and what is wrong with them; 0 if nothing is."""
+    console = Console()
+    console.print(loss_table(results))
+    console.print(work_table())
+    return concluded(console, results, complaints(results))
+
+
+def complaints(results: Results) -> list[str]:
+    """A sentence for everything that is wrong; what is no number is wrong."""
+    found = []
+    largest = differences(results).max()
+    if not largest <= TOLERANCE:
+        found.append(f"The losses differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
+    for name, result in results.items():
+        if not result.losses[-1] < result.losses[0]:
+            found.append(f"{name}: the loss went from {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
+    return found
+
+
+def work(cut: str) -> NDArray[np.int64]:
+    """For every device, how many keys its queries look at: each as many as stand before it, and itself."""
+    layout = Layout.parse(cut)
+    rows = (layout.positions(MESH, (LENGTH,), 0, device) for device in range(MESH.n_devices))
+    return np.array([(found + 1).sum() for found in rows])
+
+
+def work_table() -> Table:
+    made = Table(title=f"Causal attention over {LENGTH} rows: keys looked at", box=SIMPLE, pad_edge=False)
+    made.add_column("order", no_wrap=True)
+    for device in range(MESH.n_devices):
+        made.add_column(f"device {device}", justify="right")
+    made.add_column("busiest\n/ mean", justify="right")
+    for name, cut in (("contiguous", CONTIGUOUS), ("zigzag", ZIGZAG)):
+        found = work(cut)
+        made.add_row(f"{name}: {cut}", *map(str, found), f"{found.max() / found.mean():.2f}")
+    return made
+
+
+def loss_table(results: Results) -> Table:
+    """Losses of some of the steps, the first and the last included."""
+    made = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
+    made.add_column("step", "seconds", justify="right")
+    for name, result in results.items():
+        made.add_column(name, f"{result.seconds:.1f}", justify="right")
+    relative = differences(results)
+    made.add_column("difference", f"{relative.max():.1e}", justify="right")
+    last = len(relative) - 1
+    for step in sorted({round(i * last / (ROWS - 1)) for i in range(ROWS)}):
+        losses = [f"{result.losses[step]:.6f}" for result in results.values()]
+        made.add_row(str(step + 1), *losses, f"{relative[step]:.1e}")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Which global rows the blocks hold, as an array: for rotary embeddings and causal masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_bridge.axes import bound_sizes
+from jax_bridge.blocks import Table, mine, table
+from jax_bridge.context import AnyMesh, marked, sharding_here, xshard_mesh
+from xshard import Layout, MeshError, Sharding
+
+
+def positions(
+    layout: Layout | str, shape: Sequence[int], dim: int | str, mesh: AnyMesh | None = None
+) -> jax.Array:
+    """The number of every row of a dim in the whole array, whole numbers: `[rows]`.
+
+    Inside `shard_map`, `pmap` or `vmap(axis_name=)` over the layout's axes: of this device's block. Outside
+    of them: of all blocks, one after the other, cut over the dim's axes. That is the order in which `reshard`
+    stores the dim, so that `x[positions(...)]` puts rows into it where blocks are even.
+    -1 stands for a row that is none of the array's: padding, or a constant beyond its ends.
+    shape: global. dim: its name or its index. mesh: inside read from the context where it is left out.
+
+    Raises as `xshard.Layout.positions` does, and MeshError where some of the axes alone are manual, or
+    none and no mesh is given.
+
+    >>> mesh = jax.make_mesh((1,), ("cp",))
+    >>> positions("b s/zigzag(cp)", (3, 8), "s", mesh).tolist()  # one device has all rows in their order
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    layout = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
+    at = layout.dim_index(dim)
+    if bound_sizes(layout.axes) or (mesh is None and not layout.axes):
+        sharding = sharding_here(layout, shape, mesh)
+        return mine(_table(sharding, at), sharding.layout.dims[at].axes)
+    if mesh is None:
+        raise MeshError(
+            "no axis of the layout is manual here",
+            text=str(layout),
+            hint="outside of shard_map and pmap, say on which mesh: positions(layout, shape, dim, mesh)",
+        )
+    with marked(str(layout)):
+        found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), tuple(shape)), at).ravel())
+    if not isinstance(mesh, JaxMesh):
+        return found
+    axes = layout.dims[at].axes
+    return jax.device_put(found, NamedSharding(mesh, PartitionSpec(axes or None)))
+
+
+def _table(sharding: Sharding, dim: int) -> Table:
+    """For every device along the dim's axes, its rows, padded to as many as any has."""
+    axes, width = sharding.layout.dims[dim].axes, sharding.max_local_shape[dim]
+
+    def rows_of(device: int) -> Table:
+        return sharding.layout.positions(sharding.mesh, sharding.shape, dim, device)
+
+    return table(sharding.mesh, axes, width, rows_of)

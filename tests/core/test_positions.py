@@ -1,0 +1,76 @@
+"""Which global row a local row is: as the reference scatters the numbers of the rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import xshard as xs
+from tests.strategies import layouts, meshes, shapes
+
+FOUR = xs.Mesh(cp=4)
+
+
+@given(st.data(), meshes(), shapes())
+def test_positions_are_the_numbers_that_the_reference_scatters(data, mesh, shape):
+    layout = data.draw(layouts(mesh, len(shape), kinds=("copy",)))
+    for d, n in enumerate(shape):
+        along = np.broadcast_to(np.arange(n).reshape(-1, *[1] * (len(shape) - d - 1)), shape)
+        for device, block in enumerate(xs.reference.scatter(along, layout, mesh)):
+            found = layout.positions(mesh, shape, d, device)
+            assert found.dtype == np.int64 and len(found) == block.shape[d]
+            column = found.reshape(-1, *[1] * (len(shape) - d - 1))
+            assert np.array_equal(block, np.broadcast_to(column, block.shape))
+
+
+@pytest.mark.parametrize(
+    "dim",
+    [
+        "s/zigzag(cp,5,0,8,3)",
+        "s/cyclic(cp,3)",
+        "s/sizes(cp,3,0,9,4)",
+        "s/intervals(cp,[12,16],[0,1,4,12],[4,4],[1,4])",
+        "s/cp:halo(2,1,constant(-1))",
+        "s/cp:halo(5,6,periodic)",
+        "s/cp:halo([0,1,2,3],[-1,0,1,2],reflect,edge)",
+        "s/zigzag(cp):halo(3,0,constant(-1))",
+        "s/cp:window(k=3,s=2,p=1,constant(-1))",
+        "s/cp:halo(1,1,none)",
+        "s/cp:halo(2,0,pole)",
+    ],
+)
+def test_every_order_and_overlap(dim):
+    for device, block in enumerate(xs.reference.scatter(np.arange(16), dim, FOUR)):
+        assert np.array_equal(xs.Layout.parse(dim).positions(FOUR, (16,), "s", device), block)
+
+
+def test_rows_of_a_constant_are_no_rows_and_contributions_are_those_of_their_rows():
+    def positions(text, device):
+        return xs.Layout.parse(text).positions(FOUR, (8,), "s", device).tolist()
+
+    assert positions("s/cp:halo(2,1)", 0) == [-1, -1, 0, 1, 2]
+    assert positions("s/cp:fold(halo(2,1))", 3) == [4, 5, 6, 7, -1]
+
+
+def test_dims_by_name_by_index_and_behind_an_ellipsis():
+    layout = xs.Layout.parse("... s/cp c")
+    for dim in ("s", 2, -2):
+        assert layout.positions(FOUR, (2, 3, 8, 5), dim, 1).tolist() == [2, 3]
+    assert layout.positions(FOUR, (2, 3, 8, 5), "_1", 1).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "dim", "device", "error", "message"),
+    [
+        ("s/cp c", (8, 2), "t", 0, xs.ShapeError, "no dim 't' in 's/cp c'\n  dims are: s, c"),
+        ("s/cp c", (8, 2), 2, 0, xs.ShapeError, "no dim 2 in"),
+        ("s/cp c", (8,), 0, 0, xs.ShapeError, "has 2 dims, the array has 1"),
+        ("s/tp", (8,), 0, 0, xs.NotationError, "unknown mesh axis 'tp'"),
+        ("s/cp", (8,), 0, 4, xs.MeshError, "no device 4"),
+        ("s/zigzag(cp,4,5)", (8,), 0, 0, xs.ShapeError, "adds up to 9 rows, not 8"),
+    ],
+)
+def test_what_is_refused(layout, shape, dim, device, error, message):
+    with pytest.raises(error) as caught:
+        xs.Layout.parse(layout).positions(FOUR, shape, dim, device)
+    assert message in str(caught.value)

@@ -1,0 +1,40 @@
+"""Which global rows this process's block holds, as a tensor: for rotary embeddings and causal masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_bridge.groups import MeshLike, process_mesh
+from xshard import Layout
+
+
+def positions(
+    layout: Layout | str,
+    mesh: MeshLike,
+    shape: Sequence[int],
+    dim: int | str,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The number of every row of a dim of this process's block in the whole array: `[rows]`, int64.
+
+    -1 stands for a row that is none of the array's: a constant beyond its ends. Nothing is sent.
+    shape: global. dim: its name or its index. device: where the tensor is made; where the mesh is, if it
+    is a `DeviceMesh`, else the CPU.
+
+    Raises as `xshard.Layout.positions` does, and MeshError for what is no mesh here.
+
+    >>> import torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> xt.run_ranks(2, lambda: xt.positions("b s/zigzag(cp)", Mesh(cp=2), (3, 8), "s").tolist())
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    if device is None:
+        device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    processes = process_mesh(mesh)
+    found = Layout.parse(layout) if isinstance(layout, str) else layout
+    return torch.from_numpy(found.positions(processes.mesh, shape, dim, processes.device)).to(device)

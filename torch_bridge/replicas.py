@@ -1,0 +1,142 @@
+"""`check_replicated=True`: blocks that a layout holds to be equal are compared, going in and coming back.
+
+Decides how ranks compare: along every axis, and then what all of them have found, so that every rank of the
+mesh raises or none. That is a collective of the block's size per axis and a wait of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torch_bridge.autograd import apply
+from torch_bridge.collectives import Collective
+from torch_bridge.dtensor import from_placements
+from torch_bridge.dtensor_moves import block_of
+from torch_bridge.executable import Executable
+from torch_bridge.groups import ProcessMesh, dtensor_mesh
+from xshard import Sharding, dtypes
+from xshard.replicas import Held
+
+
+def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
+    """What an executable makes of a block. Raises ReplicaError here, or in the backward pass, on all ranks.
+
+    Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
+    its dual has. processes: all that call it. text: what the error marks.
+    """
+    plan, mesh = executable.plan, processes.mesh
+    entering = _comparison(Held(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
+    returning = None
+    if plan.dst.is_linear:
+        dual = plan.target.with_layout(plan.target.layout.dual)
+        returning = _comparison(Held(dual, mesh, plan.dtype, text, cotangents=True), processes)
+    x = Expect.apply(x, entering, None) if entering else x
+    y = apply(executable, x)
+    return Expect.apply(y, None, returning) if returning else y
+
+
+def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str) -> DTensor:
+    """What `run` makes of a DTensor: compared are its blocks, and those of the gradient that comes back."""
+    _compare_dtensor(x, text, cotangents=False)
+    y = run()
+    if y.requires_grad:
+        y.register_hook(lambda gradient: _compare_dtensor(gradient, text, cotangents=True))
+    return y
+
+
+def _compare_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
+    processes = dtensor_mesh(x.device_mesh)
+    placed = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
+    held = Held(placed, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
+    comparison = _comparison(held, processes)
+    if comparison is not None:
+        comparison(block_of(x))
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Call it on a block: raises ReplicaError on all processes where it is not what others have."""
+
+    held: Held
+    processes: ProcessMesh
+
+    def __post_init__(self) -> None:
+        for axes in (*((axis,) for axis in self.held.axes), self.processes.mesh.axes):
+            self.processes.group(axes)  # made now, while all are here
+
+    def __call__(self, block: Tensor) -> None:
+        values = _comparable(block.detach())
+        flipped = values.neg() if values.is_floating_point() else values.bitwise_not()
+        found = values.new_zeros((self.processes.mesh.n_devices, len(self.held.axes), 2), dtype=torch.float64)
+        for i, axis in enumerate(self.held.axes):
+            both = self._largest(torch.stack([values, flipped]), (axis,))
+            most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
+            # Equal infinities differ by nothing. Whole numbers wrap around, but not to 0.
+            apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
+            size = torch.maximum(most.double().abs(), least.double().abs())
+            size = torch.where(size.isfinite(), size, torch.zeros_like(size))
+            if values.numel():
+                found[self.processes.device, i] = torch.stack([apart.max(), size.max()])
+        everywhere = self._largest(found, self.processes.mesh.axes)
+        fault = self.held.fault(everywhere.cpu().numpy(), self.processes.ranks)
+        if fault is not None:
+            raise fault
+
+    def _largest(self, values: Tensor, axes: Sequence[str]) -> Tensor:
+        """The maximum along some axes, element by element."""
+        n = (values.numel(),)
+        return Collective("all_reduce", self.processes.group(axes), n, n, "max").run(
+            values.reshape(-1), values.shape
+        )
+
+
+def _comparison(held: Held, processes: ProcessMesh) -> Comparison | None:
+    return Comparison(held, processes) if held.axes else None
+
+
+def _comparable(block: Tensor) -> Tensor:
+    """The block in a dtype that has a maximum; NaN, which is larger than nothing, as infinity."""
+    if block.is_complex():
+        block = torch.view_as_real(block.resolve_conj())
+    if not block.is_floating_point():
+        return block.to(torch.int64)
+    wide = block if block.dtype == torch.float64 else block.float()
+    return torch.where(wide.isnan(), torch.full_like(wide, torch.inf), wide)
+
+
+class Expect(torch.autograd.Function):
+    """`Expect.apply(block, entering, returning)`: a copy of the block.
+
+    `entering` compares the block on its way in, `returning` its cotangent on its way back; in every order
+    of derivative, and under torch.func.
+    """
+
+    @staticmethod
+    def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:
+        if entering is not None:
+            entering(block)
+        return block.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any, Any], output: Tensor) -> None:
+        _, ctx.entering, ctx.returning = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        return Expect.apply(cotangent, ctx.returning, ctx.entering), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return Expect.apply(tangent, ctx.entering, ctx.returning)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], block: Tensor, entering: Any, returning: Any
+    ) -> tuple[Tensor, int]:
+        return Expect.apply(block.movedim(in_dims[0], 0), entering, returning), 0
