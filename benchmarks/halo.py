@@ -10,25 +10,20 @@ Prints a table and writes a JSON file.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
+import record
 from halos import measure
 from halos.ways import WAYS
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import torch_bridge as xt
 import xshard as xs
 from xshard.units import format_bytes, format_seconds
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = 4
 # (batch, channels, rows, columns) of a block, and the rows of halo at either side.
 BLOCKS = (((1, 8, 32, 64), 1), ((1, 64, 64, 256), 1), ((1, 64, 64, 256), 3), ((2, 64, 128, 512), 1))
@@ -44,35 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = (3, 10) if options.quick else (ROUNDS, HOST_ROUNDS)
     host = measure.host(blocks[0][0], blocks[0][1], RANKS, rounds[1])
     cases = []
-    for shape, rows in track(blocks, description="arrays", console=Console(stderr=True)):
+    for shape, rows in record.shown(blocks, "arrays"):
         by_rank = on_ranks(measure.end_to_end, shape, rows, rounds[0])
         cases.append({"block": shape, "rows": rows, "ways": slowest(by_rank), **least(shape, rows)})
     overlap = []
-    for shape, kernel in track(convolutions, description="convolutions", console=Console(stderr=True)):
+    for shape, kernel in record.shown(convolutions, "convolutions"):
         found = on_ranks(measure.convolutions, shape, kernel, rounds[0] // 3)
         overlap.append({"block": shape, "kernel": kernel, "ways": slowest(found)})
     show(Console(width=max(120, Console().width)), host, cases, overlap)
-    about = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": "python benchmarks/halo.py" + " --quick" * options.quick,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("xshard", "torch", "numpy")},
-        },
-        "ranks": RANKS,
-        "backend": "gloo",
-    }
-    path = options.output / "halo.json"
-    path.write_text(
-        json.dumps({**about, "host_s": host, "cases": cases, "overlap": overlap}, indent=1) + "\n"
-    )
+    command = "python benchmarks/halo.py" + " --quick" * options.quick
+    about = record.about(command, "torch", ranks=RANKS, backend="gloo", host_s=host)
+    record.write(options.output / "halo.json", about, cases=cases, overlap=overlap)
     return 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one small array, few rounds")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--output", type=Path, default=record.RESULTS, help="folder for the JSON file")
     return parser.parse_args(arguments)
 
 

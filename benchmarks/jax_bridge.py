@@ -10,13 +10,9 @@ its peer. Exit status 1 when a claim of `resharding.claims` does not hold; the c
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import sys
-from collections.abc import Iterable, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +20,19 @@ from typing import Any
 sys.path.append(sys.path.pop(0))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import record
+
 NAME = "jax_bridge_bytes_memory_seconds"
-RESULTS = Path(__file__).parent / "results"
 MOST_DEVICES = 64
 TIMED_DEVICES = 8
 TIMED_BYTES = 16 << 20
 QUICK_STRIDE = 12
-SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON has them all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="every twelfth case")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--output", type=Path, default=record.RESULTS, help="folder for the JSON file")
     options = parser.parse_args(arguments)
     configure()
     from resharding import claims
@@ -44,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = measure(QUICK_STRIDE if options.quick else 1)
     judged = claims.judge(found["compiled"], found["timed"], found["dispatch"])
     show(judged)
-    about = context("python benchmarks/jax_bridge.py" + " --quick" * options.quick)
-    print(write(options.output, about, [claim.to_dict() for claim in judged], found))
+    command = "python benchmarks/jax_bridge.py" + " --quick" * options.quick
+    about = record.about(command, "jax", "jaxlib", dispatch=found.pop("dispatch"))
+    path = options.output / f"{NAME}.json"
+    print(record.write(path, about, claims=[claim.to_dict() for claim in judged], **found))
     return int(not all(claim.holds for claim in judged))
 
 
@@ -67,31 +65,14 @@ def measure(stride: int) -> dict[str, Any]:
 
     cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][::stride]
     compiled = []
-    for case in shown(cases, "compiling"):
+    for case in record.shown(cases, "compiling"):
         compiled.append(
             measures.compiled([Move(addable(case), profile) for profile in (FEWEST_BYTES, DEFAULT)])
         )
     large = [scaled(c, TIMED_BYTES) for c in cases if c.mesh.n_devices == TIMED_DEVICES]
     distinct = {(c.src, c.dst, c.mesh, c.shape, c.dtype): c for c in large if c.is_even}
-    timed = [measures.timed(Move(case, DEFAULT)) for case in shown([*distinct.values()], "timing")]
+    timed = [measures.timed(Move(case, DEFAULT)) for case in record.shown([*distinct.values()], "timing")]
     return {"compiled": compiled, "timed": timed, "dispatch": measures.dispatch()}
-
-
-def context(command: str) -> dict[str, Any]:
-    """When, how and with what; nothing that names the machine."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("xshard", "numpy", "jax", "jaxlib")},
-        },
-        "machine": {
-            "system": platform.system(),
-            "architecture": platform.machine(),
-            "cpu_cores": os.cpu_count(),
-        },
-    }
 
 
 def show(judged: Sequence[Any]) -> None:
@@ -112,30 +93,7 @@ def show(judged: Sequence[Any]) -> None:
     console.print(table)
     for claim in judged:
         if claim.failing:
-            more = len(claim.failing) - SHOWN_FAILURES
-            named = ", ".join(claim.failing[:SHOWN_FAILURES]) + (f" and {more} more" if more > 0 else "")
-            console.print(f"{claim.statement}: {named}", highlight=False)
-
-
-def write(folder: Path, about: dict[str, Any], claims: list[Any], found: dict[str, Any]) -> Path:
-    """The run as a file, a case to a line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{NAME}.json"
-    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
-    parts.append(f'"dispatch": {json.dumps(found["dispatch"])}')
-    for key, rows in (("claims", claims), ("compiled", found["compiled"]), ("timed", found["timed"])):
-        parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    return path
-
-
-def shown(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """The items, with a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(items, what, console=console, disable=not sys.stderr.isatty(), transient=True)
+            console.print(f"{claim.statement}: {record.named(claim.failing)}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
+import record
 from planning import claims, measures, report, timing
 from planning.cases import Case, load
 from planning.measures import Row
 from planning.peers import collect
 from rich.console import Console
-from rich.progress import track
 
-RESULTS = Path(__file__).parent / "results"
 QUICK_STRIDE = 12  # a quick run takes every twelfth case
 LEAST_WIDTH = 160  # columns of the table, on a narrower terminal too
 
-Item = TypeVar("Item")
 Sets = dict[str, tuple[Case, ...]]
 
 
@@ -52,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="every twelfth case, peers as recorded")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file and the plot")
+    parser.add_argument(
+        "--output", type=Path, default=record.RESULTS, help="folder for the JSON file and the plot"
+    )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--live", dest="live", action="store_true", default=None, help="ask installed peers (default)"
@@ -81,8 +80,8 @@ def measure_speed(public: Sequence[Case]) -> Row:
 def measure_plans(which: str, cases: Sequence[Case]) -> list[Row]:
     """Our plans for a set of cases, and how long each takes to find."""
     profile = measures.profiles()["h100"]
-    cold = [timing.cold_s(case, profile) for case in shown(cases, f"planning time, {which}")]
-    rows = [measures.case_row(case) for case in shown(cases, f"plans, {which}")]
+    cold = [timing.cold_s(case, profile) for case in record.shown(cases, f"planning time, {which}")]
+    rows = [measures.case_row(case) for case in record.shown(cases, f"plans, {which}")]
     return [{**row, "cold_s": seconds} for row, seconds in zip(rows, cold, strict=True)]
 
 
@@ -90,7 +89,7 @@ def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collec
     """The peers' answers by set, case and peer: for the scaled set, and the public partial sums."""
     asked = {**sets, "public": tuple(case for case in sets["public"] if case.is_partial)}
     return {
-        which: collect.answers(which, shown(cases, f"peers, {which}"), live=live)
+        which: collect.answers(which, record.shown(cases, f"peers, {which}"), live=live)
         for which, cases in asked.items()
     }
 
@@ -101,19 +100,23 @@ def show_results(
     """The table on the terminal; the JSON file and the plot in the output folder."""
     console = Console(width=max(Console().width, LEAST_WIDTH))
     options.output.mkdir(parents=True, exist_ok=True)
-    about = report.context(options.command, live=options.live, quick=options.quick)
+    about = record.about(
+        options.command,
+        "rich",
+        "matplotlib",
+        peers="live where installed" if options.live else "recorded",
+        peer_versions=collect.versions(live=options.live),
+        quick=options.quick,
+        speed=speed,
+    )
+    path = options.output / f"{report.NAME}.json"
     written = [
-        report.write_json(options.output, {**about, "speed": speed}, found, rows),
+        record.write(path, about, claims=[claim.to_dict() for claim in found], **rows),
         report.write_plot(options.output, rows["scaled"]),
     ]
     report.print_table(console, found)
     for path in written:
         console.print(str(path), highlight=False)
-
-
-def shown(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """The items, with a progress bar on a terminal."""
-    return track(items, what, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ plan is made on the axes that the expression names; blocks may differ along the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ from xshard import (
     Profile,
     ShapeError,
     Sharding,
-    XshardError,
     notation,
     planner,
 )
 from xshard.layout import check_axes
+from xshard.notation import marked
 from xshard.spelling import Expression, sides, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
@@ -123,17 +122,6 @@ def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
             )
         x = lax.psum(x, axis)  # over one device: it makes the type say so
     return varying(x, plan.src.axes)
-
-
-@contextmanager
-def marked(text: str) -> Iterator[None]:
-    """Errors that know no text get the user's."""
-    try:
-        yield
-    except XshardError as error:
-        if error.text is not None:
-            raise
-        raise type(error)(error.reason, text=text, hint=error.hint) from None
 
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:

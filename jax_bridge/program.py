@@ -19,11 +19,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.axes import reduced, unreduced
-from jax_bridge.context import marked, xshard_mesh
+from jax_bridge.context import xshard_mesh
 from jax_bridge.ops import redistribute
 from jax_bridge.sharding import to_named_sharding
 from xshard import Layout, Plan, Profile, ShapeError, planner
-from xshard.notation import Shard
+from xshard.notation import Shard, marked
 from xshard.spelling import Expression, sides
 from xshard.units import format_bytes
 

@@ -51,7 +51,7 @@ def test_a_quick_run_leaves_a_json_file_and_a_plot(tmp_path: Path) -> None:
     assert {"date", "command", "peers", "quick", "versions", "machine", "speed"} < set(data)
     assert (data["quick"], data["peers"]) == (True, "recorded")
     assert str(tmp_path) not in text
-    assert set(data["versions"]["peers"]) == set(PEERS)
+    assert set(data["peer_versions"]) == set(PEERS)
     assert len(data["public"]) == 15 and len(data["scaled"]) == 12
     for row in [*data["public"], *data["scaled"]]:
         assert set(row["plans"]) == {"bandwidth", "h100", "h100_nvlink"}

@@ -381,3 +381,33 @@ def test_verify_end_to_end():
     assert told.exit_code == 0, told.output
     for runtime in runtimes.RUNTIMES:
         assert f"{runtime.name} 0 0 " in words(told.stdout)
+
+
+# --- bench
+
+
+def test_bench_times_every_way_forward_and_backward_on_both_backends():
+    told = xshard("bench", "n/a d -> n d/a", "--mesh", "a=2", "--shape", "8,6", "--rounds", "1")
+    assert told.exit_code == 0
+    forward, backward = told.stdout.split("backward  ")
+    assert "n/a d -> n d/a" in forward and "n d/a -> n/a d" in backward
+    for part in (forward, backward):
+        assert "predicted torch jax received" in words(part)
+        rows = [line for line in part.splitlines() if line.startswith((" the plan", " all-gather and slice"))]
+        for row, received in zip(rows, ("48 B", "96 B"), strict=True):
+            assert len(re.findall(r"[\d.]+ (?:us|ms|s)\b", row)) == 3 and received in row
+
+
+def test_bench_of_a_max_has_no_plan_of_the_gradient():
+    arguments = ("--mesh", "tp=2", "--shape", "4,4", "--backend", "jax", "--rounds", "1")
+    told = xshard("bench", "n d | max(tp) -> n/tp d", *arguments)
+    assert told.exit_code == 0
+    assert (
+        "reduce_scatter max" in told.stdout and "backward" not in told.stdout and "torch" not in told.stdout
+    )
+
+
+def test_bench_refuses_a_backend_that_does_not_exist():
+    told = xshard("bench", *ULYSSES, "--backend", "tensorflow")
+    assert told.exit_code == 2
+    assert "no backend 'tensorflow'" in told.stderr and "backends are: torch, jax" in told.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xshard import dtypes, notation
 from xshard.cost import Profile, load_profile
-from xshard.errors import MeshError, NotationError, PlanError, ShapeError
+from xshard.errors import MeshError, NotationError, PlanError
 from xshard.layout import Layout, check_axes
 from xshard.links import located
 from xshard.mesh import Mesh
@@ -58,11 +58,9 @@ def plan_between(
             "relabel=True is for two meshes over the same devices",
             hint=f"the source has {numbers(givers)}, the destination {numbers(takers)}",
         )
-    try:
+    with notation.marked(text):
         for layout, mesh in ((src, src_mesh), (dst, dst_mesh)):
             Sharding(layout, mesh, shape)  # a wrong shape is found before the cache of plans is asked
-    except ShapeError as error:
-        raise ShapeError(error.reason, text=text, hint=error.hint) from None
     name, machine = dtypes.name_of(dtype), load_profile(profile)
     if givers == takers and not relabel:
         ends = src, dst, src_mesh, dst_mesh, givers

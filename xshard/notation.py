@@ -6,9 +6,11 @@ shape: `b s/zigzag(cp) c` is only read here; what it means is in `ownership` and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from xshard.errors import NotationError, Span
+from xshard.errors import NotationError, Span, XshardError
 from xshard.overlap import Overlap, Width, listed
 from xshard.overlap_grammar import overlap, width
 from xshard.scanner import Scanner
@@ -63,10 +65,11 @@ Parsed = tuple[tuple[Dim, ...], Tags]
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the names of a text stand: (name, span) in reading order."""
+    """Where the parts of a text stand, in reading order: names of dims and axes, and dims as a whole."""
 
     dims: tuple[tuple[str, Span], ...]
     axes: tuple[tuple[str, Span], ...]
+    whole: tuple[tuple[Dim, Span], ...]
 
 
 def parse_layout(text: str) -> Parsed:
@@ -98,7 +101,28 @@ def spans(text: str) -> Spans:
     if parser.kind == ARROW:
         parser.expect(ARROW)
         parser.layout()
-    return Spans(tuple(parser.dim_spans), tuple(parser.axis_spans))
+    return Spans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
+
+
+@contextmanager
+def marked(text: str | None) -> Iterator[None]:
+    """Errors that know no text, or only the text of one dim, get the user's, with that dim marked.
+
+    >>> expression = "n d/sizes(a,1,2) -> n d"
+    >>> try:
+    ...     with marked(expression):
+    ...         raise XshardError("3 rows, not 4", text="d/sizes(a,1,2)")
+    ... except XshardError as error:
+    ...     print(error.text[slice(*error.span)])
+    d/sizes(a,1,2)
+    """
+    try:
+        yield
+    except XshardError as error:
+        if text is None or error.span is not None:
+            raise
+        span = next((span for dim, span in spans(text).whole if str(dim) == error.text), None)
+        raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
 
 
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
@@ -124,6 +148,7 @@ class _Parser(Scanner):
     def __init__(self, text: str) -> None:
         self.dim_spans: list[tuple[str, Span]] = []
         self.axis_spans: list[tuple[str, Span]] = []
+        self.whole_spans: list[tuple[Dim, Span]] = []
         super().__init__(text)
 
     def layout(self) -> Parsed:
@@ -164,7 +189,9 @@ class _Parser(Scanner):
                 raise self.error("'...' stands for whole dims and cannot overlap")
             self.advance()
             overlaps = overlap(self)
-        return Dim(name, tuple(shards), overlaps)
+        dim = Dim(name, tuple(shards), overlaps)
+        self.whole_spans.append((dim, (span[0], self.end)))
+        return dim
 
     def _dims_of_this_layout(self) -> list[tuple[str, Span]]:
         arrow = self.text.find(ARROW)

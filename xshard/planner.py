@@ -19,6 +19,7 @@ from xshard.cost import Profile, load_profile
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, check_axes, parse_expression
 from xshard.mesh import Mesh
+from xshard.notation import marked
 from xshard.objective import FORWARD
 from xshard.overlapped import overlaps
 from xshard.plan import Plan
@@ -143,14 +144,13 @@ def _plan(
     src, dst, text = sides(expression)
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    try:
-        Sharding(src, mesh, shape)  # a wrong shape is found before the cache of plans is asked
-        found = find_plan(
-            src, dst, mesh, shape, dtypes.name_of(dtype), load_profile(profile), memory_limit=memory_limit
-        )
-        return found if objective == FORWARD else replace(found, objective=objective)
-    except ShapeError as error:
-        raise ShapeError(error.reason, text=text, hint=error.hint) from None
+    with marked(text):
+        for layout in (src, dst):
+            Sharding(layout, mesh, shape)  # a wrong shape is found before the cache of plans is asked
+    found = find_plan(
+        src, dst, mesh, shape, dtypes.name_of(dtype), load_profile(profile), memory_limit=memory_limit
+    )
+    return found if objective == FORWARD else replace(found, objective=objective)
 
 
 def sides(expression: Expression) -> tuple[Layout, Layout, str | None]:

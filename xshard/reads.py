@@ -1,7 +1,8 @@
-"""Which rows of its input a device needs for the outputs it computes: transposed windows and resampling.
+"""Which rows of its input a device needs for the outputs it computes: dilated inputs and resampling.
 
-Decides the interval of every part's inputs, written as a halo with a width per part. What a plain
-window reads is notation of its own (`window(...)`, `held.output_dim`).
+Decides the interval of every part's inputs, written as a halo with a width per part, with the fill
+beyond the ends in it. What a plain window reads is notation of its own (`window(...)`,
+`held.output_dim`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from xshard.errors import ShapeError
 from xshard.notation import SIZES, Dim, Shard
 from xshard.overlap import Boundary, Halo
 from xshard.ownership import Runs, owners, size
+
+NOTHING = Boundary("none")
 
 Sizes = tuple[int, ...]
 Needs = Callable[[int, int], tuple[int, int]]  # outputs [start, stop) -> the inputs they need
@@ -50,6 +53,35 @@ def transposed(
     return read(dim, length, sizes, outputs, covered(k, 1, d, s, d * (k - 1) - p))
 
 
+def dilated(
+    dim: Dim,
+    length: int,
+    sizes: Sizes,
+    *,
+    k: int,
+    s: int = 1,
+    d: int = 1,
+    base: int = 1,
+    p: tuple[int, int] = (0, 0),
+    fill: float = 0.0,
+    out: str = "",
+) -> Read:
+    """What windows over a dilated or cropped (negative `p`) input read.
+
+    Output `o` takes row `o * s - p[0] + d * j` by tap j, input i being row `i * base`.
+    fill: what stands between the inputs, and beyond the ends. out: how the outputs are cut (see `read`).
+    Raises ShapeError where the parts of the dim are no intervals.
+
+    >>> found = dilated(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, base=2, p=(1, 2))
+    >>> str(found.source), found.inputs, found.outputs
+    ('h/sp:halo([0,0],[1,1],constant)', ((0, 5), (4, 9)), ((0, 8), (8, 16)))
+    """
+    rows = (length - 1) * base + 1 if length else 0
+    outputs = max(0, (rows + sum(p) - d * (k - 1) - 1) // s + 1)
+    needs, beyond = covered(k, s, d, base, p[0]), Boundary("constant", fill)
+    return read(dim, length, sizes, outputs, needs, out=out, beyond=beyond)
+
+
 def covered(k: int, s: int, d: int, base: int, before: int) -> Needs:
     """The inputs under taps: tap j of output o is at row `o * s - before + d * j`, input i at `i * base`."""
 
@@ -59,13 +91,22 @@ def covered(k: int, s: int, d: int, base: int, before: int) -> Needs:
     return needs
 
 
-def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs, out: str = "") -> Read:
+def read(
+    dim: Dim,
+    length: int,
+    sizes: Sizes,
+    outputs: int,
+    needs: Needs,
+    *,
+    out: str = "",
+    beyond: Boundary = NOTHING,
+) -> Read:
     """The read of an op of which every part makes some outputs and reads an interval of inputs.
 
-    needs: clipped to the array; what lies outside is not read. out: how the outputs are cut: as the
-    inputs are or, where the sizes of those are given, aligned (empty), `balanced`, or `aligned`: a part
-    makes the share of all outputs that it has of the inputs. Raises ShapeError where the parts of the dim
-    are no intervals.
+    out: how the outputs are cut: as the inputs are or, where the sizes of those are given, aligned
+    (empty), `balanced`, or `aligned`: a part makes the share of all outputs that it has of the inputs.
+    beyond: what is read outside the array; by default nothing: intervals end where it ends.
+    Raises ShapeError where the parts of the dim are no intervals.
     """
     owned = owners(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
@@ -78,12 +119,12 @@ def read(dim: Dim, length: int, sizes: Sizes, outputs: int, needs: Needs, out: s
     inputs = []
     for (start, stop), (own, _) in zip(made, mine, strict=True):
         first, last = needs(start, stop) if start < stop else (own, own)
-        first, last = min(max(first, 0), length), min(max(last, 0), length)
+        if beyond == NOTHING:
+            first, last = min(max(first, 0), length), min(max(last, 0), length)
         inputs.append((first, max(first, last)))
     lo = tuple(own[0] - first for own, (first, _) in zip(mine, inputs, strict=True))
     hi = tuple(last - own[1] for own, (_, last) in zip(mine, inputs, strict=True))
-    none = Boundary("none")
-    source = Dim(dim.name, dim.shards, Halo(lo, hi, none, none))
+    source = Dim(dim.name, dim.shards, Halo(lo, hi, beyond, beyond))
     return Read(source, result, outputs, tuple(inputs), tuple(made))
 
 

@@ -21,14 +21,15 @@ _T = TypeVar("_T")
 
 
 class Scanner:
-    """A text as tokens: `kind` and `value` of the next one, `span` where it stands."""
+    """A text as tokens: `kind` and `value` of the next one, `span` where it stands; `end` of the last one."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.at, self.span = 0, (0, 0)
         self.advance()
 
     def advance(self) -> None:
+        self.end = self.span[1]
         match = _TOKEN.match(self.text, self.at)
         if match is None:
             rest = self.text[self.at :]

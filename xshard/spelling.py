@@ -12,6 +12,7 @@ from xshard.errors import ShapeError, XshardError
 from xshard.held import length_of_equal_blocks
 from xshard.layout import Layout, parse_expression
 from xshard.mesh import Mesh
+from xshard.notation import marked
 from xshard.overlap import Halo
 from xshard.overlap_grammar import boundaries
 from xshard.plan import Plan
@@ -35,10 +36,8 @@ def sides(expression: Expression) -> tuple[Layout, Layout, str]:
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
     """The global shape of which every block is as large as this one. Raises ShapeError where none is."""
-    try:
+    with marked(text):
         found = layout.resolved(len(local_shape)).dims
-    except ShapeError as error:
-        raise ShapeError(error.reason, text=text, hint=error.hint) from None
     lengths = []
     for dim, rows in zip(found, local_shape, strict=True):
         length = length_of_equal_blocks(dim, rows, mesh.size(*dim.axes))

@@ -77,13 +77,12 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
     (0, 1)
     """
     before, after = window.padding
-    if not ceil:
+    span, padded = window.d * (window.k - 1) + 1, length + before + after
+    last = -(-(padded - span) // window.s) * window.s
+    # A last window counts if it begins in the array or in the padding before it.
+    if not ceil or last >= length + before:
         return window
-    span = window.d * (window.k - 1) + 1
-    n = -(-max(0, length + before + after - span) // window.s) + 1
-    if (n - 1) * window.s >= length + before:  # the last one would begin beyond the array and its padding
-        n -= 1
-    return replace(window, p=(before, max(after, (n - 1) * window.s + span - length - before)))
+    return replace(window, p=(before, after + last + span - padded))
 
 
 def pool_counts(

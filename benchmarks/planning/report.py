@@ -1,60 +1,22 @@
-"""What a run leaves behind: a table on the terminal, a JSON file and a plot."""
+"""What a run of the planner looks like: a table on the terminal, and a plot."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import record
 from rich.console import Console
 from rich.table import Table
 
 from planning import ratios
 from planning.claims import SECONDS_PROFILES, Claim
 from planning.measures import Row
-from planning.peers.collect import PEERS, versions
+from planning.peers.collect import PEERS
 from xshard.units import format_bytes
 
-SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON has them all
 NAME = "planner_bytes_seconds_nodes_speed"
-LIBRARIES = ("xshard", "numpy", "rich", "matplotlib")
-
-
-def context(command: str, *, live: bool, quick: bool) -> dict[str, Any]:
-    """When, how and with what a run was made; nothing that names the machine."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
-        "peers": "live where installed" if live else "recorded",
-        "quick": quick,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in LIBRARIES},
-            "peers": versions(live=live),
-        },
-        "machine": {
-            "system": platform.system(),
-            "architecture": platform.machine(),
-            "cpu_cores": os.cpu_count(),
-        },
-    }
-
-
-def write_json(
-    folder: Path, about: Mapping[str, Any], found: Sequence[Claim], rows: Mapping[str, Sequence[Row]]
-) -> Path:
-    """The run as a file: what it is, every claim, every case on a line of its own."""
-    path = folder / f"{NAME}.json"
-    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
-    for key, entries in {"claims": [claim.to_dict() for claim in found], **rows}.items():
-        parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, entries)) + "\n]")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    return path
 
 
 def print_table(console: Console, found: Sequence[Claim]) -> None:
@@ -77,7 +39,7 @@ def print_table(console: Console, found: Sequence[Claim]) -> None:
     for claim in found:
         if not claim.holds:
             word = "fails" if claim.must else "misses its aim"
-            named = f": {_named(claim.failing)}" if claim.failing else ""
+            named = f": {record.named(claim.failing)}" if claim.failing else ""
             console.print(f"[bold]{claim.name}[/bold] {word}{named}", highlight=False)
 
 
@@ -93,11 +55,6 @@ def _number(value: float, unit: str) -> str:
     if unit == "cases":
         return f"{value:.0f}"
     return f"{value:.3f}" if unit == "ratio" else f"{value:.3g} {unit}"
-
-
-def _named(failing: Sequence[str]) -> str:
-    more = len(failing) - SHOWN_FAILURES
-    return ", ".join(failing[:SHOWN_FAILURES]) + (f" and {more} more" if more > 0 else "")
 
 
 def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:

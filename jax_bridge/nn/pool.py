@@ -17,7 +17,7 @@ from jax_bridge.nn.placed import Placed
 from jax_bridge.nn.window import Boundaries, Sliding, windowed
 from xshard.overlap import Window
 from xshard.ownership import Run
-from xshard.windows import pool_counts
+from xshard.windows import pool_counts, pool_window
 
 
 def reduce_window(
@@ -154,10 +154,4 @@ def _ends(
     if not ceil_mode:
         return ends
     every = zip(x.sharding.shape, windows, strides, dilation, ends, strict=True)
-    return [(ends_[0], ends_[1] + _missing(n, (k - 1) * d + 1, s, ends_)) for n, k, s, d, ends_ in every]
-
-
-def _missing(length: int, span: int, stride: int, ends: tuple[int, int]) -> int:
-    """Rows that the last window lacks, if it begins in the array or in the padding before it."""
-    last = -(-(length + sum(ends) - span) // stride) * stride
-    return last + span - length - sum(ends) if last < length + ends[0] else 0
+    return [pool_window(n, Window(k, s, d, p), ceil=True).padding for n, k, s, d, p in every]

@@ -16,13 +16,13 @@ import numpy as np
 
 from jax_bridge.blocks import VOID, Table, pick
 from jax_bridge.nn.placed import Placed
-from xshard.dilated import dilated
 from xshard.errors import PlanError, ShapeError
 from xshard.held import output_dim, outputs
 from xshard.notation import Dim
 from xshard.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.overlap_grammar import boundaries
 from xshard.ownership import flat
+from xshard.reads import dilated
 
 Boundaries = str | Mapping[str, str] | None
 Local = Callable[[jax.Array, tuple[int, ...], tuple[tuple[int, int], ...]], jax.Array]

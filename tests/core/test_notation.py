@@ -328,3 +328,23 @@ def test_errors_survive_pickling():
         Layout.parse("n/a/a")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (type(copy), str(copy), copy.span) == (xs.NotationError, str(caught.value), caught.value.span)
+
+
+@pytest.mark.parametrize(
+    ("expression", "shape", "part"),
+    [
+        ("n d/sizes(a,3,3) -> n d", (8, 8), "d/sizes(a,3,3)"),
+        ("n/a d -> n d/sizes( a, 3,3,2 )", (8, 8), "d/sizes( a, 3,3,2 )"),
+        ("h/a w -> h/a:halo([1,2,3],1) w", (8, 8), "h/a:halo([1,2,3],1)"),
+        ("h/a w -> h/a:halo(1,1,pole) w", (8, 7), "h/a:halo(1,1,pole)"),
+    ],
+)
+def test_what_does_not_fit_the_shape_is_marked_as_the_user_wrote_it(expression, shape, part):
+    for made in (
+        lambda: xs.plan(expression, xs.Mesh(a=2), shape),
+        lambda: xs.plan(expression, src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(a=2), shape=shape),
+    ):
+        with pytest.raises(xs.ShapeError) as told:
+            made()
+        error = told.value
+        assert (error.text, error.span and expression[slice(*error.span)]) == (expression, part)

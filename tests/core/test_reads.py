@@ -1,14 +1,17 @@
 """What transposed windows and resampling read, against torch on one device."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 import xshard as xs
-from xshard.dilated import dilated
 from xshard.notation import Dim, Shard
-from xshard.reads import transposed
+from xshard.overlap import Window
+from xshard.reads import dilated, transposed
 from xshard.resample import resampled, taps
+from xshard.windows import pool_window
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "cubic"])
@@ -117,3 +120,20 @@ def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, lengt
         taps = [o * s - p[0] + d * j for o in range(start, stop) for j in (0, k - 1)]
         rows = range(-(-min(taps) // base), max(taps) // base + 1) if taps else ()
         assert block.tolist() == [i if 0 <= i < length else 77 for i in rows]
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+def test_pools_have_as_many_outputs_as_in_torch(ceil):
+    found = 0
+    for length, k, s, p, d in itertools.product(range(1, 8), range(1, 5), range(1, 5), (0, 1, 2), (1, 2)):
+        if p > k // 2:
+            continue
+        x = torch.zeros(1, 1, length)
+        try:
+            outputs = torch.nn.functional.max_pool1d(x, k, s, p, d, ceil).shape[-1]
+        except RuntimeError:  # no window fits, which torch refuses
+            outputs = 0
+        window = pool_window(length, Window(k, s, d, (p, p)), ceil=ceil)
+        assert max(0, window.output_length(length)) == outputs, (length, k, s, p, d)
+        found += outputs > 0
+    assert found > 300

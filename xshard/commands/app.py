@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from xshard.commands.bench import bench
 from xshard.commands.calibrate import calibrate_command
 from xshard.commands.console import print_error
 from xshard.commands.plan import plan
@@ -33,6 +34,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, show, verify):
+for command in (plan, show, verify, bench):
     app.command()(command)
 app.command("calibrate")(calibrate_command)
