@@ -25,7 +25,7 @@ import record
 NAME = "jax_bridge_bytes_memory_seconds"
 MOST_DEVICES = 64
 TIMED_DEVICES = 8
-TIMED_BYTES = 16 << 20
+TIMED = ((16 << 20, 21), (128 << 20, 7))  # bytes of the arrays that are timed, and in how many rounds
 QUICK_STRIDE = 12
 
 
@@ -60,8 +60,10 @@ def measure(stride: int) -> dict[str, Any]:
     """The rows of every case that JAX has: even, on at most 64 devices."""
     from planning.cases import load
     from resharding import measures
-    from resharding.claims import DEFAULT, FEWEST_BYTES
+    from resharding.claims import DEFAULT, FEWEST_BYTES, HOST
     from resharding.programs import Move, addable, scaled
+
+    from xshard.units import format_bytes
 
     cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][::stride]
     compiled = []
@@ -69,9 +71,12 @@ def measure(stride: int) -> dict[str, Any]:
         compiled.append(
             measures.compiled([Move(addable(case), profile) for profile in (FEWEST_BYTES, DEFAULT)])
         )
-    large = [scaled(c, TIMED_BYTES) for c in cases if c.mesh.n_devices == TIMED_DEVICES]
-    distinct = {(c.src, c.dst, c.mesh, c.shape, c.dtype): c for c in large if c.is_even}
-    timed = [measures.timed(Move(case, DEFAULT)) for case in record.shown([*distinct.values()], "timing")]
+    timed = []
+    for size, rounds in TIMED:
+        large = [scaled(c, size) for c in cases if c.mesh.n_devices == TIMED_DEVICES]
+        distinct = {(c.src, c.dst, c.mesh, c.shape, c.dtype): c for c in large if c.is_even}
+        for case in record.shown([*distinct.values()], f"timing at {format_bytes(size)}"):
+            timed.append(measures.timed(Move(case, HOST), rounds))
     return {"compiled": compiled, "timed": timed, "dispatch": measures.dispatch()}
 
 

@@ -1,5 +1,8 @@
 """jax_bridge: JAX carries out the plans of xshard, forward and backward."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from jax_bridge.ops import (
     all_gather,
     all_reduce,
@@ -17,12 +20,17 @@ from jax_bridge.positions import positions
 from jax_bridge.reshard import reshard
 from jax_bridge.sharding import from_partition_spec, to_named_sharding, to_partition_spec
 
+if TYPE_CHECKING:
+    from jax_bridge import torch_interop
+    from jax_bridge.torch_interop import from_torch
+
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
     "copy_to",
     "from_partition_spec",
+    "from_torch",
     "halo_exchange",
     "positions",
     "redistribute",
@@ -32,6 +40,14 @@ __all__ = [
     "slice",
     "to_named_sharding",
     "to_partition_spec",
+    "torch_interop",
     "trim_halo",
     "valid_mask",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("from_torch", "torch_interop"):  # which need torch: they are imported when asked for
+        interop = import_module("jax_bridge.torch_interop")
+        return interop if name == "torch_interop" else interop.from_torch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

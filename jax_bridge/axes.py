@@ -7,6 +7,7 @@ and in `vmap` there are no types, and declaring one does nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -14,8 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jax_bridge.compat import cotangent_type, linear_primitive, manual_type, with_manual_type
+from jax_bridge.parts import long_axes
+from jax_bridge.versions import cotangent_type, linear_primitive, manual_type, with_manual_type
+from xshard.fine import undivided
 from xshard.mesh import Mesh
+from xshard.spelling import Axes
 
 
 def bound_size(axis: str) -> int | None:
@@ -24,6 +28,11 @@ def bound_size(axis: str) -> int | None:
         return lax.axis_size(axis)
     except NameError:
         return None
+
+
+def axis_size(axis: Axes) -> int:
+    """Devices along an axis, or along several as one; 1 along what no collective can name here."""
+    return math.prod(bound_size(a) or 1 for a in ([axis] if isinstance(axis, str) else axis))
 
 
 def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
@@ -45,8 +54,8 @@ def send(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Arra
     """Whole blocks from device to device of `mesh`, (sender, receiver). What others get means nothing."""
     # ppermute counts devices in the order of JAX's own mesh, whatever the order of the axes it is given.
     names = jax.sharding.get_abstract_mesh().axis_names
-    long = [a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1]
-    axes = sorted(long, key=lambda a: names.index(a) if a in names else 0)
+    mesh = undivided(mesh, mesh.axes)[0]
+    axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
     indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
     if any(map(is_vmapped, axes)):  # whose ppermute wants everyone to take part
         idle = [set(range(mesh.size(*axes))).difference(ends) for ends in zip(*indexed, strict=True)]

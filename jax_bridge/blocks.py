@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
+from jax_bridge.parts import long_axes
 from xshard.mesh import Mesh
 from xshard.ownership import Runs, rows
 from xshard.sharding import Sharding
@@ -95,7 +96,7 @@ def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
 def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
     """A block with the constants that its boundaries say beyond the ends of the array."""
     mesh = sharding.mesh
-    axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
+    axes = long_axes(mesh)
     for dim, length in enumerate(sharding.max_local_shape):
         values = np.zeros((mesh.n_devices, length))
         outside = np.zeros(values.shape, bool)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from jax_bridge.axes import varying
 from jax_bridge.blocks import VOID, Table, inverse, mine, pick
+from jax_bridge.parts import long_axes
 from jax_bridge.rounds import Round, box_shape, rounds
 from jax_bridge.wires import Wire
 from xshard.mesh import Mesh
@@ -32,7 +33,7 @@ def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding, wi
     """Sums that end are added in the order of the rounds, a device's own box first."""
     schedule, op = rounds(before, after, step.node_devices), step.op(before)
     if not schedule:  # nobody holds what is wanted, or nothing is
-        return varying(jnp.zeros(after.max_local_shape, x.dtype), _long_axes(after))
+        return varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule)) else _by_tables
     return by(schedule, op, x, after, wire)
 
@@ -41,7 +42,7 @@ def _by_slices(
     schedule: Sequence[Round], op: str | None, x: jax.Array, after: Sharding, wire: Wire
 ) -> jax.Array:
     """Boxes are cut out, and put or added in place, without a pass over the whole block."""
-    mesh, axes = after.mesh, _long_axes(after)
+    mesh, axes = after.mesh, long_axes(after.mesh)
     starts = _my_starts(schedule, mesh.n_devices, axes)
     packed = [
         lax.dynamic_slice(x, starts[r][0], box_shape(messages), allow_negative_indices=False)
@@ -63,7 +64,7 @@ def _by_tables(
     schedule: Sequence[Round], op: str | None, x: jax.Array, after: Sharding, wire: Wire
 ) -> jax.Array:
     """Every box is spread over a block of its own, and the blocks are combined where they have something."""
-    mesh, axes = after.mesh, _long_axes(after)
+    mesh, axes = after.mesh, long_axes(after.mesh)
     tables = [list(_tables(messages, after)) for messages in schedule]
     packed = [_packed(x, along, axes) for along in tables]
     out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
@@ -82,10 +83,6 @@ def _by_tables(
     return out
 
 
-def _long_axes(sharding: Sharding) -> tuple[str, ...]:
-    return tuple(a for a in sharding.mesh.axes if sharding.mesh.size(a) > 1)
-
-
 def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:
     """Whether a device gets a box, per device."""
     return np.isin(np.arange(n_devices), [m.dst for m in messages])
@@ -97,7 +94,7 @@ def _signed(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
         return box
     signs = np.ones(mesh.n_devices, np.int8)
     signs[[message.dst for message in messages]] = [message.sign for message in messages]
-    return jnp.where(mine(signs, tuple(a for a in mesh.axes if mesh.size(a) > 1)) < 0, -box, box)
+    return jnp.where(mine(signs, long_axes(mesh)) < 0, -box, box)
 
 
 def _are_slices(messages: Round) -> bool:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from jax_bridge.axes import as_bits, invariant, send, varying, varying_axes
 from jax_bridge.blocks import inverse, numbers, pick, table, without_padding
 from jax_bridge.exchange import exchange
+from jax_bridge.parts import group, spanned
 from jax_bridge.wires import Wire, permuted
 from xshard.notation import Shard
 from xshard.plan import Plan
@@ -78,16 +79,16 @@ def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) ->
     axes = axes_of(step.shards)
     # Parts along a first dim of their own: one copy takes them to their places. Along another dim XLA
     # turns the blocks round before the collective and back after it.
-    x = as_bits(lambda x: lax.all_gather(x, axes), x)
+    x = as_bits(lambda x: lax.all_gather(x, **group(before.mesh, axes)), x)
     x = _merged(jnp.moveaxis(x, 0, dim), dim)
     return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
 
 
 def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
     for name, shards in step.cuts:
-        dim, axes = before.dim_index(name), after.layout.dim(name).axes
+        dim, (axes, known) = before.dim_index(name), spanned(before.mesh, after.layout.dim(name).axes)
         rows = partial(_own_rows, before, name, shards)
-        x = pick(x, dim, table(before.mesh, axes, after.max_local_shape[dim], rows), axes)
+        x = pick(x, dim, table(before.mesh, axes, after.max_local_shape[dim], rows), known)
     return x
 
 
@@ -125,7 +126,8 @@ def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> 
     x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
     # Parts along a dim of their own: one copy takes them to their places, a tiled `all_to_all` makes two.
     x = _split(x, dst, before.mesh.size(*axes))
-    x = as_bits(lambda x: lax.all_to_all(x, axes, dst, dst, tiled=True), x)
+    over = group(before.mesh, axes)
+    x = as_bits(lambda x: lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **over), x)
     x = _merged(jnp.moveaxis(x, dst, src), src)
     return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, axes))
 

@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
-from jax_bridge.compat import batch_first, linear_primitive
 from jax_bridge.lower import run
+from jax_bridge.versions import batch_first, linear_primitive
 from jax_bridge.wires import Wire, permuted, ragged
 from xshard.layout import Layout
 from xshard.notation import Dim

@@ -102,8 +102,8 @@ def _move(plan: Plan, text: str, mesh: JaxMesh | AbstractMesh) -> _Move:
                 hint="pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks",
             )
     with marked(text):
-        source = to_named_sharding(_stored(plan.source.layout), mesh)
-        target = to_named_sharding(_stored(plan.target.layout), mesh)
+        source = to_named_sharding(stored(plan.source.layout), mesh)
+        target = to_named_sharding(stored(plan.target.layout), mesh)
 
     def local(x: jax.Array) -> jax.Array:
         y = redistribute(x, plan)
@@ -113,7 +113,7 @@ def _move(plan: Plan, text: str, mesh: JaxMesh | AbstractMesh) -> _Move:
     return _Move(source, target, whole, plan.source.max_local_size == plan.target.max_local_size)
 
 
-def _stored(layout: Layout) -> Layout:
+def stored(layout: Layout) -> Layout:
     """The layout of the array in storage order: the same cuts, in the order of the devices."""
     dims = (replace(d, shards=tuple(Shard(s.axes) for s in d.shards)) for d in layout.dims)
     return replace(layout, dims=tuple(dims))

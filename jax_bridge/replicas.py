@@ -17,7 +17,7 @@ from jax import lax
 from jax_bridge.autodiff import apply
 from jax_bridge.axes import bound_sizes, is_typed, varying_axes
 from jax_bridge.blocks import without_padding
-from jax_bridge.compat import batch_first, linear_primitive
+from jax_bridge.versions import batch_first, linear_primitive
 from xshard import Mesh, Plan, XshardError
 from xshard.replicas import Held
 

@@ -126,12 +126,13 @@ def _check(x: jax.Array, expression: Expression, source: NamedSharding, mesh: Me
         )
     else:
         found = x.sharding
-    if not _are_the_same(found, source, x.ndim):
+    if not are_the_same(found, source, x.ndim):
         src, _, text = sides(expression)
         raise ShapeError(f"the array is not sharded as '{src}' says", text=text, hint=f"it has {found}")
 
 
-def _are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
+def are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
+    """Whether every device has the same part of the array, under the same tags."""
     # JAX's own comparison leaves out which axes are unreduced or reduced.
     return found == source or (_tags(found) == _tags(source) and found.is_equivalent_to(source, ndim))
 

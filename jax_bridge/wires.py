@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from jax_bridge.axes import send, varying, varying_axes
 from jax_bridge.blocks import mine
+from jax_bridge.parts import long_axes
 from jax_bridge.rounds import Round
 from xshard.mesh import Mesh
 
@@ -63,7 +64,7 @@ def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
 
 def _send_ragged(boxes: list[jax.Array], sent: list[int], rounds: Sequence[Round], mesh: Mesh) -> None:
     """Replace the boxes of some rounds by those that arrive."""
-    axes = tuple(a for a in mesh.axes if mesh.size(a) > 1)
+    axes = long_axes(mesh)
     shapes = [boxes[i].shape for i in sent]
     tables = [mine(table, axes) for table in slices([rounds[i] for i in sent], shapes, mesh.n_devices)]
     buffer = jnp.concatenate([boxes[i].reshape(-1) for i in sent])

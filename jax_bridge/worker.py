@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh as JaxMesh
-from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jax_bridge.hlo import received_bytes
 from jax_bridge.ops import redistribute
-from jax_bridge.sharding import padded, unpadded
+from jax_bridge.sharding import padded
+from jax_bridge.stacked import lead, local, spec, stacked, unstacked
 from xshard.mesh import Mesh
 from xshard.plan import Plan
 from xshard.sharding import Sharding
@@ -126,12 +126,8 @@ class Program:
         start = time.perf_counter()
         out = jax.block_until_ready(compiled(*arrays))
         seconds = time.perf_counter() - start
-        held = {shard.device: np.asarray(shard.data) for shard in out.addressable_shards}
-        empty = np.zeros(self.output.max_local_shape, out.dtype)
-        padded_blocks = [held.get(d, empty).reshape(empty.shape) for d in self.devices]
-        blocks = zip(unpadded(padded_blocks, self.output), self.devices, strict=True)
         return Measured(
-            [block if device in held else None for block, device in blocks],
+            unstacked(out, self.output.max_local_shape, self.output, self.devices),
             received_bytes(compiled.as_text(), self.mesh.n_devices),
             seconds,
         )
@@ -141,37 +137,23 @@ class Program:
         return jax.pmap(self.local, axis_name=(*long, "alone")[0], devices=self.devices)
 
     def _shard_map(self):
-        lead = len(self.mesh.axes)
-
-        def local(*stacked: jax.Array) -> jax.Array:
-            out = self.local(*(block.reshape(block.shape[lead:]) for block in stacked))
-            return out.reshape(*[1] * lead, *out.shape)
+        def one_device(*blocks: jax.Array) -> jax.Array:
+            return lead(self.local(*(local(block, self.mesh) for block in blocks)), self.mesh)
 
         return jax.jit(
             jax.shard_map(
-                local,
+                one_device,
                 mesh=self.jax_mesh,
-                in_specs=tuple(map(_spec, self.inputs)),
-                out_specs=_spec(self.output),
+                in_specs=tuple(map(spec, self.inputs)),
+                out_specs=spec(self.output),
                 check_vma=self.mode == "vma",
             )
         )
 
     def _stacked(self, blocks: Blocks, sharding: Sharding) -> NDArray | jax.Array:
-        stacked = padded(blocks, sharding)
         if self.mode == "pmap":
-            return stacked
-        # One leading dim per axis. An axis that the layout does not name holds one value: shard_map
-        # gets one, with no spec, and takes it for invariant.
-        stacked = stacked.reshape(*self.mesh.sizes, *stacked.shape[1:])
-        named = (a in sharding.layout.axes for a in self.mesh.axes)
-        stacked = stacked[tuple(np.s_[:] if varies else np.s_[:1] for varies in named)]
-        on_devices = NamedSharding(self.jax_mesh, _spec(sharding))
-        return jax.make_array_from_callback(stacked.shape, on_devices, stacked.__getitem__)
-
-
-def _spec(sharding: Sharding) -> PartitionSpec:
-    return PartitionSpec(*(a if a in sharding.layout.axes else None for a in sharding.mesh.axes))
+            return padded(blocks, sharding)
+        return stacked(blocks, sharding, self.jax_mesh)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,26 @@ def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> N
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [("bias", "weights['down_bias'] is counted 4 times"), ("norm", "a sum over (dp,tp) is missing")],
+)
+def test_a_port_is_shown_to_be_the_same_and_a_bug_in_it_is_named(bug: str, cause: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "port_check.py"), "--bug", bug]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    same, found = done.stdout.split("With a bug in")
+    assert "The same on dp=1,tp=4; dp=2,tp=2: output, 9 gradients, 8 updated weights" in same
+    assert cause in found
+
+
 @pytest.fixture(scope="module")
 def domain() -> Iterator[ModuleType]:
     """examples/domain_parallel.py as a module."""
@@ -102,6 +123,26 @@ def test_a_seam_or_another_loss_fails(
     images = {"whole": whole, "sharded": whole + pixel, "alone": whole + 1}
     assert domain.judge(found, images) == 1
     assert message in capsys.readouterr().out
+
+
+def test_ddp_fsdp_and_dtensor_in_one_script_train_as_one_process() -> None:
+    command = [sys.executable, str(EXAMPLES / "mixed_parallel.py"), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest relative difference" in done.stdout
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(1.001, 1.0), (1.0, 0.5)])
+def test_another_loss_or_gradient_fails(loss: float, gradient: float) -> None:
+    code = (
+        "import sys, torch; from rich.console import Console; from mixed_parallel import judge;"
+        "run = lambda loss, g: ([2.0, loss], {'p': torch.full((2,), g)});"
+        f"sys.exit(judge(run(1.0, 1.0), run({loss}, {gradient}), Console()) + 10)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 11 and "They differ by more than" in done.stdout, done.stderr
 
 
 def test_a_model_with_its_context_on_four_devices_is_that_of_one() -> None:

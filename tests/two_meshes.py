@@ -13,7 +13,7 @@ import xshard as xs
 from tests import oracle
 from tests.core.test_properties import UNIT
 from tests.core.test_public_cases import layout_of, small
-from tests.strategies import layouts, meshes, shapes
+from xshard.testing.strategies import layouts, meshes, shapes
 
 TWO_MESHES = json.loads((Path(__file__).parent / "data" / "reshard_two_meshes.json").read_text())
 

@@ -1,8 +1,14 @@
 """torch_bridge: torch carries out the plans of xshard, forward and backward."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch_bridge import nn
+from torch_bridge.agreement import DesyncError
 from torch_bridge.dtensor import from_placements, to_placements
+from torch_bridge.dtensor_redistribution import redistribute_dtensor
+from torch_bridge.failures import CollectiveError
 from torch_bridge.launch import RankError, run_ranks
+from torch_bridge.many import redistribute_many
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -15,23 +21,33 @@ from torch_bridge.ops import (
     slice,
     trim_halo,
 )
+from torch_bridge.pending import PendingTensor
 from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
 from torch_bridge.transfer import redistribute_between
 
+if TYPE_CHECKING:
+    from jax_bridge.torch_interop import from_jax
+
 __all__ = [
+    "CollectiveError",
+    "DesyncError",
     "HaloExchange",
+    "PendingTensor",
     "RankError",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "copy_to",
+    "from_jax",
     "from_placements",
     "halo_exchange",
     "nn",
     "positions",
     "redistribute",
     "redistribute_between",
+    "redistribute_dtensor",
+    "redistribute_many",
     "reduce_from",
     "reduce_scatter",
     "run_ranks",
@@ -39,3 +55,11 @@ __all__ = [
     "to_placements",
     "trim_halo",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "from_jax":  # which needs JAX: it is imported when it is asked for
+        from jax_bridge.torch_interop import from_jax
+
+        return from_jax
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

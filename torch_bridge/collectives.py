@@ -1,15 +1,17 @@
-"""Collectives of one group of processes on dense tensors.
+"""Collectives of one group of processes on flat dense tensors.
 
 Decides what backends and torch versions differ in: names, dtypes, and which of two equal
-ways is faster. Knows no layouts. No argument is written to, and every result is a new tensor, not a view
-of one: autograd forbids writing to views that a Function returns.
+ways is faster; and that a compiler sees functional collectives, which it can reorder. Knows no layouts.
+No argument is written to, and every result is a new tensor, not a view of one: autograd forbids
+writing to views that a Function returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,73 +36,101 @@ CARRIERS = {
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# The same over the leading dim of one tensor.
-_LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
-
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Processes that communicate: a process group, and the mesh device of each of its ranks."""
+    """Processes that communicate: a process group, and the mesh device of each of its ranks.
+
+    is_traced: what it does is recorded by a compiler, for which collectives are functions of tensors.
+    """
 
     process_group: dist.ProcessGroup
     devices: tuple[int, ...]
+    is_traced: bool = False
 
     @cached_property
     def backends(self) -> str:
         """Which backend serves which kind of device, as in `cpu:gloo,cuda:nccl`."""
         return dist.get_backend_config(self.process_group)
 
-    def all_gather(self, block: Tensor, shape: Sequence[int]) -> Tensor:
-        """A block per rank -> all of them one after the other, in a tensor of `shape`."""
-        out = block.new_empty(shape)
-        _all_gather_single(out.view(-1), block.contiguous().view(-1), group=self.process_group)
-        return out
+    @cached_property
+    def traced(self) -> Group:
+        """The same processes for a compiler."""
+        return replace(self, is_traced=True)
 
-    def all_reduce(self, block: Tensor, op: str) -> Tensor:
-        """A block per rank -> their reduction on every rank."""
-        out = block.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, _OPS[op], group=self.process_group)
-        return out
+    def serves(self, tensor_device: torch.device, backend: str) -> bool:
+        """Whether that backend carries tensors of such a device."""
+        return f"{tensor_device.type}:{backend}" in self.backends
 
-    def reduce_scatter(self, parts: Tensor, op: str) -> Tensor:
-        """`(ranks, *part)`, one part per rank -> the reduction of this rank's part: `part`."""
-        if f"{parts.device.type}:gloo" in self.backends:
-            # 1.7 to 2.8 times as fast as gloo's own (4 and 8 ranks, 16 MiB), and rounds once.
-            return _LOCAL[op](self.all_to_all(parts.view(-1), parts.shape))
-        out = parts.new_empty(parts.shape[1:])
-        _reduce_scatter_single(out.view(-1), parts.view(-1), _OPS[op], group=self.process_group)
-        return out
 
-    def all_to_all(
-        self,
-        messages: Tensor,
-        shape: Sequence[int],
-        sent: list[int] | None = None,
-        received: list[int] | None = None,
-    ) -> Tensor:
-        """Flat messages, one per rank -> those of every rank to this one, in a tensor of `shape`.
+# What is issued -> its result, once it is there.
+Pending = Callable[[], Tensor]
 
-        sent, received: their lengths, where they are not all equal.
-        """
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: what every rank of a group sends in one flat tensor, and what arrives in one.
+
+    kind: all_gather, all_reduce, reduce_scatter or all_to_all. op: sum, max or min, where it reduces.
+    sent, received: elements of the messages in either tensor, in their order: one per rank, or one
+    where all ranks get, or send, the same.
+    """
+
+    kind: str
+    group: Group
+    sent: Sequence[int] = field(compare=False)
+    received: Sequence[int] = field(compare=False)
+    op: str | None = None
+
+    def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
+        """A flat tensor of all messages sent -> all that are received, in a tensor of `shape`."""
+        if self.group.is_traced:
+            return self.begin(messages, shape)()
         out = messages.new_empty(shape)
-        dist.all_to_all_single(out.view(-1), messages, received, sent, group=self.process_group)
+        self._issue(out.view(-1), messages, async_op=False)
         return out
 
-    def begin_all_to_all(
-        self, messages: Tensor, shape: Sequence[int], sent: list[int], received: list[int]
-    ) -> Callable[[], Tensor]:
-        """`all_to_all`, begun -> what waits for its end and returns its result."""
+    def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
+        """`run`, begun -> what waits for its end and returns its result."""
+        if self.group.is_traced:
+            arriving = self._functional(messages)
+            return lambda: torch.ops._c10d_functional.wait_tensor(arriving).view(shape)
         out = messages.new_empty(shape)
-        work = dist.all_to_all_single(
-            out.view(-1), messages, received, sent, group=self.process_group, async_op=True
-        )
+        work = self._issue(out.view(-1), messages, async_op=True)
 
-        def end() -> Tensor:
+        def end(_messages: Tensor = messages) -> Tensor:  # which are kept until they have been sent
             work.wait()
+            if out.is_cuda:  # the stream that waits need not be the one that `out` was made on
+                out.record_stream(torch.cuda.current_stream(out.device))
             return out
 
         return end
+
+    @cached_property
+    def _splits(self) -> tuple[list[int] | None, list[int] | None]:
+        """What an all-to-all is told: nothing where all messages are of one size, which costs less."""
+        is_even = len({*self.sent, *self.received}) == 1
+        return (None, None) if is_even else (list(self.received), list(self.sent))
+
+    def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
+        group = self.group.process_group
+        if self.kind == "all_to_all":
+            return dist.all_to_all_single(out, messages, *self._splits, group=group, async_op=async_op)
+        if self.kind == "all_gather":
+            return _all_gather_single(out, messages, group=group, async_op=async_op)
+        if self.kind == "all_reduce":
+            out.copy_(messages)
+            return dist.all_reduce(out, _OPS[str(self.op)], group=group, async_op=async_op)
+        return _reduce_scatter_single(out, messages, _OPS[str(self.op)], group=group, async_op=async_op)
+
+    def _functional(self, messages: Tensor) -> Tensor:
+        """The collective as a function, whose result is to be waited for."""
+        functional, name = torch.ops._c10d_functional, self.group.process_group.group_name
+        n = len(self.group.devices)
+        if self.kind == "all_to_all":
+            return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)
+        if self.kind == "all_gather":
+            return functional.all_gather_into_tensor(messages, n, name)
+        if self.kind == "all_reduce":
+            return functional.all_reduce(messages, self.op, name)
+        return functional.reduce_scatter_tensor(messages, self.op, n, name)

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.collectives import CARRIERS
-from torch_bridge.groups import ProcessMesh
-from torch_bridge.lower import Executable, lower
-from torch_bridge.packing import Message, Packing, message
+from torch_bridge.executable import Executable
+from torch_bridge.failures import is_loss, lost
+from torch_bridge.groups import ProcessMesh, mesh_of_ranks
+from torch_bridge.lower import lower
+from torch_bridge.messages import Message, message
+from torch_bridge.packing import Packing
 from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
-from xshard.cost import LOCAL
 from xshard.ownership import Run
 from xshard.steps.exchange import Message as Box
-from xshard.steps.reach import moving
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,7 @@ class Crossing:
 
     plan: TransferPlan
     tensor_device: torch.device
+    group: dist.ProcessGroup
     before: Executable | None
     sent: tuple[tuple[int, Message], ...]
     received: tuple[tuple[int, Message], ...]
@@ -65,21 +67,31 @@ class Crossing:
             if rank == me:
                 parts[me] = part.read(block)
             else:
-                work.append(dist.P2POp(dist.isend, _as_bytes(part.read(block)), rank))
+                work.append(dist.P2POp(dist.isend, _as_bytes(part.read(block)), rank, self.group))
         for rank, part in self.received:
             if rank != me:
                 parts[rank] = block.new_empty(part.shape)
-                work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank))
-        for pending in dist.batch_isend_irecv(work) if work else ():
-            pending.wait()
+                work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank, self.group))
+        try:
+            for pending in dist.batch_isend_irecv(work) if work else ():
+                pending.wait()
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
+            raise lost(self.plan, "the messages between the meshes", ranks, error) from error
         if self.whole is None:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
 
+    @property
+    def is_linear(self) -> bool:
+        return self.plan.src.is_linear
+
     @cached_property
     def backward(self) -> Crossing:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
-        return cross(self.plan.backward, self.tensor_device, dist.group.WORLD)
+        return cross(self.plan.backward, self.tensor_device, self.group)
 
     @property
     def tangent(self) -> Crossing:
@@ -95,8 +107,8 @@ class Crossing:
 
 
 @functools.lru_cache(maxsize=1024)
-def cross(made: TransferPlan, tensor_device: torch.device, world: dist.ProcessGroup) -> Crossing:
-    """A plan between two meshes -> what this process executes; the whole world calls it, as groups are made.
+def cross(made: TransferPlan, tensor_device: torch.device, group: dist.ProcessGroup) -> Crossing:
+    """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
     """
@@ -106,11 +118,11 @@ def cross(made: TransferPlan, tensor_device: torch.device, world: dist.ProcessGr
             f"torch has no {transfer.op} of {made.dtype}",
             hint="this dtype only moves: cast before the reduction",
         )
-    before = _at_end(made.src_plan, made.src_devices, tensor_device, world)
-    after = _at_end(made.dst_plan, made.dst_devices, tensor_device, world)
+    before = _at_end(made.src_plan, made.src_devices, tensor_device)
+    after = _at_end(made.dst_plan, made.dst_devices, tensor_device)
     if transfer is None:
-        return Crossing(made, tensor_device, before, (), (), None, after)
-    _connect(tensor_device, world)
+        return Crossing(made, tensor_device, group, before, (), (), None, after)
+    _connect(tensor_device, group)
     sent: list[tuple[int, Message]] = []
     received: list[tuple[int, Message]] = []
     for box in transfer.messages:
@@ -122,53 +134,27 @@ def cross(made: TransferPlan, tensor_device: torch.device, world: dist.ProcessGr
     whole = None
     if rank in made.dst_devices:
         shape = transfer.target.local_shape(made.dst_devices.index(rank))
-        whole = Packing(shape, tuple(part for _, part in received), transfer.op)
-    return Crossing(made, tensor_device, before, tuple(sent), tuple(received), whole, after)
+        whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
+    return Crossing(made, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
 
 
-def _at_end(
-    made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device, world: dist.ProcessGroup
-) -> Executable | None:
+def _at_end(made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device) -> Executable | None:
     """What this process does before or after the transfer."""
-    if made is None:
+    if made is None or dist.get_rank() not in ranks:
         return None
-    for step, start, end in made.stages:
-        if step.kind not in LOCAL:
-            _process_group(made.mesh, ranks, moving(start, end), world)
-    if dist.get_rank() not in ranks:
-        return None
-    return lower(made, _processes(made.mesh, ranks, world), tensor_device)
+    return lower(made, _processes(made.mesh, ranks, dist.group.WORLD), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
-    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
-        found = _process_group(mesh, ranks, axes, world)
-        assert found is not None  # this process is one of the ranks
-        return found
-
-    return ProcessMesh(mesh, ranks, ranks.index(dist.get_rank()), process_group)
+    """Cached by the world too: its groups end with it."""
+    return mesh_of_ranks(mesh, ranks)
 
 
 @functools.cache
-def _process_group(
-    mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...], world: dist.ProcessGroup
-) -> dist.ProcessGroup | None:
-    """This process's group along some axes, in mesh order; None where it is not in the mesh.
-
-    The whole world makes all groups: what their members alone make they find by how many groups
-    each has made before, which differs where a process is in one mesh or in both.
-    """
-    groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
-    if groups == [list(range(dist.get_world_size()))]:
-        return world
-    return dist.new_subgroups_by_enumeration(groups)[0]
-
-
-@functools.cache
-def _connect(tensor_device: torch.device, world: dist.ProcessGroup) -> None:
+def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """NCCL wants the whole group in its first call; later some processes may have nothing to send."""
-    dist.all_reduce(torch.zeros(1, device=tensor_device), group=world)
+    dist.all_reduce(torch.zeros(1, device=tensor_device), group=group)
 
 
 def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Message:

@@ -83,21 +83,26 @@ def from_placements(placements: Sequence[Placement], mesh: MeshLike, ndim: int) 
             if not ends:
                 raise PlanError(f"{placement} of axis '{axis}' is no nesting of cuts in {tuple(placements)}")
             order.insert(ends[0], axis)
-        elif isinstance(placement, Partial) and placement.reduce_op in _TAGS:
-            tags.setdefault(_TAGS[placement.reduce_op], []).append(axis)
+        elif (tag := tag_of(placement)) is not None:
+            tags.setdefault(tag, []).append(axis)
         elif not isinstance(placement, Replicate):
             raise PlanError(
-                f"{placement} of axis '{axis}' is no layout", hint=f"partials: {', '.join(_TAGS)}"
+                f"{placement!r} of axis '{axis}' is no layout",
+                hint=f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it",
             )
     dims = tuple(Dim(f"d{d}", tuple(Cut((a,)) for a in order)) for d, order in enumerate(orders))
     return Layout(dims, tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
 
 
-def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
-    """A DTensor -> its local block, whose gradient has the dual of `layout`.
+def tag_of(placement: Placement) -> str | None:
+    """The tag that a placement is; subclasses of `Partial`, which keep more than addends, are none."""
+    return _TAGS.get(placement.reduce_op) if type(placement) is Partial else None
 
-    text: the user's expression, whose left side is `layout`. Raises NotationError where the
-    DTensor is placed otherwise.
+
+def check_placed(x: DTensor, layout: Layout, text: str) -> None:
+    """Raise NotationError unless a DTensor is placed as `layout` says.
+
+    text: the user's expression, whose left side is `layout`.
     """
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
@@ -112,7 +117,13 @@ def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
             span=(0, len(text.partition("->")[0].rstrip())),
             hint=f"its placements are {x.placements} on {mesh!r}",
         )
-    return x.to_local(grad_placements=to_placements(_of_gradient(layout), mesh, shape))
+
+
+def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
+    """A DTensor -> its local block, whose gradient has the dual of `layout`. As `check_placed` otherwise."""
+    check_placed(x, layout, text)
+    gradient = to_placements(layout_of_gradient(layout), x.device_mesh, tuple(x.shape))
+    return x.to_local(grad_placements=gradient)
 
 
 def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
@@ -120,13 +131,19 @@ def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     options: dict[str, Any] = {}
     if layout.tagged("copy"):  # whose gradients are partial: not what a DTensor assumes of `Replicate`
-        options["grad_placements"] = to_placements(_of_gradient(layout), mesh, shape)
+        options["grad_placements"] = to_placements(layout_of_gradient(layout), mesh, shape)
     return DTensor.from_local(
         local, mesh, to_placements(layout, mesh, shape), shape=Size(shape), stride=stride, **options
     )
 
 
-def _of_gradient(layout: Layout) -> Layout:
+def positional(layout: Layout, ndim: int) -> Layout:
+    """The layout with the dim names of `from_placements`: d0, d1, ..."""
+    dims = layout.resolved(ndim).dims
+    return replace(layout, dims=tuple(replace(dim, name=f"d{d}") for d, dim in enumerate(dims)))
+
+
+def layout_of_gradient(layout: Layout) -> Layout:
     """The layout of a block's gradient: the dual, with the addends of a maximum read as those of a sum."""
     tags = tuple(("sum" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
     return replace(layout, tags=tags).dual

@@ -9,12 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.collectives import Group
+from torch_bridge.process_groups import group_of
 from xshard import Mesh, MeshError
+from xshard.fine import FineMesh, Split, undivided
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,7 @@ class ProcessMesh:
     process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
+    _divisions: dict[Split, ProcessMesh] = field(default_factory=dict)
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes that differ from this one along `axes` only; all of them call this the first time."""
@@ -54,6 +59,22 @@ class ProcessMesh:
             self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
         return self._parts[axes]
 
+    def divided(self, split: Split) -> ProcessMesh:
+        """The same processes on a mesh with axes divided into parts; itself where none are."""
+        if not split:
+            return self
+        if split not in self._divisions:
+            fine = FineMesh(self.mesh, split)
+
+            def process_group(parts: tuple[str, ...]) -> dist.ProcessGroup:
+                mesh, axes = undivided(fine, parts)
+                if mesh is not fine:
+                    return self.process_group(axes)
+                return group_of(tuple(sorted(self.ranks[d] for d in fine.group(self.device, parts))))
+
+            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, process_group)
+        return self._divisions[split]
+
     def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(axes, key=self.mesh.position))
 
@@ -70,12 +91,46 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """
     if isinstance(mesh, ProcessMesh):
         return mesh
-    if not dist.is_initialized():
-        raise MeshError(
-            "no process group is initialised",
-            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
-        )
+    _check_initialised()
     return _process_mesh(mesh, dist.group.WORLD)
+
+
+def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
+    """The processes of a DTensor's mesh, whose dims are m0, m1, ... where they have no names.
+
+    Raises what `process_mesh` raises but for those names.
+    """
+    return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=256)
+def _unnamed(mesh: DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+    return mesh_of_ranks(dtensor_axes(mesh), callers(mesh), mesh)
+
+
+def dtensor_axes(mesh: DeviceMesh) -> Mesh:
+    """The axes and sizes of a DTensor's mesh."""
+    names = mesh.mesh_dim_names or tuple(f"m{i}" for i in range(mesh.ndim))
+    return Mesh(dict(zip(names, mesh.shape, strict=True)))
+
+
+def callers(mesh: object) -> tuple[int, ...]:
+    """The global ranks that call something on a mesh: its own, and all where it is none of some ranks."""
+    if isinstance(mesh, ProcessMesh):
+        return mesh.ranks
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(range(dist.get_world_size()))
+
+
+def check_device(device: torch.device) -> None:
+    """Raise MeshError unless the processes can send what is on such a device."""
+    backends = dist.get_backend_config()
+    if f"{device.type}:" not in backends:
+        raise MeshError(
+            f"the processes cannot send a block that is on '{device}'",
+            hint=f"their backends are {backends}: move it, or initialise the process group for both",
+        )
 
 
 def mesh_of(mesh: MeshLike) -> Mesh:
@@ -97,36 +152,59 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 @functools.lru_cache(maxsize=256)
 def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
-    axes, rank, size = mesh_of(mesh), dist.get_rank(), dist.get_world_size()
-    if isinstance(mesh, DeviceMesh):
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        if rank not in ranks:
-            raise MeshError(f"rank {rank} is not in {mesh!r}", hint="call this on the mesh's ranks only")
-    else:
-        ranks = tuple(range(size))
-        if axes.n_devices != size:
-            raise MeshError(
-                f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
-                hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
-            )
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    create = functools.partial(_create, axes, ranks, ranks.index(rank), device_mesh)
-    return ProcessMesh(axes, ranks, ranks.index(rank), functools.cache(create))
+    axes, ranks, size = mesh_of(mesh), callers(mesh), dist.get_world_size()
+    if isinstance(mesh, Mesh) and axes.n_devices != size:
+        raise MeshError(
+            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
+            hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
+        )
+    return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
-def _create(
-    mesh: Mesh, ranks: tuple[int, ...], device: int, device_mesh: DeviceMesh | None, axes: tuple[str, ...]
-) -> dist.ProcessGroup:
-    if device_mesh is not None and len(axes) == 1:
-        return device_mesh.get_group(axes[0])
-    world = dist.group.WORLD
-    if world is not None and mesh.size(*axes) == dist.get_world_size():
-        return world
-    if len(ranks) == dist.get_world_size():
-        # Every process makes every group, so that their numbering agrees in the whole world.
-        groups = [[ranks[d] for d in group] for group in mesh.groups(axes)]
-        return dist.new_subgroups_by_enumeration(groups)[0]
-    # The rest of the world does not take part and need not call. Members find each other by how many
-    # groups each has made so far, which is equal where all make groups through the same meshes.
-    members = [ranks[d] for d in mesh.group(device, axes)]
-    return dist.new_group(members, use_local_synchronization=True)
+def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
+    """A mesh whose device i is the process of global rank `ranks[i]`; this process is one of them.
+
+    device_mesh: the same, whose own groups along single axes are then used. Raises MeshError elsewhere.
+    """
+    ranks, rank = tuple(ranks), dist.get_rank()
+    if rank not in ranks:
+        raise MeshError(
+            f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}",
+            hint=f"only the mesh's ranks call this: {', '.join(map(str, ranks))}",
+        )
+    device = ranks.index(rank)
+
+    @functools.cache
+    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if device_mesh is not None and len(axes) == 1:
+            return device_mesh.get_group(mesh.position(axes[0]))
+        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))))
+
+    return ProcessMesh(mesh, ranks, device, process_group)
+
+
+def group_mesh(group: Any, axis: str) -> ProcessMesh:
+    """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
+
+    Raises MeshError where none is initialised, for what is none, and for one that this process is not in.
+    """
+    _check_initialised()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `dist.new_group` returns to all others
+        raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise MeshError(f"{group!r} is no process group", hint='as in mesh.get_group("cp"), or None')
+    return _group_mesh(dist.group.WORLD if group is None else group, axis)
+
+
+@functools.lru_cache(maxsize=256)
+def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return ProcessMesh(Mesh({axis: len(ranks)}), ranks, dist.get_rank(group), lambda axes: group)
+
+
+def _check_initialised() -> None:
+    if not dist.is_initialized():
+        raise MeshError(
+            "no process group is initialised",
+            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
+        )

@@ -56,6 +56,10 @@ def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: list[int], *__: An
     return output.nbytes * (rows - own) // rows if rows else 0
 
 
+def _scatter(outputs: list[Tensor], _: Any, group: Any, root: int, *__: Any) -> int:
+    return 0 if ProcessGroup.unbox(group).rank() == root else sum(t.nbytes for t in outputs)
+
+
 def _functional_all_to_all(block: Tensor, received: list[int], _: Any, group: Any) -> int:
     own = received[_resolve_process_group(group).rank()]
     return (sum(received) - own) * block[:1].nbytes
@@ -65,10 +69,14 @@ def _functional_all_to_all(block: Tensor, received: list[int], _: Any, group: An
 _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
     "c10d": {
         "_allgather_base_": _all_gather,
+        "allgather_": lambda outputs, blocks, *_: sum(t.nbytes for t in outputs[0]) - blocks[0].nbytes,
         "_reduce_scatter_base_": _reduce_scatter,
         "allreduce_": _all_reduce,
         "alltoall_base_": _all_to_all,
         "barrier": None,
+        "recv_": lambda tensors, *_: sum(t.nbytes for t in tensors),
+        "scatter_": _scatter,
+        "send": None,
     },
     # What DTensor and torch.distributed._functional_collectives call.
     "_c10d_functional": {

@@ -1,112 +1,39 @@
 """A block as a row of messages: packing them, and putting them together to a block.
 
 Decides how elements are copied between a block and a flat buffer: not at all where the
-messages lie in the block one after the other, else every element once. Knows rows of local
-blocks, no layouts and no processes.
+messages lie in the block one after the other, else every element once.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from xshard.ownership import Run, Runs, common, intervals, size
-
-# More intervals than this along one dim are copied by a list of rows, not one by one.
-MAX_SLICES = 16
-
-# Which rows along every dim: a slice makes a view, a tensor lists them.
-Index = tuple[slice | Tensor, ...]
+from torch_bridge.messages import Fill, Index, Message, is_symbolic, put, scattered, take
+from xshard.ownership import Runs, common
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-class Box(NamedTuple):
-    """Where a part of a message stands: in the message, and in the block."""
-
-    message: tuple[slice, ...]
-    block: Index
-
-
-@dataclass(frozen=True, eq=False)
-class Message:
-    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d, box by box.
-
-    sign: what it is multiplied by when it is put into the block.
-    """
-
-    shape: tuple[int, ...]
-    rows: tuple[Runs, ...]
-    boxes: tuple[Box, ...]
-    sign: int = 1
-
-    @cached_property
-    def is_view(self) -> bool:
-        """The block holds it as one strided view."""
-        return len(self.boxes) == 1 and all(isinstance(i, slice) for i in self.boxes[0].block)
-
-    def read(self, block: Tensor) -> Tensor:
-        """The message, as a view of the block where it is one."""
-        return block[self.boxes[0].block] if self.is_view else self.copied(block)
-
-    def copied(self, block: Tensor) -> Tensor:
-        """The message as a new tensor."""
-        out = block.new_empty(self.shape)
-        self.write(block, out)
-        return out
-
-    def write(self, block: Tensor, out: Tensor) -> None:
-        """Copy the message into a tensor of its shape."""
-        for box in self.boxes:
-            out[box.message].copy_(_take(block, box.block))
-
-
-class Fill(NamedTuple):
-    """Rows [start, stop) of a dim of a block that hold a constant, a tensor without dims."""
-
-    dim: int
-    start: int
-    stop: int
-    value: Tensor
-
-    def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Where it stands in a block."""
-        whole = (slice(0, n) for n in shape)
-        return tuple(slice(self.start, self.stop) if d == self.dim else all_ for d, all_ in enumerate(whole))
-
-
-def message(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Message:
-    """The rows `rows[d]` of a block along each dim d, in their order; all rows along dims not named.
-
-    device: where lists of rows are kept.
-    """
-    runs = tuple(rows.get(d, (Run(0, n),)) for d, n in enumerate(block_shape))
-    boxes = itertools.product(*(_spans(r, device) for r in runs))
-    return Message(
-        tuple(map(size, runs)),
-        runs,
-        tuple(Box(tuple(m for m, _ in b), tuple(r for _, r in b)) for b in boxes),
-    )
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
     """A block of `shape` as messages, in the order in which they are sent or received.
 
+    counts: how many of them are for, or from, every rank, where that is not one each.
     op: how messages that share rows combine: sum, max or min. For max and min they share all or none.
     fills: what no message brings, written in this order.
     """
 
     shape: tuple[int, ...]
     messages: tuple[Message, ...]
+    counts: tuple[int, ...] | None = None
     op: str | None = None
     fills: tuple[Fill, ...] = ()
 
@@ -116,11 +43,19 @@ class Packing:
         return [math.prod(m.shape) for m in self.messages]
 
     @cached_property
+    def sizes_by_rank(self) -> list[int]:
+        """Elements for, or from, every rank."""
+        sizes, counts = iter(self.sizes), self.counts or (1,) * len(self.messages)
+        return [sum(itertools.islice(sizes, n)) for n in counts]
+
+    @cached_property
     def is_flat(self) -> bool:
         """The messages, one after the other, are the block as it lies in memory."""
         at = 0
         for m, n in zip(self.messages, self.sizes, strict=True):
-            if n and (m.sign < 0 or _flat_start(m, self.shape) != at):
+            start = _flat_start(m, self.shape)
+            # A number may equal a symbol today and not tomorrow: that is not where the message always lies.
+            if n and (m.sign < 0 or start is None or not statically_known_true(start == at)):
                 return False
             at += n
         return at == math.prod(self.shape)
@@ -131,10 +66,22 @@ class Packing:
             return block.contiguous().view(-1)
         if self._stacks:
             return torch.stack([m.read(block) for m in self.messages]).view(-1)
+        if self._line is not None:
+            boxes = (box for m in self.messages for box in m.boxes)
+            return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
+        if self.messages and is_symbolic(self.shape):
+            return torch.cat([m.read(block).reshape(-1) for m in self.messages])
         out = block.new_empty(sum(self.sizes))
-        for m, part in zip(self.messages, out.split(self.sizes), strict=True):
-            m.write(block, part.view(m.shape))
+        self._write(block, self.split(out))
         return out
+
+    def write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy the messages of the block into flat tensors, one per rank."""
+        self._write(block, self.split_each(parts))
+
+    def _write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
+        for m, part in zip(self.messages, parts, strict=True):
+            m.write(block, part)
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
@@ -145,48 +92,78 @@ class Packing:
         """All messages, in a tensor of the shape `arriving` -> the block."""
         return received if self.is_flat else self.place(received, self.split(received))
 
-    def split(self, received: Tensor) -> list[Tensor]:
+    def split(self, received: Tensor) -> Sequence[Tensor]:
         """All messages one after the other -> every one in its shape."""
-        parts = zip(received.view(-1).split(self.sizes), self.messages, strict=True)
+        if self._is_uniform:
+            return received.view(len(self.messages), *self.messages[0].shape).unbind()
+        parts = zip(received.view(-1).split_with_sizes(self.sizes), self.messages, strict=True)
         return [part.view(m.shape) for part, m in parts]
+
+    def split_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The messages of every rank one after the other, a flat tensor each -> every one in its shape."""
+        if self.counts is not None:
+            sizes = iter(self.sizes)
+            by_rank = zip(parts, self.counts, strict=True)
+            parts = [m for part, n in by_rank for m in part.split([next(sizes) for _ in range(n)])]
+        return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Every message -> the block, a new tensor of the dtype of `like`; zeros where nothing is put."""
-        parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
+        if self._negates:
+            parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
         if self._joined is not None:
             dim, order = self._joined
-            return torch.cat([parts[i][rows] if i >= 0 else self._filling(-1 - i) for i, rows in order], dim)
+            pieces = [piece for part, m in zip(parts, self.messages, strict=True) for piece in m.parts(part)]
+            pieces += [self._filling(fill) for fill in self.fills]
+            return torch.cat([pieces[i] for i in order], dim)
         out = like.new_empty(self.shape) if self._covers else like.new_zeros(self.shape)
+        write = scattered if is_symbolic(self.shape) else put
         for fill in self.fills:
-            out[fill.slices(self.shape)] = fill.value
+            out = write(out, fill.box, self._filling(fill), None)
         for part, m, met in zip(parts, self.messages, self._met, strict=True):
-            for box in m.boxes:
-                _put(out, box.block, part[box.message], _COMBINE[str(self.op)] if met else None)
+            for box, piece in zip(m.boxes, m.parts(part), strict=True):
+                out = write(out, box.block, piece, _COMBINE[str(self.op)] if met else None)
         return out
 
-    def _filling(self, i: int) -> Tensor:
-        fill = self.fills[i]
-        return fill.value.expand([index.stop - index.start for index in fill.slices(self.shape)])
+    def _filling(self, fill: Fill) -> Tensor:
+        shape = [*self.shape]
+        shape[fill.dim] = fill.stop - fill.start
+        return fill.value.expand(shape)
+
+    @cached_property
+    def _negates(self) -> bool:
+        return any(m.sign < 0 for m in self.messages)
+
+    @cached_property
+    def _is_uniform(self) -> bool:
+        return bool(self.messages) and all(m.shape == self.messages[0].shape for m in self.messages)
 
     @cached_property
     def _stacks(self) -> bool:
-        return len({m.shape for m in self.messages}) == 1 and all(m.is_view for m in self.messages)
+        return self._is_uniform and all(m.is_view for m in self.messages)
 
     @cached_property
-    def _joined(self) -> tuple[int, list[tuple[int, tuple[slice, ...]]]] | None:
-        """The dim along which boxes, side by side in this order, are the block; fills count from -1 down."""
-        boxes = [(i, box) for i, m in enumerate(self.messages) for box in m.boxes]
-        boxes += [(-1 - i, Box((), fill.slices(self.shape))) for i, fill in enumerate(self.fills)]
-        spans = [[_interval(i) for i in box.block] for _, box in boxes]
-        cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
-        if not boxes or not self.shape or len(cut) > 1:
+    def _line(self) -> int | None:
+        """The dim along which all boxes of all messages, one after the other, are what is sent."""
+        dims = {d for m in self.messages for box in m.boxes for d, _ in box.block}
+        if len(dims) != 1 or any(n != 1 for n in self.shape[: min(dims)]):
             return None
-        dim, at, order = cut[0], 0, []
-        for span, (i, box) in sorted(zip((s[cut[0]] for s in spans), boxes, strict=True), key=lambda x: x[0]):
-            if span[0] != at:
+        return dims.pop()
+
+    @cached_property
+    def _joined(self) -> tuple[int, list[int]] | None:
+        """The dim along which boxes, and fills after them, in this order are the block."""
+        found = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
+        spans = [_intervals(index, self.shape) for index in found]
+        cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
+        if not spans or not self.shape or len(cut) > 1:
+            return None
+        (dim,), at, order = cut, 0, []
+        for start, stop, i in sorted((*span[dim], i) for i, span in enumerate(spans)):
+            if start != at:
                 return None
-            at = span[1]
-            order.append((i, box.message))
+            at = stop
+            order.append(i)
         return (dim, order) if at == self.shape[dim] else None
 
     @cached_property
@@ -200,40 +177,25 @@ class Packing:
         """Every element is written before anything is added to it. Fills of two dims are not counted."""
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
         if len({fill.dim for fill in self.fills}) == 1:
-            slabs = ([index.stop - index.start for index in f.slices(self.shape)] for f in self.fills)
-            first += map(math.prod, slabs)
+            rest = math.prod(n for d, n in enumerate(self.shape) if d != self.fills[0].dim)
+            first += [(fill.stop - fill.start) * rest for fill in self.fills]
         return sum(first) == math.prod(self.shape)
 
 
-def _meet(a: tuple[Runs, ...], b: tuple[Runs, ...]) -> bool:
-    return a == b or all(bool(common(x, y)) for x, y in zip(a, b, strict=True))
+def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
+    # All rows of a dim meet any: where there are none nothing is put.
+    return a == b or all(x is None or y is None or bool(common(x, y)) for x, y in zip(a, b, strict=True))
 
 
-def _spans(runs: Runs, device: torch.device) -> list[tuple[slice, slice | Tensor]]:
-    """Rows of a block, in order -> stretches of the message and the rows of the block they are."""
-    ends = intervals(runs)
-    if len(ends) == 0:
-        return []
-    heads = np.flatnonzero(np.concatenate([[True], ends[1:, 0] != ends[:-1, 1]]))
-    starts, stops = ends[heads, 0], ends[np.append(heads[1:], len(ends)) - 1, 1]
-    lengths, steps = stops - starts, np.diff(starts)
-    if len(starts) > 1 and (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
-        return [(slice(0, len(starts)), slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
-    at = np.concatenate([[0], np.cumsum(lengths)])
-    if len(starts) > MAX_SLICES:
-        listed = np.repeat(starts - at[:-1], lengths) + np.arange(at[-1])
-        return [(slice(0, int(at[-1])), torch.from_numpy(listed).to(device))]
-    return [
-        (slice(int(a), int(b)), slice(int(start), int(stop)))
-        for a, b, start, stop in zip(at[:-1], at[1:], starts, stops, strict=True)
-    ]
-
-
-def _interval(rows: slice | Tensor) -> tuple[int, int]:
-    """The ends of an unbroken stretch of rows; of any other, ends that meet nothing."""
-    if isinstance(rows, slice) and rows.step is None:
-        return rows.start, rows.stop
-    return -1, -1
+def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The ends of the rows along every dim; where they are not unbroken, ends that meet nothing."""
+    ends = [(0, n) for n in shape]
+    for d, rows in index:
+        if isinstance(rows, Tensor) or rows.step is not None:
+            ends[d] = (-1, -1)
+        else:
+            ends[d] = (rows.start, rows.stop)
+    return ends
 
 
 def _flat_start(m: Message, shape: tuple[int, ...]) -> int | None:
@@ -241,33 +203,9 @@ def _flat_start(m: Message, shape: tuple[int, ...]) -> int | None:
     if len(m.boxes) != 1:
         return None
     start, begun = 0, False
-    for rows, length, whole in zip(m.boxes[0].block, m.shape, shape, strict=True):
-        first = _interval(rows)[0]
+    for (first, _), length, whole in zip(_intervals(m.boxes[0].block, shape), m.shape, shape, strict=True):
         if first < 0 or (begun and length != whole):
             return None
         begun = begun or length > 1
         start = start * whole + first
     return start
-
-
-def _take(block: Tensor, index: Index) -> Tensor:
-    """The rows of a block: a view, or a copy where an index lists rows."""
-    found = block[tuple(i if isinstance(i, slice) else slice(None) for i in index)]
-    for d, rows in enumerate(index):
-        if isinstance(rows, Tensor):
-            found = found.index_select(d, rows)
-    return found
-
-
-def _put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> None:
-    """Write or combine a value into the rows of a block."""
-    found = out[tuple(i if isinstance(i, slice) else slice(None) for i in index)]
-    lists = [(d, rows) for d, rows in enumerate(index) if isinstance(rows, Tensor)]
-    if not lists:
-        found.copy_(value) if combine is None else combine(found, value, out=found)
-        return
-    d, rows = lists[0]
-    inner = found.index_select(d, rows)
-    left = (i if isinstance(i, Tensor) and k != d else slice(None) for k, i in enumerate(index))
-    _put(inner, tuple(left), value, combine)
-    found.index_copy_(d, rows, inner)

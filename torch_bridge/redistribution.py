@@ -1,40 +1,63 @@
 """`redistribute`: what users call.
 
-Decides how a tensor and an expression become a plan, and what is refused before anything is
-sent. First comes what all processes see alike (expression, mesh, dtype, `shape=`), so that all
-of them raise or none; then the local block, whose shape only its own process knows.
+Decides what goes through autograd, for a tensor and for a DTensor, and what ranks compare before.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_bridge.autograd import Redistribute
-from torch_bridge.dtensor import as_dtensor, local_of, to_placements
-from torch_bridge.groups import MeshLike, ProcessMesh, process_mesh
-from torch_bridge.lower import Executable, lower
-from torch_bridge.replicas import redistribute_checked
-from xshard import (
-    DtypeError,
-    MeshError,
-    Plan,
-    Profile,
-    ShapeError,
-    dtypes,
-    load_profile,
-    notation,
-    planner,
-)
-from xshard.layout import check_axes
+from torch_bridge import agreement
+from torch_bridge.agreement import Facts, agree
+from torch_bridge.autograd import apply
+from torch_bridge.dtensor import check_placed, layout_of_gradient, positional, to_placements
+from torch_bridge.dtensor_moves import End, Move, RedistributeDTensor, block_of, move_of
+from torch_bridge.groups import MeshLike, callers, check_device, process_mesh
+from torch_bridge.pending import PendingTensor
+from torch_bridge.planned import executable_for, given, plan_of
+from torch_bridge.replicas import checked, checked_dtensor
+from torch_bridge.wire import WireLike, wire_of
+from xshard import MeshError, Plan, PlanError, Profile, ShapeError, dtypes
 from xshard.replicas import are_checked
-from xshard.spelling import Expression, sides, whole_shape
+from xshard.spelling import Expression, sides
+
+
+@overload
+def redistribute(
+    x: Tensor,
+    expression: Expression,
+    mesh: MeshLike | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    profile: str | Path | Profile = "h100",
+    comm_dtype: WireLike = None,
+    async_op: Literal[False] = False,
+    debug: bool = False,
+    check_replicated: bool | None = None,
+) -> Tensor: ...
+
+
+@overload
+def redistribute(
+    x: Tensor,
+    expression: Expression,
+    mesh: MeshLike | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    profile: str | Path | Profile = "h100",
+    comm_dtype: WireLike = None,
+    async_op: bool,
+    debug: bool = False,
+    check_replicated: bool | None = None,
+) -> Tensor | PendingTensor: ...
 
 
 def redistribute(
@@ -44,8 +67,11 @@ def redistribute(
     *,
     shape: Sequence[int] | None = None,
     profile: str | Path | Profile = "h100",
+    comm_dtype: WireLike = None,
+    async_op: bool = False,
+    debug: bool = False,
     check_replicated: bool | None = None,
-) -> Tensor:
+) -> Tensor | PendingTensor:
     """This process's block under the left layout -> its block under the right one, differentiable.
 
     All processes of the mesh call it, with equal arguments but for the values of `x`, and with
@@ -58,6 +84,12 @@ def redistribute(
     shape: the global shape, where blocks differ in size. Without it every block is taken to be
     as large as `x`: where that is not so, processes plan differently and nobody can tell in time.
     profile: the machine it is planned for.
+    comm_dtype: the dtype in which blocks travel and are added, forward and backward, or a pair of
+    them, where None is that of `x`: a narrower one compresses, a wider one adds exactly.
+    async_op: return at once, with a `PendingTensor` that any use waits for. All processes wait for
+    theirs in the same order.
+    debug: first compare with the other ranks what is about to be done, so that all of them raise
+    DesyncError where they differ or one of them fails, and none waits. Also: `XSHARD_DEBUG=1`.
     check_replicated: for debugging, compare replicas and copies, of `x` and of the cotangents that come back;
     where left out, as the environment variable XSHARD_CHECK_REPLICATED says. All processes run the
     backward pass then.
@@ -65,7 +97,8 @@ def redistribute(
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
     (a gradient that is not defined), on all processes; ShapeError for a block that does not fit,
-    on its own process: if that is not all of them, the others wait for the group's timeout. With
+    on its own process: if that is not all of them, the others wait for the group's timeout, unless
+    `debug`. CollectiveError, on the others, when a process of the mesh has ended. With
     `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
@@ -76,98 +109,101 @@ def redistribute(
     >>> [y.tolist() for y in xt.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
+    if check_replicated and torch.compiler.is_compiling():
+        raise PlanError(
+            "check_replicated compares on the host, which a compiled program cannot",
+            hint="it is for debugging: run it without torch.compile",
+        )
+    if torch.compiler.is_dynamo_compiling():
+        from torch_bridge import compiled  # which takes half a second to import
+
+        return compiled.redistribute(x, expression, mesh, shape, profile, comm_dtype, async_op)
+    if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
+        _compare(x, expression, mesh, shape, profile, comm_dtype)
     if isinstance(x, DTensor):
-        return _redistribute_dtensor(x, expression, mesh, shape, profile, check_replicated)
-    if mesh is None:
-        raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
-    global_shape = None if shape is None else tuple(shape)
-    executable = executable_of(
-        expression, process_mesh(mesh), tuple(x.shape), x.dtype, x.device, global_shape, profile
-    )
-    if x.requires_grad and torch.is_grad_enabled():
-        executable.plan_gradient()  # refused now if at all, and its groups made while all are here
-    if are_checked(check_replicated):
-        return redistribute_checked(x, executable, process_mesh(mesh), sides(expression)[2])
-    return Redistribute.apply(x, executable)
+        if async_op:
+            raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
+        move = _move(x, expression, mesh, shape, profile, comm_dtype)
+        run = functools.partial(RedistributeDTensor.apply, x, move)
+        return checked_dtensor(x, run, sides(expression)[2]) if are_checked(check_replicated) else run()
+    if torch.compiler.is_compiling():  # torch.export, which runs this with symbols for lengths
+        from torch_bridge import compiled
+
+        executable = compiled.traced_executable(x, expression, mesh, shape, profile, comm_dtype)
+    else:
+        executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
+    if are_checked(check_replicated) and not torch.compiler.is_compiling():
+        y = checked(x, executable, process_mesh(given(mesh)), sides(expression)[2])
+    elif async_op and executable.is_linear:
+        return PendingTensor.begin(x, executable)
+    else:
+        y = apply(executable, x)
+    return PendingTensor(y, y.shape, y) if async_op else y
 
 
-def _redistribute_dtensor(
+def _move(
     x: DTensor,
     expression: Expression,
     mesh: MeshLike | None,
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
-    check_replicated: bool | None,
-) -> DTensor:
+    comm_dtype: WireLike,
+) -> Move:
+    """What a DTensor goes through, which is placed as the expression says."""
     src, dst, text = sides(expression)
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
     if shape is not None and tuple(shape) != tuple(x.shape):
         raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}")
-    to_placements(dst, x.device_mesh, x.shape)  # refused here, before anything is sent
-    local = local_of(x, src, text)
-    y = redistribute(
-        local,
-        expression,
-        x.device_mesh,
-        shape=tuple(x.shape),
-        profile=profile,
-        check_replicated=check_replicated,
+    check_placed(x, src, text)
+    start, stop = (positional(side, x.ndim) for side in (src, dst))
+    target = End(x.device_mesh, to_placements(stop, x.device_mesh, x.shape), stop)
+    gradient = to_placements(layout_of_gradient(start), x.device_mesh, x.shape)
+    wire = wire_of(comm_dtype, x.dtype)
+    return move_of(
+        x,
+        End(x.device_mesh, x.placements, start),
+        target,
+        profile,
+        op_dtype=wire.forward,
+        backward_dtype=wire.backward,
+        gradient=gradient,
     )
-    return as_dtensor(y, dst, x.device_mesh, tuple(x.shape))
 
 
-@lru_cache(maxsize=4096)
-def executable_of(
+def _compare(
+    x: Tensor,
     expression: Expression,
-    processes: ProcessMesh,
-    local_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, ...] | None,
-    profile: str | Path | Profile = "h100",
-) -> Executable:
-    """What `redistribute` carries out for such a block; raises what it raises."""
-    src, dst, text = sides(expression)
-    name = dtypes.name_of(dtype)
-    for layout in (src, dst):
-        check_axes(layout, processes.mesh, text)
-    if isinstance(expression, Plan):
-        plan = expression
-        if plan.mesh != processes.mesh:
-            raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}")
-        if plan.dtype != name:
-            raise DtypeError(f"the plan is for {plan.dtype}, the block has {name}")
-        if shape not in (None, plan.shape):
-            raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
-    else:
-        named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
-        # Devices of a part of the mesh have other numbers; what connects them stays the same.
-        machine = load_profile(profile)
-        links = tuple((axis, machine.link(axis, processes.mesh)) for axis in named)
-        profile = replace(machine, axes=links)
-        processes = processes.along(named)
-        whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
-        plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
-    _check_block(plan, processes, local_shape, text, inferred=shape is None)
-    return lower(plan, processes, device)
-
-
-def _check_block(
-    plan: Plan, processes: ProcessMesh, local_shape: tuple[int, ...], text: str, *, inferred: bool
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+    comm_dtype: WireLike,
 ) -> None:
-    device, source = processes.device, plan.source
-    expected = source.local_shape(device)
-    if local_shape == expected:
-        return
-    names = source.layout.names
-    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(notation.spans(text).dims))  # the left side's, which come first
-    raise ShapeError(
-        f"the block of rank {processes.ranks[device]} has shape {local_shape}, not {expected}",
-        text=text,
-        span=where.get(wrong[0], where.get(notation.ELLIPSIS)) if wrong else None,
-        hint=f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
-        f"of a {source.shape} array"
-        + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
-    )
+    """Raise on all ranks of the mesh unless all of them can do this and are about to."""
+    where = x.device_mesh if isinstance(x, DTensor) else mesh
+
+    def facts() -> Facts:
+        whole = None if shape is None else tuple(shape)
+        block, whole = (block_of(x), tuple(x.shape)) if isinstance(x, DTensor) else (x, whole)
+        if isinstance(x, DTensor):
+            _move(x, expression, mesh, shape, profile, comm_dtype)
+        processes, wire = process_mesh(given(where)), wire_of(comm_dtype, block.dtype)
+        check_device(block.device)
+        plan, part = plan_of(expression, processes, tuple(block.shape), wire.forward, whole, profile)
+        return Facts(
+            everywhere={"expression": sides(expression)[2], "mesh": repr(processes.mesh)},
+            within={
+                "shape": str(plan.shape),
+                "dtype": dtypes.name_of(block.dtype),
+                "comm_dtype": f"{wire.forward}, {wire.backward}",
+                "device": block.device.type,
+                "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
+                "plan": "; ".join(map(str, plan.steps)),
+            },
+            part=part.ranks,
+            own={"block": str(tuple(block.shape)), "of": str(plan.shape)},
+        )
+
+    ranks = callers(where) if dist.is_initialized() else ()
+    if ranks and dist.get_rank() in ranks:  # else nobody waits for this rank, whose error follows
+        agree(ranks, sides(expression)[2] if isinstance(expression, Plan) else str(expression), facts)

@@ -6,31 +6,30 @@ mesh raises or none. That is a collective of the block's size per axis and a wai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from torch_bridge.autograd import Redistribute
-from torch_bridge.groups import ProcessMesh
-from torch_bridge.lower import Executable
-from xshard import XshardError
+from torch_bridge.autograd import apply
+from torch_bridge.collectives import Collective
+from torch_bridge.dtensor import from_placements
+from torch_bridge.dtensor_moves import block_of
+from torch_bridge.executable import Executable
+from torch_bridge.groups import ProcessMesh, dtensor_mesh
+from xshard import Sharding, dtypes
 from xshard.replicas import Held
 
 
-def redistribute_checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
-    """What `Redistribute.apply` returns. Raises ReplicaError here, or in the backward pass, on all ranks.
+def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
+    """What an executable makes of a block. Raises ReplicaError here, or in the backward pass, on all ranks.
 
     Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
     its dual has. processes: all that call it. text: what the error marks.
     """
-    if torch.compiler.is_compiling():
-        raise XshardError(
-            "check_replicated compares on the host, which a compiled program cannot",
-            text=text,
-            hint="it is for debugging: run it without torch.compile",
-        )
     plan, mesh = executable.plan, processes.mesh
     entering = _comparison(Held(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
     returning = None
@@ -38,8 +37,26 @@ def redistribute_checked(x: Tensor, executable: Executable, processes: ProcessMe
         dual = plan.target.with_layout(plan.target.layout.dual)
         returning = _comparison(Held(dual, mesh, plan.dtype, text, cotangents=True), processes)
     x = Expect.apply(x, entering, None) if entering else x
-    y = Redistribute.apply(x, executable)
+    y = apply(executable, x)
     return Expect.apply(y, None, returning) if returning else y
+
+
+def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str) -> DTensor:
+    """What `run` makes of a DTensor: compared are its blocks, and those of the gradient that comes back."""
+    _compare_dtensor(x, text, cotangents=False)
+    y = run()
+    if y.requires_grad:
+        y.register_hook(lambda gradient: _compare_dtensor(gradient, text, cotangents=True))
+    return y
+
+
+def _compare_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
+    processes = dtensor_mesh(x.device_mesh)
+    placed = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
+    held = Held(placed, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
+    comparison = _comparison(held, processes)
+    if comparison is not None:
+        comparison(block_of(x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +75,7 @@ class Comparison:
         flipped = values.neg() if values.is_floating_point() else values.bitwise_not()
         found = values.new_zeros((self.processes.mesh.n_devices, len(self.held.axes), 2), dtype=torch.float64)
         for i, axis in enumerate(self.held.axes):
-            both = self.processes.group((axis,)).all_reduce(torch.stack([values, flipped]), "max")
+            both = self._largest(torch.stack([values, flipped]), (axis,))
             most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
             # Equal infinities differ by nothing. Whole numbers wrap around, but not to 0.
             apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
@@ -66,10 +83,17 @@ class Comparison:
             size = torch.where(size.isfinite(), size, torch.zeros_like(size))
             if values.numel():
                 found[self.processes.device, i] = torch.stack([apart.max(), size.max()])
-        everywhere = self.processes.group(self.processes.mesh.axes).all_reduce(found, "max")
+        everywhere = self._largest(found, self.processes.mesh.axes)
         fault = self.held.fault(everywhere.cpu().numpy(), self.processes.ranks)
         if fault is not None:
             raise fault
+
+    def _largest(self, values: Tensor, axes: Sequence[str]) -> Tensor:
+        """The maximum along some axes, element by element."""
+        n = (values.numel(),)
+        return Collective("all_reduce", self.processes.group(axes), n, n, "max").run(
+            values.reshape(-1), values.shape
+        )
 
 
 def _comparison(held: Held, processes: ProcessMesh) -> Comparison | None:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torch_bridge.executable import Executable
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
-from torch_bridge.lower import Executable, lower
+from torch_bridge.lower import lower
 from xshard import Plan
 
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about

@@ -7,7 +7,8 @@ refused before anything is sent, and what a process without a block gets.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_bridge import agreement
+from torch_bridge.agreement import Facts, agree
 from torch_bridge.autograd import Redistribute
 from torch_bridge.crossing import cross
-from torch_bridge.groups import MeshLike, ProcessMesh, mesh_of
-from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, TransferPlan, dtypes, plan
+from torch_bridge.groups import MeshLike, callers, mesh_of
+from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, TransferPlan, dtypes, plan
 from xshard.planner import Expression
 
 
@@ -34,6 +37,7 @@ def redistribute_between(
     requires_grad: bool = False,
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
+    debug: bool = False,
 ) -> Tensor | None:
     """This process's block on one mesh -> its block on another, differentiable.
 
@@ -50,11 +54,12 @@ def redistribute_between(
     device: where a process that has no block wants the result.
     requires_grad: whether the blocks get a gradient. Then processes outside the destination get an
     empty tensor instead of None, and all of them call `backward`: `y.sum().backward()` will do there.
-    relabel, profile: as in `xshard.plan`.
+    relabel, profile: as in `xshard.plan`. debug: as in `redistribute`.
 
     Raises, before anything is sent, MeshError, NotationError, ShapeError, DtypeError, PlanError,
     LinearityError (a gradient that is not defined), on all processes; ShapeError for a block that
-    does not fit or is missing, on its own process: the others then wait for the group's timeout.
+    does not fit or is missing, on its own process: the others then wait for the group's timeout,
+    unless `debug`.
 
     >>> from xshard import Mesh
     >>> redistribute_between(torch.ones(4), "n/a -> n/b", Mesh(a=1), Mesh(b=1), shape=(4,))
@@ -67,13 +72,11 @@ def redistribute_between(
         )
     kind = dtype if x is None else x.dtype
     name = None if kind is None else dtypes.name_of(kind)
-    made = _planned(expression, src_mesh, dst_mesh, shape, name, relabel, profile)
-    last = max(*made.src_devices, *made.dst_devices)
-    if last >= dist.get_world_size():
-        raise MeshError(
-            f"the meshes have a rank {last}, the world has {dist.get_world_size()} processes",
-            hint="device numbers of a plan are global ranks",
-        )
+    planned = functools.partial(plan_between, expression, src_mesh, dst_mesh, shape, name, relabel, profile)
+    if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
+        _compare(x, expression, planned, requires_grad)
+    made = planned()
+    _check_ranks(made)
     kind = getattr(torch, made.dtype)
     if requires_grad and not (kind.is_floating_point or kind.is_complex):
         raise DtypeError(f"{made.dtype} has no gradient", hint="floats and complex numbers have one")
@@ -86,11 +89,50 @@ def redistribute_between(
     # Every process has a node in the graph, or none has: what one sends back another waits for.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
-    y = Redistribute.apply(block, crossing)
+    y = Redistribute.apply(crossing, block)
     return y if requires_grad or dist.get_rank() in made.dst_devices else None
 
 
-def _planned(
+def _compare(
+    x: Tensor | None,
+    expression: Expression | Plan | TransferPlan,
+    planned: Callable[[], TransferPlan],
+    requires_grad: bool,
+) -> None:
+    """Raise on all ranks of the world unless all of them can do this and are about to."""
+    everyone = tuple(range(dist.get_world_size()))
+
+    def facts() -> Facts:
+        made = planned()
+        _check_ranks(made)
+        _check_block(x, made)
+        steps = [p.steps for p in (made.src_plan, made.dst_plan) if p is not None]
+        known = {
+            "expression": f"{made.src} -> {made.dst}",
+            "meshes": f"{made.src_mesh!r} on {made.src_devices}, {made.dst_mesh!r} on {made.dst_devices}",
+            "shape": str(made.shape),
+            "dtype": made.dtype,
+            "requires_grad": str(requires_grad),
+            "plan": "; ".join(map(str, itertools.chain(*steps))),
+            "profile": made.profile.name,
+        }
+        own = {"block": "none" if x is None else str(tuple(x.shape))}
+        return Facts(known, {}, everyone, own)
+
+    text = f"{expression.src} -> {expression.dst}" if isinstance(expression, Plan | TransferPlan) else None
+    agree(everyone, text or str(expression), facts)
+
+
+def _check_ranks(made: TransferPlan) -> None:
+    last = max(*made.src_devices, *made.dst_devices)
+    if last >= dist.get_world_size():
+        raise MeshError(
+            f"the meshes have a rank {last}, the world has {dist.get_world_size()} processes",
+            hint="device numbers of a plan are global ranks",
+        )
+
+
+def plan_between(
     expression: Expression | Plan | TransferPlan,
     src_mesh: MeshLike | None,
     dst_mesh: MeshLike | None,
@@ -104,7 +146,7 @@ def _planned(
         return expression
     if isinstance(expression, Plan):
         ranks = tuple(range(expression.mesh.n_devices)) if src_mesh is None else _ranks(src_mesh)
-        return _on_ranks(expression, ranks)
+        return on_ranks(expression, ranks)
     if src_mesh is None or dst_mesh is None:
         raise MeshError(
             "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"
@@ -126,11 +168,11 @@ def _planned(
         relabel=relabel,
         profile=profile,
     )
-    return _on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
+    return on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
 
 
 @functools.lru_cache(maxsize=1024)
-def _on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
+def on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
     """A plan over the same devices as one between two meshes, with nothing to transfer."""
     return TransferPlan(
         src=made.src,
@@ -150,11 +192,7 @@ def _on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
 
 def _ranks(mesh: MeshLike) -> tuple[int, ...]:
     """The global rank of every device of a mesh, in its order."""
-    if isinstance(mesh, ProcessMesh):
-        return mesh.ranks
-    return (
-        tuple(mesh.mesh.flatten().tolist()) if isinstance(mesh, DeviceMesh) else tuple(range(mesh.n_devices))
-    )
+    return tuple(range(mesh.n_devices)) if isinstance(mesh, Mesh) else callers(mesh)
 
 
 def _tensor_device(

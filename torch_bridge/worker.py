@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bridge.arrays import block_of, tensor_of
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
 from torch_bridge.lower import lower
@@ -57,7 +57,7 @@ def run_tasks(tasks: Sequence[Task]) -> list[Share]:
 
 def _run(task: Task) -> Share:
     rank, dtype = dist.get_rank(), task.inputs[0].dtype
-    x, cotangent = (_tensor(blocks[rank]) for blocks in (task.inputs, task.cotangents))
+    x, cotangent = (tensor_of(blocks[rank]) for blocks in (task.inputs, task.cotangents))
     with Meter() as forward:
         output, pull = _forward(task.plan, x)
     with Meter() as backward:
@@ -66,7 +66,7 @@ def _run(task: Task) -> Share:
     start = time.perf_counter()
     _forward(task.plan, x)[1](cotangent)
     seconds = time.perf_counter() - start
-    blocks = _block(output, dtype), _block(gradient, dtype)
+    blocks = block_of(output, dtype), block_of(gradient, dtype)
     return Share(*blocks, forward.received, backward.received, seconds)
 
 
@@ -77,20 +77,6 @@ def _forward(plan: Plan, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]
         y = redistribute(leaf, plan, plan.mesh)
         return y.detach(), lambda cotangent: torch.autograd.grad(y, leaf, cotangent)[0]
     return redistribute(x, plan, plan.mesh), lower(plan.backward, process_mesh(plan.mesh), x.device)
-
-
-def _tensor(block: Block) -> Tensor:
-    array = np.asarray(block)
-    if hasattr(np, array.dtype.name):
-        return torch.from_numpy(array)
-    # bfloat16 and 8-bit floats, which numpy knows from ml_dtypes: their bits come over.
-    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
-
-
-def _block(tensor: Tensor, dtype: np.dtype[Any]) -> Block:
-    if hasattr(np, dtype.name):
-        return tensor.numpy()
-    return tensor.view(getattr(torch, f"uint{8 * dtype.itemsize}")).numpy().view(dtype)
 
 
 def _outcome(shares: Sequence[Share]) -> Outcome:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -58,6 +59,7 @@ class Profile:
 
     default: the link between devices of one node. across: the link between nodes of `node_devices`
     consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
+    inside: of axes so named, how many consecutive positions share a node, where that is a part of them.
     launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
     copy_bytes_per_s: local packing speed.
     """
@@ -70,12 +72,23 @@ class Profile:
     axes: tuple[tuple[str, Link], ...] = ()
     launch_s: tuple[tuple[str, float], ...] = ()
     copy_bytes_per_s: float = math.inf
+    inside: tuple[tuple[str, int], ...] = ()
+
+    def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
+        """The profile for some axes of a mesh as a mesh of their own, on which devices have other numbers."""
+        links = tuple((axis, self.link(axis, mesh)) for axis in axes)
+        reached = tuple((axis, self._inside(axis, mesh)) for axis in axes)
+        partly = tuple((axis, n) for axis, n in reached if 1 < n < mesh.size(axis))
+        return replace(self, axes=links, inside=partly)
 
     def link(self, axis: str, mesh: Mesh) -> Link:
-        """What connects the devices of a mesh along an axis."""
-        named = dict(self.axes).get(axis)
-        if named is not None or self.across is None or self.node_devices is None:
-            return named or self.default
+        """What connects the devices of a mesh along an axis: all of them, nodes apart."""
+        whole = mesh.origin(axis)
+        named, partly = dict(self.axes).get(whole), whole in dict(self.inside)
+        if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
+            return named
+        if self.across is None or self.node_devices is None:
+            return self.default
         return self.default if self._inside(axis, mesh) == mesh.size(axis) else self.across
 
     def _inside(self, axis: str, mesh: Mesh) -> int:
@@ -83,10 +96,15 @@ class Profile:
 
         Nodes divide the axis where they are whole runs of the positions of the axes after it.
         """
-        nodes, n = self.node_devices, mesh.size(axis)
-        if self.across is None or nodes is None or axis in dict(self.axes) or mesh.n_devices <= nodes:
+        n, whole, after = mesh.size(axis), mesh.origin(axis), mesh.axes[mesh.position(axis) + 1 :]
+        nodes = dict(self.inside).get(whole)
+        if nodes is not None:
+            after = tuple(a for a in after if mesh.origin(a) == whole)
+        elif whole not in dict(self.axes) and self.across is not None:
+            nodes = self.node_devices
+        if nodes is None or mesh.n_devices <= nodes:
             return n
-        stride = math.prod(mesh.sizes[mesh.position(axis) + 1 :])
+        stride = mesh.size(*after)
         if nodes % stride:
             return 1
         return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
@@ -127,6 +145,7 @@ class Profile:
             "node_devices": self.node_devices,
             "across": None if self.across is None else asdict(self.across),
             "axes": {axis: asdict(link) for axis, link in self.axes},
+            "inside": dict(self.inside),
         }
         return json.dumps(data, indent=2) + "\n"
 
@@ -177,7 +196,10 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
     links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
-    lanes = [Lane(axis, size, links.index(link), stride) for link, axis, size, stride in found]
+    lanes = [
+        Lane(axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis))
+        for link, axis, size, stride in found
+    ]
     return Fabric(profile, mesh, tuple(links), tuple(sorted(lanes, key=lambda lane: lane.level)))
 
 
@@ -232,6 +254,7 @@ def _load(name: str) -> Profile:
             axes=tuple(sorted((axis, Link(**link)) for axis, link in data["axes"].items())),
             launch_s=tuple(sorted(data["launch_s"].items())),
             copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
+            inside=tuple(sorted(data.get("inside", {}).items())),
         )
     except ProfileError:
         raise

@@ -1,7 +1,8 @@
 """Why a plan is the one: the alternatives that were weighed, priced by the same model.
 
 Decides which alternatives a reader wants to see beside the winner: the direct exchange, the best
-path of collectives alone, and all-gather and slice, which every framework can do.
+path of collectives alone, all-gather and slice, which every framework can do, and the best path that divides
+no axis where the winner does.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Alternative:
         """Latencies paid one after the other, over all steps."""
         if self.plan is None:
             return 0
-        lanes = self.plan.profile.lanes(self.plan.mesh)
+        lanes = self.plan.profile.lanes(self.plan.steps_mesh)
         return sum(hop.messages for s in self.plan.stages for hop in s.step.traffic(s.before, lanes).hops)
 
 
@@ -69,7 +70,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     for name, steps in ways.items():
         try:
             scaled = with_scale(with_copies(steps(), start, goal), plan.scale, start, goal)
-            found.append(Alternative(name, replace(plan, steps=scaled)))
+            found.append(Alternative(name, replace(plan, steps=scaled, split=())))
         except PlanError as error:
             found.append(Alternative(name, None, error.reason))
     return tuple(found)
@@ -80,7 +81,9 @@ def _ways(start: Sharding, goal: Sharding, plan: Plan) -> dict[str, Callable[[],
         made = overlapped.ways(start, goal, plan.dtype, plan.profile)
         return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
     space = Space(start, goal, plan.dtype, plan.profile)
+    whole = {"whole axes": Search(space, None).best_path} if plan.split else {}
     return {
+        **whole,
         "direct exchange": lambda: (space.exchange(goal.layout),),
         "collectives alone": Search(space, None, exchanges=False).best_path,
         "all-gather and slice": lambda: gather_and_slice(start, goal),

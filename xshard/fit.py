@@ -21,7 +21,6 @@ from xshard.cost import LOCAL, Link, Profile
 from xshard.errors import XshardError
 from xshard.mesh import Mesh
 from xshard.plan import Plan
-from xshard.steps.base import Lane, Lanes
 
 Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
 _SHARED = ""  # the link of all axes, where they are not told apart
@@ -81,30 +80,36 @@ def _distance(samples: Sequence[Sample], profile: Profile) -> float:
 
 def _fit(samples: Sequence[Sample], name: str, source: str, own: bool) -> Profile:
     mesh = samples[0].plan.mesh
-    lanes: Lanes = tuple(Lane(axis, mesh.size(axis)) for axis in mesh.axes)
+    profile = _fit_once(samples, name, source, own)
     # What crosses which axis depends on which is slower, which the fit tells: until both agree.
-    for _ in range(4):
-        rows = [_row(sample.plan, lanes, own) for sample in samples]
-        columns = sorted({column for row in rows for column in row})
-        A = np.array([[row[column] for column in columns] for row in rows], np.float64)
-        x = _solve(A, np.array([sample.seconds for sample in samples]))
-        profile = _profile(dict(zip(columns, x.tolist(), strict=True)), mesh, name, source)
-        if profile.lanes(mesh) == lanes:
+    for _ in range(3):
+        known, profile = profile, _fit_once(samples, name, source, own, profile)
+        if profile.lanes(mesh) == known.lanes(mesh):
             break
-        lanes = profile.lanes(mesh)
     return profile
 
 
-def _row(plan: Plan, lanes: Lanes, own: bool) -> Counter[Column]:
+def _fit_once(
+    samples: Sequence[Sample], name: str, source: str, own: bool, known: Profile | None = None
+) -> Profile:
+    """known: it tells which axes are slower; without it all are alike."""
+    rows = [_row(sample.plan, known, own) for sample in samples]
+    columns = sorted({column for row in rows for column in row})
+    A = np.array([[row[column] for column in columns] for row in rows], np.float64)
+    x = _solve(A, np.array([sample.seconds for sample in samples]))
+    return _profile(dict(zip(columns, x.tolist(), strict=True)), samples[0].plan.mesh, name, source)
+
+
+def _row(plan: Plan, known: Profile | None, own: bool) -> Counter[Column]:
     """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
     for step, before, _ in plan.stages:
-        traffic = step.traffic(before, lanes)
+        traffic = step.traffic(before, known.lanes(before.mesh) if known else ())
         row["copy", ""] += traffic.copied * plan.itemsize
         if step.kind not in LOCAL:
             row["launch", step.kind] += 1
         for hop in traffic.hops:
-            link = hop.axis if own else _SHARED
+            link = before.mesh.origin(hop.axis) if own else _SHARED
             row["latency", link] += hop.messages
             row["byte", link] += hop.received * plan.itemsize
     return row

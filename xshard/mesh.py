@@ -89,6 +89,10 @@ class Mesh:
     def _positions(self) -> dict[str, int]:
         return {axis: i for i, axis in enumerate(self.axes)}
 
+    def origin(self, axis: str) -> str:
+        """The axis that an axis is a part of, on a mesh with divided axes (`fine.FineMesh`); else itself."""
+        return axis
+
     def describe(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"
 
@@ -97,6 +101,14 @@ class Mesh:
         if not 0 <= device < self.n_devices:
             raise MeshError(f"no device {device} in {self!r}", hint=f"devices are 0..{self.n_devices - 1}")
         return _all_coords(self.sizes)[device]
+
+    def place(self, device: int) -> str:
+        """A device by its coordinates.
+
+        >>> Mesh(dp=2, cp=2).place(1)
+        'dp=0,cp=1'
+        """
+        return ",".join(f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True))
 
     def device(self, coords: Sequence[int]) -> int:
         """Coordinates, one per axis -> device number."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
 
 from xshard.space import Cut, Move, Space, State
@@ -205,8 +206,18 @@ class Moves:
                 if self._evenly(d, cut, axes):
                     yield Move("exchange", (), self._with(self.goal, d, cut + axes))
 
-    def _all_cuts(self, sums: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
+    def _all_cuts(self, sums: tuple[int, ...]) -> tuple[tuple[Cut, ...], ...]:
         """Every way to cut the dims evenly by axes that hold no addends."""
+        known = self._cuts_by_sums.get(sums)
+        if known is None:
+            known = self._cuts_by_sums[sums] = tuple(self._new_all_cuts(sums))
+        return known
+
+    @cached_property
+    def _cuts_by_sums(self) -> dict[tuple[int, ...], tuple[tuple[Cut, ...], ...]]:
+        return {}
+
+    def _new_all_cuts(self, sums: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
         usable = [a for a in self.usable if a not in sums]
         dims = range(len(self.space.start.shape))
         for places in product((-1, *dims), repeat=len(usable)):

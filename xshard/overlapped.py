@@ -129,7 +129,7 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
     fixed = {d: dim for d, dim in enumerate(bare.layout.dims) if dim.overlap is not None}
     busy = {axis for dim in fixed.values() for axis in dim.axes}
     free = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis not in busy})
-    machine = replace(profile, axes=tuple((axis, profile.link(axis, mesh)) for axis in free.axes))
+    machine = profile.along(free.axes, mesh)
     shape = tuple(bare.max_local_shape[d] if d in fixed else n for d, n in enumerate(bare.shape))
 
     def plain(sharding: Sharding) -> Sharding:

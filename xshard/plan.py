@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 from xshard import bounds, dtypes, table
 from xshard.cost import Price, Profile, load_profile, price
 from xshard.errors import PlanError, XshardError
+from xshard.fine import FineMesh, Split
 from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Shard
 from xshard.objective import FORWARD, check_objective, plan_backward, seconds
 from xshard.sharding import Sharding
 from xshard.steps import Scale, Step
-from xshard.steps.base import DimCut
+from xshard.steps.base import REDUCERS, DimCut
 
 
 class Stage(NamedTuple):
@@ -42,6 +43,8 @@ class Plan:
     profile: the machine it is priced for; plans for two machines with the same steps differ.
     memory_limit: bytes that no device may exceed at any moment, forward or backward.
     objective: with "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
+    split: axes that the steps divide, with the sizes of their parts: `x` of 4 into `x_0` and `x_1` of 2,
+    which steps and stages name. Devices and blocks are those of `mesh` all the same.
     Raises PlanError where the steps do not lead from `src` to `dst`.
     """
 
@@ -55,18 +58,29 @@ class Plan:
     profile: Profile = field(default_factory=lambda: load_profile("h100"), repr=False)
     memory_limit: int | None = None
     objective: str = FORWARD
+    split: Split = ()
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
-        reached = self.stages[-1].after if self.stages else self._normal(self.source)
-        if not reached.means_the_same_as(self.target):
+        reached = self.stages[-1].after if self.stages else self._normal(self._finely(self.source))
+        if not reached.means_the_same_as(self._finely(self.target)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
+        self._check_split()
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
         plan_backward(self)
+
+    def _check_split(self) -> None:
+        if not self.split:
+            return
+        held = (at.layout.tagged(*REDUCERS) for stage in self.stages for at in (stage.before, stage.after))
+        summed = {self.steps_mesh.origin(axis) for axes in held for axis in axes}
+        for axis, _ in self.split:
+            if axis in summed:
+                raise PlanError(f"axis {axis!r} is divided and holds addends", hint="reduce along whole axes")
 
     @cached_property
     def source(self) -> Sharding:
@@ -79,9 +93,19 @@ class Plan:
         return Sharding(self.dst, self.mesh, self.shape)
 
     @cached_property
+    def steps_mesh(self) -> Mesh:
+        """The mesh whose axes the steps name: `mesh`, with the axes of `split` divided."""
+        return FineMesh(self.mesh, self.split) if self.split else self.mesh
+
+    def _finely(self, sharding: Sharding) -> Sharding:
+        """The same sharding on the mesh of the steps."""
+        fine = self.steps_mesh
+        return fine.divided(sharding) if isinstance(fine, FineMesh) else sharding
+
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Every step with the shardings around it."""
-        here, found = self._normal(self.source), []
+        here, found = self._normal(self._finely(self.source)), []
         for step in self.steps:
             after = step.after(here)
             found.append(Stage(step, here, after))
@@ -91,8 +115,9 @@ class Plan:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that the layouts name, and those whose replicas the steps make use of."""
-        layouts = self.src, self.dst, *(stage.after.layout for stage in self.stages)
-        return tuple(dict.fromkeys(a for layout in layouts for a in layout.axes))
+        passed = (a for stage in self.stages for a in stage.after.layout.axes)
+        named = (*self.src.axes, *self.dst.axes, *map(self.steps_mesh.origin, passed))
+        return tuple(dict.fromkeys(named))
 
     @staticmethod
     def _normal(sharding: Sharding) -> Sharding:
@@ -177,6 +202,7 @@ class Plan:
                 "profile": self.profile.name,
                 "memory_limit": self.memory_limit,
                 "objective": self.objective,
+                "split": dict(self.split),
                 "steps": [_step_to_dict(s) for s in self.steps],
                 "after": [str(stage.after.layout) for stage in self.stages],
             },
@@ -202,6 +228,7 @@ class Plan:
                 profile=load_profile(data["profile"] if profile is None else profile),
                 memory_limit=data["memory_limit"],
                 objective=data["objective"],
+                split=tuple((axis, tuple(sizes)) for axis, sizes in data.get("split", {}).items()),
             )
             written = data["after"]
         except PlanError:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from xshard import dtypes, overlapped
+from xshard.aligned import best_aligned
 from xshard.cost import Profile, load_profile
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
+from xshard.fine import FineMesh, Split
 from xshard.layout import Layout, check_axes, parse_expression
 from xshard.mesh import Mesh
 from xshard.notation import marked
@@ -202,13 +204,26 @@ def find_plan(
     factor = source.scale / target.scale if scale is None else scale
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     ends = without_copies(start), without_copies(goal)
+    split: Split = ()
     if overlaps(start) or overlaps(goal):
         path = overlapped.best_path(*ends, dtype, profile, memory_limit)
     else:
         scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
-        path = Search(Space(*ends, dtype, profile), memory_limit, scaled=scaled).best_path()
+        path, split = _best_path(Space(*ends, dtype, profile), memory_limit, scaled)
+    if split:
+        fine = FineMesh(mesh, split)
+        start, goal = (s.with_layout(s.normal) for s in map(fine.divided, (source, target)))
     steps = with_scale(with_copies(path, start, goal), factor, start, goal)
-    return Plan(source.layout, target.layout, mesh, shape, dtype, steps, factor, profile, memory_limit)
+    given = source.layout, target.layout, mesh, shape
+    return Plan(*given, dtype, steps, factor, profile, memory_limit, split=split)
+
+
+def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tuple[Step, ...], Split]:
+    """The steps of the cheapest path, and the axes that it divides."""
+    search = Search(space, memory_limit, scaled=scaled)
+    path = search.path()
+    finer = best_aligned(space, path, memory_limit)
+    return (search.steps(path), ()) if finer is None else (finer.steps(), finer.split)
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:

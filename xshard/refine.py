@@ -39,7 +39,7 @@ class Refinement:
         for axis, link in profile.axes:
             for factor in (*dict(self.src).get(axis, ()), *dict(self.dst).get(axis, ())):
                 links[factor] = min(links.get(factor, link), link, key=lambda x: x.bytes_per_s)
-        return replace(profile, axes=tuple(sorted(links.items()))) if links else profile
+        return replace(profile, axes=tuple(sorted(links.items())), inside=()) if links else profile
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:

@@ -66,7 +66,11 @@ class Search:
 
     def best_path(self) -> tuple[Step, ...]:
         """The steps of the cheapest path. Raises PlanError where none stays within the memory limit."""
-        return tuple(self.space.step(move, state) for state, move in self.path().moves)
+        return self.steps(self.path())
+
+    def steps(self, path: Path) -> tuple[Step, ...]:
+        """The moves of a path as steps."""
+        return tuple(self.space.step(move, state) for state, move in path.moves)
 
     def path(self) -> Path:
         """The cheapest path within the memory limit. Raises PlanError where none fits."""

@@ -23,7 +23,7 @@ from xshard.steps import Exchange, Step, Traffic
 from xshard.steps.base import Lanes
 from xshard.steps.digits import LaneCuts, digit_traffic, node_lack
 from xshard.steps.nearby import MAX_PAIRED
-from xshard.steps.reach import lanes_by_axis
+from xshard.steps.reach import counted_traffic, lanes_by_axis
 
 Cut = tuple[int, ...]  # the cuts of one dim, outermost first, as indices into `Space.shards`
 
@@ -233,8 +233,11 @@ class Space:
         even = self.even_received(state, after)
         if even is not None:
             return even
-        before = self.start.with_layout(self.layout(state))
-        return self.exchange(self.layout(after), before.layout).traffic(before, self.fabric.lanes)
+        before, there = (self.start.with_layout(self.layout(end)) for end in (state, after))
+        step = self.exchange(there.layout, before.layout)
+        if step.node_devices is None:  # it is known not to be even: no need to look once more
+            return counted_traffic(before, there, self.fabric.lanes)
+        return step.traffic(before)
 
     def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
         """The exchange to a layout from another, by default the start: with near senders where it matters."""

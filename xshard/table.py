@@ -64,7 +64,8 @@ def rows(plan: Plan) -> tuple[Row, ...]:
 
 def title(plan: Plan) -> str:
     """What is moved, and where."""
-    return f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} on {plan.mesh}"
+    text = f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} on {plan.mesh}"
+    return f"{text}, divided as {plan.steps_mesh}" if plan.split else text
 
 
 def total(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.overlap import Fold
 from xshard.plan import Plan
-from xshard.planner import find_plan
+from xshard.planner import plan as make_plan
 from xshard.sharding import Sharding
 from xshard.steps.base import Block, Blocks
 
@@ -71,11 +71,11 @@ def make_task(plan: Plan, seed: int = 0) -> Task:
     rng = np.random.default_rng(seed)
     unit = plan.mesh.n_devices if plan.scale != 1 else 1
     dual = plan.dst.dual if plan.dst.is_linear else plan.dst
-    return Task(
-        plan,
-        tuple(_random_blocks(rng, plan.src, plan, unit)),
-        tuple(_random_blocks(rng, dual, plan, unit)),
+    inputs, cotangents = (
+        tuple(random_blocks(rng, layout, plan.mesh, plan.shape, plan.dtype, unit))
+        for layout in (plan.src, dual)
     )
+    return Task(plan, inputs, cotangents)
 
 
 def run_reference(task: Task) -> Outcome:
@@ -146,19 +146,21 @@ def difference(found: Blocks, expected: Blocks) -> float:
     return worst
 
 
-def _random_blocks(rng: np.random.Generator, layout: Layout, plan: Plan, unit: int) -> list[Block]:
+def random_blocks(
+    rng: np.random.Generator, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str, unit: int = 1
+) -> list[Block]:
+    """Blocks of small multiples of `unit`: contributions arbitrary, copies and rows held twice equal."""
     copies = [dim.overlap is not None and not isinstance(dim.overlap, Fold) for dim in layout.dims]
     if any(copies):  # rows that several blocks hold are equal: drawn once, then spread
         dims = tuple(replace(d, overlap=None) if c else d for d, c in zip(layout.dims, copies, strict=True))
         drawn = replace(layout, dims=dims)
-        spread = find_plan(drawn, layout, plan.mesh, plan.shape, plan.dtype, plan.profile)
-        return reference.run(spread, _random_blocks(rng, drawn, plan, unit))
-    sharding = Sharding(layout, plan.mesh, plan.shape)
-    mesh: Mesh = plan.mesh
+        spread = make_plan((drawn, layout), mesh, shape, dtype)
+        return reference.run(spread, random_blocks(rng, drawn, mesh, shape, dtype, unit))
+    sharding = Sharding(layout, mesh, shape)
     cut = [a for dim in sharding.layout.dims for a in dim.axes]
     partial = sharding.layout.tagged("sum", "mean", "max", "min")
     equal = [a for a in mesh.axes if a not in cut and a not in partial]
-    dtype = _numpy_dtype(plan.dtype)
+    found = numpy_dtype(dtype)
     blocks: list[Block] = []
     for device in range(mesh.n_devices):
         first = mesh.group(device, equal)[0]
@@ -167,14 +169,14 @@ def _random_blocks(rng: np.random.Generator, layout: Layout, plan: Plan, unit: i
         else:
             values = (
                 rng.integers(0, 2, sharding.local_shape(device))
-                if plan.dtype == "bool"
-                else rng.integers(0 if plan.dtype.startswith("uint") else -4, 5, sharding.local_shape(device))
+                if dtype == "bool"
+                else rng.integers(0 if dtype.startswith("uint") else -4, 5, sharding.local_shape(device))
             )
-            blocks.append((values * unit).astype(dtype))
+            blocks.append((values * unit).astype(found))
     return blocks
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of numpy blocks; those that numpy lacks come from ml_dtypes. Raises DtypeError."""
     with contextlib.suppress(ImportError):
         import_module("ml_dtypes")  # makes its names known to numpy

@@ -1,8 +1,8 @@
-"""The gradient of a `max` or `min`: to the winners, in equal shares.
+"""The derivatives of a `max` or `min`: the winners', in equal shares.
 
-A maximum is not linear, but its gradient is made of redistributions that are: bring the
-result back to every addend, compare, count the winners, bring the cotangent back. Decides
-those three plans; who runs them (reference, torch, JAX) multiplies.
+A maximum is not linear, but its derivatives are made of redistributions that are: bring the
+result back to every addend, compare, count the winners, bring the cotangent back or add their tangents
+up. Decides those four plans; who runs them (reference, torch, JAX) multiplies.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ class Winners:
 
     `cotangent(g) * won / count(won)`.
 
+    and for its tangent, `tangent(t * won / count(won))`.
+
     result: the output, as a copy beside every addend. count: the number of winners, likewise.
-    cotangent: the output's cotangent, beside every addend.
+    cotangent: the output's cotangent, beside every addend. tangent: the sum of addends, where the output is.
     """
 
     result: Plan
     count: Plan
     cotangent: Plan
+    tangent: Plan
 
 
 @lru_cache(maxsize=1024)
@@ -51,6 +54,7 @@ def winner_plans(plan: Plan) -> Winners:
         result=find(plan.dst, _with_kind(plan.src, "copy")),
         count=find(addends, _with_kind(plan.src, "copy")),
         cotangent=find(plan.dst.dual, addends.dual),
+        tangent=find(addends, plan.dst),
     )
 
 

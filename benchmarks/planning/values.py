@@ -41,8 +41,8 @@ def scaled_down(plan: xs.Plan) -> xs.Plan:
 
 def _parts(plan: xs.Plan) -> list[int]:
     """Per dim, a number of parts that every layout on the way divides into."""
-    layouts = [plan.source.layout, plan.target.layout, *(stage.after.layout for stage in plan.stages)]
-    sizes = [[plan.mesh.size(*dim.axes) for dim in layout.dims] for layout in layouts]
+    passed = [plan.source, plan.target, *(stage.after for stage in plan.stages)]
+    sizes = [[at.mesh.size(*dim.axes) for dim in at.layout.dims] for at in passed]
     return [math.lcm(*column) for column in zip(*sizes, strict=True)]
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from resharding.measures import Row
 
-# What plans are for: received bytes are compared where they are planned for, all else as users get it.
-FEWEST_BYTES, DEFAULT = "bandwidth", "h100"
+# What plans are for: received bytes are compared where they are planned for, run time where it is measured,
+# all else as users get it.
+FEWEST_BYTES, DEFAULT, HOST = "bandwidth", "h100", "host"
 Ratio = Callable[[Row], float]
 # Of temporary memory: tables of indices, and 64 bytes per buffer that XLA rounds up to.
 SLACK_BYTES = 4096

@@ -18,7 +18,6 @@ from resharding.programs import Move
 
 Row = dict[str, Any]
 COMPILES = 2  # of which the quicker counts: the other one was disturbed
-ROUNDS = 21
 CALLS = 2000
 
 
@@ -51,7 +50,7 @@ def compiled(moves: Sequence[Move]) -> Row:
     return row
 
 
-def timed(move: Move) -> Row:
+def timed(move: Move, rounds: int) -> Row:
     """Both programs on the same array, one after the other in every round; the median ratio of a round."""
     x = move.array(move.case.dtype)
     programs = move.ours(), move.xla()
@@ -59,7 +58,7 @@ def timed(move: Move) -> Row:
     with jax.set_mesh(move.mesh):
         for program in programs:
             jax.block_until_ready(program(x))
-        for turn in range(ROUNDS):
+        for turn in range(rounds):
             for which in (0, 1) if turn % 2 else (1, 0):
                 start = time.perf_counter()
                 jax.block_until_ready(programs[which](x))

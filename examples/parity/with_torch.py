@@ -28,14 +28,15 @@ from xshard import Layout, reference
 Weights = dict[str, Tensor]
 Place = Callable[[NDArray[Any], Layout | str], Tensor]
 Move = Callable[[Tensor, str], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, Move], Tensor]
 
 
-def logits(weights: Weights, images: Tensor, move: Move) -> Tensor:
+def logits(weights: Weights, images: Tensor, move: Move, attend: Attention) -> Tensor:
     """Images [batch, patches, pixels] -> scores [batch, classes]."""
     w = {name: move(value, shardings.weight_expression(name)) for name, value in weights.items()}
     x = images @ w["embed"] + w["positions"]
     for layer in range(N_LAYERS):
-        x = x + attention(norm(x, w[f"{layer}.norm1"]), w[f"{layer}.qkv"], w[f"{layer}.out"], move)
+        x = x + attend(norm(x, w[f"{layer}.norm1"]), w[f"{layer}.qkv"], w[f"{layer}.out"], move)
         x = x + feed_forward(norm(x, w[f"{layer}.norm2"]), w[f"{layer}.up"], w[f"{layer}.down"])
     pooled = move(norm(x, w["norm"]).mean(dim=1), shardings.POOL)
     return pooled @ w["classifier"]
@@ -57,8 +58,8 @@ def norm(x: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, scale.shape, scale)
 
 
-def mean_loss(weights: Weights, images: Tensor, labels: Tensor, move: Move) -> Tensor:
-    return move(F.cross_entropy(logits(weights, images, move), labels), shardings.LOSS)
+def mean_loss(weights: Weights, images: Tensor, labels: Tensor, move: Move, attend: Attention) -> Tensor:
+    return move(F.cross_entropy(logits(weights, images, move, attend), labels), shardings.LOSS)
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def update(weights: Weights, momenta: Weights) -> None:
         weight.grad = None
 
 
-def train(steps: int, place: Place, move: Move) -> Iterator[dict[str, float]]:
+def train(steps: int, place: Place, move: Move, attend: Attention = attention) -> Iterator[dict[str, float]]:
     """Train on the shared batches from the shared start; yield each loss, then the accuracy."""
     train_set, test_set = digits()
     weights = {name: place(value, shardings.stored(name)) for name, value in initial_weights().items()}
@@ -79,12 +80,12 @@ def train(steps: int, place: Place, move: Move) -> Iterator[dict[str, float]]:
         weight.requires_grad_()
     for batch in batches(train_set, steps):
         images, labels = place(batch.images, shardings.IMAGES), place(batch.labels, shardings.LABELS)
-        loss = mean_loss(weights, images, labels, move)
+        loss = mean_loss(weights, images, labels, move, attend)
         loss.backward()
         update(weights, momenta)
         yield {"loss": loss.item()}
     with torch.no_grad():
-        scores = logits(weights, place(test_set.images, shardings.IMAGES), move)
+        scores = logits(weights, place(test_set.images, shardings.IMAGES), move, attend)
         guesses = move(scores, shardings.GATHER_LOGITS).argmax(dim=1)
     yield {"accuracy": float((guesses.numpy() == test_set.labels).mean())}
 
@@ -96,7 +97,7 @@ def single(steps: int) -> None:
         report(**values)
 
 
-def sharded(steps: int) -> None:
+def sharded(steps: int, attend: Attention = attention) -> None:
     """Train on the processes of a world; every one of them calls this."""
     rank = dist.get_rank()
 
@@ -106,7 +107,7 @@ def sharded(steps: int) -> None:
     def move(block: Tensor, expression: str) -> Tensor:
         return xt.redistribute(block, expression, shardings.MESH)
 
-    for values in train(steps, place, move):
+    for values in train(steps, place, move, attend):
         if rank == 0:  # the loss is replicated: every process has the same
             report(**values)
 

@@ -142,8 +142,10 @@ def _winners() -> None:
     def largest(v: Tensor) -> Tensor:
         return xt.all_reduce(v, "a", MESH, op="max", grad="sum")
 
-    kind, text = error_of(lambda: torch.func.jvp(largest, (x.detach(),), (won,)))
-    assert kind == "LinearityError" and "reverse mode" in text
+    # Forwards: the winners' tangents, in the same shares.
+    tangent = torch.full_like(won, rank + 1.0)
+    _, pushed = torch.func.jvp(largest, (x.detach(),), (tangent,))
+    assert pushed.tolist() == [[2.5, 2.5, 4.0], [2.5, 3.0, 2.5]]
     kind, text = error_of(lambda: xt.redistribute(x, "n d | max(a) -> n d | max(a)", MESH))
     assert kind == "LinearityError" and "its gradient is not defined" in text
     xt.redistribute(x.detach(), "n d | max(a) -> n d | max(a)", MESH)

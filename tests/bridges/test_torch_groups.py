@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_bridge as xt
 import xshard as xs
 from tests.bridges.torch_helpers import error_of, numbers, on_ranks, still_connected
+from torch_bridge.groups import mesh_of_ranks
+from torch_bridge.process_groups import timeout_of
 from xshard import reference
 
 EXPRESSIONS = [
@@ -84,12 +87,12 @@ def test_which_a_plan_for_the_whole_mesh_would_not_allow() -> None:
 def _groups() -> list[int]:
     mesh = xs.Mesh(a=2, b=2)
     x = torch.ones(4, 4)
-    counts = [dist.get_pg_count()]
+    counts = [len(c10d._world.pg_names)]
     for requires_grad in (False, False, True, True):
         y = xt.redistribute(x.requires_grad_(requires_grad), "n d -> n/b d | copy(a)", mesh)
-        counts.append(dist.get_pg_count())
+        counts.append(len(c10d._world.pg_names))
     y.sum().backward()
-    return [*counts, dist.get_pg_count()]
+    return [*counts, len(c10d._world.pg_names)]
 
 
 def test_groups_are_made_once_and_before_the_backward_pass() -> None:
@@ -133,3 +136,58 @@ def test_meshes_that_cannot_be_used() -> None:
     for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
         assert kind == expected_kind and part in text
     assert "torchrun" in first[-1][1]
+
+
+def _histories() -> list[tuple[int, ...]]:
+    """Groups whose members have made other groups before, in other orders; no two of them wait in a ring."""
+    rank = dist.get_rank()
+    layout = "n d | sum(a,b) -> n d"
+    pairs = {
+        0: [(0, 1), (0, 2)],
+        1: [(1, 3), (0, 1)],
+        2: [(0, 2), (2, 3)],
+        3: [(1, 3), (2, 3)],
+    }[rank]
+    for members in pairs:
+        mesh = mesh_of_ranks(xs.Mesh(a=2, b=1), members)
+        total = xt.redistribute(torch.full((2, 2), float(rank)), layout, mesh)
+        assert torch.equal(total, torch.full((2, 2), float(sum(members))))
+    # Three of four, in two orders that share their group; and all, in an order of their own.
+    if rank:
+        for members in ((3, 1, 2), (1, 2, 3)):
+            mesh = mesh_of_ranks(xs.Mesh(a=3, b=1), members)
+            blocks = xt.redistribute(torch.full((1,), rank), "n/(a,b) -> n", mesh)
+            assert blocks.tolist() == list(members)
+    blocks = xt.redistribute(
+        torch.full((1,), rank), "n/(a,b) -> n", mesh_of_ranks(xs.Mesh(a=2, b=2), (3, 1, 0, 2))
+    )
+    assert blocks.tolist() == [3, 1, 0, 2]
+    assert still_connected()
+    timeouts = {timeout_of(group) for group in c10d._world.pg_names}
+    assert timeouts == {timeout_of(dist.group.WORLD)}, "our groups wait as long as the world"
+    return sorted(tuple(dist.get_process_group_ranks(group)) for group in c10d._world.pg_names)
+
+
+def test_members_with_different_histories_find_each_other() -> None:
+    made = on_ranks(4, _histories, timeout_s=60)
+    world, three = (0, 1, 2, 3), (1, 2, 3)
+    assert made[0] == sorted([world, (0, 1), (0, 2)])
+    assert made[1] == sorted([world, (0, 1), (1, 3), three])
+    assert made[3] == sorted([world, (1, 3), (2, 3), three])
+
+
+def _flattened() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("p", "a", "b"))
+    flat = mesh["a", "b"]._flatten("ab")
+    y = xt.redistribute(torch.full((1,), rank), "n/ab -> n", flat)
+    first = rank // 4 * 4
+    assert y.tolist() == list(range(first, first + 4))
+    outer = mesh["p", "a"]  # whose ranks are two apart
+    y = xt.redistribute(torch.full((1,), rank), "n/(a,p) -> n", outer)
+    assert y.tolist() == [rank % 2 + r for r in (0, 4, 2, 6)]
+    _agrees(mesh["a", "b"], xs.Mesh(a=2, b=2), rank % 4)
+
+
+def test_slices_and_flattened_meshes() -> None:
+    on_ranks(8, _flattened)

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import xshard as xs
 from tests.bridges.torch_helpers import on_ranks
 from torch_bridge import RankError
-from torch_bridge.collectives import Group
-from torch_bridge.lower import RULES
+from torch_bridge.groups import ProcessMesh, process_mesh
+from torch_bridge.lower import RULES, lower
+from torch_bridge.messages import MAX_SLICES, Message, message
 from torch_bridge.meter import Meter
-from torch_bridge.packing import MAX_SLICES, Message, Packing, message
+from torch_bridge.packing import Packing
 from xshard.notation import Shard
 from xshard.ownership import Run, Runs, cut_nested, rows
 from xshard.steps import Step
@@ -33,11 +35,15 @@ def test_no_rule_is_left_over() -> None:
 
 def _packing(shape: tuple[int, ...], dim: int, order: str, n: int, op: str | None = None) -> Packing:
     parts = [cut_nested(shape[dim], (Shard(("a",), order),), (n,), (i,)) for i in range(n)]
-    return Packing(shape, tuple(message(shape, {dim: part}, CPU) for part in parts), op)
+    return Packing(shape, tuple(message(shape, {dim: part}, CPU) for part in parts), op=op)
 
 
 def _cells(m: Message, block: np.ndarray) -> np.ndarray:
-    return block[np.ix_(*(np.r_[rows(r)] for r in m.rows))]
+    return block[_index(m, block.shape)]
+
+
+def _index(m: Message, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    return np.ix_(*(range(n) if r is None else np.r_[rows(r)] for r, n in zip(m.rows, shape, strict=True)))
 
 
 @pytest.mark.parametrize("order", ["block", "balanced", "zigzag", "cyclic"])
@@ -77,14 +83,14 @@ def test_many_rows_are_listed_once() -> None:
     block = torch.arange(shape[0] * shape[1]).view(shape)
     for chosen in ({0: scattered}, {1: scattered}, {0: scattered, 1: scattered}):
         m = message(shape, chosen, CPU)
-        assert len(m.boxes) == 1 and any(isinstance(i, torch.Tensor) for i in m.boxes[0].block)
+        assert len(m.boxes) == 1 and any(isinstance(i, torch.Tensor) for _, i in m.boxes[0].block)
         cells = _cells(m, block.numpy())
         assert np.array_equal(m.read(block), cells)
         alone = Packing(shape, (m,)).place(torch.from_numpy(cells), [torch.from_numpy(cells)])
         expected = np.zeros_like(block.numpy())
-        expected[np.ix_(*(np.r_[rows(r)] for r in m.rows))] = cells
+        expected[_index(m, shape)] = cells
         assert np.array_equal(alone, expected)
-        twice = Packing(shape, (m, m), "sum").place(torch.from_numpy(cells), [torch.from_numpy(cells)] * 2)
+        twice = Packing(shape, (m, m), op="sum").place(torch.from_numpy(cells), [torch.from_numpy(cells)] * 2)
         assert np.array_equal(twice, 2 * expected)
 
 
@@ -96,7 +102,7 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
     messages = tuple(message(shape, part, CPU) for part in (top, rest, top, rest, top))
     rng = random.Random(0)
     values = [torch.tensor([[rng.randint(-5, 5)] * 4] * m.shape[0]) for m in messages]
-    out = Packing(shape, messages, op).place(values[0], values)
+    out = Packing(shape, messages, op=op).place(values[0], values)
     reduce = {"sum": sum, "max": max, "min": min}[op]
     for part, start, stop in ((values[::2], 0, 2), (values[1::2], 2, 5)):
         assert out[start:stop].unique().tolist() == [reduce(int(v[0, 0]) for v in part)]
@@ -104,13 +110,15 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
 
 
 def _reduce_scatters(op: str) -> None:
-    rank = dist.get_rank()
-    parts = torch.arange(24.0).view(4, 3, 2) * (1 - 2 * (rank % 2)) + rank
-    ours, native = (Group(dist.group.WORLD, (0, 1, 2, 3)) for _ in range(2))
-    native.__dict__["backends"] = "cpu:another"  # any but gloo: the backend's own
-    assert "cpu:gloo" in ours.backends
+    x = torch.arange(24.0).view(12, 2) * (1 - 2 * (dist.get_rank() % 2)) + dist.get_rank()
+    plan = xs.plan(f"n d | {op}(a) -> n/a d", xs.Mesh(a=4), (12, 2))
+    ours, native = ProcessMesh(**vars(process_mesh(plan.mesh)) | {"_groups": {}}), process_mesh(plan.mesh)
+    native.group(("a",)).__dict__["backends"] = "cpu:another"  # any but gloo: the backend's own
+    both = [lower(plan, processes, CPU) for processes in (ours, native)]
+    kinds = [move.collective.kind for executable in both for move in executable.moves]
+    assert kinds == ["all_to_all", "reduce_scatter"]
     with Meter() as meter:
-        assert torch.equal(ours.reduce_scatter(parts, op), native.reduce_scatter(parts, op))
+        assert torch.equal(*(executable(x) for executable in both))
     assert meter.received == [72, 72]
 
 

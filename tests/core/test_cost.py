@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import xshard as xs
+from xshard.fine import FineMesh
 from xshard.steps import Traffic
 from xshard.steps.base import Hop
 
@@ -58,6 +59,30 @@ def test_axes_that_leave_a_node_have_the_link_between_nodes():
     mesh = xs.Mesh(dp=4, cp=2, tp=4)
     assert [nodes.link(axis, mesh) for axis in mesh.axes] == [SLOW, FAST, FAST]
     assert [(lane.axis, lane.level) for lane in nodes.lanes(mesh)] == [("dp", 0), ("cp", 1), ("tp", 1)]
+
+
+def lanes_with_links(profile, mesh, axes):
+    fabric = profile.fabric(mesh)
+    return [
+        (lane.axis, lane.size, lane.stride, fabric.links[lane.level])
+        for lane in fabric.lanes
+        if lane.axis in axes
+    ]
+
+
+@pytest.mark.parametrize("node_devices", [2, 4, 8, 16])
+@pytest.mark.parametrize("axes", [("dp",), ("cp", "tp"), ("dp", "tp"), ("pp", "dp", "cp")])
+def test_axes_on_their_own_keep_their_links_and_the_ends_of_nodes(axes, node_devices):
+    nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=node_devices)
+    mesh = xs.Mesh(pp=2, dp=4, cp=2, tp=4)
+    alone = xs.Mesh({axis: mesh.size(axis) for axis in axes})
+    part = nodes.along(axes, mesh)
+    assert lanes_with_links(part, alone, axes) == lanes_with_links(nodes, mesh, axes)
+    assert part.along(axes, alone) == part
+    split = tuple((a, (2, 2)) for a in axes if mesh.size(a) == 4)  # and divided, where the devices are alike
+    if split:
+        fine = [FineMesh(at, split) for at in (alone, mesh)]
+        assert lanes_with_links(part, fine[0], fine[0].axes) == lanes_with_links(nodes, fine[1], fine[0].axes)
 
 
 @pytest.mark.parametrize(

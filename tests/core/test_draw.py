@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from tests.strategies import layouts, meshes, overlaps, shapes
 from xshard.draw import Picture, devices_text, picture, rows_text
 from xshard.notation import Dim, Shard
 from xshard.overlap import Fold
 from xshard.ownership import FILL, Run
+from xshard.testing.strategies import layouts, meshes, overlaps, shapes
 
 
 def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:

@@ -1,8 +1,10 @@
 """xshard is neutral: no framework is loaded before its bridge is."""
 
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +55,25 @@ def test_a_bridge_loads_its_framework_and_not_the_other(bridge, own, other):
     packages = loaded(f"import {bridge}")
     assert own in packages
     assert other not in packages
+
+
+@pytest.mark.parametrize(
+    ("bridge", "name", "other"), [("torch_bridge", "from_jax", "jax"), ("jax_bridge", "from_torch", "torch")]
+)
+def test_the_other_framework_is_loaded_by_what_needs_both(bridge, name, other):
+    """Only when it is asked for by name."""
+    assert other not in loaded(f"import {bridge}\nassert {name!r} in {bridge}.__all__")
+    assert other in loaded(f"from {bridge} import {name}")
+
+
+def test_one_package_imports_both_frameworks():
+    """All other files of the bridges import one, or neither."""
+    root = Path(xshard.__file__).parents[1]
+    imports = re.compile(r"^\s*(?:from|import) (torch|jax)\b", re.MULTILINE)
+    both = {
+        path.parent.name if path.parent.name == "torch_interop" else str(path)
+        for bridge in ("torch_bridge", "jax_bridge")
+        for path in (root / bridge).rglob("*.py")
+        if set(imports.findall(path.read_text())) == {"torch", "jax"}
+    }
+    assert both == {"torch_interop"}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 import xshard as xs
-from tests.strategies import written_layouts
 from xshard.layout import Layout, parse_expression
+from xshard.testing.strategies import written_layouts
 
 
 @given(written_layouts())

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from tests.strategies import layouts
 from xshard.held import output_dim
 from xshard.notation import Dim
 from xshard.overlap import BOUNDARIES, Boundary, Fold, Halo, Window, rows_of
 from xshard.supply import lost
+from xshard.testing.strategies import layouts
 
 RNG = np.random.default_rng(0)
 

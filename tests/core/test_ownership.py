@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from tests.strategies import layouts, meshes, overlaps
 from xshard.layout import Layout
 from xshard.notation import ORDERS, Dim, Shard
 from xshard.overlap import BOUNDARIES
 from xshard.ownership import FILL, common, owned, rows, size
+from xshard.testing.strategies import layouts, meshes, overlaps
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
 

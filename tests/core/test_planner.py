@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests.cases import CASES
-from tests.strategies import layouts, moves
 from xshard.layout import Layout
 from xshard.planner import without_copies
 from xshard.search import Search
 from xshard.space import Space
 from xshard.steps import AllGather, AllReduce, Slice
 from xshard.steps.reach import ended
+from xshard.testing.strategies import layouts, moves
 
 ROOT = Path(__file__).parents[2]
 

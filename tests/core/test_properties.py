@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from tests.strategies import moves
+from xshard.testing.strategies import moves
 
 # Divisible by every product of axis sizes up to 4, so that means stay whole numbers.
 UNIT = 64 * 81

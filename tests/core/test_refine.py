@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from tests.strategies import layouts, meshes, shapes
 from tests.two_meshes import crossing
 from xshard.refine import refine
+from xshard.testing.strategies import layouts, meshes, shapes
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Layers for blocks of arrays that are cut over a mesh, equal to torch's own on the whole array."""
 
+from torch_bridge.nn.checkpointing import checkpoint
 from torch_bridge.nn.convolution import Convolution, conv, conv_transpose
 from torch_bridge.nn.domain import domain_parallel
 from torch_bridge.nn.halo import HaloExchange
@@ -59,6 +60,7 @@ __all__ = [
     "Pool",
     "Upsample",
     "avg_pool",
+    "checkpoint",
     "conv",
     "conv_transpose",
     "domain_parallel",

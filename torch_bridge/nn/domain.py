@@ -6,7 +6,8 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from torch_bridge.groups import MeshLike
 from torch_bridge.nn import layers
+from torch_bridge.nn.converted import Converted
 from torch_bridge.nn.following import whole
 from torch_bridge.nn.layer import Layer, same_state
-from torch_bridge.nn.placed import placed_as, record, recorded
+from torch_bridge.nn.placed import Placed, placed_as, record, recorded
 from torch_bridge.nn.propagation import Propagation
 from xshard import Layout, XshardError
+from xshard.notation import ELLIPSIS
 
 # The torch class of every layer -> the layer.
 LAYERS: dict[type[nn.Module], Any] = {
@@ -48,6 +51,8 @@ def domain_parallel(
     shape: Sequence[int | None] | None = None,
     overlap: bool = False,
     out_rule: str = "",
+    sum_gradients: bool = True,
+    converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
 ) -> nn.Module:
     """A model of whole arrays -> the same model of blocks: outputs and gradients are those of the whole.
 
@@ -57,10 +62,13 @@ def domain_parallel(
 
     layout: of every input tensor with so many dims, as in "b c h/sp w"; other inputs are whole. shape: its
     global shape, where blocks differ in size; a length that is None is the block's times the parts of the
-    dim. overlap, out_rule: of convolutions and pools, as in `from_module`.
-    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. The outputs'
-    layout and global shape are `sharding_of(y)`. A loss over blocks is this process's share: all shares
-    together are the loss, and gradients of parameters are summed over all axes of the layout.
+    dim. overlap, out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
+    of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
+    share. converters: of modules of these classes, which are not looked into: what they return works on a
+    block as it is, and leaves cut dims as long as they are.
+    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. Code that
+    checkpoints activations calls `xt.nn.checkpoint`. The outputs' layout and global shape are
+    `sharding_of(y)`. A loss over blocks is this process's share: all shares together are the loss.
 
     Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
     for a function that has none.
@@ -87,7 +95,10 @@ def domain_parallel(
         if id(module) in made:
             return made[id(module)]
         layer = LAYERS.get(type(module))
-        if layer is not None:
+        converter = next((c for kind, c in (converters or {}).items() if isinstance(module, kind)), None)
+        if converter is not None:
+            new = Converted(converter(module), path)
+        elif layer is not None:
             options = {
                 name: value
                 for name, value in (("overlap", overlap), ("out_rule", out_rule))
@@ -108,7 +119,7 @@ def domain_parallel(
         return new
 
     root = swapped(model, "")
-    _Entrance(layout, mesh, shape, paths).attach(root)
+    _Entrance(layout, mesh, shape, paths, sum_gradients).attach(root)
     return root
 
 
@@ -116,9 +127,14 @@ class _Entrance:
     """Where tensors enter a model and leave it: records are made, and followed while it runs."""
 
     def __init__(
-        self, layout: Layout, mesh: MeshLike, shape: Sequence[int | None] | None, paths: dict[int, str]
+        self,
+        layout: Layout,
+        mesh: MeshLike,
+        shape: Sequence[int | None] | None,
+        paths: dict[int, str],
+        sum_gradients: bool,
     ) -> None:
-        self.layout, self.mesh, self.paths = layout, mesh, paths
+        self.layout, self.mesh, self.paths, self.sum_gradients = layout, mesh, paths, sum_gradients
         self.shape = None if shape is None else tuple(shape)
         self.running: list[Propagation] = []
 
@@ -127,18 +143,17 @@ class _Entrance:
         model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rank = len(self.layout.dims)
-        blocks = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim == rank]
+        blocks = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and self._is_cut(x)]
         if not blocks:
-            raise XshardError(f"no input has the {rank} dims of '{self.layout}'")
-        like = placed_as(blocks[0], self.layout, self.mesh, self.shape)
+            raise XshardError(f"no input has the dims of '{self.layout}'")
+        like = self._placed(blocks[0])
 
         def known(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             placed = recorded(x)
-            if placed is None and x.ndim == rank:
-                placed = placed_as(x, self.layout, self.mesh, self.shape)
+            if placed is None and self._is_cut(x):
+                placed = self._placed(x)
             # Of an alias: what the caller has is left as it is.
             return record(x.view_as(x), placed or whole(x, like))
 
@@ -146,6 +161,15 @@ class _Entrance:
         self.running.append(Propagation(self.paths))
         self.running[-1].__enter__()
         return args, kwargs
+
+    def _is_cut(self, x: Tensor) -> bool:
+        """Whether an input has the dims of the layout."""
+        rank = len(self.layout.dims)
+        return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
+
+    def _placed(self, x: Tensor) -> Placed:
+        placed = placed_as(x, self.layout.resolved(x.ndim), self.mesh, self.shape)
+        return placed if self.sum_gradients else replace(placed, copies=False)
 
     def _leave(self, *_: Any) -> None:
         if self.running:

@@ -213,7 +213,7 @@ def _fitted(x: Any, result: Placed) -> Any:
             x = record(placed.moved(x, aim.layout), aim)
         mine = aim.axes
     missing = tuple(axis for axis in result.axes if axis not in mine)
-    if missing and x.requires_grad and torch.is_grad_enabled():
+    if missing and result.copies and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing, result.processes)
     return x
 

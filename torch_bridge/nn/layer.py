@@ -101,7 +101,8 @@ class Layer:
             if self.follows and recorded(input) is None:
                 raise ShapeError(
                     f"nothing is known of an input of shape {tuple(input.shape)}",
-                    hint="it came by a function that cannot be followed, or not from the model's inputs",
+                    hint="it came by a function that cannot be followed, or not from the model's inputs; "
+                    "activations are checkpointed by xt.nn.checkpoint",
                 )
             placed = placed_as(input, self.layout, self.mesh, self.shape)
             with torch._C.DisableTorchFunction():  # what a layer does inside is no business of `propagation`

@@ -100,6 +100,8 @@ def layer_norm(
     cut = {axis for dim in last for axis in dim.axes}
     others = tuple(axis for axis in placed.axes if axis not in cut)
     whole = " ".join(dim.name for dim in last)
+    if not placed.copies and placed.axes:
+        whole += tag("copy", placed.axes)  # what each process does with the weights stays its own
     part = f"{' '.join(map(str, last))}{tag('copy', others) if others else ''}"
 
     def own(parameter: Tensor | None) -> Tensor | None:

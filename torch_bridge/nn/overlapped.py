@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.lower import Executable
+from torch_bridge.executable import Executable
 from torch_bridge.nn.convolution import Convolution, Prepared, conv, prepare
 from torch_bridge.nn.placed import Placed
-from torch_bridge.redistribution import executable_of
+from torch_bridge.planned import executable_of
 
 Box = tuple[slice, ...]
 

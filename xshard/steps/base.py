@@ -6,9 +6,11 @@ A step is one collective or one local move between two shardings in normal form
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -33,13 +35,14 @@ class Lane(NamedTuple):
     """What one kind of link connects along an axis: all of it, or a part where nodes end half-way.
 
     level: how fast the link is, 0 for the slowest. size: positions along the lane. stride: how far
-    apart they are along the axis.
+    apart they are along the axis. whole: the axis that this one is a part of, if it is one.
     """
 
     axis: str
     size: int
     level: int = 0
     stride: int = 1
+    whole: str = ""
 
 
 Lanes = tuple[Lane, ...]  # of all axes of a mesh, the slowest first
@@ -177,6 +180,13 @@ def slow_first(mesh: Mesh, axes: Sequence[str], lanes: Lanes) -> Lanes:
     if not lanes:
         return tuple(Lane(a, mesh.size(a)) for a in axes)
     return tuple(lane for lane in lanes if lane.axis in axes)
+
+
+def rings(group: Lanes) -> Iterator[Lane]:
+    """The lanes, parts of one axis on one level taken together: they are one ring, as the whole axis is."""
+    for _, alike in groupby(group, key=lambda lane: (lane.whole or lane.axis, lane.level)):
+        lanes = tuple(alike)
+        yield lanes[0]._replace(size=math.prod(lane.size for lane in lanes)) if len(lanes) > 1 else lanes[0]
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:

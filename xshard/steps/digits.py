@@ -8,8 +8,7 @@ its cuts are the device's coordinates, so overlaps of blocks are products over d
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -65,7 +64,7 @@ def digits(src: LaneCuts, dst: LaneCuts) -> tuple[Digit, ...] | None:
         split |= of_dim[1]
     # A lane of one end only has every digit once.
     both = split and split & {d.src.lane for d in found if d.src} & {d.dst.lane for d in found if d.dst}
-    return _apart(found) if both else tuple(found)
+    return _apart(found, both) if both else tuple(found)
 
 
 @lru_cache(maxsize=16384)
@@ -89,32 +88,35 @@ def _dim_digits(src: tuple[Lane, ...], dst: tuple[Lane, ...]) -> tuple[tuple[Dig
     return tuple(found), split
 
 
-def _apart(found: Sequence[Digit]) -> tuple[Digit, ...] | None:
-    """The digits cut further, until parts of one lane overlap only where they are the same."""
+def _apart(found: Sequence[Digit], lanes: set[Lane]) -> tuple[Digit, ...] | None:
+    """The digits cut further, until parts of these lanes overlap only where they are the same."""
     while True:
-        marks: dict[Lane, set[int]] = {}
-        for digit in found:
-            for part in (digit.src, digit.dst):
-                if part is not None:
-                    marks.setdefault(part.lane, set()).update((part.outer, part.outer * part.size))
+        marks: dict[Lane, set[int]] = {lane: set() for lane in lanes}
+        for _, src, dst in found:
+            for part in (src, dst):
+                if part is not None and part.lane in lanes:
+                    marks[part.lane].update((part.outer, part.outer * part.size))
         finer: list[Digit] = []
         for digit in found:
-            size = min(_first_mark(digit.src, marks), _first_mark(digit.dst, marks))
+            size = digit.size
+            for part in (digit.src, digit.dst):
+                if part is not None and part.lane in lanes:
+                    size = min(size, _first_mark(part, marks[part.lane]))
             if not size or digit.size % size:
                 return None
-            finer += digit.cut(size) if 1 < size < digit.size else (digit,)
+            finer += digit.cut(size) if size < digit.size else (digit,)
         if len(finer) == len(found):
             return tuple(finer)
         found = finer
 
 
-def _first_mark(part: Part | None, marks: Mapping[Lane, set[int]]) -> int:
+def _first_mark(part: Part, marks: set[int]) -> int:
     """How many values a part has until another of its lane begins or ends; 0 where that does not divide."""
-    if part is None:
-        return sys.maxsize
-    end = part.outer * part.size
-    inner = min((m for m in marks[part.lane] if part.outer < m < end), default=end)
-    return 0 if inner % part.outer else inner // part.outer
+    inner = end = part.outer * part.size
+    for mark in marks:
+        if part.outer < mark < inner:
+            inner = mark
+    return part.size if inner == end else 0 if inner % part.outer else inner // part.outer
 
 
 class _Equal:

@@ -28,6 +28,7 @@ from xshard.steps.base import (
     names,
     own_part,
     place,
+    rings,
     slow_first,
     take,
     take_free,
@@ -79,7 +80,7 @@ def gather_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
     The slowest link comes first, while blocks are small.
     """
     whole, hops = block, []
-    for lane in group:
+    for lane in rings(group):
         n = lane.size
         hops.append(Hop(lane.axis, (n - 1) * whole, n - 1, lane.level))
         whole *= n

@@ -25,12 +25,15 @@ from xshard.steps.sources import Side, counts, sides, view_pairs
 def exchange_traffic(before: Sharding, after: Sharding, lanes: Lanes) -> Traffic:
     """Traffic of an exchange in which a sender differs from the receiver along cuts and ended sums only."""
     even = even_traffic(before, after, lanes)
-    if even is not None:
-        return even
+    return counted_traffic(before, after, lanes) if even is None else even
+
+
+def counted_traffic(before: Sharding, after: Sharding, lanes: Lanes) -> Traffic:
+    """The same, counted device by device: for cuts that are uneven or do not divide each other."""
     before, after, levels = _on_lanes(before, after, lanes)
     reached = reach(before, after, ())
     most = int(reached.elements.max())
-    hops: list[Hop] = []
+    hops, may_differ = list[Hop](), moving(before, after)
     agree: tuple[str, ...] = ()
     total = np.zeros_like(reached.elements)
     for level, axes in levels:
@@ -41,7 +44,7 @@ def exchange_traffic(before: Sharding, after: Sharding, lanes: Lanes) -> Traffic
         received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
         total = total + received
         if received.any():
-            longest = max((before.mesh.size(a), a) for a in moving(before, after) if a in axes)[1]
+            longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
             hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level))
         reached = nearer
     # Every box, a device's own too, is packed at one end and unpacked at the other.
@@ -139,9 +142,9 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
     begins = begun(src, dst)
     addends = mesh.size(*(a for a in ended(src, dst) if a not in agree))
     elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
-    for mine, theirs in view_pairs(before, after):
+    for pairs in _sides(before, after):
         boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
-        for (a, b), length in zip(sides(before, after, mine, theirs), before.shape, strict=True):
+        for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
             dim_elements, dim_senders = _dim_reach(a, b, length, fixed, mesh, once)
@@ -152,6 +155,12 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Reach:
             first = _spread(np.eye(1, mesh.size(axis), dtype=np.int64)[0], (axis,), mesh)
             elements, senders = elements * first, senders * first
     return Reach(elements, senders)
+
+
+@lru_cache(maxsize=64)
+def _sides(before: Sharding, after: Sharding) -> tuple[tuple[tuple[Side, Side], ...], ...]:
+    """For every pair of views, both sides of every dim."""
+    return tuple(tuple(sides(before, after, *views)) for views in view_pairs(before, after))
 
 
 @lru_cache(maxsize=16384)

@@ -28,6 +28,7 @@ from xshard.steps.base import (
     lands_in_place,
     names,
     reduced,
+    rings,
     slow_first,
     take,
     with_inner,
@@ -124,7 +125,7 @@ def reduce_scatter_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
     Over the fastest link first, so that the slowest sees the smallest pieces.
     """
     piece, hops = block, []
-    for lane in reversed(group):
+    for lane in reversed(tuple(rings(group))):
         n = lane.size
         piece //= n
         hops.append(Hop(lane.axis, (n - 1) * piece, n - 1, lane.level))

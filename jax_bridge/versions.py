@@ -1,4 +1,5 @@
-"""What is used of JAX without its promise to keep it: how a primitive is made, types along manual axes.
+"""What is used of JAX without its promise to keep it: how a primitive is made, types along manual axes,
+callbacks on memory.
 
 Written for 0.10, and the only file to change when another release has it otherwise. Knows no plans.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.experimental import jet
+from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -75,3 +77,12 @@ def with_manual_type(aval: Any, manual: Any) -> Any:
 def cotangent_type(manual: Any) -> Any:
     """What the cotangent is along the manual axes: unreduced and reduced change places."""
     return manual.to_ct_mat()
+
+
+def host_callback(function: Callable[..., None], types: Any) -> Callable[..., Any]:
+    """`function(context, results, *arguments)`, called by XLA on the memory of its device.
+
+    `jax.pure_callback` has its arguments copied by XLA's own threads, while it holds one of them: on as many
+    devices as there are threads it waits for ever.
+    """
+    return buffer_callback(function, types, vmap_method="sequential")

@@ -1,0 +1,150 @@
+"""Every drop-in beside other ways to the same values and gradients, by verb.
+
+Ways: ours; what the replaced system does, with raw collectives; torch.distributed.nn.functional; DTensor.
+Where one of these has no form with the same gradient, it is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from drop_ins import transcribed
+from torch_bridge import compat
+
+OURS, RAW, FUNCTIONAL, DTENSOR = "xshard", "transcribed", "nn.functional", "DTensor"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A drop-in, the shape of its block, and the ways to do it, ours first.
+
+    replicas: whether all ranks have the same block.
+    """
+
+    name: str
+    system: str
+    shape: tuple[int, ...]
+    ways: Mapping[str, Callable[[Tensor], Tensor]]
+    replicas: bool = False
+
+    def block(self) -> Tensor:
+        """This rank's, of whole numbers."""
+        x = torch.arange(float(math.prod(self.shape))).view(self.shape) % 97
+        return x if self.replicas else x + dist.get_rank()
+
+
+@functools.lru_cache(maxsize=8)
+def _mesh(world: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _dtensor(src: Placement, dst: Placement, grad: Placement | None = None) -> Callable[[Tensor], Tensor]:
+    """One redistribution of a DTensor. grad: what the result's gradients are."""
+
+    def move(x: Tensor) -> Tensor:
+        placed = DTensor.from_local(x, _mesh(dist.group.WORLD), [src], run_check=False)
+        moved = placed.redistribute(placements=[dst])
+        return moved.to_local(grad_placements=None if grad is None else [grad])
+
+    return move
+
+
+def _in_natural_order(x: Tensor) -> Tensor:
+    return transcribed.permuted(x, transcribed.zigzag(2 * dist.get_world_size()).argsort())
+
+
+def _functional_sequence(x: Tensor) -> Tensor:
+    n, (batch, channels, length) = dist.get_world_size(), x.shape
+    sent = x.reshape(batch, n, channels // n, length).movedim(1, 0).contiguous()
+    received = functional.all_to_all_single(torch.empty_like(sent), sent)
+    return _in_natural_order(received.movedim(0, 2).reshape(batch, channels // n, n * length))
+
+
+def _gathered_halo(x: Tensor) -> Tensor:
+    whole = _dtensor(Shard(2), Replicate(), Partial())(x)
+    rows, first = x.shape[2], dist.get_rank() * x.shape[2]
+    padded = torch.nn.functional.pad(whole, (0, 0, transcribed.HALO, transcribed.HALO))
+    return padded.narrow(2, first, rows + 2 * transcribed.HALO)
+
+
+VERBS = (
+    Verb(
+        "AllToAllSingleFunction",
+        "nvSubquadratic",
+        (2, 64, 512),
+        {
+            OURS: lambda x: compat.AllToAllSingleFunction.apply(x, None, "split_to_full", True),
+            RAW: transcribed.SplitToFull.apply,
+            FUNCTIONAL: _functional_sequence,
+            DTENSOR: lambda x: _in_natural_order(_dtensor(Shard(2), Shard(1))(x)),
+        },
+    ),
+    Verb(
+        "all_gather_grad",
+        "ksuit",
+        (64, 1024),
+        {
+            OURS: compat.all_gather_grad,
+            RAW: lambda x: torch.cat(transcribed.AllGatherGrad.apply(x)),
+            FUNCTIONAL: lambda x: torch.cat(functional.all_gather(x)),
+            DTENSOR: _dtensor(Shard(0), Replicate(), Partial()),
+        },
+    ),
+    Verb(
+        "all_gather_grad_overwrite",
+        "ksuit",
+        (64, 1024),
+        {
+            OURS: compat.all_gather_grad_overwrite,
+            RAW: lambda x: torch.cat(transcribed.gathered_overwritten(x)),
+            DTENSOR: _dtensor(Shard(0), Replicate()),
+        },
+    ),
+    Verb(
+        "all_reduce_sum_grad",
+        "ksuit",
+        (64, 1024),
+        {
+            OURS: compat.all_reduce_sum_grad,
+            RAW: transcribed.ReducedSum.apply,
+            DTENSOR: _dtensor(Partial(), Replicate()),
+        },
+    ),
+    Verb(
+        "HaloExchange",
+        "CREDIT",
+        (1, 16, 64, 64),
+        {OURS: compat.HaloExchange(transcribed.HALO), RAW: transcribed.Halo.apply, DTENSOR: _gathered_halo},
+    ),
+    Verb(
+        "all_reduce_cross_replica_sum(.., True)",
+        "poptorch",
+        (64, 1024),
+        {
+            OURS: lambda x: compat.all_reduce_cross_replica_sum(x, dist.get_world_size(), True),
+            RAW: transcribed.SummedGradient.apply,
+            DTENSOR: _dtensor(Replicate(), Replicate(), Partial()),
+        },
+        replicas=True,
+    ),
+    Verb(
+        "all_to_all_single_cross_replica",
+        "poptorch",
+        (64, 1024),
+        {
+            OURS: lambda x: compat.all_to_all_single_cross_replica(x, dist.get_world_size()),
+            RAW: transcribed.AllToAllSingle.apply,
+            FUNCTIONAL: lambda x: functional.all_to_all_single(torch.empty_like(x), x),
+        },
+    ),
+)

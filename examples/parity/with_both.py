@@ -1,0 +1,43 @@
+"""The classifier in torch on four processes, its attention in JAX on the same four.
+
+    python -m parity.with_both STEPS
+
+The model is that of `with_torch`, the attention that of `with_jax`, neither written for the other. Blocks
+pass from one to the other where they are; gradients pass back to torch's weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+from torch import Tensor
+
+import torch_bridge as xt
+from jax_bridge import torch_interop
+from parity import shardings, with_jax, with_torch
+
+TOKENS = "b/dp s/sp d"
+MATRIX = "i o"  # a global array in JAX: one value, and one gradient
+# In torch every process has a copy, and adds its gradient to those of the others. The gradient that comes out
+# of JAX is the sum already, so it is to enter that sum once.
+ONE_VALUE = "i o | copy(dp,sp) -> i o"
+
+
+def train(steps: int) -> None:
+    """Every process calls this."""
+    torch_interop.initialize()
+    mesh = jax.make_mesh(shardings.MESH.sizes, shardings.MESH.axes)
+    cut = jax.P("dp", "sp")
+    attention = jax.shard_map(with_jax.attention, mesh=mesh, in_specs=(cut, jax.P(), jax.P()), out_specs=cut)
+    in_jax = xt.from_jax(attention, (TOKENS, MATRIX, MATRIX), TOKENS, mesh)
+
+    def attend(x: Tensor, w_qkv: Tensor, w_out: Tensor, move: with_torch.Move) -> Tensor:
+        return in_jax(x, move(w_qkv, ONE_VALUE), move(w_out, ONE_VALUE))
+
+    with_torch.sharded(steps, attend)
+
+
+if __name__ == "__main__":
+    # Not forked: JAX is imported here already.
+    xt.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")

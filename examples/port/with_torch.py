@@ -1,0 +1,42 @@
+"""The block in torch, on one device's blocks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import torch_bridge as xt
+from port.shardings import GATHER, SCATTER, TO_COPIES
+from xshard import Mesh
+
+Weights = dict[str, Tensor]
+
+
+def block(weights: Weights, x: Tensor, mesh: Mesh) -> Tensor:
+    """Weights and tokens [batch, tokens, width] -> tokens of the same shape."""
+    w = {name: xt.redistribute(value, TO_COPIES[name], mesh) for name, value in weights.items()}
+    return layers(w, x, mesh)
+
+
+def layers(w: Weights, x: Tensor, mesh: Mesh) -> Tensor:
+    """The block on weights of which each device has copies."""
+    tokens = xt.redistribute(norm(x, w["norm1"]), GATHER, mesh)
+    x = x + xt.redistribute(attention(tokens, w["qkv"], w["out"]), SCATTER, mesh)
+    tokens = xt.redistribute(norm(x, w["norm2"]), GATHER, mesh)
+    hidden = F.gelu(tokens @ w["up"] + w["up_bias"])
+    return x + xt.redistribute(hidden @ w["down"], SCATTER, mesh) + w["down_bias"]
+
+
+def attention(x: Tensor, w_qkv: Tensor, w_out: Tensor) -> Tensor:
+    q, k, v = torch.einsum("bsd,dche->cbhse", x, w_qkv)
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.einsum("bhse,hed->bsd", heads, w_out)
+
+
+def norm(x: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(x, scale.shape, scale)
+
+
+def optimiser(values: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(values, lr=0.1, weight_decay=0.01)

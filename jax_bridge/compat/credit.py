@@ -1,0 +1,84 @@
+"""`credit.domain_parallel` for JAX: blocks of a sphere, widened by rows of their neighbours.
+
+The functions of `torch_bridge.compat.credit`, with a mesh axis where the manager was. Layers are functions
+here: `jax_bridge.nn` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_bridge import ops
+from jax_bridge.axes import axis_size
+from jax_bridge.ops import Grad
+from xshard import verbs
+from xshard.spelling import Axes, HaloWidth
+
+AXIS = "domain"
+
+
+def halo_exchange(
+    x: jax.Array,
+    halo_width: HaloWidth,
+    dim: int = -2,
+    axis: Axes = AXIS,
+    *,
+    boundary: str = "zero",
+    shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """What `HaloExchange(halo_width, dim)(x)` does: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
+
+    Zeros beyond the ends of the array, unless `boundary` says otherwise; the gradient adds what copied rows
+    got at their owner. halo_width, boundary, shape: as in `jax_bridge.halo_exchange`.
+
+    >>> import jax.numpy as jnp
+    >>> jax.pmap(lambda x: halo_exchange(x, 1), "domain")(jnp.ones((1, 4, 2))).shape
+    (1, 6, 2)
+    """
+    return (
+        x if halo_width == 0 else ops.halo_exchange(x, halo_width, dim, axis, boundary=boundary, shape=shape)
+    )
+
+
+def trim(x: jax.Array, halo_before: int, halo_after: int, dim: int = -2) -> jax.Array:
+    """Rows taken away at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
+    return jax.lax.slice_in_dim(x, halo_before, x.shape[dim] - halo_after, axis=dim)
+
+
+def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool = False) -> jax.Array:
+    """This device's part of what every device has whole: [H, ...] -> [H/P, ...] along `dim`.
+
+    uneven: parts may differ in size, and the last ones be padded. Otherwise raises ShapeError, which is a
+    ValueError, for a length that does not divide.
+    """
+    return ops.redistribute(x, verbs.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
+
+
+def gather_tensor(
+    x: jax.Array,
+    dim: int = -2,
+    axis: Axes = AXIS,
+    *,
+    shape: Sequence[int] | None = None,
+    grad: Grad = "sum",
+) -> jax.Array:
+    """All devices' parts, for every device, differentiable: [H/P, ...] -> [H, ...] along `dim`.
+
+    shape: the global shape, where H does not divide. grad: as in `jax_bridge.all_gather`.
+    """
+    return ops.all_gather(x, dim, axis, grad=grad, shape=shape)
+
+
+def shard_batch(
+    batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, axis: Axes = AXIS
+) -> dict[str, Any]:
+    """`shard_tensor` of the arrays of 4 and of 5 dims; everything else as it is."""
+    dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
+    ranks = {key: value.ndim if isinstance(value, jax.Array) else 0 for key, value in batch.items()}
+    return {
+        key: shard_tensor(value, dims[ranks[key]], axis) if ranks[key] in dims else value
+        for key, value in batch.items()
+    }

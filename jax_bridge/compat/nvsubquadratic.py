@@ -1,0 +1,78 @@
+"""`nvsubquadratic.parallel` for JAX: sequence and channels change places, in zigzag order.
+
+The functions of `torch_bridge.compat.nvsubquadratic`, with a mesh axis where a process group was. They work
+where `redistribute` does, under every transformation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+
+from jax_bridge.axes import axis_size
+from jax_bridge.ops import redistribute
+from xshard import verbs
+from xshard.spelling import Axes
+
+
+def all_to_all_single_fn(
+    axis: Axes,
+    type: Literal["split_to_full", "full_to_split"],
+    input: jax.Array,
+    with_zigzag_splitting: bool = True,
+    *,
+    shape: Sequence[int] | None = None,
+    channel_dim: int = 1,
+    sequence_dim: int = 2,
+) -> jax.Array:
+    """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split").
+
+    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: it is cut in
+    zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where it does not divide.
+    Raises XshardError, which is a ValueError, for another `type` or number of dims, and for lengths that do
+    not divide without `shape`.
+
+    >>> import jax.numpy as jnp
+    >>> turn = jax.pmap(lambda x: all_to_all_single_fn("cp", "full_to_split", x), "cp")
+    >>> turn(jnp.ones((1, 2, 3, 4))).shape  # one block on one device
+    (1, 2, 3, 4)
+    """
+    expression = verbs.all_to_all_single(
+        type,
+        input.shape,
+        axis_size(axis),
+        axis,
+        zigzag=with_zigzag_splitting,
+        channel_dim=channel_dim,
+        sequence_dim=sequence_dim,
+        even=shape is None,
+    )
+    return redistribute(input, expression, shape=shape)
+
+
+def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 0) -> jax.Array:
+    """What every device has whole -> its chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
+
+    A length that does not divide into 2P chunks is cut unevenly, as the layout `l/zigzag(cp)` is.
+
+    >>> import jax.numpy as jnp
+    >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
+    (1, 4)
+    """
+    return redistribute(data, verbs.zigzag_split(data.shape, seq_dim, axis))
+
+
+def zigzag_gather_from_group_ranks(
+    data: jax.Array, axis: Axes, seq_dim: int = 0, *, shape: Sequence[int] | None = None
+) -> jax.Array:
+    """All devices' chunks in their natural order, for every device: [L/P, ...] -> [L, ...].
+
+    shape: the global shape, where L does not divide. Gradients are summed over devices.
+
+    >>> import jax.numpy as jnp
+    >>> jax.pmap(lambda x: zigzag_gather_from_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
+    (1, 4)
+    """
+    return redistribute(data, verbs.zigzag_gather(data.shape, seq_dim, axis), shape=shape)

@@ -1,0 +1,53 @@
+"""`poptorch_experimental_addons.collectives` for JAX: collectives across the replicas along a mesh axis.
+
+The functions of `torch_bridge.compat.poptorch`, with the axis where `replication_factor` was.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jax_bridge.axes import axis_size
+from jax_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
+from xshard import verbs
+from xshard.spelling import Axes
+
+
+def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
+    """Every replica's array: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter).
+
+    >>> import jax.numpy as jnp
+    >>> jax.pmap(lambda x: all_gather_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape
+    (1, 1, 2)
+    """
+    return all_gather(x[None], 0, axis, grad="sum")
+
+
+def all_gather_cross_replica_identical_grads_in(x: jax.Array, axis: Axes) -> jax.Array:
+    """Every replica's array: [...] -> [N, ...]; the gradient is the own slice of the own cotangent.
+
+    The result is invariant along the axis, where there are types.
+    """
+    return all_gather(x[None], 0, axis, grad="replicated")
+
+
+def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph: bool = False) -> jax.Array:
+    """The sum over replicas, whose gradient passes as it is: [...] -> [...].
+
+    insert_in_grad_graph: the other way round: x as it is, whose gradient is summed. Where there are types, x
+    is then invariant along the axis.
+    """
+    return (copy_to if insert_in_grad_graph else reduce_from)(x, axis)
+
+
+def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
+    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
+
+    Its own adjoint. Raises ShapeError where N does not divide the leading dim.
+
+    >>> import jax.numpy as jnp
+    >>> jax.pmap(lambda x: all_to_all_single_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape
+    (1, 2)
+    """
+    parts = x.reshape(verbs.equal_parts(x.shape, axis_size(axis)))
+    return all_to_all(parts, 1, 0, axis).reshape(x.shape)

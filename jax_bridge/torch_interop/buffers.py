@@ -1,0 +1,134 @@
+"""One tensor <-> one array of one device: the same memory, or a copy and the reason for it.
+
+Decides when memory can be shared, and what torch and JAX call a dtype. Knows no meshes. Whatever is
+copied is copied by torch, at once and aligned, and then shared: so a tensor may be written to as
+soon as its copy has been handed over.
+
+The log "xshard.interop" has a line for every copy that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from jax_bridge.torch_interop.readonly import ReadOnlyTensor, plain
+from xshard import DtypeError, XshardError
+from xshard.units import format_bytes
+
+LOG = logging.getLogger("xshard.interop")
+
+ALIGNMENT = 64  # bytes: XLA's CPU client reads no host memory that begins elsewhere
+# Names of torch that no tensor can have.
+NIBBLES = ("int2", "int4", "uint2", "uint4")
+
+
+def jax_name(dtype: torch.dtype) -> str:
+    """The name that JAX has for a dtype of torch.
+
+    Raises DtypeError for what JAX has not, and for 64 bits where JAX would silently make 32 of them.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not hasattr(jnp, name):
+        raise DtypeError(f"JAX has no {dtype}", hint="convert the tensor to a dtype that both have")
+    narrow = jax.dtypes.canonicalize_dtype(name).name
+    if narrow != name:
+        raise DtypeError(
+            f"the tensor is {dtype}, of which JAX would make {narrow}",
+            hint='jax.config.update("jax_enable_x64", True), or convert it',
+        )
+    return name
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """The dtype of an array as torch has it. Raises DtypeError where it does not."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) are its numbers")
+    found = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise DtypeError(f"torch has no {dtype.name}", hint="convert the array to a dtype that both have")
+    return found
+
+
+def check_dense(x: Tensor) -> None:
+    """Raise XshardError for a tensor that has no dense memory of its own: sparse, meta, fake, a wrapper."""
+    wraps = not isinstance(x, ReadOnlyTensor) and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
+    if wraps or x.is_meta or x.is_quantized or x.layout != torch.strided:
+        raise XshardError(
+            f"a {type(x).__name__} of {x.layout} on {x.device} has no dense memory that JAX could read",
+            hint="hand over what it stands for: x.to_dense(), x.wait(), real values instead of fake ones",
+        )
+
+
+def why_copied(x: Tensor, device: jax.Device) -> str | None:
+    """The reason why JAX cannot use the memory of a tensor; None where it can."""
+    if x.is_conj() or x.is_neg():
+        return "it is conjugated or negated lazily"
+    if not x.is_contiguous():
+        return f"its strides are {x.stride()}, JAX's are {_row_major(x)}"
+    if x.device.type == "cuda" and x.device.index != device.local_hardware_id:
+        return f"it is on {x.device}, the mesh has {device}"
+    if x.device.type == "cpu" and x.numel() and x.data_ptr() % ALIGNMENT:
+        return f"its memory begins {x.data_ptr() % ALIGNMENT} bytes off a multiple of {ALIGNMENT}"
+    return None
+
+
+def check_shared(x: Tensor, device: jax.Device) -> None:
+    """Raise XshardError where JAX cannot use the memory of a tensor."""
+    if (why := why_copied(x, device)) is not None:
+        raise XshardError(
+            f"the tensor for {device} cannot be handed over without a copy: {why}",
+            hint="copy=None allows one, and logs it",
+        )
+
+
+def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
+    """A tensor -> an array on the device, over the same memory unless that cannot be or `copy` is true."""
+    block = plain(x).detach()
+    why = None if copy else why_copied(block, device)
+    if why is not None:
+        size = format_bytes(block.numel() * block.element_size())
+        LOG.info("the tensor for %s is copied, %s: %s", device, size, why)
+    if copy or why is not None:
+        block = torch.empty(block.shape, dtype=block.dtype, device=block.device).copy_(block)
+    if block.device.type == "cpu":
+        return jax.device_put(host_array(block), device, may_alias=True)
+    array = jax.dlpack.from_dlpack(block)
+    return array if array.device == device else jax.device_put(array, device)
+
+
+def as_tensor(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
+    """An array of one device -> a tensor over the same memory, or over its own if `copy` is true."""
+    if array.platform() == "cpu":
+        jax.block_until_ready(array)  # on a GPU the streams wait for each other
+    block = from_dlpack(array)
+    block = block.clone(memory_format=torch.contiguous_format) if copy else block
+    return block if copy or writable else ReadOnlyTensor(block)
+
+
+def host_array(block: Tensor) -> NDArray:
+    """A contiguous tensor on the CPU -> the numpy array over its memory."""
+    name = str(block.dtype).removeprefix("torch.")
+    if hasattr(np, name):
+        return block.numpy()
+    # bfloat16 and 8-bit floats, which numpy knows from ml_dtypes: their bits come over.
+    return block.view(getattr(torch, f"uint{8 * block.itemsize}")).numpy().view(getattr(ml_dtypes, name))
+
+
+def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
+    """torch's work in a callback of XLA on a device of this kind, in the order of XLA's own stream."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
+
+
+def _row_major(x: Tensor) -> tuple[int, ...]:
+    return torch.empty(x.shape, device="meta").stride()

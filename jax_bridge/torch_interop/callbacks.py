@@ -1,0 +1,264 @@
+"""`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
+
+Decides what the host runs and how that is differentiated: every device hands its blocks to torch, and the
+gradient is another such function, which runs the torch function again and pulls back through it. So no
+graph of torch outlives a call, pullbacks may be used twice, and derivatives of any order are there.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh as JaxMesh
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.dlpack import from_dlpack
+
+from jax_bridge.ops import redistribute
+from jax_bridge.torch_interop import buffers
+from jax_bridge.torch_interop.arrange import layouts_of, named
+from jax_bridge.torch_interop.places import Ends, ends_of
+from jax_bridge.torch_interop.pullback import spread
+from jax_bridge.versions import host_callback
+from xshard import Layout, Plan, ShapeError, XshardError, plan
+from xshard.spelling import Expression, whole_shape
+from xshard.steps.base import without_tags
+
+Flat = Callable[..., Sequence[Tensor]]  # tensors -> tensors
+
+
+def from_torch(
+    fn: Callable[..., Any] | torch.nn.Module, in_layouts: Any, out_layouts: Any, mesh: JaxMesh
+) -> Callable[..., Any]:
+    """A torch function or module -> a function of global arrays, differentiable, for use in jit and grad.
+
+    fn: gets tensors where the call has arrays, on every device the blocks of that device, and returns
+    tensors or pytrees of them. Of a module the function takes the parameters first, by name, as
+    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them; its buffers are
+    those that it has now.
+    in_layouts, out_layouts: what `fn` gets and returns, one for all or a pytree prefix with one for
+    each. The arrays have the same layouts without tags: `copy(dp)` on a parameter says that every device
+    along dp uses it for itself, so that its gradients are added; `sum(dp)` on an output that the devices'
+    results are. With an arrow, `"layout -> layout"`, arrays come in, or go out, otherwise than `fn` has
+    them. Dims in zigzag or another order stand in storage order in the array, as with `reshard`.
+
+    `fn` is called by XLA, on the devices' own memory: it must be a function of its arguments alone, JAX may
+    call it twice or not at all. Its blocks are copies, which it may write to. Shapes come from a run on
+    fake tensors when it is traced. The backward pass runs it again. There is no forward mode.
+
+    Raises, when it is traced, NotationError, ShapeError, DtypeError, and what `fn` raises on fake tensors;
+    what it raises on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
+
+    >>> mesh = jax.make_mesh((1,), ("dp",))
+    >>> layer = torch.nn.Linear(3, 1)
+    >>> call = from_torch(layer, ("... | copy(dp)", "n/dp i"), "n/dp o", mesh)
+    >>> weights = {"weight": jnp.ones((1, 3)), "bias": jnp.ones(1)}
+    >>> jax.grad(lambda w: call(w, jnp.ones((4, 3))).sum())(weights)["bias"]
+    Array([4.], dtype=float32)
+    """
+    call = TorchCall(_of_module(fn) if isinstance(fn, torch.nn.Module) else fn, in_layouts, out_layouts, mesh)
+
+    def function(*args: Any) -> Any:
+        return call(*args)
+
+    function.__name__ = function.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
+    function.__doc__ = fn.__doc__
+    return function
+
+
+class TorchCall:
+    """A torch function with its layouts, and what has been made of it for arrays of certain shapes."""
+
+    def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
+        self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
+        self._made: dict[Any, tuple[HostCall, Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        arrays = [jnp.asarray(x) for x in leaves]
+        key = tree, tuple((x.shape, x.dtype) for x in arrays)
+        if key not in self._made:
+            self._made[key] = self._make(tree, arrays)
+        host, out_tree = self._made[key]
+        return jax.tree.unflatten(out_tree, host.differentiable(*arrays))
+
+    def _make(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
+        ends = ends_of(self.mesh)
+        for x in arrays:
+            buffers.torch_dtype(x.dtype)  # refused here, if torch has none
+        enters = tuple(
+            _plan(layout, ends, x.shape, x.dtype.name, enters=True)
+            for layout, x in zip(spread(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
+        )
+        trees: list[Any] = []
+
+        def flat(*tensors: Tensor) -> Sequence[Tensor]:
+            out, structure = jax.tree.flatten(self.fn(*jax.tree.unflatten(tree, tensors)))
+            trees.append(structure)
+            return out
+
+        blocks, out_tree = _results(flat, enters, ends), trees.pop()
+        leaves = []
+        for layout, block in zip(spread(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True):
+            src, _, text = layouts_of(layout)
+            shape = whole_shape(src, ends.axes, block.shape, text)
+            leaves.append(_plan(layout, ends, shape, buffers.jax_name(block.dtype), enters=False))
+
+        def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
+            return jax.tree.leaves(self.fn(*jax.tree.unflatten(tree, tensors)))
+
+        return HostCall(of_tensors, ends, enters, tuple(leaves)), out_tree
+
+
+@dataclass(frozen=True, eq=False)
+class HostCall:
+    """A function of tensors as one of global arrays.
+
+    enters, leaves: how each array becomes the blocks of the function, and its blocks an array.
+    """
+
+    fn: Flat
+    ends: Ends
+    enters: tuple[Plan, ...]
+    leaves: tuple[Plan, ...]
+
+    @cached_property
+    def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """The function of arrays, with its gradient."""
+        call = jax.custom_vjp(self._run)
+        # The forward pass is the call itself: what takes the gradient's gradient comes through it too.
+        call.defvjp(lambda *arrays: (call(*arrays), arrays), self._backward)
+        return call
+
+    @cached_property
+    def pullback(self) -> HostCall:
+        """The gradients, as a function of the arrays and the cotangents."""
+        return HostCall(
+            self._pulled,
+            self.ends,
+            (*self.enters, *(self.leaves[i].backward for i in _smooth(self.leaves))),
+            tuple(self.enters[i].backward for i in _smooth(self.enters)),
+        )
+
+    @cached_property
+    def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """The function of arrays without its gradient; compiled once for calls outside of jit, too."""
+        on_devices = jax.shard_map(
+            self._local,
+            mesh=self.ends.jax_mesh,
+            in_specs=tuple(named(p.src, self.ends, p.shape).spec for p in self.enters),
+            out_specs=tuple(named(p.dst, self.ends, p.shape).spec for p in self.leaves),
+            check_vma=False,  # JAX does not differentiate through it: the layouts alone say what is what
+        )
+        return jax.jit(on_devices)
+
+    def _local(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+        """On one device, inside shard_map."""
+        given = [_moved(x, p) for x, p in zip(blocks, self.enters, strict=True)]
+        types = tuple(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype) for p in self.leaves)
+        made = host_callback(self._on_host, types)(*given)
+        return tuple(_moved(x, p) for x, p in zip(made, self.leaves, strict=True))
+
+    def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
+        """Read and write XLA's own memory: the blocks that the function gets are copies of it."""
+        with buffers.on_stream(context, self.ends.kind):
+            blocks = [from_dlpack(x).clone() for x in memory]
+            with torch.no_grad():
+                made = self.fn(*blocks)
+            for result, p, x in zip(results, self.leaves, made, strict=True):
+                have, want = (tuple(x.shape), x.dtype), (p.source.local_shape(0), _torch_dtype(p))
+                if have != want:
+                    raise ShapeError(
+                        f"the torch function returns {have}, and {want} for fake tensors of the same shapes",
+                        hint="shapes and dtypes of its results may depend on those of its arguments alone",
+                    )
+                from_dlpack(result).copy_(x)
+
+    def _backward(self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        smooth = (cotangents[i] for i in _smooth(self.leaves))
+        gradients = self.pullback.differentiable(*arrays, *smooth)
+        found = dict(zip(_smooth(self.enters), gradients, strict=True))
+        zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in arrays)
+        return tuple(found.get(i, zero) for i, zero in enumerate(zeros))
+
+    def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """The torch function again, and its pullback. JAX's complex gradients are conjugates of torch's."""
+        n, wrt = len(self.enters), _smooth(self.enters)
+        recorded = any(x.requires_grad for x in tensors)
+        with torch.enable_grad():
+            given = [
+                x.detach().requires_grad_() if i in wrt and not x.requires_grad else x
+                for i, x in enumerate(tensors[:n])
+            ]
+            made = self.fn(*given)
+            cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
+            pairs = [(made[i], g.conj()) for i, g in cotangents if made[i].requires_grad]
+            gradients = torch.autograd.grad(
+                [y for y, _ in pairs],
+                [given[i] for i in wrt],
+                [g for _, g in pairs],
+                create_graph=recorded,
+                materialize_grads=True,
+            )
+            return [g.conj() for g in gradients]
+
+
+def _plan(
+    layout: Layout | Expression, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool
+) -> Plan:
+    """How an array becomes a function's blocks or, if it does not enter, blocks become an array."""
+    src, dst, _ = layouts_of(layout)
+    if src == dst:
+        whole = without_tags(src, tuple(axis for _, axes in src.tags for axis in axes))
+        src, dst = (whole, dst) if enters else (src, whole)
+    named(src if enters else dst, ends, shape)  # refused here, before anything is traced
+    return plan((src, dst), ends.jax_axes, shape, dtype)
+
+
+def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
+    """What a function returns for blocks of such shapes and dtypes, without computing it."""
+    device = ends.kind
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        blocks = [torch.empty(p.target.local_shape(0), dtype=_torch_dtype(p), device=device) for p in enters]
+        made = fn(*blocks)
+    for x in made:
+        if not isinstance(x, Tensor):
+            raise XshardError(
+                f"the torch function returns {type(x).__name__}", hint="tensors, or pytrees of them"
+            )
+    return made
+
+
+def _torch_dtype(made: Plan) -> torch.dtype:
+    return buffers.torch_dtype(jnp.dtype(made.dtype))
+
+
+def _moved(x: jax.Array, made: Plan) -> jax.Array:
+    return redistribute(x, made) if made.steps else x
+
+
+def _smooth(plans: Sequence[Plan]) -> tuple[int, ...]:
+    """The arrays that have a cotangent: floats and complex numbers."""
+    return tuple(i for i, p in enumerate(plans) if jnp.issubdtype(jnp.dtype(p.dtype), jnp.inexact))
+
+
+def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
+    # While it is called, a module holds the parameters of the call: so devices take turns, and the user's
+    # own is left alone, for which JAX does not wait.
+    own = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    turn = threading.RLock()
+
+    def call(parameters: dict[str, Tensor], *args: Any) -> Any:
+        with turn:
+            return torch.func.functional_call(own, parameters, args)
+
+    return call

@@ -1,0 +1,34 @@
+"""What a hand-over may do: copy, move, and what its result is."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from jax_bridge.torch_interop.arrange import Arrangement
+from jax_bridge.torch_interop.route import Profiles
+from xshard import XshardError
+
+LOG = logging.getLogger("xshard.interop")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to hand over: copy, writable, dtensor, shape, profile and via of `to_jax` and `to_torch`."""
+
+    copy: bool | None = None
+    writable: bool = True
+    dtensor: bool = False
+    shape: tuple[int, ...] | None = None
+    profile: Profiles = "h100"
+    via: str | None = None
+
+    def check_moved(self, found: Arrangement) -> None:
+        """Log the plan that runs first; raise XshardError where nothing may be copied."""
+        if self.copy is False:
+            raise XshardError(
+                "blocks that move cannot be handed over without a copy",
+                text=found.text,
+                hint="copy=None allows that",
+            )
+        LOG.info("%s moves the blocks first: %s", found.route.side, found.text)

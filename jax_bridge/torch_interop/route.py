@@ -1,0 +1,103 @@
+"""How blocks under one layout come to be under another: handed over as they are, or moved by one side first.
+
+Decides which framework carries out the plan: of those that can, the one for which it costs less, torch
+where it costs the same, as it has nothing to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import torch.distributed as dist
+
+from jax_bridge.program import make_program
+from jax_bridge.torch_interop.carry import plan_mesh
+from jax_bridge.torch_interop.places import Ends
+from xshard import Layout, Plan, PlanError, Profile, TransferPlan, XshardError, plan
+
+SIDES = ("torch", "jax")
+AnyProfile = str | Path | Profile
+Profiles = AnyProfile | Mapping[str, AnyProfile]
+
+
+@dataclass(frozen=True)
+class Route:
+    """A plan between the ends and the side that carries it out; none where nothing moves."""
+
+    plan: Plan | TransferPlan
+    side: str | None
+
+
+def find_route(
+    src: Layout,
+    dst: Layout,
+    ends: Ends,
+    shape: tuple[int, ...],
+    dtype: str,
+    profiles: tuple[AnyProfile, AnyProfile],
+    via: str | None,
+    *,
+    to_jax: bool,
+) -> Route:
+    """The cheapest way between blocks under `src` on one mesh and under `dst` on the other.
+
+    profiles: the machine as torch and as JAX have it. via: the side, where it is not to be chosen.
+    Raises as `xshard.plan` does, and PlanError where neither side can carry the plan out.
+    """
+    if via not in (None, *SIDES):
+        raise PlanError(
+            f"via={via!r}", hint='the side that moves: "torch", "jax", or None for the cheaper one'
+        )
+    meshes = (ends.axes, ends.numbers(ends.devices)), (ends.jax_axes, ends.numbers(ends.jax_devices))
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = meshes if to_jax else meshes[::-1]
+    found = {
+        side: plan(
+            (src, dst),
+            src_mesh=src_mesh,
+            dst_mesh=dst_mesh,
+            src_devices=src_devices,
+            dst_devices=dst_devices,
+            shape=shape,
+            dtype=dtype,
+            profile=machine,
+        )
+        for side, machine in zip(SIDES, profiles, strict=True)
+    }
+    first = found["torch"]
+    if isinstance(first, Plan) and all(step.kind == "retag" for step in first.steps):
+        return Route(first, None)
+    refusals = {"torch": _torch_refuses(ends), "jax": _jax_refuses(found["jax"], ends)}
+    able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
+    if not able:
+        raise PlanError(
+            f"neither torch nor JAX can bring '{src}' to '{dst}' here"
+            if via is None
+            else f"{via} cannot bring '{src}' to '{dst}' here",
+            hint="\n  ".join(f"{side}: {why}" for side, why in refusals.items() if why),
+        )
+    side = min(able, key=lambda side: found[side].cost)
+    return Route(found[side], side)
+
+
+def _torch_refuses(ends: Ends) -> str | None:
+    if not dist.is_initialized():
+        return "no process group is initialised"
+    if not ends.is_one_each:
+        return "a process has several devices of the mesh, and one block in a collective"
+    if len(ends.devices) != dist.get_world_size():
+        return f"the mesh has {len(ends.devices)} of {dist.get_world_size()} processes"
+    return None
+
+
+def _jax_refuses(found: Plan | TransferPlan, ends: Ends) -> str | None:
+    if isinstance(found, TransferPlan):
+        return "the axes of the two meshes do not divide each other, or their devices are in another order"
+    try:
+        mesh = plan_mesh(found, ends.devices)
+        make_program((found,), mesh, (found.shape,), (jnp.dtype(found.dtype),), False, "h100")
+    except XshardError as error:
+        return error.reason
+    return None

@@ -1,0 +1,46 @@
+"""The examples of the drop-ins run, torch's in a process of their own, since they fork."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import jax_bridge.compat
+import torch_bridge.compat
+from tests.bridges.jax_helpers import in_jax
+
+SYSTEMS = ("credit", "ksuit", "nvsubquadratic", "poptorch")
+
+
+def test_examples_of_torch() -> None:
+    script = (
+        "import doctest, importlib\n"
+        f"for name in {SYSTEMS}:\n"
+        "    found = doctest.testmod(importlib.import_module('torch_bridge.compat.' + name))\n"
+        "    assert found.attempted and not found.failed, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@in_jax
+def test_examples_of_jax(system) -> None:
+    tried = doctest.testmod(importlib.import_module(f"jax_bridge.compat.{system}"))
+    assert tried.attempted and not tried.failed
+
+
+def test_both_frameworks_have_the_functions() -> None:
+    """But for classes, whose functions JAX has, what holds process groups, and modules."""
+    torch_only = {
+        "AllGatherGradAutograd", "AllGatherGradOverwrite", "AllToAllSingleFunction", "DomainParallelManager",
+        "HaloExchange", "convert_to_domain_parallel", "get_domain_parallel_manager",
+        "initialize_domain_parallel", "sync_domain_gradients",
+    }  # fmt: skip
+    ours, theirs = set(torch_bridge.compat.__all__), set(jax_bridge.compat.__all__)
+    assert ours - theirs == torch_only
+    assert theirs - ours == {"halo_exchange", "trim"}

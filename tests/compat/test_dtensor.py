@@ -1,0 +1,443 @@
+"""`redistribute_dtensor`: every transition, its values, its gradients and what it sends.
+
+The transitions, sizes and numbers of collectives are those of torch's own tests of
+`DTensor.redistribute`; what that refuses or gets wrong is here too. Blocks are compared with those of
+`distribute_tensor`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import torch_bridge as xt
+from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+P, MEAN, MAX, MIN = Partial("sum"), Partial("avg"), Partial("max"), Partial("min")
+REDUCED = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+Placements = Sequence[Placement]
+
+
+def whole_array(*shape: int) -> Tensor:
+    """Distinct integers, of which any few sum and halve exactly."""
+    n = torch.Size(shape).numel()
+    return (torch.arange(1.0, n + 1, dtype=torch.float64) * 64 - 32 * n).view(shape)
+
+
+def replicated(placements: Placements) -> list[Placement]:
+    return [R if isinstance(p, Partial) else p for p in placements]
+
+
+def blocks_of(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
+    """This rank's block of an array: torch's own, made without communication; addends differ by rank."""
+    block = distribute_tensor(whole, mesh, replicated(placements), src_data_rank=None).to_local().clone()
+    for at, (index, placement) in enumerate(zip(mesh.get_coordinate(), placements, strict=True)):
+        if not isinstance(placement, Partial):
+            continue
+        n, noise = mesh.size(at), torch.arange(block.numel(), dtype=block.dtype).view(block.shape) % 5 - 2
+        first, kind = index == 0, placement.reduce_op
+        if kind == "sum":
+            block = block - (n - 1) * 2 * noise if first else 0 * block + 2 * noise
+        elif kind == "avg":
+            block = block - (n - 1) * 2 * noise if first else block + 2 * noise
+        elif not first:
+            block = block - (noise + 3 if kind == "max" else -noise - 3)
+    return block
+
+
+def dtensor(whole: Tensor, mesh: DeviceMesh, placements: Placements, block: Tensor | None = None) -> DTensor:
+    block = blocks_of(whole, mesh, placements) if block is None else block
+    return DTensor.from_local(block, mesh, placements, shape=whole.shape, stride=whole.stride())
+
+
+def assert_is(y: DTensor, whole: Tensor, placements: Placements, mesh: DeviceMesh | None = None) -> None:
+    """The DTensor is the array, placed so; addends are reduced by torch to be compared."""
+    mesh = y.device_mesh if mesh is None else mesh
+    assert y.device_mesh == mesh and list(y.placements) == list(placements) and y.shape == whole.shape
+    block = y.to_local().detach().clone()
+    for at, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            averaged = placement.reduce_op == "avg"
+            dist.all_reduce(
+                block, dist.ReduceOp.SUM if averaged else REDUCED[placement.reduce_op], mesh.get_group(at)
+            )
+            block = block / mesh.size(at) if averaged else block
+    assert torch.equal(block, blocks_of(whole, mesh, replicated(placements)).to(block.dtype))
+
+
+def collectives(function: Callable[[], Any]) -> int:
+    with CommDebugMode() as counted:
+        function()
+    return counted.get_total_counts()
+
+
+def case(mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placements) -> None:
+    """Values, and the gradient in every form it may come in, of the array and of its blocks."""
+    whole, weight = whole_array(*shape), whole_array(*shape).flip(0) * 2
+    x = dtensor(whole, mesh, src).requires_grad_()
+    kept = x.to_local().detach().clone()
+    y = xt.redistribute_dtensor(x, dst)
+    assert_is(y, whole, dst)
+    forms = [replicated(dst), [P] * mesh.ndim]
+    for form in forms:
+        (gradient,) = torch.autograd.grad(y, x, dtensor(weight, mesh, form), retain_graph=True)
+        # Addends of a gradient stay addends where the input is a sum too.
+        expected = [
+            g if isinstance(of, Partial) and isinstance(g, Partial) else R if isinstance(of, Partial) else of
+            for of, g in zip(src, form, strict=True)
+        ]
+        assert_is(gradient, weight, expected)
+    assert torch.equal(x.to_local(), kept)
+
+    block = kept.clone().requires_grad_()
+    y = xt.redistribute_dtensor(dtensor(whole, mesh, src, block), dst)
+    y.backward(dtensor(weight, mesh, replicated(dst)))
+    share = blocks_of(weight, mesh, replicated(src))
+    for at, (placement, index) in enumerate(zip(src, mesh.get_coordinate(), strict=True)):
+        if placement == MEAN:
+            share = share / mesh.size(at)
+        if placement in (MAX, MIN):
+            share = share * (index == 0)  # which has the largest, or the smallest
+    assert torch.equal(block.grad, share)
+
+
+def cases(
+    mesh: DeviceMesh, shapes: Sequence[Sequence[int]], pairs: Sequence[tuple[Placements, Placements]]
+) -> None:
+    for shape, (src, dst) in itertools.product(shapes, pairs):
+        try:
+            case(mesh, shape, src, dst)
+        except BaseException as error:
+            error.add_note(f"{shape}: {src} -> {dst} on {mesh}")
+            raise
+
+
+def _one_axis() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    everything = [[R], [S0], [S1], [P], [MEAN], [MAX], [MIN]]
+    shapes = [(8, 8), (7, 5), (13, 3), (2, 8), (0, 3)]
+    cases(mesh, shapes, [*itertools.product(everything, everything)])
+
+
+def test_every_transition_on_one_axis() -> None:
+    on_ranks(4, _one_axis)
+
+
+def _two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    src = [*itertools.product((R, S0, S1, P, MEAN), repeat=2), (MAX, S0), (S1, MAX), (MIN, MIN), (R, MAX)]
+    dst = [*itertools.product((R, S0, S1, P), repeat=2), (MEAN, S0), (MAX, R), (S1, MIN), (P, MEAN)]
+    pairs = [*itertools.product(src, dst)]
+    cases(mesh, [(8, 4)], random.Random(0).sample(pairs, 120))
+    cases(mesh, [(5, 3), (9, 5), (1, 3)], random.Random(1).sample(pairs, 15))
+
+
+def test_every_transition_on_two_axes() -> None:
+    on_ranks(4, _two_axes)
+
+
+def _three_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    src, dst = (itertools.product(kinds, repeat=3) for kinds in ((R, S0, S1, P), (R, S0, S1)))
+    pairs = [*itertools.product(src, dst)]
+    cases(mesh, [(16, 24)], random.Random(1).sample(pairs, 16))
+    cases(mesh, [(5, 9)], random.Random(2).sample(pairs, 8))
+
+
+def test_transitions_on_three_axes() -> None:
+    on_ranks(8, _three_axes)
+
+
+def _orders() -> None:
+    """Cuts nested in another order than the mesh's, which DTensor writes as strided shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    inner_first = (_StridedShard(0, split_factor=2), S0)
+    for shape in ((8, 4), (7, 3), (3, 2)):
+        cases(mesh, [shape], [(inner_first, dst) for dst in ((S0, S0), (R, R), (S1, S0), (R, S0), (P, S1))])
+        cases(
+            mesh, [shape], [(src, inner_first) for src in ((S0, S0), (R, R), (S1, S0), (P, S0), inner_first)]
+        )
+    swap = dtensor(whole_array(8, 4), mesh, (S0, S0))
+    assert collectives(lambda: xt.redistribute_dtensor(swap, inner_first)) == 1
+
+
+def test_orders_of_cuts() -> None:
+    on_ranks(4, _orders)
+
+
+def _counts() -> None:
+    """How many collectives run forward and backward: as in torch's tests, or fewer."""
+    mesh = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2))
+    table: list[tuple[DeviceMesh, tuple[int, ...], list[Placement], list[Placement], int, int]] = [
+        (mesh, (12, 3), [S0], [R], 1, 0),
+        (mesh, (13, 3), [S0], [R], 1, 0),
+        (mesh, (3, 14), [S1], [R], 1, 0),
+        (mesh, (12, 3), [R], [R], 0, 0),
+        (mesh, (12, 3), [P], [P], 0, 0),
+        (mesh, (12, 3), [R], [S0], 0, 1),
+        (mesh, (12, 3), [P], [R], 1, 0),
+        (mesh, (12, 3), [P], [S0], 1, 1),
+        (mesh, (13, 3), [P], [S0], 1, 1),
+        (mesh, (8, 8), [S0], [S1], 1, 1),
+        (mesh, (8, 5), [S0], [S1], 1, 1),
+        (mesh, (8, 8), [R], [P], 0, 0),
+        (mesh, (8, 8), [S0], [P], 0, 0),
+        (mesh, (8, 8), [S0], [Shard(-1)], 1, 1),
+        (grid, (8, 8), [S0, S1], [S1, S0], 1, 1),
+        (grid, (8, 8), [S0, S0], [R, R], 1, 0),
+        (grid, (8, 8), [P, P], [R, R], 1, 0),
+        (grid, (8, 8), [P, P], [S0, S0], 1, 1),
+        (init_device_mesh("cpu", (4, 1)), (8, 8), [R, S0], [R, S1], 0, 0),
+    ]
+    for on, shape, src, dst, there, back in table:
+        x = dtensor(whole_array(*shape), on, src).requires_grad_()
+        xt.redistribute_dtensor(x, dst)  # makes groups
+        weight = dtensor(whole_array(*shape), on, replicated([p if p != Shard(-1) else S1 for p in dst]))
+        with CommDebugMode() as forward:
+            y = xt.redistribute_dtensor(x, dst)
+        with CommDebugMode() as backward:
+            y.backward(weight)
+        found = forward.get_total_counts(), backward.get_total_counts()
+        assert found == (there, back), f"{src} -> {dst}: {found}, not {(there, back)}"
+    # A gradient of addends for a replicated input: one all-reduce.
+    x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
+    y = xt.redistribute_dtensor(x, [R])
+    with CommDebugMode() as backward:
+        y.to_local(grad_placements=[P]).sum().backward()
+    assert backward.get_total_counts() == 1 and x.grad.placements == (R,)
+    assert torch.equal(x.grad.to_local(), torch.full((4, 2), 4.0, dtype=torch.float64))
+    # ... or none, where the sum may wait.
+    x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
+    y = xt.redistribute_dtensor(x, [R], grad_placements=[P])
+    with CommDebugMode() as backward:
+        y.to_local(grad_placements=[P]).sum().backward()
+    assert backward.get_total_counts() == 0 and x.grad.placements == (P,)
+
+
+def test_how_much_is_sent() -> None:
+    on_ranks(4, _counts)
+
+
+def _dtypes() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    kinds = [None, torch.float32, torch.bfloat16]
+    for forward, backward, src in itertools.product(kinds, kinds, ([R], [S0])):
+        x = dtensor(whole_array(8, 2).float(), mesh, src).requires_grad_()
+        y = xt.redistribute_dtensor(x, [R], forward_dtype=forward, backward_dtype=backward)
+        assert y.dtype == y.to_local().dtype == (forward or torch.float32)
+        y.sum().backward()
+        assert x.grad.dtype == torch.float32 and x.grad.placements == tuple(src)
+        assert torch.equal(x.grad.to_local(), torch.ones_like(x.to_local()))
+    # What is lost shows where it travels: 257 is no bfloat16.
+    x = dtensor(torch.full((4, 1), 257.0), mesh, [S0]).requires_grad_()
+    assert xt.redistribute_dtensor(x, [R], forward_dtype=torch.bfloat16).to_local()[0].item() == 256
+    y = xt.redistribute_dtensor(x, [R], backward_dtype=torch.bfloat16)
+    assert y.to_local()[0].item() == 257
+    (y * 257).sum().backward()
+    assert x.grad.to_local().item() == 256
+    for dtype in (torch.complex64, torch.int32, torch.bool, torch.float8_e5m2):
+        whole = torch.arange(10).view(5, 2).to(dtype)
+        block = distribute_tensor(whole, mesh, [S0], src_data_rank=None).to_local()
+        x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
+        y = xt.redistribute_dtensor(x, [S1])
+        assert y.dtype == dtype and y.placements == (S1,)
+        assert xt.redistribute_dtensor(y, [R]).to_local().float().equal(whole.float()) or dtype.is_complex
+
+
+def test_dtypes() -> None:
+    on_ranks(4, _dtypes)
+
+
+def _right_where_dtensor_is_not() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    # A flattened mesh, after which torch 2.13 gathers [0, 1, 2, 0, 3] (pytorch#194457).
+    mesh["a", "b"]._flatten("ab")
+    x = dtensor(torch.arange(5.0), mesh, [S0, S0]).requires_grad_()
+    y = xt.redistribute_dtensor(x, [R, R])
+    assert y.to_local().tolist() == [0, 1, 2, 3, 4]
+    weight = torch.tensor([1.0, 2, 3, 4, 5])
+    y.backward(dtensor(weight, mesh, [R, P], weight * (rank % 2)))
+    assert torch.equal(x.grad.to_local(), blocks_of(weight, mesh, [S0, S0]))
+    # The mean of an array, which DTensor's own operator left as Partial("avg"): the array's gradient.
+    x = dtensor(whole_array(8, 4), mesh, [S0, R]).requires_grad_()
+    mean = x.mean()
+    assert mean.placements == (MEAN, R)
+    xt.redistribute_dtensor(mean, [R, R]).backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full((8, 4), 1 / 32, dtype=torch.float64))
+    # ... and one that was put together of blocks: the blocks' gradient.
+    block = torch.ones(2, requires_grad=True)
+    xt.redistribute_dtensor(DTensor.from_local(block, mesh, [MEAN, R]), [R, R]).to_local().sum().backward()
+    assert block.grad.tolist() == [0.5, 0.5]
+    # Equal winners share.
+    block = torch.tensor([float(rank // 2), 1.0], requires_grad=True)
+    xt.redistribute_dtensor(DTensor.from_local(block, mesh, [MAX, R]), [R, R]).to_local().sum().backward()
+    assert block.grad.tolist() == [float(rank // 2), 0.5]
+    # Four rows over 2 x 3 devices (the same on 2 x 2): no row is lost or doubled.
+    x = dtensor(whole_array(3, 2), mesh, [P, P])
+    assert_is(xt.redistribute_dtensor(x, [S0, S0]), whole_array(3, 2), [S0, S0])
+    # Mixed sums and means.
+    x = DTensor.from_local(torch.full((4,), 8.0), mesh, [R, R])
+    partial = DTensor.from_local(torch.full((4,), 8.0), mesh, [P, P])
+    assert xt.redistribute_dtensor(partial, [MEAN, P]).to_local().tolist() == [16.0] * 4
+    assert_is(xt.redistribute_dtensor(x, [P, MEAN]), torch.full((4,), 8.0), [P, MEAN])
+
+
+def test_right_where_dtensor_is_not() -> None:
+    on_ranks(4, _right_where_dtensor_is_not)
+
+
+def _meshes() -> None:
+    rank = dist.get_rank()
+    whole, weight = whole_array(8, 6), whole_array(8, 6).flip(1)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    line = init_device_mesh("cpu", (4,))
+    others = [
+        line,
+        DeviceMesh("cpu", [[3, 1], [0, 2]]),
+        DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("a",)),
+    ]
+    ends: dict[int, list[list[Placement]]] = {
+        1: [[R], [S0], [S1], [P], [MEAN], [MAX]],
+        2: [[R, R], [S0, S1], [S1, S1], [P, S0], [R, MEAN], [MAX, S0]],
+    }
+    for mesh in others:
+        for src, dst in itertools.product(ends[2], ends[mesh.ndim]):
+            for here, there, start, stop in ((grid, mesh, src, dst), (mesh, grid, dst, src)):
+                x = dtensor(whole, here, start).requires_grad_()
+                y = xt.redistribute_dtensor(x, stop, device_mesh=there)
+                assert_is(y, whole, stop, there)
+                (gradient,) = torch.autograd.grad(y, x, dtensor(weight, there, replicated(stop)))
+                assert_is(gradient, weight, replicated(start), here)
+    # A part of the world, where the rest does not call.
+    pair = DeviceMesh("cpu", [[3, 1]])
+    turned = DeviceMesh("cpu", [1, 3])
+    if rank in (1, 3):
+        x = dtensor(whole, pair, [R, S0])
+        assert_is(xt.redistribute_dtensor(x, [S0], device_mesh=turned), whole, [S0], turned)
+    # Of other processes: refused on all that call.
+    kind, text = error_of(
+        lambda: xt.redistribute_dtensor(dtensor(whole, grid, [R, R]), [R], device_mesh=turned)
+    )
+    assert kind == "MeshError" and "are of different processes" in text
+    assert still_connected()
+
+
+def test_other_meshes_of_the_same_processes() -> None:
+    on_ranks(4, _meshes)
+
+
+def _blocks_of_any_size() -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    whole, weight = whole_array(9, 4), whole_array(9, 4).flip(0)
+    sizes = [2, 0, 4, 3]
+    block = whole.split(sizes)[rank].clone().requires_grad_()
+    x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
+    for dst in ([R], [S0], [S1], [P]):
+        y = xt.redistribute_dtensor(x, dst, src_layout="n/sizes(a,2,0,4,3) d")
+        assert_is(y, whole, dst)
+        (gradient,) = torch.autograd.grad(y, block, dtensor(weight, mesh, replicated(dst)))
+        assert torch.equal(gradient, weight.split(sizes)[rank])
+    z = xt.redistribute_dtensor(dtensor(whole, mesh, [S1]), [S0], dst_layout="n/zigzag(a) d")
+    assert z.placements == (S0,) and torch.equal(
+        xt.redistribute_dtensor(z, [R], src_layout="n/zigzag(a) d").to_local(), whole
+    )
+    said = error_of(lambda: xt.redistribute_dtensor(x, [R], debug=True))
+    assert said[0] == "ShapeError" and "blocks of other sizes need src_layout=" in said[1]
+    assert still_connected()
+
+
+def test_blocks_of_any_size() -> None:
+    on_ranks(4, _blocks_of_any_size)
+
+
+def _higher_orders() -> None:
+    """Of sum(y**3), of the square of its gradient, and of that gradient: all in the array's terms."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.arange(-8.0, 8.0, dtype=torch.float64).view(4, 4)
+    for src, dst in [([S0, S1], [R, S0]), ([R, R], [S0, S1]), ([S0, S0], [S1, S0]), ([S1, R], [S0, S1])]:
+        x = dtensor(whole, mesh, src).requires_grad_()
+        y = xt.redistribute_dtensor(x, dst)
+        (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        assert_is(first, 3 * whole**2, src)
+        (second,) = torch.autograd.grad((first * first).sum(), x, create_graph=True)
+        assert_is(second, 36 * whole**3, src)
+        (third,) = torch.autograd.grad(second.sum(), x)
+        assert_is(third, 108 * whole**2, src)
+
+
+def test_derivatives_of_higher_order() -> None:
+    on_ranks(4, _higher_orders)
+
+
+def _refused() -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = dtensor(whole_array(8, 4), mesh, [S0, R])
+    wrong: list[Callable[[], Any]] = [
+        lambda: xt.redistribute_dtensor(x, [Partial("product"), R]),
+        lambda: xt.redistribute_dtensor(x, [R]),
+        lambda: xt.redistribute_dtensor(x, [Shard(2), R]),
+        lambda: xt.redistribute_dtensor(x, [P, MAX]),
+        lambda: xt.redistribute_dtensor(x, [MAX, MIN]),
+        lambda: xt.redistribute_dtensor(x, [_StridedShard(0, split_factor=3), R]),
+        lambda: xt.redistribute_dtensor(x, [S0, R], dst_layout="n/b d"),
+        lambda: xt.redistribute_dtensor(x, [S0, R], dst_layout="n/sizes(a,2,3) d"),
+    ]
+    found = [error_of(function) for function in wrong]
+    odd = dist.get_rank() == 3
+    found.append(error_of(lambda: xt.redistribute_dtensor(x, [S1 if odd else R, R], debug=True)))
+    found.append(error_of(lambda: xt.redistribute_dtensor(x, [Shard(5) if odd else R, R], debug=True)))
+    assert still_connected()
+    return found
+
+
+def test_what_is_refused() -> None:
+    first, *others = on_ranks(4, _refused)
+    assert all(found == first for found in others), "on all ranks alike"
+    expected = [
+        ("PlanError", "Partial(product)"),
+        ("PlanError", "1 placements for"),
+        ("ShapeError", "no dim 2"),
+        ("NotationError", "max and sum in one layout"),
+        ("NotationError", "in one layout"),
+        ("PlanError", "no nesting"),
+        ("PlanError", "'n/b d' is not what S(0) of axis 'a' is"),
+        ("ShapeError", "5"),
+        ("DesyncError", "disagree about a redistribution: placements"),
+        ("DesyncError", "no dim 5"),
+    ]
+    for (kind, text), (wanted, part) in zip(first, expected, strict=True):
+        assert kind == wanted and part in text, text
+    assert all(issubclass(getattr(xt, kind, ValueError), ValueError) for kind, _ in first)
+
+
+@pytest.mark.parametrize("placement", [S0, R, P])
+def test_helpers_can_fail(placement: Placement) -> None:
+    """A block with one wrong element is not the array."""
+    with pytest.raises(xt.RankError, match="AssertionError"):
+        on_ranks(2, _one_wrong_element, placement)
+
+
+def _one_wrong_element(placement: Placement) -> None:
+    mesh, whole = init_device_mesh("cpu", (2,)), whole_array(4, 2)
+    block = blocks_of(whole, mesh, [placement])
+    block[0, 0] += 1
+    assert_is(dtensor(whole, mesh, [placement], block), whole, [placement])

@@ -1,0 +1,266 @@
+"""CREDIT's functions beyond the worked numbers: managers, halos, exact models, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torch_bridge as xt
+import xshard as xs
+from tests.bridges.nn_helpers import same, weights_of, whole_gradients
+from tests.bridges.torch_helpers import error_of, numbers, on_ranks, still_connected
+from torch_bridge import compat
+
+
+def _managers() -> None:
+    rank = dist.get_rank()
+    for size, shard_dim in ((1, -2), (2, -1), (4, -2)):
+        manager = compat.initialize_domain_parallel(4, size, shard_dim=shard_dim)
+        assert compat.get_domain_parallel_manager() is manager
+        assert (manager.world_size, manager.domain_parallel_size, manager.shard_dim) == (4, size, shard_dim)
+        first = rank // size * size
+        ranks = dist.get_process_group_ranks
+        assert ranks(manager.domain_group) == list(range(first, first + size))
+        assert ranks(manager.data_parallel_group) == list(range(rank % size, 4, size))
+        assert (manager.dp_rank, manager.domain_rank) == divmod(rank, size)
+        assert (manager.dp_world_size, manager.domain_world_size) == (4 // size, size)
+        edges = manager.is_first_domain_rank, manager.is_last_domain_rank
+        assert edges == (rank == first, rank == first + size - 1)
+        assert manager.neighbor_ranks() == (
+            None if edges[0] else rank - 1,
+            None if edges[1] else rank + 1,
+        )
+    for sizes in ((4, 3), (8, 2)):
+        kind, text = error_of(lambda sizes=sizes: compat.DomainParallelManager(*sizes))
+        assert kind == "MeshError" and str(sizes[0]) in text
+    assert still_connected()
+
+
+def test_managers() -> None:
+    on_ranks(4, _managers)
+
+
+def test_without_a_manager_a_block_is_the_whole() -> None:
+    x = torch.ones(1, 2, 4, 4)
+    assert compat.get_domain_parallel_manager() is None
+    for call in (compat.HaloExchange(1), compat.shard_tensor, compat.gather_tensor):
+        assert call(x) is x
+    batch = {"x": x, "y": x[None], "stop": torch.tensor(1), "name": "a"}
+    assert all(compat.shard_batch(batch)[key] is value for key, value in batch.items())
+    assert error_of(lambda: compat.convert_to_domain_parallel(nn.Conv2d(1, 1, 3)))[0] == "MeshError"
+
+
+def _halos() -> None:
+    """Two widths, over several blocks, other boundaries, uneven blocks, all derivatives."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    manager = compat.initialize_domain_parallel(n, n)
+    whole = torch.from_numpy(numbers(1, 1, 10, 2))
+    block = compat.shard_tensor(whole, manager=manager, uneven=True)
+    start = sum(len(part) for part in torch.arange(10).chunk(n)[:rank])
+    for (before, after), boundary in itertools.product(
+        ((1, 2), (4, 0), (3, 3)), ("zero", "periodic", "edge")
+    ):
+        halo = compat.HaloExchange((before, after), boundary=boundary, shape=whole.shape)
+        rows = torch.arange(start - before, start + block.shape[2] + after)
+        beyond = (rows < 0) | (rows > 9)
+        rows = rows % 10 if boundary == "periodic" else rows.clamp(0, 9)
+        wanted = whole[:, :, rows]
+        if boundary == "zero":
+            wanted[:, :, beyond] = 0
+        assert torch.equal(halo(block), wanted), (before, after, boundary)
+        assert torch.equal(halo.trim(wanted, before, after), block)
+        _, tangent = torch.func.jvp(halo, (block,), (block,))
+        assert torch.equal(tangent, wanted)
+        leaf = block.clone().requires_grad_()
+        (first,) = torch.autograd.grad(halo(leaf).pow(3).sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), leaf)
+        copies = torch.autograd.grad(halo(leaf).sum(), leaf)[0]
+        assert torch.equal(second, 6 * block * copies)
+    assert torch.equal(compat.gather_tensor(block, shape=whole.shape), whole)
+    assert compat.HaloExchange(0)(block) is block
+
+
+def test_halos_beyond_the_original() -> None:
+    on_ranks(4, _halos)
+
+
+def _batches() -> None:
+    manager = compat.initialize_domain_parallel(2, 2)
+    rank = dist.get_rank()
+    x = torch.arange(16.0).view(1, 1, 4, 4)
+    batch = {"x": x, "y": x.view(1, 1, 1, 4, 4), "index": torch.arange(4), "name": "a"}
+    mine = compat.shard_batch(batch, spatial_dims_5d=-1, manager=manager)
+    assert torch.equal(mine["x"], x.chunk(2, 2)[rank])
+    assert torch.equal(mine["y"], batch["y"].chunk(2, 4)[rank])
+    assert mine["index"] is batch["index"] and mine["name"] == "a"
+    kind, text = error_of(lambda: compat.shard_tensor(torch.ones(1, 1, 5, 4)))
+    assert kind == "ShapeError" and "the length 5 is not divisible by 2" in text and "uneven=True" in text
+    assert issubclass(xs.ShapeError, ValueError)
+    # Both gradients of a gather: addends, or one and the same.
+    for grad, wanted in (("sum", 3.0), ("replicated", 1.0 + rank)):
+        leaf = mine["x"].clone().requires_grad_()
+        y = compat.gather_tensor(leaf, grad=grad)
+        (gradient,) = torch.autograd.grad(y, leaf, torch.full_like(y, 1.0 + rank))
+        assert torch.equal(y, x) and gradient.unique().tolist() == [wanted]
+
+
+def test_batches_and_parts() -> None:
+    on_ranks(2, _batches)
+
+
+class Opaque(nn.Module):
+    """A module of the user's own, of another kind than any that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bchw->bchw", x) * self.scale
+
+
+class Gate(nn.Module):
+    """One that is followed as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((2, 1, 1), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sigmoid(x) * self.gamma
+
+
+# What the original has wrong (strides, dilation, padding, even kernels, norms), and what it leaves alone.
+MODELS: dict[str, Any] = {
+    "stride 2 of an odd kernel": lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1),
+    "dilation": lambda: nn.Conv2d(2, 3, 3, padding=2, dilation=2),
+    "no padding": lambda: nn.Conv2d(2, 3, 5),
+    "even kernel": lambda: nn.Conv2d(2, 3, 4, padding=1),
+    "circular": lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+    "same": lambda: nn.Conv2d(2, 3, 3, padding="same"),
+    "transposed": lambda: nn.ConvTranspose2d(2, 3, 4, stride=2),
+    "interpolated": lambda: nn.Upsample(scale_factor=1.5, mode="bilinear"),
+    "chain": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(3, 2, 1),
+        nn.ConvTranspose2d(4, 2, 4, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1),
+    ),
+    "one's own": lambda: nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), Opaque(), nn.Conv2d(2, 1, 3)),
+    "a gate in the code": lambda: nn.Sequential(nn.Conv2d(2, 2, 3), Gate()),
+}  # fmt: skip
+
+
+def _models() -> None:
+    """Outputs, gradients of inputs, and those of parameters once they are averaged, times the processes."""
+    n = dist.get_world_size()
+    manager = compat.initialize_domain_parallel(n, n)
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        x, model = torch.randn(2, 2, 16, 6, dtype=torch.float64), make().double()
+        y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
+        converted = compat.convert_to_domain_parallel(model, manager, custom_converters={Opaque: lambda m: m})
+        assert converted is model
+        assert list(model.state_dict()) == list(make().state_dict())
+        block = compat.shard_tensor(x).requires_grad_()
+        mine = model(block)
+        part = xt.nn.sharding_of(mine)
+        rows = part.mesh.index(dist.get_rank(), ("domain",))
+        cuts = list(part.local_sizes[2])
+        same(mine, y.split(cuts, 2)[rows], f"{name}: outputs")
+        (mine * weights_of(y).split(cuts, 2)[rows]).sum().backward()
+        same(block.grad, compat.shard_tensor(of_x), f"{name}: gradient of the input")
+        compat.sync_domain_gradients(model, manager)
+        for (parameter, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
+            same(p.grad * n, wanted, f"{name}: gradient of {parameter}")
+
+
+def test_converted_models_are_exact() -> None:
+    on_ranks(4, _models)
+
+
+def _five_dims() -> None:
+    """Inputs of 4 and of 5 dims in one model, cut along the same dim."""
+    manager = compat.initialize_domain_parallel(2, 2)
+    torch.manual_seed(0)
+    for model, shape in (
+        (nn.Conv3d(1, 2, 3, padding=1), (1, 1, 3, 8, 4)),
+        (nn.Conv2d(1, 2, 3, padding=1), (1, 1, 8, 4)),
+    ):
+        x, alone = torch.randn(shape), copy.deepcopy(model)
+        compat.convert_to_domain_parallel(model, manager)
+        torch.testing.assert_close(compat.gather_tensor(model(compat.shard_tensor(x))), alone(x))
+        columns, beside = copy.deepcopy(alone), x.chunk(2, -1)[dist.get_rank()]
+        compat.convert_to_domain_parallel(columns, manager, shard_dim=-1)
+        torch.testing.assert_close(compat.gather_tensor(columns(beside), dim=-1), alone(x))
+    flat = nn.Conv1d(1, 1, 3, padding=1)
+    alone, x = copy.deepcopy(flat), torch.randn(1, 1, 8)
+    compat.convert_to_domain_parallel(flat, manager, shard_dim=2)
+    torch.testing.assert_close(compat.gather_tensor(flat(compat.shard_tensor(x, 2)), 2), alone(x))
+
+
+def test_dims_that_are_cut() -> None:
+    on_ranks(2, _five_dims)
+
+
+class Shrinking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, 1:]
+
+
+def _refused() -> list[tuple[str, str]]:
+    manager = compat.initialize_domain_parallel(2, 2)
+    x = torch.ones(1, 2, 4, 4)
+
+    def run(model: nn.Module, **options: Any) -> Any:
+        return compat.convert_to_domain_parallel(model, manager, **options)(x)
+
+    found = [
+        error_of(lambda: run(nn.Sequential(nn.MultiheadAttention(4, 2)))),
+        error_of(lambda: run(nn.Sequential(nn.Conv2d(2, 2, 3), Opaque()))),
+        error_of(lambda: run(nn.Sequential(Shrinking()), custom_converters={Shrinking: lambda m: m})),
+        error_of(lambda: run(nn.Conv2d(3, 2, 3))),
+    ]
+    assert still_connected()
+    return found
+
+
+def test_what_has_no_exact_form_is_refused_where_it_stands() -> None:
+    """The original runs it on every part by itself."""
+    for found in on_ranks(2, _refused):
+        for (kind, text), parts in zip(
+            found,
+            [
+                ("XshardError", "0 (MultiheadAttention) has no exact form on blocks"),
+                ("XshardError", "1: einsum() of a block is not that of the array"),
+                ("ShapeError", "0: a block of shape (1, 2, 4, 4) became one of (1, 2, 3, 4)"),
+                ("ShapeError", "2 channels"),
+            ],
+            strict=True,
+        ):
+            assert kind == parts[0] and parts[1] in text, text
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_gradients_of_parameters_are_summed_or_shares(sums: bool) -> None:
+    on_ranks(2, _shares, sums)
+
+
+def _shares(sums: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.LayerNorm([8, 4])).double()
+    x = torch.randn(1, 1, 8, 4, dtype=torch.float64)
+    _, _, wanted = whole_gradients(copy.deepcopy(model), x)
+    parallel = xt.nn.domain_parallel(model, xs.Mesh(sp=2), "b c h/sp w", sum_gradients=sums)
+    y = parallel(x.chunk(2, 2)[dist.get_rank()])
+    whole = torch.empty(1, 2, 8, 4, dtype=torch.float64)
+    (y * weights_of(whole).chunk(2, 2)[dist.get_rank()]).sum().backward()
+    for (name, p), gradient in zip(model.named_parameters(), wanted, strict=True):
+        found = p.grad.clone()
+        if not sums:
+            dist.all_reduce(found)
+        same(found, gradient, name)

@@ -1,0 +1,245 @@
+"""ksuit's and poptorch's functions: dtypes, plain values, one process, groups, bytes, all derivatives."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_bridge as xt
+import xshard as xs
+from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
+from torch_bridge import compat
+from torch_bridge.compat.ksuit import _served_in
+from torch_bridge.meter import Meter
+
+N = 2
+
+
+def _dtypes() -> None:
+    rank = dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8):
+        x = torch.tensor([rank, 1]).to(dtype)
+        for gather in (compat.all_gather_grad, compat.all_gather_grad_overwrite, compat.all_gather_nograd):
+            y = gather(x)
+            assert y.dtype == dtype and y.tolist() == [0, 1, 1, 1]
+        assert compat.all_gather_nograd_clipped(x, 3).tolist() == torch.tensor([0, 1, 1]).to(dtype).tolist()
+        total = compat.all_reduce_sum_grad(x)
+        assert total.dtype == dtype
+        assert total.tolist() == ([True, True] if dtype == torch.bool else [1, 2])
+        mean = compat.all_reduce_mean_nograd(x)
+        if dtype == torch.bool:
+            assert mean.tolist() == [True, True]
+        else:
+            assert mean.dtype == (dtype if dtype.is_floating_point else torch.float32)
+            assert mean.tolist() == [0.5, 1]
+
+
+def _rounding() -> None:
+    x = torch.tensor([256.0, 1.0, 1.0, 1.0][dist.get_rank()]).bfloat16()
+    assert x + 1 == 256 or dist.get_rank()
+    total = compat.all_reduce_sum_grad(x)
+    assert total.dtype == torch.bfloat16 and total == torch.tensor(259.0).bfloat16() == 260
+
+
+def test_sums_of_bfloat16_are_rounded_once() -> None:
+    on_ranks(4, _rounding)
+
+
+def test_dtypes_come_back_as_they_were() -> None:
+    on_ranks(N, _dtypes)
+
+
+def _plain_values() -> None:
+    rank = dist.get_rank()
+    assert compat.all_gather_grad(1.5 + rank).tolist() == [1.5, 2.5]
+    assert compat.all_gather_nograd([rank, 7]).tolist() == [0, 7, 1, 7]
+    assert compat.all_gather_nograd((rank,)).tolist() == [0, 1]
+    assert compat.all_gather_nograd(rank == 0).tolist() == [True, False]
+    assert compat.all_reduce_sum_nograd(3).tolist() == 6
+    assert compat.all_reduce_sum_nograd(rank == 0).item() is True
+    assert compat.all_reduce_mean_grad(rank).item() == 0.5
+    uneven = torch.arange(3 - rank)
+    assert compat.all_gather_grad(uneven[: 2 - rank], shape=(3,)).tolist() == [0, 1, 0]
+
+
+def test_plain_values_scalars_and_uneven_rows() -> None:
+    on_ranks(N, _plain_values)
+
+
+def test_without_a_process_group_every_block_is_the_whole() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for name in ("all_gather_grad", "all_gather_grad_autograd", "all_gather_grad_overwrite"):
+        assert getattr(compat, name)(x) is x
+        assert getattr(compat, name)(3).tolist() == [3]
+    assert compat.all_gather_nograd(x).tolist() == [1, 2] and not compat.all_gather_nograd(x).requires_grad
+    assert compat.all_gather_nograd_clipped(x, 1).tolist() == [1, 2]
+    for name in ("sum_grad", "sum_nograd", "mean_grad", "mean_nograd"):
+        reduce = getattr(compat, f"all_reduce_{name}")
+        assert reduce(x).tolist() == [1, 2] and reduce(x).requires_grad == name.endswith("_grad")
+        assert reduce(3).tolist() == 3
+    for call in (compat.AllGatherGradAutograd.apply, compat.AllGatherGradOverwrite.apply):
+        assert error_of(lambda call=call: call(x))[0] == "MeshError"
+
+
+def _no_gradients() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for name in ("all_gather_nograd", "all_reduce_sum_nograd", "all_reduce_mean_nograd"):
+        assert not getattr(compat, name)(x).requires_grad
+    assert not compat.all_gather_nograd_clipped(x, 3).requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # autograd's, of kernels that are not registered
+        compat.all_reduce_sum_grad(x).sum().backward()
+
+
+def test_no_gradient_where_the_name_says_so() -> None:
+    on_ranks(N, _no_gradients)
+
+
+def _clipped() -> None:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    samples = torch.arange(10)
+    padded = torch.cat([samples, samples[: -10 % n]])  # as DistributedSampler does
+    assert compat.all_gather_nograd_clipped(padded[rank::n], 10).tolist() == samples.tolist()
+    rows = padded[rank::n, None] * torch.tensor([1, 100])
+    assert torch.equal(compat.all_gather_nograd_clipped(rows, 9), samples[:9, None] * torch.tensor([1, 100]))
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_samples_come_back_in_their_order(n: int) -> None:
+    on_ranks(n, _clipped)
+
+
+def _adjoints() -> None:
+    """<A x, y> = <x, A* y> in integers over all ranks, the second derivative, and the tangent."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+
+    def whole_numbers(*shape: int) -> Tensor:
+        return torch.randint(-9, 10, shape, generator=generator).double()
+
+    x = whole_numbers(2 * n, 3)
+    for name, call in LINEAR.items():
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        cotangent = whole_numbers(*y.shape)
+        (gradient,) = torch.autograd.grad(y, leaf, cotangent)
+        products = torch.stack([(y.detach() * cotangent).sum(), (x * gradient).sum()])
+        dist.all_reduce(products)
+        assert products[0] == products[1], name
+        _, tangent = torch.func.jvp(call, (x,), (cotangent.flatten()[: x.numel()].reshape(x.shape),))
+        assert torch.equal(tangent, call(cotangent.flatten()[: x.numel()].reshape(x.shape))), name
+        (first,) = torch.autograd.grad(call(leaf).pow(3).sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), leaf)
+        assert second.abs().sum() > 0, name
+
+
+# Those whose gradient is the adjoint where every rank's loss counts.
+LINEAR: dict[str, Any] = {
+    "AllGatherGradAutograd": lambda x: torch.stack(compat.AllGatherGradAutograd.apply(x)),
+    "all_gather_grad": lambda x: compat.all_gather_grad(x, 1),
+    "all_gather_cross_replica": lambda x: compat.all_gather_cross_replica(x, 3),
+    "all_to_all_single_cross_replica": lambda x: compat.all_to_all_single_cross_replica(x, 3),
+}
+
+
+def test_exact_adjoints_and_all_derivatives() -> None:
+    on_ranks(3, _adjoints)
+
+
+def _bytes() -> dict[str, int]:
+    x = torch.ones(64, requires_grad=True)
+    found = {}
+    for name, call in (
+        ("gather", lambda: torch.stack(compat.AllGatherGradAutograd.apply(x))),
+        ("own slot", lambda: torch.stack(compat.AllGatherGradOverwrite.apply(x))),
+        ("sum", lambda: compat.all_reduce_cross_replica_sum(x, 4)),
+        ("copy", lambda: compat.all_reduce_cross_replica_sum(x, 4, insert_in_grad_graph=True)),
+    ):
+        with Meter() as forward:
+            y = call()
+        with Meter() as backward:
+            y.sum().backward()
+        found[f"{name}, forward"], found[f"{name}, backward"] = sum(forward.received), sum(backward.received)
+    return found
+
+
+def test_bytes_that_arrive() -> None:
+    """The gradient of a gather reduce-scatters: as many bytes as the call, not 2 P times a block's."""
+    block = 64 * 4
+    expected = {
+        "gather, forward": 3 * block,
+        "gather, backward": 3 * block,
+        "own slot, forward": 3 * block,
+        "own slot, backward": 0,
+        "sum, forward": 2 * 3 * block // 4,
+        "sum, backward": 0,
+        "copy, forward": 0,
+        "copy, backward": 2 * 3 * block // 4,
+    }
+    assert on_ranks(4, _bytes) == [expected] * 4
+
+
+def _conventions() -> None:
+    """ksuit's sum passes the gradient; torch's own, and ksuit's successor's, sums it: both can be said."""
+    weight = float([1, 10][dist.get_rank()])
+    x = torch.ones(1, requires_grad=True)
+    for y, wanted in (
+        (compat.all_reduce_sum_grad(x), weight),
+        (xt.all_reduce(x, "dp", xs.Mesh(dp=N), grad="sum"), 11.0),
+    ):
+        (gradient,) = torch.autograd.grad(y, x, torch.tensor([weight]))
+        assert gradient.tolist() == [wanted]
+
+
+def test_two_conventions_of_one_sum() -> None:
+    on_ranks(N, _conventions)
+
+
+def _replicas() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    y = compat.all_gather_cross_replica(torch.tensor(rank), 2, group=pair)
+    assert y.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    parts = compat.all_to_all_single_cross_replica(torch.tensor([10 * rank, 10 * rank + 1]), 2, group=pair)
+    assert parts.tolist() == [10 * (rank // 2 * 2 + other) + rank % 2 for other in (0, 1)]
+    found = [
+        error_of(lambda: compat.all_gather_cross_replica(torch.ones(2), 2)),
+        error_of(lambda: compat.all_to_all_single_cross_replica(torch.ones(6, 2), 4)),
+        error_of(lambda: compat.all_to_all_single_cross_replica(torch.tensor(1.0), 4)),
+        error_of(lambda: compat.all_gather_grad(torch.ones(2), batch_dim=1)),
+    ]
+    assert still_connected()
+    return found
+
+
+def test_groups_of_replicas_and_what_is_refused() -> None:
+    for found in on_ranks(4, _replicas):
+        for (kind, text), (wanted, part) in zip(
+            found,
+            [
+                ("MeshError", "replication_factor 2, the group has 4 processes"),
+                ("ShapeError", "6 rows in 4 equal parts"),
+                ("ShapeError", "a scalar in 4 equal parts"),
+                ("ShapeError", "no dim 1 in a block of shape (2,)"),
+            ],
+            strict=True,
+        ):
+            assert kind == wanted and part in text
+            assert issubclass(getattr(xs, kind), ValueError)
+
+
+def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for device, config, wanted in (
+        (cpu, "cpu:gloo", cpu),
+        (cuda, "cpu:gloo,cuda:gloo", cpu),
+        (cuda, "cpu:gloo,cuda:nccl", cuda),
+        (cpu, "cpu:gloo,cuda:nccl", cpu),
+        (cpu, "cuda:nccl", torch.device("cuda")),
+    ):
+        assert _served_in(device, config) == wanted

@@ -1,0 +1,179 @@
+"""nvSubquadratic's functions beyond the original: uneven blocks, any dims, any group, all derivatives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import xshard as xs
+from tests.bridges.torch_helpers import block_of, error_of, numbers, on_ranks, still_connected
+from torch_bridge import compat
+from xshard import verbs
+
+N = 4
+MESH = xs.Mesh(cp=N)
+
+
+def _dot(a: Tensor, b: Tensor) -> int:
+    """Over all ranks."""
+    total = (a * b).sum()
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def _uneven() -> None:
+    """Lengths that nothing divides, both ways: the blocks of the layouts, and exact adjoints."""
+    for (length, channels), zigzag in itertools.product(((19, 6), (8, 5), (3, 2)), (True, False)):
+        x = numbers(2, channels, length, 3)
+        split = f"b c {'l/zigzag(cp)' if zigzag else 'l/cp'} w"
+        ends = [block_of(x, layout, MESH) for layout in (split, "b c/cp l w")]
+        for direction, (before, after) in zip(verbs.DIRECTIONS, (ends, ends[::-1]), strict=True):
+            block = before.clone().requires_grad_()
+            y = compat.AllToAllSingleFunction.apply(block, None, direction, zigzag, shape=x.shape)
+            assert torch.equal(y, after)
+            cotangent = torch.arange(y.numel(), dtype=torch.float64).reshape(y.shape) % 7 - 3
+            (gradient,) = torch.autograd.grad(y, block, cotangent)
+            assert _dot(y.detach(), cotangent) == _dot(before, gradient)
+    # A whole that nothing divides is cut, and put together again.
+    whole = torch.from_numpy(numbers(2, 19))
+    mine = compat.zigzag_split_across_group_ranks(whole, None, seq_dim=-1)
+    assert mine.shape[1] < 19
+    assert torch.equal(compat.zigzag_gather_from_group_ranks(mine, None, -1, shape=(2, 19)), whole)
+
+
+def test_uneven_blocks() -> None:
+    on_ranks(N, _uneven)
+
+
+def _dims() -> None:
+    """Sequence first, as in [L, B, C]."""
+    x = numbers(16, 2, 8)
+    block, columns = block_of(x, "l/zigzag(cp) b c", MESH), block_of(x, "l b c/cp", MESH)
+    for channel_dim, sequence_dim in ((2, 0), (-1, -3)):
+        dims = {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
+        y = compat.all_to_all_single_fn(None, "split_to_full", block, **dims)
+        assert torch.equal(y, columns)
+        assert torch.equal(compat.all_to_all_single_fn(None, "full_to_split", y, **dims), block)
+
+
+def test_any_dims() -> None:
+    on_ranks(N, _dims)
+
+
+def _derivatives() -> None:
+    rank = dist.get_rank()
+    x = block_of(numbers(1, 4, 8), "b c l/zigzag(cp)", MESH)
+    direction = torch.full_like(x, rank + 1.0)
+
+    def moved(x: Tensor) -> Tensor:
+        return compat.AllToAllSingleFunction.apply(x, None, "split_to_full", True)
+
+    y, tangent = torch.func.jvp(moved, (x,), (direction,))
+    assert torch.equal(y, moved(x)) and torch.equal(tangent, moved(direction))
+    # Of sum(y**3): the gradient 3 x**2 has a gradient of its own, along the direction 6 x direction.
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(moved(leaf).pow(3).sum(), leaf, create_graph=True)
+    assert gradient.requires_grad and torch.equal(gradient, 3 * x**2)
+    (second,) = torch.autograd.grad((gradient * direction).sum(), leaf)
+    assert torch.equal(second, 6 * x * direction)
+
+
+def test_forward_mode_and_second_derivatives() -> None:
+    on_ranks(N, _derivatives)
+
+
+def _groups() -> None:
+    """In two groups of two, whose second one does not begin at rank 0; in the order of the group."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    mine, other = pairs[rank % 2], pairs[1 - rank % 2]
+    x = numbers(1, 2, 8)
+    block = torch.from_numpy(x)[:, [rank // 2]]
+    y = compat.all_to_all_single_fn(mine, "full_to_split", block)
+    rows = [[0, 1, 6, 7], [2, 3, 4, 5]][rank // 2]
+    assert np.array_equal(y, x[..., rows])
+    kind, text = error_of(lambda: compat.all_to_all_single_fn(other, "full_to_split", block))
+    assert kind == "MeshError" and f"rank {rank} is not in the group" in text
+    alone = [dist.new_group([r]) for r in range(N)][rank]
+    for function in (compat.zigzag_split_across_group_ranks, compat.zigzag_gather_from_group_ranks):
+        assert torch.equal(function(block, alone, 2), block)
+    assert still_connected()
+
+
+def test_process_groups() -> None:
+    on_ranks(N, _groups)
+
+
+X = torch.ones(2, 4, 8)
+REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
+    "direction": (
+        lambda: compat.all_to_all_single_fn(None, "full_to_full", X),  # type: ignore[arg-type]
+        "XshardError",
+        ("no direction 'full_to_full'", "'split_to_full' or 'full_to_split'"),
+    ),
+    "dims": (
+        lambda: compat.AllToAllSingleFunction.apply(X[0], None, "nonsense", True),  # type: ignore[arg-type]
+        "ShapeError",
+        ("2 dims, not 3, 4 or 5", "[B, C, L]", "all_to_all"),
+    ),
+    "length of zigzag": (
+        lambda: compat.all_to_all_single_fn(None, "full_to_split", torch.ones(2, 4, 12)),
+        "ShapeError",
+        ("the sequence length 12 is not divisible by 8", "^^", "pass shape="),
+    ),
+    "length of half a chunk": (
+        lambda: compat.all_to_all_single_fn(None, "split_to_full", torch.ones(2, 4, 3)),
+        "ShapeError",
+        ("the sequence length 12 is not divisible by 8", "'d0 d1 d2/zigzag(cp) -> d0 d1/cp d2'"),
+    ),
+    "contiguous length": (
+        lambda: compat.all_to_all_single_fn(None, "full_to_split", torch.ones(2, 4, 6), False),
+        "ShapeError",
+        ("the sequence length 6 is not divisible by 4",),
+    ),
+    "channels": (
+        lambda: compat.all_to_all_single_fn(None, "split_to_full", torch.ones(2, 6, 8)),
+        "ShapeError",
+        ("the number of channels 6 is not divisible by 4",),
+    ),
+    "another global shape": (
+        lambda: compat.all_to_all_single_fn(None, "full_to_split", X, shape=(2, 9, 8)),
+        "ShapeError",
+        ("has shape (2, 4, 8), not (2, ", "of a (2, 9, 8) array"),
+    ),
+    "no group": (
+        lambda: compat.all_to_all_single_fn("cp", "full_to_split", X),  # type: ignore[arg-type]
+        "MeshError",
+        ("'cp' is no process group", "or None"),
+    ),
+}
+
+
+def _refusals() -> list[tuple[str, str]]:
+    found = [error_of(call) for call, _, _ in REFUSED.values()]
+    assert still_connected()
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict[str, tuple[str, str]]]:
+    return [dict(zip(REFUSED, found, strict=True)) for found in on_ranks(N, _refusals)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank_before_anything_is_sent(
+    name: str, refusals: list[dict[str, tuple[str, str]]]
+) -> None:
+    _, kind, parts = REFUSED[name]
+    assert issubclass(getattr(xs, kind), ValueError)  # what users of the originals catch
+    for found in refusals:
+        assert found[name][0] == kind, found[name]
+        for part in parts:
+            assert part in found[name][1]

@@ -1,0 +1,137 @@
+"""What cannot be handed over: told before anything is sent, with both sides in the message."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import xshard as xs
+from jax_bridge.torch_interop import to_jax, to_torch
+from jax_bridge.torch_interop.places import Ends
+from tests.bridges.jax_helpers import in_jax
+from tests.interop.helpers import jax_mesh
+
+
+def pair() -> list[torch.Tensor]:
+    return [torch.zeros(4, 6), torch.zeros(4, 6)]
+
+
+TO_JAX = {
+    "unknown mesh axis 'c' in 'n/c d'\n *\\^\n  the mesh has: a=2": (pair, "n/c d", {}),
+    r"'n/a' has 1 dims, the array has 2": (pair, "n/a", {}),
+    r"cpu:1 has shape \(3, 6\), not \(4, 6\) in 'n/a d'\n.*device 1 of Mesh\(a=2\) of a \(8, 6\) array": (
+        lambda: [torch.zeros(4, 6), torch.zeros(3, 6)],
+        "n/a d",
+        {},
+    ),
+    r"no uneven blocks: \(7, 6\) does not divide on JAX's Mesh\(a=2\) in 'n/a d'": (
+        lambda: [torch.zeros(4, 6), torch.zeros(3, 6)],
+        "n/a d",
+        {"shape": (7, 6)},
+    ),
+    "1 tensors of torch for 2 devices of JAX's mesh": (lambda: torch.zeros(4, 6), "n/a d", {}),
+    r"torch's Mesh\(x=4\) has 4 devices, JAX's Mesh\(a=2\) 2": (
+        pair,
+        "n/x d -> n/a d",
+        {"torch_mesh": xs.Mesh(x=4)},
+    ),
+    "several dtypes: bfloat16, float32": (lambda: [torch.zeros(4), torch.zeros(4).bfloat16()], "n/a", {}),
+    "JAX has no torch.complex32": (lambda: [torch.zeros(4, dtype=torch.complex32)] * 2, "n/a", {}),
+    "ndarray is no tensor": (lambda: [x.numpy() for x in pair()], "n/a d", {}),
+    "Tensor of torch.sparse_coo on cpu has no dense memory": (
+        lambda: [x.to_sparse() for x in pair()],
+        "n/a d",
+        {},
+    ),
+    "on meta has no dense memory": (lambda: [x.to("meta") for x in pair()], "n/a d", {}),
+    "via='numpy' in 'n/a d -> n d/a'\n.*\"torch\", \"jax\", or None": (
+        pair,
+        "n/a d -> n d/a",
+        {"via": "numpy"},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", TO_JAX)
+@in_jax
+def test_tensors_that_do_not_fit(message) -> None:
+    made, layout, options = TO_JAX[message]
+    with pytest.raises(xs.XshardError, match=message):
+        to_jax(made(), layout, jax_mesh(a=2), **options)
+
+
+@in_jax
+def test_fake_tensors_and_meshes_without_devices() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(4)
+    with pytest.raises(xs.XshardError, match=r"a FakeTensor of .* has no dense memory"):
+        to_jax(fake, "n", jax_mesh(a=1))
+    with pytest.raises(xs.MeshError, match=r"AbstractMesh .* has no devices"):
+        to_jax(torch.zeros(4), "n", jax_mesh(a=1).abstract_mesh)
+
+
+@in_jax
+def test_devices_of_another_kind() -> None:
+    """There are none here: a mesh that says it is of such."""
+    with mock.patch.object(Ends, "kind", "cuda"), pytest.raises(xs.MeshError) as caught:
+        to_jax(torch.zeros(4), "n", jax_mesh(a=1))
+    assert str(caught.value).startswith("the tensor is on cpu, JAX's mesh has ")
+    assert "move the tensor: x.to('cuda')" in str(caught.value)
+
+
+def array() -> jax.Array:
+    return jax.device_put(jnp.zeros((8, 6)), jax.NamedSharding(jax_mesh(a=2), jax.P("a")))
+
+
+@in_jax
+def test_arrays_that_do_not_fit() -> None:
+    x = array()
+    for layout, kind, message in (
+        (
+            "n d/a",
+            xs.ShapeError,
+            "the array is not sharded as 'n d/a' says in 'n d/a'\n  it has NamedSharding",
+        ),
+        ("n/b d", xs.NotationError, "unknown mesh axis 'b'"),
+        ("n/a d | sum(b)", xs.NotationError, "unknown mesh axis 'b'"),
+        ("n/a", xs.ShapeError, "'n/a' has 1 dims, the array has 2"),
+    ):
+        with pytest.raises(kind, match=message):
+            to_torch(x, layout)
+    with pytest.raises(xs.MeshError, match="the array has no mesh: SingleDeviceSharding"):
+        to_torch(jnp.zeros(3), "n")
+    assert to_torch(jnp.zeros(3), "n", jax_mesh(a=1)).tolist() == [0, 0, 0]
+    with pytest.raises(xs.MeshError, match="a DTensor is on a DeviceMesh"):
+        to_torch(x, "n/a d", dtensor=True)
+    with pytest.raises(xs.XshardError, match=r"ndarray is no jax.Array"):
+        to_torch(x.__array__(), "n/a d")
+
+
+@in_jax
+def test_arrays_that_torch_cannot_read() -> None:
+    x = array()
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    with pytest.raises(xs.XshardError, match=r"float32\[8, 6\], was donated or deleted: torch cannot"):
+        to_torch(x, "n/a d")
+    with pytest.raises(xs.XshardError, match=r"is a tracer, float32\[8,6\].*\n.*jax_bridge.from_torch"):
+        jax.jit(lambda x: to_torch(x, "n/a d"))(array())
+    for made, name in (
+        (jnp.zeros(4, "int4"), "int4"),
+        (jax.random.split(jax.random.key(0), 4), r"key<fry>"),
+    ):
+        with pytest.raises(xs.DtypeError, match=f"torch has no {name}"):
+            to_torch(made, "n", jax_mesh(a=1))
+
+
+@in_jax
+def test_memory_in_use_by_torch_is_not_given_away() -> None:
+    """Donating an array that torch reads leaves torch's memory alone."""
+    x = array()
+    held = to_torch(x, "n/a d")
+    y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert all((block == 0).all() for block in held) and (y == 1).all()

@@ -1,0 +1,120 @@
+"""Whole trees: one rule per pattern of names, all of them checked before any is handed over."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import xshard as xs
+from jax_bridge.torch_interop import to_jax, to_torch
+from jax_bridge.torch_interop.trees import rule_for
+from tests.bridges.jax_helpers import in_jax
+from tests.interop.helpers import jax_mesh, logged, memory
+
+RULES = {
+    "*norm*": "d",
+    re.compile(r"layers\.\d+\..*attn.*weight"): "o/tp i",
+    "*.weight": "o i/tp",
+    "*": "...",
+}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32), 2)
+
+
+@in_jax
+def test_a_state_dict_goes_round_bit_by_bit() -> None:
+    mesh, state = jax_mesh(tp=1), model().state_dict()
+    with logged() as lines:
+        arrays = to_jax(state, RULES, mesh)
+    assert not lines and type(arrays) is OrderedDict and [*arrays] == [*state]
+    assert arrays["layers.1.self_attn.in_proj_weight"].sharding.spec == jax.P("tp", None)
+    assert arrays["layers.0.linear1.weight"].sharding.spec == jax.P(None, "tp")
+    back = to_torch(arrays, RULES)
+    assert all(torch.equal(back[name], x) and memory(back[name]) == memory(x) for name, x in state.items())
+    model().load_state_dict(back)
+
+
+@in_jax
+def test_leaves_are_lists_where_a_process_has_several_devices() -> None:
+    mesh = jax_mesh(tp=2)
+    tree = {"a": [torch.zeros(2, 3), torch.ones(2, 3)], "b": {"c": ([torch.ones(4)] * 2,)}}
+    arrays = to_jax(tree, {"a": "o/tp i", "b.c.0": "d"}, mesh)
+    assert arrays["a"].shape == (4, 3) and arrays["b"]["c"][0].shape == (4,)
+    back = to_torch(arrays, {"a": "o/tp i", "b.c.0": "d"})
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    moved = to_jax(tree, {"a": "o/tp i -> o i", "*": "d"}, mesh)
+    assert np.asarray(moved["a"]).sum() == 6 and moved["a"].sharding.spec == jax.P(None, None)
+
+
+def test_the_first_rule_that_fits_the_whole_name_counts() -> None:
+    rules = {"*.weight": "o i/tp", re.compile("h.*"): "d", "*": "..."}
+    assert [rule_for(name, rules) for name in ("h.weight", "h.bias", "weight")] == ["o i/tp", "d", "..."]
+    assert rule_for("h.weight", {"weight": "d", re.compile("h"): "d"}) is None
+
+
+@in_jax
+def test_leaves_without_a_rule_are_listed() -> None:
+    tree = {f"w{i}": torch.zeros(2) for i in range(12)}
+    with pytest.raises(xs.XshardError, match=r"no rule for 11 of 12 leaves: w1, w10, .* and 3 more\n.*w0"):
+        to_jax(tree, {"w0": "d"}, jax_mesh(tp=1))
+
+
+@in_jax
+def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
+    tree = {
+        "first": torch.zeros(4, 4).T,
+        "second": torch.zeros(3),
+        "third": torch.zeros(3, dtype=torch.int64),
+    }
+    for rules, kind in (
+        ({"second": "d/xx", "*": "..."}, xs.NotationError),
+        ({"*": "..."}, xs.DtypeError),
+    ):
+        with logged() as lines, pytest.raises(kind) as caught:
+            to_jax(tree, rules, jax_mesh(tp=1))
+        assert not lines  # the first would be copied
+        assert caught.value.__notes__ == [f"in leaf '{'second' if 'second' in rules else 'third'}'"]
+    arrays = {"a": jax.numpy.zeros(3)}
+    with pytest.raises(xs.MeshError, match="the array has no mesh") as caught:
+        to_torch(arrays, {"*": "..."})
+    assert caught.value.__notes__ == ["in leaf 'a'"]
+
+
+@in_jax
+def test_a_bar_of_bytes_is_shown_when_asked_for() -> None:
+    from jax_bridge.torch_interop import trees
+
+    moved = []
+    shown = trees._bar
+    trees._bar = lambda what, total: _recorded(shown(what, total), what, total, moved)
+    try:
+        tree = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
+        arrays = to_jax(tree, {"*": "..."}, jax_mesh(tp=1), progress=True)
+        to_torch(arrays, {"*": "..."}, progress=True)
+        to_torch(arrays, {"*": "..."}, progress=False)
+    finally:
+        trees._bar = shown
+    assert moved == ["to JAX", 40, 16, 24, "to torch", 40, 16, 24]
+
+
+class _recorded:  # noqa: N801
+    """A bar, and what it was moved by."""
+
+    def __init__(self, bar, what, total, moved) -> None:
+        self.bar, self.moved = bar, moved
+        moved += [what, total]
+
+    def __enter__(self):
+        advance = self.bar.__enter__()
+        return lambda size: (self.moved.append(size), advance(size))
+
+    def __exit__(self, *error):
+        return self.bar.__exit__(*error)

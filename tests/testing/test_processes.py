@@ -1,0 +1,67 @@
+"""The processes of the kit start once, no framework is touched in the caller's, and functions get there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from tests.testing.programs import normal
+from xshard.testing.plugin import _on_devices, _on_ranks
+from xshard.testing.processes import jax_process, torch_process
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_kit_and_its_plugin_load_no_framework() -> None:
+    code = (
+        "import sys, xshard.testing, xshard.testing.plugin\n"
+        "assert not {'torch', 'jax', 'chex', 'hypothesis', 'cloudpickle'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_comparison_starts_neither_framework_here() -> None:
+    """chex imports JAX, which then has no devices yet; torch is not even imported."""
+    code = """
+import sys
+import numpy as np
+from xshard.testing import assert_equivalent
+assert_equivalent(abs, abs, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+assert "torch" not in sys.modules
+from jax._src import xla_bridge
+assert not xla_bridge._backends
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def test_processes_stay() -> None:
+    assert torch_process() is torch_process()
+    assert jax_process() is jax_process()
+    assert torch_process() is not jax_process()
+
+
+def test_closures_and_what_they_hold_are_sent() -> None:
+    offset = normal(3)
+
+    def shifted(by):
+        return offset + by + dist.get_rank()
+
+    found = _on_ranks(2, shifted, 1.0)
+    assert [np.allclose(x, offset + 1 + rank) for rank, x in enumerate(found)] == [True, True]
+
+
+def test_jax_has_its_devices_and_keeps_them() -> None:
+    def count():
+        import os
+
+        import jax
+
+        return os.getpid(), jax.device_count(), jax.default_backend()
+
+    first, second = _on_devices(count), _on_devices(count)
+    assert first == second
+    assert first[1:] == (16, "cpu")

@@ -1,0 +1,41 @@
+"""Programs that are right pass; each of the classic mistakes is found, and called by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.testing.programs import BUGS, PROGRAMS
+from xshard.testing import CAUSES, EquivalenceError, assert_equivalent
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_right_program_passes(name: str) -> None:
+    program = PROGRAMS[name]
+    assert_equivalent(
+        program.torch, program.jax, args=program.args, layouts=program.layouts, mesh=program.mesh
+    )
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_named(name: str) -> None:
+    bug = BUGS[name]
+    program = PROGRAMS[bug.program]._replace(**{bug.side: bug.function})
+    with pytest.raises(EquivalenceError) as raised:
+        assert_equivalent(
+            program.torch,
+            program.jax,
+            args=program.args,
+            layouts=program.layouts,
+            mesh=program.mesh,
+            reference=program.whole,
+        )
+    assert all(bug.side in (m.subject.runtime, m.subject.against) for m in raised.value.mismatches)
+    first = raised.value.mismatches[0]
+    assert f"{first.subject.kind} {first.subject.name}" == bug.array, raised.value
+    assert first.cause is not None, raised.value
+    assert (first.cause.name, bug.words in first.cause.text) == (bug.cause, True), raised.value
+
+
+def test_every_cause_has_a_bug() -> None:
+    """But for those of plain arithmetic, which `test_causes` makes by hand."""
+    assert set(CAUSES) - {bug.cause for bug in BUGS.values()} == {"averaged", "scaled", "exchanged"}

@@ -1,0 +1,290 @@
+"""Drop-ins for `credit.domain_parallel`: weather models whose rows of latitude are cut over processes.
+
+Replaces `DomainParallelManager`, `initialize_domain_parallel`, `get_domain_parallel_manager`, `HaloExchange`,
+`shard_tensor`, `gather_tensor`, `shard_batch`, `convert_to_domain_parallel`, and of `credit.parallel.domain`
+`sync_domain_gradients`. One manager serves the whole program, as there.
+
+Better here: a halo may be wider than a block, of two widths, and periodic, reflected or of a pole beyond the
+ends; `gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model
+is exact for every kernel, stride, dilation and padding, transposed, pooled, interpolated and normalised;
+what has no exact form is refused where it stands, and not run on each part by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_bridge.groups import process_mesh
+from torch_bridge.nn.domain import domain_parallel
+from torch_bridge.ops import Grad, all_gather, all_reduce, halo_exchange
+from torch_bridge.redistribution import redistribute
+from xshard import Mesh, MeshError, verbs
+from xshard.spelling import HaloWidth
+
+AXIS = "domain"
+
+
+class DomainParallelManager:
+    """Processes that cut a sample in groups: ranks [i D, (i+1) D); ranks j, j + D, ... have different ones.
+
+    world_size, domain_parallel_size: how many processes there are, and D. shard_dim: the dim that is cut.
+    Raises MeshError, which is a ValueError, where D does not divide them, and where they are not the world.
+
+    >>> import torch_bridge as xt
+    >>> from torch_bridge.compat import DomainParallelManager
+    >>> def turn():
+    ...     manager = DomainParallelManager(4, 2)
+    ...     return manager.dp_rank, manager.domain_rank, manager.neighbor_ranks()
+    >>> xt.run_ranks(4, turn)
+    [(0, 0, (None, 1)), (0, 1, (0, None)), (1, 0, (None, 3)), (1, 1, (2, None))]
+    """
+
+    def __init__(self, world_size: int, domain_parallel_size: int, shard_dim: int = -2) -> None:
+        if world_size % domain_parallel_size:
+            raise MeshError(
+                f"{world_size} processes in domains of {domain_parallel_size}",
+                hint="domain_parallel_size divides world_size",
+            )
+        self.world_size, self.domain_parallel_size = world_size, domain_parallel_size
+        self.data_parallel_size, self.shard_dim = world_size // domain_parallel_size, shard_dim
+        self.processes = process_mesh(Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size}))
+        # Made here, where all processes are.
+        self._groups = {axis: self.processes.group((axis,)).process_group for axis in ("data", AXIS)}
+        self.dp_rank, self.domain_rank = divmod(self.processes.device, domain_parallel_size)
+
+    @property
+    def domain_group(self) -> dist.ProcessGroup:
+        """The processes that cut this one's sample."""
+        return self._groups[AXIS]
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The processes with the same rows of other samples."""
+        return self._groups["data"]
+
+    @property
+    def domain_world_size(self) -> int:
+        return self.domain_parallel_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.data_parallel_size
+
+    @property
+    def is_first_domain_rank(self) -> bool:
+        return self.domain_rank == 0
+
+    @property
+    def is_last_domain_rank(self) -> bool:
+        return self.domain_rank == self.domain_parallel_size - 1
+
+    def neighbor_ranks(self) -> tuple[int | None, int | None]:
+        """The global ranks that hold the rows before and after, None beyond the ends."""
+        rank = self.processes.ranks[self.processes.device]
+        return (
+            None if self.is_first_domain_rank else rank - 1,
+            None if self.is_last_domain_rank else rank + 1,
+        )
+
+
+_manager: DomainParallelManager | None = None
+
+
+def initialize_domain_parallel(
+    world_size: int, domain_parallel_size: int, shard_dim: int = -2
+) -> DomainParallelManager:
+    """A manager that functions of this module use where they are given none. All processes call it."""
+    global _manager
+    _manager = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
+    return _manager
+
+
+def get_domain_parallel_manager() -> DomainParallelManager | None:
+    """The manager that `initialize_domain_parallel` made, or None."""
+    return _manager
+
+
+class HaloExchange(nn.Module):
+    """Widens a block by rows of its neighbours: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
+
+    Zeros beyond the ends of the array, unless `boundary` says otherwise. The gradient adds what copied rows
+    got at their owner. Without a manager, or on one process, a block stays as it is. halo_width, boundary,
+    shape: as in `torch_bridge.halo_exchange`.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge import compat
+    >>> def turn():
+    ...     compat.initialize_domain_parallel(2, 2)
+    ...     x = torch.arange(4).view(4, 1) + 100 * torch.distributed.get_rank()
+    ...     return compat.HaloExchange(2)(x).flatten().tolist()
+    >>> xt.run_ranks(2, turn)
+    [[0, 0, 0, 1, 2, 3, 100, 101], [2, 3, 100, 101, 102, 103, 0, 0]]
+    """
+
+    def __init__(
+        self,
+        halo_width: HaloWidth,
+        dim: int = -2,
+        *,
+        boundary: str = "zero",
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        manager = _cutting(None)
+        if manager is None or self.halo_width == 0:
+            return x
+        return halo_exchange(
+            x,
+            self.halo_width,
+            self.dim,
+            AXIS,
+            manager.processes,
+            boundary=self.boundary,
+            shape=self.shape,
+        )
+
+    @staticmethod
+    def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
+        """Rows taken away at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
+        return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
+
+
+def shard_tensor(
+    x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None, *, uneven: bool = False
+) -> Tensor:
+    """This process's part of what all of its domain have whole: [H, ...] -> [H/D, ...] along `dim`.
+
+    uneven: parts may differ in size. Nothing is sent; the gradient is this process's own, zeros elsewhere.
+    Raises ShapeError, which is a ValueError, for a length that does not divide otherwise.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge import compat
+    >>> def turn():
+    ...     compat.initialize_domain_parallel(2, 2)
+    ...     mine = compat.shard_tensor(torch.arange(5), dim=0, uneven=True)
+    ...     return mine.tolist(), compat.gather_tensor(mine, dim=0, shape=(5,)).tolist()
+    >>> xt.run_ranks(2, turn)
+    [([0, 1, 2], [0, 1, 2, 3, 4]), ([3, 4], [0, 1, 2, 3, 4])]
+    """
+    found = _cutting(manager)
+    if found is None:
+        return x
+    text = verbs.shard_whole(tuple(x.shape), dim, found.domain_parallel_size, AXIS, uneven=uneven)
+    return redistribute(x, text, found.processes)
+
+
+def gather_tensor(
+    x: Tensor,
+    dim: int = -2,
+    manager: DomainParallelManager | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    grad: Grad = "sum",
+) -> Tensor:
+    """All parts of a domain, for each of its processes: [H/D, ...] -> [H, ...] along `dim`.
+
+    shape: the global shape, where H does not divide. grad: what the gradients of the results are, as in
+    `torch_bridge.all_gather`: addends, as where each process has a loss of its own, or one and the same.
+    """
+    found = _cutting(manager)
+    if found is None:
+        return x
+    return all_gather(x, dim, AXIS, found.processes, grad=grad, shape=shape)
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    spatial_dims_5d: int = -2,
+    spatial_dims_4d: int = -2,
+    manager: DomainParallelManager | None = None,
+) -> Mapping[str, Any]:
+    """`shard_tensor` of the tensors of 4 and of 5 dims; everything else as it is."""
+    dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
+    ranks = {key: value.ndim if isinstance(value, Tensor) else 0 for key, value in batch.items()}
+    return {
+        key: shard_tensor(value, dims[ranks[key]], manager) if ranks[key] in dims else value
+        for key, value in batch.items()
+    }
+
+
+def convert_to_domain_parallel(
+    model: nn.Module,
+    manager: DomainParallelManager | None = None,
+    shard_dim: int = -2,
+    custom_converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
+    *,
+    shape: Sequence[int | None] | None = None,
+) -> nn.Module:
+    """A model of whole arrays becomes, in place, one of blocks: outputs and gradients are those of the whole.
+
+    Its inputs that have `shard_dim` beside batch and channels are cut along it. custom_converters: class ->
+    function of a module of that class, whose result is called on blocks as it is. shape: the inputs' global
+    shape, where blocks differ in size. Gradients of parameters are this process's share, until
+    `sync_domain_gradients`. Everything else is as in `torch_bridge.nn.domain_parallel`, which makes another
+    model and leaves this one as it is. Raises XshardError for what has no exact form, with its path in the
+    model.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge import compat
+    >>> def turn():
+    ...     manager = compat.initialize_domain_parallel(2, 2)
+    ...     conv = torch.nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
+    ...     torch.nn.init.ones_(conv.weight)
+    ...     model = compat.convert_to_domain_parallel(torch.nn.Sequential(conv), manager)
+    ...     return model(compat.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
+    >>> xt.run_ranks(2, turn)
+    [[4.0, 6.0], [6.0, 6.0]]
+    """
+    found = manager or _manager
+    if found is None:
+        raise MeshError("no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)")
+    parallel = domain_parallel(
+        model,
+        found.processes,
+        _layout(shard_dim),
+        shape=shape,
+        sum_gradients=False,
+        converters=custom_converters,
+    )
+    model.__class__, model.__dict__ = type(parallel), parallel.__dict__
+    return model
+
+
+def _layout(shard_dim: int) -> str:
+    """One dim cut, of any number of them; one that is counted from the end comes after batch and channels."""
+    names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
+    if shard_dim < 0:
+        return " ".join(("b", "c", "...", f"{names[0]}/{AXIS}", *names[1:]))
+    return " ".join((*names[:-1], f"{names[-1]}/{AXIS}", "..."))
+
+
+@torch.no_grad()
+def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | None = None) -> None:
+    """Gradients of parameters become their mean over the domain: those of the mean of its processes' losses.
+
+    One all-reduce per dtype.
+    """
+    found = _cutting(manager)
+    if found is None:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        alike = [g for g in gradients if g.dtype == dtype]
+        flat = torch.cat([g.flatten() for g in alike])
+        mean = all_reduce(flat, AXIS, found.processes, op="mean", grad="replicated")
+        for gradient, part in zip(alike, mean.split([g.numel() for g in alike]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _cutting(manager: DomainParallelManager | None) -> DomainParallelManager | None:
+    """The manager given, or that of the program, if it cuts anything."""
+    found = manager or _manager
+    return None if found is None or found.domain_parallel_size <= 1 else found

@@ -1,0 +1,211 @@
+"""Drop-ins for `ksuit.distributed`: gathers and reductions over all processes, in both gradient conventions.
+
+Replaces `AllGatherGradAutograd`, `AllGatherGradOverwrite`, `all_gather_grad` and its kin, and
+`all_reduce_{sum,mean}_{grad,nograd}`. Python numbers and lists become tensors, scalars are gathered to one
+dim, tensors on a device that the backend does not serve travel by way of one that it does, and without a
+process group every block is the whole.
+
+Better here: the gradient of a gather reduce-scatters, where it was an all-reduce of P blocks of which P-1
+were thrown away; no input is written to; bfloat16 comes back as bfloat16; no warning of autograd, and
+derivatives of any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.groups import ProcessMesh, group_mesh
+from torch_bridge.ops import Grad, all_gather, reduce_from
+from torch_bridge.redistribution import redistribute
+from xshard import verbs
+
+AXIS = "dp"
+Values = Tensor | float | list | tuple
+
+# Dtypes that are added in another one: a sum of truths counts them, and of bfloat16 is rounded once.
+_ADDED_AS = {torch.bool: torch.int32, torch.bfloat16: torch.float32}
+
+
+class AllGatherGradAutograd:
+    """The blocks of all ranks; the gradient of a block is the sum of what all ranks did with it.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import AllGatherGradAutograd
+    >>> def turn():
+    ...     rank = torch.distributed.get_rank()
+    ...     x = torch.tensor([1.0 + rank, 2.0 + rank], requires_grad=True)
+    ...     y = torch.cat(AllGatherGradAutograd.apply(x))
+    ...     (y * (torch.arange(4) + 10 * (rank + 1))).sum().backward()
+    ...     return y.tolist(), x.grad.tolist()
+    >>> xt.run_ranks(2, turn)
+    [([1.0, 2.0, 2.0, 3.0], [30.0, 32.0]), ([1.0, 2.0, 2.0, 3.0], [34.0, 36.0])]
+    """
+
+    @staticmethod
+    def apply(x: Tensor) -> tuple[Tensor, ...]:
+        """[...] -> P of them, by rank. Raises MeshError without a process group."""
+        return all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="sum").unbind(0)
+
+
+class AllGatherGradOverwrite:
+    """The blocks of all ranks; the gradient of a block is what its own rank did with it.
+
+    Right where all ranks compute the same loss: each then counts once, and nothing is sent.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import AllGatherGradOverwrite
+    >>> def turn():
+    ...     rank = torch.distributed.get_rank()
+    ...     x = torch.tensor([1.0 + rank, 2.0 + rank], requires_grad=True)
+    ...     y = torch.cat(AllGatherGradOverwrite.apply(x))
+    ...     (y * (torch.arange(4) + 10 * (rank + 1))).sum().backward()
+    ...     return x.grad.tolist()
+    >>> xt.run_ranks(2, turn)
+    [[10.0, 11.0], [22.0, 23.0]]
+    """
+
+    @staticmethod
+    def apply(x: Tensor) -> list[Tensor]:
+        """[...] -> P of them, by rank. Raises MeshError without a process group."""
+        return list(all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="replicated").unbind(0))
+
+
+def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None) -> Tensor:
+    """All ranks' blocks put together along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
+
+    shape: of the result, where blocks differ in size.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_gather_grad
+    >>> xt.run_ranks(2, lambda: all_gather_grad(torch.distributed.get_rank() > 0).tolist())[0]
+    [False, True]
+    """
+    return _gathered(x, batch_dim, "sum", shape)
+
+
+def all_gather_grad_autograd(x: Values) -> Tensor:
+    """`all_gather_grad` along the first dim: [n, ...] -> [P n, ...]; gradients are summed."""
+    return _gathered(x, 0, "sum")
+
+
+def all_gather_grad_overwrite(x: Values) -> Tensor:
+    """[n, ...] -> [P n, ...]; the gradient of a block is what its own rank did with it."""
+    return _gathered(x, 0, "replicated")
+
+
+@torch.no_grad()
+def all_gather_nograd(x: Values) -> Tensor:
+    """[n, ...] -> [P n, ...], without a gradient."""
+    return _gathered(x, 0, "replicated").detach()
+
+
+@torch.no_grad()
+def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
+    """Samples that a `DistributedSampler` dealt out -> the first `max_length`, in their own order.
+
+    [n, ...] -> [min(P n, max_length), ...]: rank r holds samples r, r + P, ..., the last of them to fill up.
+    Without a process group nothing was dealt out, and nothing is clipped.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_gather_nograd_clipped
+    >>> def turn():
+    ...     mine = torch.tensor([[0, 2, 4], [1, 3, 0]][torch.distributed.get_rank()])
+    ...     return all_gather_nograd_clipped(mine, 5).tolist()
+    >>> xt.run_ranks(2, turn)[1]
+    [0, 1, 2, 3, 4]
+    """
+    block = _rows(x)
+    if not dist.is_initialized():
+        return block
+    wire = block.to(_served(block.device))
+    return redistribute(wire, verbs.sampler_gather(wire.shape, AXIS), _world())[:max_length].to(block.device)
+
+
+def all_reduce_sum_grad(x: Values) -> Tensor:
+    """The sum over ranks, on every rank: [...] -> [...]; the gradient passes as it is.
+
+    That is right where all ranks go on to compute the same loss. A bool becomes whether any is true.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_reduce_sum_grad
+    >>> def turn():
+    ...     x = torch.tensor([1.0, 2.0], requires_grad=True)
+    ...     y = all_reduce_sum_grad(x)
+    ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
+    ...     return x.tolist(), y.tolist(), x.grad.tolist()
+    >>> xt.run_ranks(2, turn)[1]
+    ([1.0, 2.0], [2.0, 4.0], [2.0, 2.0])
+    """
+    return _reduced(x, mean=False)
+
+
+def all_reduce_mean_grad(x: Values) -> Tensor:
+    """The mean over ranks, on every rank: [...] -> [...]; the gradient is divided by P.
+
+    Integers have a float mean.
+    """
+    return _reduced(x, mean=True)
+
+
+@torch.no_grad()
+def all_reduce_sum_nograd(x: Values) -> Tensor:
+    """The sum over ranks, on every rank: [...] -> [...], without a gradient."""
+    return _reduced(x, mean=False).detach()
+
+
+@torch.no_grad()
+def all_reduce_mean_nograd(x: Values) -> Tensor:
+    """The mean over ranks, on every rank: [...] -> [...], without a gradient."""
+    return _reduced(x, mean=True).detach()
+
+
+def _world() -> ProcessMesh:
+    return group_mesh(None, AXIS)
+
+
+def _tensor(x: Values) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x)
+
+
+def _rows(x: Values) -> Tensor:
+    """A tensor with rows to be put together: a scalar is one row."""
+    block = _tensor(x)
+    return block if block.ndim else block.unsqueeze(0)
+
+
+def _gathered(x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = None) -> Tensor:
+    block = _rows(x)
+    if not dist.is_initialized():
+        return block
+    wire = block.to(_served(block.device))
+    return all_gather(wire, dim, AXIS, _world(), grad=grad, shape=shape).to(block.device)
+
+
+def _reduced(x: Values, *, mean: bool) -> Tensor:
+    block = _tensor(x)
+    if not dist.is_initialized():
+        return block
+    dtype = _ADDED_AS.get(block.dtype, block.dtype)
+    total = reduce_from(block.to(_served(block.device), dtype), AXIS, _world())
+    if mean:
+        total = total / dist.get_world_size()
+    return total.to(block.device, block.dtype if block.dtype in _ADDED_AS else total.dtype)
+
+
+def _served(device: torch.device) -> torch.device:
+    """Where a tensor travels: on its own device, unless no backend serves that."""
+    return _served_in(device, dist.get_backend_config())
+
+
+@lru_cache(maxsize=64)
+def _served_in(device: torch.device, config: str) -> torch.device:
+    """config: the backends as in "cpu:gloo,cuda:nccl"."""
+    backends = dict(served.split(":") for served in config.split(","))
+    if backends.get(device.type) == "gloo":
+        return torch.device("cpu")  # gloo knows few operations elsewhere
+    return device if device.type in backends else torch.device(next(iter(backends)))

@@ -1,0 +1,133 @@
+"""Drop-ins for `nvsubquadratic.parallel`: sequence and channels change places, in zigzag order.
+
+Replaces `a2a_comms.AllToAllSingleFunction`, `a2a_comms.all_to_all_single_fn`,
+`utils.zigzag_split_across_group_ranks` and `utils.zigzag_gather_from_group_ranks`, and the functions of these
+names in savanna, NeMo and BioNeMo. What their code does, not what their docstrings say: "split" and "full"
+are about the sequence, and rank r of P holds chunks r and 2P-1-r.
+
+Better here: one copy before the collective and one after it, zigzag order included; derivatives of any order,
+and forward mode; blocks of different sizes (`shape=`); channels and sequence may be any dims. Lengths that do
+not divide are refused before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.groups import group_mesh
+from torch_bridge.redistribution import redistribute
+from xshard import verbs
+
+AXIS = "cp"
+Direction = Literal["split_to_full", "full_to_split"]
+
+
+def all_to_all_single_fn(
+    group: dist.ProcessGroup | None,
+    type: Direction,
+    input: Tensor,
+    with_zigzag_splitting: bool = True,
+    *,
+    shape: Sequence[int] | None = None,
+    channel_dim: int = 1,
+    sequence_dim: int = 2,
+) -> Tensor:
+    """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split"), differentiable.
+
+    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: it is cut in
+    zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where it does not divide.
+    The gradient is the move back, unscaled.
+
+    Raises XshardError, which is a ValueError, for another `type` or number of dims, for lengths that do not
+    divide without `shape`, and for a group that this process is not in.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_to_all_single_fn
+    >>> def turn():
+    ...     channel = torch.arange(8).view(1, 1, 8) + 100 * torch.distributed.get_rank()
+    ...     return all_to_all_single_fn(None, "full_to_split", channel)[0].tolist()
+    >>> xt.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
+    [[0, 1, 6, 7], [100, 101, 106, 107]]
+    """
+    mesh = group_mesh(group, AXIS)
+    expression = verbs.all_to_all_single(
+        type,
+        tuple(input.shape),
+        mesh.mesh.n_devices,
+        AXIS,
+        zigzag=with_zigzag_splitting,
+        channel_dim=channel_dim,
+        sequence_dim=sequence_dim,
+        even=shape is None,
+    )
+    return redistribute(input, expression, mesh, shape=shape)
+
+
+class AllToAllSingleFunction:
+    """`all_to_all_single_fn` under the name and with the arguments of the autograd function.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import AllToAllSingleFunction
+    >>> def turn():
+    ...     x = torch.ones(1, 4, 2, requires_grad=True)
+    ...     y = AllToAllSingleFunction.apply(x, None, "split_to_full", True)
+    ...     y.sum().backward()
+    ...     return tuple(y.shape), x.grad.sum().item()
+    >>> xt.run_ranks(2, turn)
+    [((1, 2, 4), 8.0), ((1, 2, 4), 8.0)]
+    """
+
+    @staticmethod
+    def apply(
+        input_tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        type: Direction,
+        with_zigzag_splitting: bool,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> Tensor:
+        """[B, C, L/P, ...] -> [B, C/P, L, ...] or back, and raises what `all_to_all_single_fn` does."""
+        return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, shape=shape)
+
+
+def zigzag_split_across_group_ranks(
+    data: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 0
+) -> Tensor:
+    """What every rank has whole -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
+
+    Nothing is sent. The gradient is this rank's own, zeros elsewhere. A length that does not divide into 2P
+    chunks is cut unevenly, as the layout `l/zigzag(cp)` is.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import zigzag_split_across_group_ranks
+    >>> xt.run_ranks(2, lambda: zigzag_split_across_group_ranks(torch.arange(8), None).tolist())
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    return redistribute(data, verbs.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
+
+
+def zigzag_gather_from_group_ranks(
+    data: Tensor,
+    group: dist.ProcessGroup | None,
+    seq_dim: int = 0,
+    *,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """All ranks' chunks in their natural order, for every rank: [L/P, ...] -> [L, ...].
+
+    shape: the global shape, where L does not divide. Gradients are summed over ranks (reduce-scatter).
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge import compat
+    >>> def turn():
+    ...     mine = compat.zigzag_split_across_group_ranks(torch.arange(6), None)
+    ...     return compat.zigzag_gather_from_group_ranks(mine, None, shape=(6,)).tolist()
+    >>> xt.run_ranks(2, turn)[1]
+    [0, 1, 2, 3, 4, 5]
+    """
+    expression = verbs.zigzag_gather(data.shape, seq_dim, AXIS)
+    return redistribute(data, expression, group_mesh(group, AXIS), shape=shape)

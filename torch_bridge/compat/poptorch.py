@@ -1,0 +1,111 @@
+"""Drop-ins for `poptorch_experimental_addons.collectives`: collectives across the replicas of a program.
+
+Here a replica is a process, and `replication_factor` must be their number. A loss that all replicas compute
+alike counts once in `..._identical_grads_in` and `all_reduce_cross_replica_sum`; in the others the loss of
+every replica counts, as in the original.
+
+Better here: on any backend, in any group (`group=`), with derivatives of any order, and without the pattern
+that the original's lowering needs.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.groups import ProcessMesh, group_mesh
+from torch_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
+from xshard import MeshError, verbs
+
+AXIS = "replica"
+
+
+def all_gather_cross_replica(
+    x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Every replica's tensor: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter).
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_gather_cross_replica
+    >>> def turn():
+    ...     x = torch.full((2,), 1.0 + torch.distributed.get_rank(), requires_grad=True)
+    ...     y = all_gather_cross_replica(x, 2)
+    ...     y.pow(2).sum().backward()
+    ...     return y.tolist(), x.grad.tolist()
+    >>> xt.run_ranks(2, turn)[1]
+    ([[1.0, 1.0], [2.0, 2.0]], [8.0, 8.0])
+    """
+    return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="sum")
+
+
+def all_gather_cross_replica_identical_grads_in(
+    x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Every replica's tensor: [...] -> [N, ...]; the gradient is the own slice of the own cotangent.
+
+    For results whose cotangent is the same on all replicas: nothing is sent.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_gather_cross_replica_identical_grads_in
+    >>> def turn():
+    ...     x = torch.full((2,), 1.0 + torch.distributed.get_rank(), requires_grad=True)
+    ...     all_gather_cross_replica_identical_grads_in(x, 2).pow(2).sum().backward()
+    ...     return x.grad.tolist()
+    >>> xt.run_ranks(2, turn)[1]
+    [4.0, 4.0]
+    """
+    return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated")
+
+
+def all_reduce_cross_replica_sum(
+    x: Tensor,
+    replication_factor: int,
+    insert_in_grad_graph: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The sum over replicas, whose gradient passes as it is: [...] -> [...].
+
+    insert_in_grad_graph: the other way round: x as it is, whose gradient is summed.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_reduce_cross_replica_sum
+    >>> def turn(where):
+    ...     x = torch.ones(2, requires_grad=True)
+    ...     y = all_reduce_cross_replica_sum(x, 2, insert_in_grad_graph=where)
+    ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
+    ...     return y.tolist(), x.grad.tolist()
+    >>> [xt.run_ranks(2, turn, where)[1] for where in (False, True)]
+    [([2.0, 2.0], [2.0, 2.0]), ([1.0, 1.0], [3.0, 3.0])]
+    """
+    mesh = _replicas(replication_factor, group)
+    return (copy_to if insert_in_grad_graph else reduce_from)(x, AXIS, mesh)
+
+
+def all_to_all_single_cross_replica(
+    x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
+
+    Its own adjoint. Raises ShapeError where N does not divide the leading dim.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import all_to_all_single_cross_replica
+    >>> def turn():
+    ...     x = torch.arange(4) + 10 * torch.distributed.get_rank()
+    ...     return all_to_all_single_cross_replica(x, 2).tolist()
+    >>> xt.run_ranks(2, turn)
+    [[0, 1, 10, 11], [2, 3, 12, 13]]
+    """
+    mesh = _replicas(replication_factor, group)
+    parts = x.reshape(verbs.equal_parts(tuple(x.shape), replication_factor))
+    return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
+
+
+def _replicas(n: int, group: dist.ProcessGroup | None) -> ProcessMesh:
+    mesh = group_mesh(group, AXIS)
+    if n != mesh.mesh.n_devices:
+        raise MeshError(
+            f"replication_factor {n}, the group has {mesh.mesh.n_devices} processes", hint="one per replica"
+        )
+    return mesh

@@ -1,0 +1,154 @@
+"""`redistribute_dtensor`: `DTensor.redistribute`, with every transition, and exact gradients.
+
+Decides what its arguments mean as the two ends of a move, and what is refused. How a DTensor moves is
+decided in `dtensor_moves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_bridge import agreement
+from torch_bridge.agreement import Facts, agree
+from torch_bridge.dtensor import from_placements, positional, tag_of, to_placements
+from torch_bridge.dtensor_moves import End, Move, RedistributeDTensor, block_of, check, move_of
+from torch_bridge.groups import callers, check_device, dtensor_axes
+from xshard import Layout, PlanError, Profile, ShapeError
+from xshard.layout import NONLINEAR
+
+
+def redistribute_dtensor(
+    dtensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    device_mesh: DeviceMesh | None = None,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    src_layout: Layout | str | None = None,
+    dst_layout: Layout | str | None = None,
+    profile: str | Path | Profile = "h100",
+    debug: bool = False,
+) -> DTensor:
+    """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
+
+    Means what `DTensor.redistribute` means, and does also what that refuses: from anything into any
+    `Partial`, to another mesh of the same processes, and from and to blocks of any sizes. The result is
+    a new tensor; its gradient may come in any placements.
+
+    placements: one per dim of the mesh; `Shard(-1)` is the last dim.
+    device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
+    async_op: leave to return before the result has arrived. It is not used: the result has arrived.
+    forward_dtype: what travels, and the result is of. backward_dtype: what the gradient travels as; it
+    comes out in the input's dtype. Default: the input's dtype for both.
+    grad_placements: of the input's gradient. Default: the input's, with `Replicate` for `Partial`. The
+    gradient is that of the array, as everywhere in DTensor. Of a DTensor that `from_local` made it is
+    that of its blocks: `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
+    src_layout, dst_layout: the layout of the blocks where placements do not tell it, as `n/sizes(a,2,3) d` of
+    blocks that are not cut as `torch.chunk` cuts: without it a `Shard` is cut so.
+    profile, debug: as in `redistribute`.
+
+    Raises, before anything is sent, MeshError (other processes), PlanError (placements that are no layout,
+    such as `Partial("product")`, or that DTensor cannot hold), ShapeError, NotationError.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> import torch_bridge as xt
+    >>> def turn():
+    ...     mesh = init_device_mesh("cpu", (2,))
+    ...     x = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Shard(0)])
+    ...     return xt.redistribute_dtensor(x, [Shard(1)]).to_local().tolist()
+    >>> xt.run_ranks(2, turn)
+    [[[0, 1], [3, 4]], [[2], [5]]]
+    """
+    mesh = device_mesh or dtensor.device_mesh
+
+    def prepared() -> Move:
+        src = _end(dtensor.device_mesh, dtensor.placements, dtensor, src_layout)
+        dst = _end(mesh, placements, dtensor, dst_layout)
+        options = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
+        gradient = None
+        if grad_placements is not None:
+            gradient = _end(dtensor.device_mesh, grad_placements, dtensor, None).placements
+        move = move_of(
+            dtensor, src, dst, profile, backward_dtype=backward_dtype, gradient=gradient, **options
+        )
+        _check_gradient(move)
+        check_device(block_of(dtensor).device)
+        return move
+
+    if debug or agreement.ALWAYS:
+        _compare(dtensor, mesh, prepared)
+    return RedistributeDTensor.apply(dtensor, prepared())
+
+
+def _end(mesh: DeviceMesh, placements: Sequence[Placement], x: DTensor, layout: Layout | str | None) -> End:
+    """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError."""
+    placed = tuple(_counted_from_0(p, x.ndim) for p in placements)
+    axes = dtensor_axes(mesh)
+    told = from_placements(placed, axes, x.ndim)
+    if layout is None:
+        to_placements(told, axes, tuple(x.shape))  # refuses what a DTensor divides otherwise
+        return End(mesh, placed, told)
+    given = positional(Layout.parse(layout) if isinstance(layout, str) else layout, x.ndim)
+    for axis, placement in zip(axes.axes, placed, strict=True):
+        cut = next((d for d, dim in enumerate(given.dims) if axis in dim.axes), None)
+        tag = next((kind for kind, tagged in given.tags if axis in tagged and kind != "copy"), None)
+        if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
+            raise PlanError(
+                f"'{layout}' is not what {placement} of axis '{axis}' is",
+                hint="a layout tells sizes and orders of the cuts that the placements name",
+            )
+    return End(mesh, placed, given)
+
+
+def _counted_from_0(placement: Placement, ndim: int) -> Placement:
+    """The placement with its dim from the front. Raises ShapeError for a dim that there is not."""
+    if not isinstance(placement, Shard | _StridedShard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise ShapeError(f"no dim {placement.dim} in a DTensor of {ndim} dims", hint=f"placed as {placement}")
+    dim = placement.dim % ndim
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def _check_gradient(move: Move) -> None:
+    won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
+    axes = dtensor_axes(move.src.mesh).axes
+    partial = {a for a, p in zip(axes, move.gradient or (), strict=False) if isinstance(p, Partial)}
+    if partial & set(won):
+        raise PlanError(
+            f"the gradient of blocks under '{move.src.layout}' goes to the largest, or smallest, of them",
+            hint="grad_placements has Replicate() there",
+        )
+
+
+def _compare(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], Move]) -> None:
+    """Raise on all ranks of the meshes unless all of them can do this and are about to."""
+    ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
+    said = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
+
+    def facts() -> Facts:
+        move, block = prepared(), block_of(x)
+        placed = {
+            "placements": f"{move.src.placements} -> {move.dst.placements}",
+            "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
+            "layouts": f"{move.src.layout} -> {move.dst.layout}",
+            "gradient": str(move.gradient),
+            "shape": str(tuple(x.shape)),
+            "dtypes": f"{x.dtype}, {move.op_dtype}, {move.backward_dtype}",
+            "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
+        }
+        check(move, tuple(x.shape), tuple(block.shape))
+        return Facts(placed, {}, ranks, {"block": str(tuple(block.shape))})
+
+    agree(ranks, said, facts)

@@ -1,0 +1,131 @@
+"""`redistribute_many`: several redistributions whose messages travel together.
+
+Decides which tensors a call is about and which of them share a bundle. What shares a collective is decided by
+`bundle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from torch_bridge.autograd import Redistribute
+from torch_bridge.bundle import Bundle
+from torch_bridge.groups import MeshLike
+from torch_bridge.planned import executable_for
+from torch_bridge.redistribution import redistribute
+from torch_bridge.wire import WireLike
+from xshard import PlanError, Profile
+from xshard.errors import XshardError
+from xshard.spelling import Expression
+
+K = TypeVar("K", bound=Hashable)
+
+
+@overload
+def redistribute_many(
+    tensors: Mapping[K, Tensor],
+    expressions: Expression | Mapping[K, Expression],
+    mesh: MeshLike,
+    *,
+    shapes: Mapping[K, Sequence[int]] | None = None,
+    profile: str | Path | Profile = "h100",
+    comm_dtype: WireLike = None,
+    bucket_bytes: int | None = None,
+) -> dict[K, Tensor]: ...
+
+
+@overload
+def redistribute_many(
+    tensors: Sequence[Tensor],
+    expressions: Expression | Sequence[Expression],
+    mesh: MeshLike,
+    *,
+    shapes: Sequence[Sequence[int] | None] | None = None,
+    profile: str | Path | Profile = "h100",
+    comm_dtype: WireLike = None,
+    bucket_bytes: int | None = None,
+) -> list[Tensor]: ...
+
+
+def redistribute_many(
+    tensors: Any,
+    expressions: Any,
+    mesh: MeshLike,
+    *,
+    shapes: Any = None,
+    profile: str | Path | Profile = "h100",
+    comm_dtype: WireLike = None,
+    bucket_bytes: int | None = None,
+) -> Any:
+    """`redistribute` of every tensor of a list, or of a dict such as a state dict, with fewer collectives.
+
+    Tensors of one dtype whose plans have the same collectives over the same processes travel in one
+    each, forward and backward; every result and gradient is what it is alone.
+
+    expressions: one for all, or one for each, in a list or by key. shapes: the global shapes, likewise, where
+    blocks differ in size. bucket_bytes: how much of one device travels together, about; without it all
+    does, which takes a second copy of it. profile, comm_dtype: as in `redistribute`.
+
+    Raises what `redistribute` raises, before anything is sent, saying for which tensor; PlanError where
+    tensors and expressions are not the same in number or keys.
+
+    >>> import torch, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> def gather():
+    ...     model = {"w": torch.ones(2, 3), "b": torch.ones(1)}
+    ...     moved = xt.redistribute_many(model, {"w": "n d/tp -> n d", "b": "n/tp -> n"}, Mesh(tp=2))
+    ...     return {name: tuple(x.shape) for name, x in moved.items()}
+    >>> xt.run_ranks(2, gather)[0]
+    {'w': (2, 6), 'b': (2,)}
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("redistribute_many inside torch.compile: call redistribute, the compiler buckets")
+    keys = list(tensors) if isinstance(tensors, Mapping) else list(range(len(tensors)))
+    texts = _by_key("expressions", expressions, tensors, keys)
+    lengths = dict.fromkeys(keys) if shapes is None else _by_key("shapes", shapes, tensors, keys)
+    executables = {}
+    for key in keys:
+        try:
+            executables[key] = executable_for(
+                tensors[key], texts[key], mesh, lengths[key], profile, comm_dtype
+            )
+        except XshardError as error:
+            error.add_note(f"tensor {key!r}")
+            raise
+    found: dict[Any, Tensor] = {}
+    records = torch.is_grad_enabled()
+    linear = [key for key in keys if executables[key].is_linear]
+    for differentiated in (False, True):
+        # What has no gradient is in a bundle of its own: there is nothing to send back for it.
+        some = [key for key in linear if (records and tensors[key].requires_grad) == differentiated]
+        if some:
+            bundle = Bundle(tuple(executables[key] for key in some), bucket_bytes)
+            found.update(zip(some, Redistribute.apply(bundle, *(tensors[key] for key in some)), strict=True))
+    for key in keys:
+        if key not in found:  # a max or min, whose gradient is no plan
+            found[key] = redistribute(
+                tensors[key], texts[key], mesh, shape=lengths[key], profile=profile, comm_dtype=comm_dtype
+            )
+    ordered = {key: found[key] for key in keys}
+    return ordered if isinstance(tensors, Mapping) else list(ordered.values())
+
+
+def _by_key(what: str, given: Any, tensors: Any, keys: list[Any]) -> dict[Any, Any]:
+    """One for all, or one for each tensor, by its key."""
+    if isinstance(tensors, Mapping) and isinstance(given, Mapping):
+        odd = [key for key in (*keys, *given) if (key in given) != (key in tensors)]
+        if odd:
+            raise PlanError(f"tensors and {what} differ at {odd[0]!r}", hint="the same keys in both")
+        return {key: given[key] for key in keys}
+    if isinstance(given, list) or what == "shapes":
+        if isinstance(tensors, Mapping) or len(given) != len(keys):
+            raise PlanError(
+                f"{len(given)} {what} for {len(keys)} tensors", hint="one for each, in a list or by key"
+            )
+        return dict(enumerate(given))
+    return dict.fromkeys(keys, given)

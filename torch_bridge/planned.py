@@ -1,0 +1,125 @@
+"""An expression and a block -> the plan for it, and what this process executes.
+
+Decides what of a block must fit, and over which part of a mesh a plan is made. Nothing is sent here, but
+that groups are made. First comes what all processes see alike (expression, mesh, dtype, `shape=`), so that
+all of them raise or none; then the local block, whose shape only its own process knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_bridge.executable import Executable
+from torch_bridge.groups import MeshLike, ProcessMesh, check_device, process_mesh
+from torch_bridge.lower import lower
+from torch_bridge.wire import Wire, WireLike, wire_of
+from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, notation, planner
+from xshard.layout import check_axes
+from xshard.spelling import Expression, sides, whole_shape
+
+
+def given(mesh: MeshLike | None) -> MeshLike:
+    """The mesh. Raises MeshError where there is none."""
+    if mesh is None:
+        raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
+    return mesh
+
+
+def executable_for(
+    x: Tensor,
+    expression: Expression,
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+    comm_dtype: WireLike = None,
+) -> Executable:
+    """What `redistribute` carries out for a block, and its gradient planned where it has one."""
+    global_shape = None if shape is None else tuple(shape)
+    executable = executable_of(
+        expression,
+        process_mesh(given(mesh)),
+        tuple(x.shape),
+        x.dtype,
+        x.device,
+        global_shape,
+        profile,
+        None if comm_dtype is None else wire_of(comm_dtype, x.dtype),
+    )
+    if x.requires_grad and torch.is_grad_enabled():
+        executable.plan_gradient()  # refused now if at all, and its groups made while all are here
+    return executable
+
+
+@lru_cache(maxsize=4096)
+def executable_of(
+    expression: Expression,
+    processes: ProcessMesh,
+    local_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...] | None,
+    profile: str | Path | Profile = "h100",
+    wire: Wire | None = None,
+) -> Executable:
+    """What `redistribute` carries out for such a block; raises what it raises."""
+    check_device(device)
+    wire = wire or Wire(dtype, dtype)
+    plan, processes = plan_of(expression, processes, local_shape, wire.forward, shape, profile)
+    return lower(plan, processes, device).casting(dtype, wire.backward)
+
+
+def plan_of(
+    expression: Expression,
+    processes: ProcessMesh,
+    local_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None,
+    profile: str | Path | Profile,
+) -> tuple[Plan, ProcessMesh]:
+    """The plan for such a block, which it fits, and the processes that carry it out; nothing is sent."""
+    src, dst, text = sides(expression)
+    name = dtypes.name_of(dtype)
+    for layout in (src, dst):
+        check_axes(layout, processes.mesh, text)
+    if isinstance(expression, Plan):
+        plan = expression
+        if plan.mesh != processes.mesh:
+            raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}")
+        if plan.dtype != name:
+            raise DtypeError(f"the plan is for {plan.dtype}, what travels has {name}")
+        if shape not in (None, plan.shape):
+            raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
+    else:
+        named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
+        # Devices of a part of the mesh have other numbers; what connects them stays the same.
+        profile = load_profile(profile).along(named, processes.mesh)
+        processes = processes.along(named)
+        whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
+        plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
+    _check_block(plan, processes, local_shape, text, inferred=shape is None)
+    return plan, processes
+
+
+def _check_block(
+    plan: Plan, processes: ProcessMesh, local_shape: tuple[int, ...], text: str, *, inferred: bool
+) -> None:
+    device, source = processes.device, plan.source
+    expected = source.local_shape(device)
+    if local_shape == expected:
+        return
+    names = source.layout.names
+    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
+    where = dict(reversed(notation.spans(text).dims))  # the left side's, which come first
+    raise ShapeError(
+        f"the block of rank {processes.ranks[device]} has shape {local_shape}, not {expected}",
+        text=text,
+        span=where.get(wrong[0], where.get(notation.ELLIPSIS)) if wrong else None,
+        hint=f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
+        f"of a {source.shape} array"
+        + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
+    )

@@ -1,0 +1,76 @@
+"""Process groups that their members alone make.
+
+Decides how such a group is called, and for how long it waits. `torch.distributed.new_group` names
+it after how many groups each member has made before: members of which one is in a mesh more
+look for each other under different names, and wait. Here the name follows from the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these global ranks, ascending; its members call this, nobody else need.
+
+    The first call makes it, with the backends and the timeout of the world; its members then wait for
+    each other, as in a collective. All ranks of the world have the group of the world.
+    """
+    world = dist.group.WORLD
+    assert world is not None  # whoever has a mesh of processes has initialised the world
+    return world if len(ranks) == dist.get_world_size() else _group_of(ranks, world)
+
+
+def name_of(ranks: tuple[int, ...]) -> str:
+    """A short name that equal ranks, and no others, have."""
+    return hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """For how long its collectives wait."""
+    options = (_options(group, kind) for kind in sorted(group._device_types, key=str))
+    return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
+
+
+@functools.cache
+def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Cached by the world too: its groups end with it, and threads may each have their own."""
+    backend, store = c10d._world.pg_map[world]
+    name: Any = f"xshard/{name_of(ranks)}"
+    with _without_device(world):
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            backend,
+            store,
+            name,
+            timeout=timeout_of(world),
+            group_desc="xshard",
+        )
+    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+@contextmanager
+def _without_device(world: dist.ProcessGroup) -> Iterator[None]:
+    """With a device bound to it, torch splits the world's communicator, in which all of it must take part."""
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
+    return getattr(group._get_backend(device), "options", None)

@@ -1,0 +1,125 @@
+"""All arrays of all runs against the truth, and the two runtimes against each other.
+
+Decides what is compared with what, in which order it is told, and what is not told twice. One
+comparison is in `mismatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xshard import reference
+from xshard.sharding import Sharding
+from xshard.steps.base import Block
+from xshard.testing.case import plain
+from xshard.testing.causes import Cause
+from xshard.testing.mismatch import Mismatch, Subject, compare
+from xshard.testing.problem import Problem, wanted_gradient
+from xshard.testing.runs import RUNTIMES, Run, Truth
+from xshard.testing.task import Devices
+
+KINDS = ("output", "gradient", "parameter")
+
+
+@dataclass(frozen=True)
+class _Array:
+    """Blocks of one array of a run, and the whole array that they should be.
+
+    sharding: of the output or argument; blocks of a gradient are under its dual.
+    """
+
+    kind: str
+    name: str
+    got: Devices
+    whole: Block
+    sharding: Sharding
+
+    @property
+    def blocks(self) -> Sharding:
+        layout = self.sharding.layout
+        return self.sharding.with_layout(layout.dual if self.kind == "gradient" else layout)
+
+    @property
+    def want(self) -> Devices:
+        if self.kind == "gradient":
+            return wanted_gradient(self.whole, self.sharding)
+        return tuple(reference.scatter(self.whole, self.sharding.layout, self.sharding.mesh))
+
+
+def mismatches(
+    given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
+) -> tuple[list[Mismatch], int]:
+    """All that differs, outputs before gradients before parameters, and how many comparisons were made.
+
+    runs: those on one device first. What a function makes differently on one device already is told once: its
+    blocks on several are then compared with what it makes itself on one.
+    """
+    arguments = dict(zip(given.names, given.values, strict=True))
+    largest = {
+        "output": _largest(truth.outputs.values()),
+        "gradient": _largest(truth.gradients.values()),
+        "parameter": _largest(truth.updated.values()),
+    }
+    found: list[Mismatch] = []
+    compared = 0
+
+    def differs(array: _Array, want: Devices, subject: Subject) -> Mismatch | None:
+        nonlocal compared
+        compared += 1
+        wrong = compare(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
+        if wrong is not None:
+            found.append(_explained(wrong, found))
+        return wrong
+
+    alone: dict[tuple[str, str, str], Block] = {}  # what a runtime makes differently on one device
+    right: dict[tuple[str, str, str, str], _Array] = {}
+    for run in runs:
+        for array in _arrays(given, truth, run):
+            place = run.runtime, array.kind, array.name
+            against = truth.source
+            if place in alone:
+                array, against = replace(array, whole=alone[place]), f"{run.runtime} on one device"
+            wrong = differs(
+                array, array.want, Subject(array.kind, array.name, run.runtime, run.mesh, against)
+            )
+            if wrong is None:
+                right[str(run.mesh), *place] = array
+            elif run.mesh.n_devices == 1 and not wrong.problem:
+                sharding = array.blocks
+                alone[place] = reference.gather(array.got, sharding.layout, run.mesh, sharding.shape)
+    for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
+        other = right.get((mesh, RUNTIMES[1], kind, name)) if runtime == RUNTIMES[0] else None
+        if other is not None and (RUNTIMES[1], kind, name) not in alone:
+            differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, RUNTIMES[1]))
+    return sorted(found, key=lambda m: KINDS.index(m.subject.kind)), compared
+
+
+def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
+    """A parameter is wrong where its gradient is: that is the cause."""
+    gradient = replace(wrong.subject, kind="gradient")
+    if wrong.subject.kind == "parameter" and any(m.subject == gradient for m in before):
+        return replace(wrong, cause=Cause("gradient", "its gradient is wrong"))
+    return wrong
+
+
+def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
+    """Every array of a run."""
+    mesh, answer = run.mesh, run.answer
+    for name, got in answer.outputs.items():
+        whole = truth.outputs[name]
+        yield _Array("output", name, got, whole, Sharding(truth.layouts[name], mesh, whole.shape))
+    for kind, arrays, wholes in (
+        ("gradient", answer.gradients or {}, truth.gradients),
+        ("parameter", answer.updated, truth.updated),
+    ):
+        for i, got in arrays.items():
+            sharding = Sharding(given.layouts[i], mesh, given.values[i].shape)
+            yield _Array(kind, given.names[i], got, wholes[i], sharding)
+
+
+def _largest(arrays: Iterable[Block]) -> float:
+    found = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(plain, arrays))
+    return float(max(found, default=0.0))

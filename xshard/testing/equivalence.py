@@ -1,0 +1,78 @@
+"""`assert_equivalent`: a torch function and a JAX function, sharded, against each other and one device.
+
+Decides what is run where and what is compared with what. How a runtime runs a task is in the bridges'
+`testing` modules, what a difference may mean in `causes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from xshard.mesh import Mesh
+from xshard.testing.comparison import mismatches
+from xshard.testing.problem import Meshes, problem
+from xshard.testing.processes import packed
+from xshard.testing.report import EquivalenceError
+from xshard.testing.runs import Asked, Function, Runtime, updates_of
+from xshard.testing.trees import Tree
+
+
+def assert_equivalent(
+    torch_fn: Function,
+    jax_fn: Function,
+    *,
+    args: Sequence[Tree],
+    layouts: tuple[Sequence[Tree], Tree],
+    mesh: Meshes,
+    reference: Function | None = None,
+    reference_runtime: Runtime = "jax",
+    parameters: Sequence[int] = (),
+    optimisers: tuple[Function, Function] | None = None,
+    tol: float | None = None,
+    check_vma: bool = True,
+    timeout_s: float = 120.0,
+) -> None:
+    """Run both functions sharded, and raise EquivalenceError unless all that they make is equal.
+
+    torch_fn, jax_fn: one device's blocks of `args` -> its blocks of the outputs, arrays in dicts, lists and
+    tuples. torch_fn runs on gloo ranks, jax_fn in `shard_map` on host devices; one that has a parameter
+    `mesh` is given the `xshard.Mesh`. They may be closures: they are sent to processes of their own.
+    args: whole arrays, numpy's or what numpy can read; trees of them. Names in messages are torch_fn's.
+    layouts: of the arguments, one each, and of what is returned; one layout may stand for a whole branch.
+    mesh: one or several, as `Mesh` or text: `"dp=2,tp=2; tp=4"`.
+    reference: a function of whole arrays, run by `reference_runtime`. Without one torch_fn on a mesh of one
+    device is the reference, and jax_fn on such a mesh is compared as well.
+    parameters, optimisers: positions of the arguments that one optimiser step is made on, and what makes it:
+    for torch a list of tensors -> `torch.optim.Optimizer`, for JAX (values, gradients) -> values.
+    tol: relative to the largest value of an array; None goes by dtype (2e-5 for float32).
+    check_vma: as `jax.shard_map` has it. timeout_s: of one run.
+
+    Compared are, on every mesh, outputs, the gradients of all arguments for random cotangents (under the dual
+    layouts), and updated parameters: both runtimes against the reference, then against each other.
+
+    Raises, before anything runs, StructureError, ShapeError, NotationError, LinearityError, MeshError,
+    DtypeError; FunctionError with the message of a function that raised; StructureError where they return
+    different trees.
+
+    >>> import numpy as np
+    >>> def double(x):
+    ...     return 2 * x
+    >>> assert_equivalent(double, double, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+    """
+    given = problem(torch_fn, args, layouts, mesh)
+    functions = {"torch": torch_fn, "jax": jax_fn}
+    update = updates_of(given, args, parameters, optimisers)
+    asked = Asked(given, {r: packed(f) for r, f in functions.items()}, update, check_vma, timeout_s)
+    alone = Mesh({axis: 1 for each in given.meshes for axis in each.axes})
+    if reference is None:
+        truth, meshes = asked.truth("torch", asked.functions["torch"], alone), (alone, *given.meshes)
+    else:
+        truth, meshes = asked.truth(reference_runtime, packed(reference), Mesh()), given.meshes
+    with ThreadPoolExecutor() as at_once:
+        torch_runs = at_once.submit(lambda: [asked.run("torch", m, truth) for m in given.meshes])
+        jax_runs = at_once.submit(lambda: [asked.run("jax", m, truth) for m in meshes])
+        runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
+    found, compared = mismatches(given, truth, runs, tol)
+    if found:
+        raise EquivalenceError(found, compared)

@@ -1,0 +1,151 @@
+"""One array against another: whether they agree, and where they do not.
+
+Decides what agreement is (chex's `assert_trees_all_close`, relative to the largest value) and what is told
+of a disagreement. Why there is one is in `causes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+
+from xshard.mesh import Mesh
+from xshard.sharding import Sharding
+from xshard.steps.base import Block
+from xshard.testing.case import Case, plain, settle, settled
+from xshard.testing.causes import Cause, likely_cause
+
+# Relative to the largest value of an array; rounding of a few hundred operations stays below.
+TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Which array of which run, and against whose."""
+
+    kind: str  # output, gradient or parameter
+    name: str
+    runtime: str
+    mesh: Mesh
+    against: str
+
+    def __str__(self) -> str:
+        of = self.name if self.kind == "output" else f"{self.kind} of {self.name}"
+        return f"{of}, {self.runtime} on {self.mesh or 'whole arrays'}, against {self.against}"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Where an array is most wrong: on which device, at which global index, and both values.
+
+    index: None where shapes or dtypes differ, which `problem` says. global_index has -1 where the row lies
+    beyond the ends of the array. n_wrong, n_elements: over all devices.
+    """
+
+    subject: Subject
+    device: int
+    index: tuple[int, ...] | None = None
+    global_index: tuple[int, ...] | None = None
+    got: complex | float | None = None
+    want: complex | float | None = None
+    error: float = 0.0
+    n_wrong: int = 0
+    n_elements: int = 0
+    wrong_devices: tuple[int, ...] = ()
+    problem: str = ""
+    cause: Cause | None = None
+
+    @property
+    def place(self) -> str:
+        """The device's number and its coordinates: `2 (tp=1,sp=0)`."""
+        return f"{self.device} ({self.subject.mesh.place(self.device)})"
+
+
+def compare(
+    subject: Subject,
+    got: Sequence[Block],
+    want: Sequence[Block],
+    sharding: Sharding,
+    tolerance: float | None,
+    largest: float,
+    arguments: Mapping[str, Block],
+) -> Mismatch | None:
+    """Blocks of one array against blocks of another under the same layout; None where they agree.
+
+    Under sum, mean and fold it is what the blocks add up to that is compared. tolerance: None goes by the
+    dtype. largest: of all arrays of this kind, see `Case`.
+    """
+    for device, (a, b) in enumerate(zip(got, want, strict=True)):
+        problem = _problem(a, b, sharding)
+        if problem:
+            return Mismatch(subject, device, problem=problem)
+    case = Case(
+        settle(got, sharding),
+        settle(want, sharding),
+        Sharding(settled(sharding.layout), sharding.mesh, sharding.shape),
+        tolerance_of(want[0], got[0]) if tolerance is None else tolerance,
+        largest,
+        arguments,
+    )
+    return None if agrees(case) else _located(subject, case)
+
+
+def tolerance_of(*blocks: Block) -> float:
+    """The tolerance of the shortest float among dtypes; 0 for whole numbers."""
+    names = [b.dtype.name for b in blocks]
+    reals = [{"complex64": "float32", "complex128": "float64"}.get(name, name) for name in names]
+    return max(TOLERANCES.get(name, 0.1 if "float" in name else 0.0) for name in reals)
+
+
+def agrees(case: Case) -> bool:
+    """Whether chex finds all blocks close."""
+    chex = import_module("chex")  # which imports JAX: not before something is compared
+    try:
+        for got, want in zip(case.got, case.want, strict=True):
+            chex.assert_trees_all_close(plain(got), plain(want), rtol=case.tolerance, atol=case.slack)
+    except AssertionError:
+        return False
+    return True
+
+
+def _problem(got: Block, want: Block, sharding: Sharding) -> str:
+    """What is wrong with a block's shape or dtype."""
+    if got.shape != want.shape:
+        hint = ""
+        if got.shape == sharding.shape:
+            hint = ": the whole array, where a block was meant"
+        return (
+            f"shape {got.shape} in place of {want.shape}, the block of a {sharding.shape} array "
+            f"under '{sharding.layout}'{hint}"
+        )
+    a, b = got.dtype, want.dtype
+    # How wide whole numbers are is the runtime's own business; JAX has no 64-bit ones by default.
+    if a != b and not (a.kind in "iu" and b.kind in "iu"):
+        return f"{a.name} in place of {b.name}"
+    return ""
+
+
+def _located(subject: Subject, case: Case) -> Mismatch:
+    errors = [np.abs(plain(a) - plain(b)) for a, b in zip(case.got, case.want, strict=True)]
+    # What is no number is the largest error.
+    errors = [
+        np.where(mask, np.nan_to_num(e, nan=np.inf), -1) for e, mask in zip(errors, case.wrong, strict=True)
+    ]
+    device = int(np.argmax([e.max(initial=-1) for e in errors]))
+    at = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
+    return Mismatch(
+        subject,
+        device,
+        at,
+        tuple(int(case.rows(d, device)[i]) for d, i in enumerate(at)),
+        plain(case.got[device])[at].item(),
+        plain(case.want[device])[at].item(),
+        float(errors[device][at]),
+        sum(int(mask.sum()) for mask in case.wrong),
+        sum(mask.size for mask in case.wrong),
+        case.wrong_devices,
+        cause=likely_cause(case),
+    )

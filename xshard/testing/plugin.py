@@ -1,0 +1,103 @@
+"""The pytest plugin: functions on torch ranks and on JAX devices, and tests on meshes of one's choice.
+
+pytest loads it wherever xshard is installed, so nothing is imported here that takes time: torch and JAX start
+in processes of their own when a test asks for them first, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from xshard.errors import XshardError
+from xshard.mesh import Mesh
+from xshard.testing.problem import parse_meshes
+from xshard.testing.processes import check_size, jax_process, packed, torch_process
+
+DEFAULT_MESHES = "dp=2,tp=2; tp=4"
+TIMEOUT_S = 120.0
+
+OnRanks = Callable[..., list[Any]]
+OnDevices = Callable[..., Any]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("xshard").addoption(
+        "--xshard-meshes",
+        metavar="MESHES",
+        help='what tests that take `xshard_mesh` run on, as in "dp=2,cp=2;cp=4"',
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "xshard_meshes(*meshes): what this test runs on, as in 'cp=2', 'cp=4'; --xshard-meshes comes first",
+    )
+    given = config.getoption("--xshard-meshes")
+    if given is not None:
+        try:
+            found = _checked(given)
+        except XshardError as error:
+            raise pytest.UsageError(f"--xshard-meshes: {error}") from None
+        if not found:
+            raise pytest.UsageError('--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"')
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `xshard_mesh` runs once per mesh: of the option, of its marker, or the default."""
+    if "xshard_mesh" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("xshard_meshes")
+    given = metafunc.config.getoption("--xshard-meshes")
+    text = given or ("; ".join(marker.args) if marker else DEFAULT_MESHES)
+    metafunc.parametrize("xshard_mesh", _checked(text), ids=str)
+
+
+@pytest.fixture
+def torch_ranks() -> Callable[[int], OnRanks]:
+    """`torch_ranks(n)(function, *args)`: the results of the function on n forked gloo ranks, by rank.
+
+    A failure in one is raised here with the rank's own traceback; closures are allowed.
+    """
+
+    def ranks(n: int) -> OnRanks:
+        check_size(n)
+        return partial(_on_ranks, n)
+
+    return ranks
+
+
+@pytest.fixture
+def jax_devices() -> Callable[[int], OnDevices]:
+    """`jax_devices(n)(function, *args)`: what the function returns where JAX has n host devices or more.
+
+    A failure is raised here with its own traceback; closures are allowed. Results must be picklable: arrays
+    come back as JAX arrays, so return numpy's where this process should not start JAX.
+    """
+
+    def devices(n: int) -> OnDevices:
+        check_size(n)
+        return _on_devices
+
+    return devices
+
+
+def _on_ranks(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    sent = packed(function, *args)
+    found: list[Any] = torch_process().ask("call", n, sent, TIMEOUT_S, timeout_s=TIMEOUT_S)
+    return found
+
+
+def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
+    return jax_process().ask("call", packed(function, *args), TIMEOUT_S, timeout_s=TIMEOUT_S)
+
+
+def _checked(text: str) -> list[Mesh]:
+    meshes = parse_meshes(text)
+    for mesh in meshes:
+        check_size(mesh.n_devices)
+    return meshes

@@ -1,0 +1,199 @@
+"""What two functions are compared on: arguments, layouts and meshes, checked before anything runs.
+
+Decides what is refused, how a whole array becomes blocks under a layout, and which blocks a cotangent has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xshard import dtypes, reference
+from xshard.errors import DtypeError, MeshError, XshardError
+from xshard.layout import Layout
+from xshard.mesh import Mesh
+from xshard.notation import Dim
+from xshard.overlap import Fold
+from xshard.sharding import Sharding
+from xshard.steps.base import Block
+from xshard.testing.processes import check_size
+from xshard.testing.task import Devices, parameters_of
+from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered, spread
+from xshard.verify import random_blocks
+
+Meshes = Mesh | str | Sequence[Mesh | str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """names, values, layouts: of every array among the arguments. outputs: a tree of layouts.
+
+    arguments: the arguments with numbers for arrays, as `Task` has them.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Block, ...]
+    layouts: tuple[Layout, ...]
+    outputs: Tree
+    meshes: tuple[Mesh, ...]
+    arguments: Tree
+
+    def inputs(self, mesh: Mesh) -> tuple[Devices, ...]:
+        """The blocks of every argument on a mesh."""
+        return tuple(
+            blocks_of(x, sharding, i)
+            for i, (x, sharding) in enumerate(zip(self.values, self.shardings(mesh), strict=True))
+        )
+
+    def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:
+        return tuple(
+            Sharding(layout, mesh, x.shape) for layout, x in zip(self.layouts, self.values, strict=True)
+        )
+
+    def output_layouts(self, returned: Tree, names: Sequence[str]) -> dict[str, Layout]:
+        """The layout of every output. returned: the tree of outputs."""
+        return {
+            name: _parsed(layout, name)
+            for name, layout in zip(names, spread(self.outputs, returned, "output"), strict=True)
+        }
+
+
+def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes) -> Problem:
+    """The arguments of `assert_equivalent`, checked.
+
+    function: gives arguments their names. Raises StructureError, ShapeError, NotationError, LinearityError,
+    MeshError, DtypeError.
+    """
+    args = tuple(args)
+    if not (isinstance(layouts, tuple | list) and len(layouts) == 2):
+        raise StructureError(
+            "layouts= is a pair: of the arguments, and of what is returned",
+            hint='as in layouts=(("b s/sp d", "d f/tp"), "b s/sp f/tp")',
+        )
+    inputs, outputs = layouts
+    if not isinstance(inputs, tuple | list) or len(inputs) != len(args):
+        n = len(inputs) if isinstance(inputs, tuple | list) else 1
+        raise StructureError(f"{len(args)} arguments, layouts of {n}", hint="a layout, or a tree, for each")
+    names, values, found = [], [], []
+    for title, argument, given in zip(_titles(function, len(args)), args, inputs, strict=True):
+        for (name, value), layout in zip(
+            leaves(argument, title).items(), spread(given, argument, title), strict=True
+        ):
+            names.append(name)
+            values.append(_array(value, name))
+            found.append(_parsed(layout, name))
+    meshes = _meshes(mesh)
+    for name, value, layout in zip(names, values, found, strict=True):
+        for each in meshes:
+            _check(name, value, layout, each)
+    return Problem(tuple(names), tuple(values), tuple(found), mapped(_known, outputs), meshes, numbered(args))
+
+
+def whole_layout(ndim: int) -> Layout:
+    """The layout of an array on one device."""
+    return Layout(tuple(Dim(f"d{i}") for i in range(ndim)))
+
+
+def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
+    """A whole array -> blocks under any linear layout, contributions arbitrary but for what they add up to.
+
+    Zeros on all devices but one would hide a function that looks at one alone.
+    """
+    layout, mesh = sharding.layout, sharding.mesh
+    open_ = layout.tagged("sum", "mean") or any(isinstance(dim.overlap, Fold) for dim in layout.dims)
+    if not open_ or x.dtype.itemsize < 4 or x.dtype.kind not in "fci":
+        return tuple(reference.scatter(x, layout, mesh))
+    rng, name = np.random.default_rng((11, seed)), dtypes.name_of(x.dtype)
+    noise = random_blocks(rng, layout, mesh, x.shape, name, mesh.n_devices if layout.tagged("mean") else 1)
+    if x.dtype.kind in "fc":  # as large as the array, by a power of two: nothing is rounded twice
+        largest = float(np.abs(x).max(initial=0)) or 1.0
+        noise = [block * x.dtype.type(2.0 ** round(np.log2(largest) - 2)) for block in noise]
+    rest = x - reference.gather(noise, layout, mesh, x.shape)
+    return tuple(
+        (a + b).astype(x.dtype) for a, b in zip(reference.scatter(rest, layout, mesh), noise, strict=True)
+    )
+
+
+def cotangents_of(c: Block, sharding: Sharding, seed: int) -> Devices:
+    """The cotangent of a whole array -> what its blocks get: under the dual layout, a mean's times 1/n."""
+    blocks = blocks_of(c, sharding.with_layout(sharding.layout.dual), seed)
+    scale = float(sharding.scale)
+    return tuple((block * scale).astype(c.dtype) for block in blocks) if scale != 1 else blocks
+
+
+def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
+    """The gradient of a whole array -> what its blocks should get, as far as the layout determines it."""
+    dual = sharding.layout.dual
+    scale = gradient.dtype.type(float(sharding.scale))
+    return tuple(block * scale for block in reference.scatter(gradient, dual, sharding.mesh))
+
+
+def _titles(function: Callable[..., Any], n: int) -> list[str]:
+    """Names of the arguments: the function's own for those that it names."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [p.name for p in parameters_of(function).values() if p.kind in kinds][:n]
+    return [*named, *(f"args[{i}]" for i in range(len(named), n))]
+
+
+def _array(value: Any, name: str) -> Block:
+    if not hasattr(value, "shape"):
+        raise StructureError(
+            f"{name} is a {type(value).__name__}, arguments are arrays",
+            hint="let the functions close over what is no array; trees are dicts, lists and tuples",
+        )
+    array = np.asarray(value)
+    dtypes.name_of(array.dtype)
+    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size and abs(array).max() >= 2**31:
+        raise DtypeError(f"{name} has whole numbers of more than 32 bits, which JAX would narrow")
+    return array
+
+
+def _known(layout: Any) -> Layout:
+    return _parsed(layout, "output")
+
+
+def _parsed(layout: Any, name: str) -> Layout:
+    if not isinstance(layout, Layout | str):
+        raise StructureError(
+            f"the layout of {name} is a {type(layout).__name__}", hint='text, as in "n/dp d"'
+        )
+    found = Layout.parse(layout) if isinstance(layout, str) else layout
+    found.dual  # noqa: B018  max and min have none: refused
+    return found
+
+
+def _check(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
+    try:
+        Sharding(layout, mesh, value.shape)
+    except XshardError as error:
+        raise type(error)(
+            f"{name} of shape {value.shape} does not fit its layout: {error.reason}",
+            text=error.text or str(layout),
+            span=error.span,
+            hint=error.hint,
+        ) from None
+
+
+def _meshes(mesh: Meshes) -> tuple[Mesh, ...]:
+    given = [mesh] if isinstance(mesh, Mesh | str) else list(mesh)
+    found = [m for each in given for m in (parse_meshes(each) if isinstance(each, str) else [each])]
+    if not found:
+        raise MeshError("no mesh", hint='as in mesh="dp=2,tp=2"')
+    for each in found:
+        if not each.axes:
+            raise MeshError(f"{each!r} has no axes", hint='as in mesh="dp=2,tp=2"')
+        check_size(each.n_devices)
+    return tuple(found)
+
+
+def parse_meshes(text: str) -> list[Mesh]:
+    """`"dp=2,cp=2;cp=4"` -> the meshes.
+
+    >>> parse_meshes("dp=2,cp=2; cp=4")
+    [Mesh(dp=2, cp=2), Mesh(cp=4)]
+    """
+    return [Mesh.parse(part.strip()) for part in text.split(";") if part.strip()]

@@ -1,0 +1,169 @@
+"""Which tasks a comparison asks of which runtime: one device first, which is the truth, then every mesh.
+
+Decides what blocks, layouts and cotangents a task has. How a runtime runs it is in the bridges' `testing`
+modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from xshard import reference
+from xshard.errors import XshardError
+from xshard.layout import Layout
+from xshard.mesh import Mesh
+from xshard.sharding import Sharding
+from xshard.spelling import whole_shape
+from xshard.steps.base import Block
+from xshard.testing.problem import Problem, cotangents_of, whole_layout
+from xshard.testing.processes import jax_process, packed, torch_process
+from xshard.testing.task import Answer, Devices, Result, Task, Update
+from xshard.testing.trees import StructureError, Tree, leaves
+
+Runtime = Literal["torch", "jax"]
+Function = Callable[..., Any]
+RUNTIMES: tuple[Runtime, Runtime] = ("torch", "jax")
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right: whole arrays by name of output and number of argument, and where they come from."""
+
+    outputs: dict[str, Block]
+    layouts: dict[str, Layout]
+    cotangents: dict[str, Block]
+    gradients: dict[int, Block]
+    updated: dict[int, Block]
+    source: str
+
+
+class Run(NamedTuple):
+    runtime: Runtime
+    mesh: Mesh
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem and all that its tasks have in common."""
+
+    problem: Problem
+    functions: dict[str, bytes]
+    updates: dict[str, Update]
+    typed: bool
+    timeout_s: float
+
+    def truth(self, runtime: Runtime, function: bytes, mesh: Mesh) -> Truth:
+        """What a function makes on one device: of whole arrays, or of blocks on a mesh of ones."""
+        given = self.problem
+        try:
+            shardings = given.shardings(mesh) if mesh.axes else [_whole(x, mesh) for x in given.values]
+            inputs = given.inputs(mesh) if mesh.axes else tuple((x,) for x in given.values)
+        except XshardError as error:
+            raise StructureError(
+                f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
+            ) from None
+        answer = self._ask(runtime, function, mesh, inputs, tuple(shardings), None)
+        layouts = given.output_layouts(answer.tree, tuple(answer.outputs))
+        if mesh.axes:
+            shapes = {
+                name: whole_shape(layout, mesh, answer.outputs[name][0].shape, str(layout))
+                for name, layout in layouts.items()
+            }
+        else:
+            shapes = {name: blocks[0].shape for name, blocks in answer.outputs.items()}
+
+        def whole(blocks: Devices, layout: Layout, shape: tuple[int, ...]) -> Block:
+            return reference.gather(blocks, layout, mesh, shape) if mesh.axes else blocks[0]
+
+        inputs_of = list(zip(given.layouts, (x.shape for x in given.values), strict=True))
+        return Truth(
+            {name: whole(blocks, layouts[name], shapes[name]) for name, blocks in answer.outputs.items()},
+            layouts,
+            {n: whole(blocks, layouts[n].dual, shapes[n]) for n, blocks in answer.cotangents.items()},
+            {
+                i: whole(blocks, inputs_of[i][0].dual, inputs_of[i][1])
+                for i, blocks in (answer.gradients or {}).items()
+            },
+            {i: whole(blocks, *inputs_of[i]) for i, blocks in answer.updated.items()},
+            "torch on one device" if mesh.axes else "the reference",
+        )
+
+    def run(self, runtime: Runtime, mesh: Mesh, truth: Truth) -> Run:
+        """What a runtime's function makes of blocks on a mesh."""
+        results = {}
+        for i, (name, output) in enumerate(truth.outputs.items()):
+            sharding = Sharding(truth.layouts[name], mesh, output.shape)
+            cotangent = truth.cotangents.get(name)
+            blocks = None if cotangent is None else cotangents_of(cotangent, sharding, i)
+            results[name] = Result(sharding, blocks)
+        given = self.problem
+        inputs, shardings = given.inputs(mesh), given.shardings(mesh)
+        return Run(
+            runtime, mesh, self._ask(runtime, self.functions[runtime], mesh, inputs, shardings, results)
+        )
+
+    def _ask(
+        self,
+        runtime: Runtime,
+        function: bytes,
+        mesh: Mesh,
+        inputs: tuple[Devices, ...],
+        shardings: tuple[Sharding, ...],
+        results: dict[str, Result] | None,
+    ) -> Answer:
+        wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
+        task = Task(
+            function,
+            mesh,
+            self.problem.arguments,
+            inputs,
+            shardings,
+            results,
+            self.updates.get(runtime),
+            wide,
+            self.typed,
+        )
+        process = torch_process() if runtime == "torch" else jax_process()
+        answer: Answer = process.ask("run", task, self.timeout_s, timeout_s=self.timeout_s)
+        return answer
+
+
+def _whole(x: Block, mesh: Mesh) -> Sharding:
+    return Sharding(whole_layout(x.ndim), mesh, x.shape)
+
+
+def updates_of(
+    given: Problem,
+    args: Sequence[Tree],
+    parameters: Sequence[int],
+    optimisers: tuple[Function, Function] | None,
+) -> dict[str, Update]:
+    """The optimiser step of each runtime. Raises StructureError for parameters without optimisers or the
+    reverse, or whose gradients are not laid out as they are."""
+    if bool(parameters) != (optimisers is not None):
+        raise StructureError(
+            "parameters= and optimisers= belong together",
+            hint="as in parameters=[1], optimisers=(torch_factory, jax_update)",
+        )
+    if optimisers is None:
+        return {}
+    numbers: list[int] = []
+    for position in parameters:
+        if not 0 <= position < len(args):
+            raise StructureError(f"no argument {position} of {len(args)}", hint="counted from 0")
+        numbers += leaves(given.arguments[position]).values()
+    for i in numbers:
+        layout = given.layouts[i]
+        if layout.dual != layout:
+            raise StructureError(
+                f"{given.names[i]} has gradients under '{layout.dual}', which no optimiser can add up",
+                text=str(layout),
+                hint="no tags and no overlaps: the function itself redistributes to copies",
+            )
+    return {
+        runtime: Update(packed(function), tuple(parameters), tuple(numbers))
+        for runtime, function in zip(RUNTIMES, optimisers, strict=True)
+    }
