@@ -193,3 +193,10 @@ def test_another_loss_or_none_learned_fails(
     }
     assert long_context.judge(found) == (message is not None)
     assert (message or "largest relative difference") in capsys.readouterr().out
+
+
+def test_a_jax_layer_in_torch_has_the_losses_of_torch() -> None:
+    command = [sys.executable, str(EXAMPLES / "jax_layer_in_torch.py"), "--steps", "3", "--any-accuracy"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "largest relative difference" in done.stdout
