@@ -247,6 +247,7 @@ def _tags(layout: Layout) -> list[tuple[str, str]]:
     return [(kind, axis) for kind, axes in layout.tags for axis in axes]
 
 
+@lru_cache(maxsize=4096)
 def _layout(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
     return from_placements(placements, dtensor_axes(mesh), ndim)
 
