@@ -1,4 +1,4 @@
-"""The torch bridge beside DTensor, collectives by hand and a plain copy: host time, run time, memory, packing.
+"""The torch bridge beside DTensor, collectives by hand and plain copies: host and run time, memory, packing.
 
     python benchmarks/torch_bridge.py           # public cases of 4 and 8 devices, 1 KiB to 64 MiB
     python benchmarks/torch_bridge.py --quick   # a few of them

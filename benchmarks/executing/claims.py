@@ -1,4 +1,4 @@
-"""What the torch bridge must show beside DTensor, collectives by hand and a plain copy, judged on measured rows."""
+"""What the torch bridge must show beside DTensor, collectives by hand and a plain copy."""
 
 from __future__ import annotations
 

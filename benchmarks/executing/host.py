@@ -27,6 +27,7 @@ from executing.raw import all_gather
 from torch_bridge.groups import process_mesh
 from torch_bridge.lower import lower
 from torch_bridge.relay import Relay
+from xshard.steps import Scale
 
 RANKS = 4
 MESH = xs.Mesh(a=RANKS)
@@ -157,6 +158,8 @@ def memory() -> list[dict[str, Any]]:
                 if isinstance(move, Relay)
             ]
             flat = all(_is_flat(move) for move in made if isinstance(move, Relay))
+            if any(isinstance(step, Scale) for step in plan.steps):
+                copies, flat = [block.nbytes], False  # what is scaled is a copy that is sent
             rows.append(
                 {
                     "move": name,
