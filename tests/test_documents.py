@@ -20,7 +20,7 @@ import pytest
 import xshard
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/notation.md", "docs/gradients.md", "docs/jax.md")
+DOCUMENTS = ("README.md", "docs/notation.md", "docs/gradients.md", "docs/jax.md", "docs/torch.md")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPECIAL = re.compile(r"# (torchrun|devices): (\d+)\n")
 
