@@ -41,7 +41,7 @@ CARRIERS = {
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "all_gather": c10d.AllgatherOptions,
     "all_reduce": c10d.AllreduceOptions,
     "all_to_all": c10d.AllToAllOptions,

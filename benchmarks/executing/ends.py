@@ -70,17 +70,17 @@ def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> lis
 
 def _all_to_all(block: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
     group = funcol._group_or_group_name(funcol._resolve_group((mesh, mesh_dim)))
-    return torch.ops._dtensor.shard_dim_alltoall(block, gather_dim, shard_dim, group)
+    return torch.ops._dtensor.shard_dim_alltoall(block.contiguous(), gather_dim, shard_dim, group)
 
 
 def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     """A call each. Raises AssertionError where two ways come to different values."""
     mesh = init_device_mesh("cpu", case.mesh.sizes, mesh_dim_names=case.mesh.axes)
     local = xs.Sharding(case.src, case.mesh, case.shape).local_shape(dist.get_rank())
-    # Whole numbers, so that sums are exact in any order.
-    block = (torch.arange(float(torch.Size(local).numel())).view(local) % 13 + dist.get_rank()).to(
-        getattr(torch, case.dtype)
-    )
+    # Whole numbers, so that sums are exact in any order; replicas are equal.
+    first = case.mesh.index(dist.get_rank(), case.src.axes)
+    values = torch.arange(float(torch.Size(local).numel())).view(local) % 13 + first
+    block = values.to(getattr(torch, case.dtype))
     text = f"{case.src} -> {case.dst}"
     plan, part = plan_of(text, process_mesh(mesh), local, block.dtype, case.shape, profile)
     ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
