@@ -20,7 +20,11 @@ import pytest
 import xshard
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+DOCUMENTS = [
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+    if "```python" in path.read_text()
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("layout after", "likely cause: ")  # in blocks of plans, and of errors
 SPECIAL = re.compile(r"# (torchrun|devices): (\d+)\n")
@@ -91,8 +95,7 @@ def run(*arguments, **environment):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
     plain = [block for block in python_blocks(document) if block.special is None]
-    assert plain, f"{document} has no code"
-    printed = run(script_of(plain, tmp_path))
+    printed = run(script_of(plain, tmp_path)) if plain else ""
     for block in blocks(document):
         if any(words in block.code for words in SHOWN):
             assert block.code.strip() in printed, (
@@ -111,12 +114,6 @@ def test_the_code_runs_on_several_devices(block, tmp_path):
         run("-c", ON_RANKS, path, str(n))
     else:
         run(path, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(n))
-
-
-def test_every_document_with_code_is_run():
-    everything = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-    written = {str(path.relative_to(ROOT)) for path in everything if "```python" in path.read_text()}
-    assert written == set(DOCUMENTS)
 
 
 def test_the_readme_shows_both_frameworks():
