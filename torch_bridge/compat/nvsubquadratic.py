@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torch_bridge import agreement
 from torch_bridge.agreement import Facts
-from torch_bridge.groups import group_mesh
+from torch_bridge.groups import group_mesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from xshard import verbs
 
@@ -64,7 +64,7 @@ def all_to_all_single_fn(
         return verbs.all_to_all_single(
             type,
             tuple(input.shape),
-            mesh.mesh.n_devices,
+            mesh_of(mesh).n_devices,
             AXIS,
             zigzag=with_zigzag_splitting,
             channel_dim=channel_dim,
@@ -76,7 +76,8 @@ def all_to_all_single_fn(
         flags = {"type": type, "with_zigzag_splitting": str(with_zigzag_splitting), "shape": str(shape)}
         block = {"input": str(tuple(input.shape))}
         asked = f"all_to_all_single_fn(.., {type!r}, ..)"
-        agreement.agree(mesh.ranks, asked, lambda: Facts(flags, {"means": expression()}, mesh.ranks, block))
+        ranks = process_mesh(mesh).ranks
+        agreement.agree(ranks, asked, lambda: Facts(flags, {"means": expression()}, ranks, block))
     return redistribute(input, expression(), mesh, shape=shape, debug=debug)
 
 
