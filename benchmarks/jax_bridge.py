@@ -58,10 +58,10 @@ def configure() -> None:
 
 def measure(stride: int) -> dict[str, Any]:
     """The rows of every case that JAX has: even, on at most 64 devices."""
-    from planning.cases import load
+    from planning.cases import load, scaled
     from resharding import measures
     from resharding.claims import DEFAULT, FEWEST_BYTES, HOST
-    from resharding.programs import Move, addable, scaled
+    from resharding.programs import Move, addable
 
     from xshard.units import format_bytes
 

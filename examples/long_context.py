@@ -37,7 +37,7 @@ RUNS = {
 }
 TOLERANCE = 1e-4  # relative, of float32 losses
 ROWS = 10  # of the table
-QUICK, STEPS = 3, 60
+QUICK, STEPS = 3, 40
 
 Results = Mapping[str, Result]
 

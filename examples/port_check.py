@@ -1,13 +1,13 @@
 """Show that a JAX port of a torch transformer block is the same, sharded; then that a bug would be found.
 
-    python examples/port_check.py [--bug bias|gelu|norm]
+    python examples/port_check.py [--bugs bias gelu norm]
 
 The block is tensor- and sequence-parallel on four devices, as 1 x 4 and as 2 x 2 (port/shardings.py).
 Compared are its output, the gradients of the tokens and of all weights, and the weights after one step
 of SGD: torch on four processes, JAX on four devices, and torch on one. Then a bug is planted in one
-side, and the report says where it shows and what it looks like.
+side (port/bugs.py), and the report says where it shows and what it looks like.
 
-The exit status is 1 where the port differs, or where the bug is not found.
+The exit status is 1 where the port differs, or where a bug is not found.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xshard.testing import EquivalenceError, assert_equivalent
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--bug", choices=sorted(BUGS), default="bias")
+    parser.add_argument("--bugs", nargs="+", choices=sorted(BUGS), default=["bias"])
     options = parser.parse_args()
     console = Console()
     start = time.perf_counter()
@@ -44,16 +44,17 @@ def main() -> int:
         f"The same on {MESHES}: output, {len(WEIGHTS) + 1} gradients, {len(WEIGHTS)} updated weights "
         f"({seconds:.1f} s).",
         style="bold green",
+        soft_wrap=True,
     )
 
-    bug = BUGS[options.bug]
-    console.print(f"\nWith a bug in {bug.runtime}: {bug.what}.", style="bold")
-    functions = {"torch": torch_block, "jax": jax_block, bug.runtime: bug.function}
-    found = differences(functions["torch"], functions["jax"])
-    if found is None:
-        console.print("It was not found.", style="bold red")
-        return 1
-    console.print(found.table())
+    for bug in map(BUGS.__getitem__, options.bugs):
+        console.print(f"\nWith a bug in {bug.runtime}: {bug.what}.", style="bold")
+        functions = {"torch": torch_block, "jax": jax_block, bug.runtime: bug.function}
+        found = differences(functions["torch"], functions["jax"])
+        if found is None:
+            console.print("It was not found.", style="bold red")
+            return 1
+        console.print(found.table())
     return 0
 
 

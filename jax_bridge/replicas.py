@@ -17,7 +17,7 @@ from jax import lax
 from jax_bridge.autodiff import apply
 from jax_bridge.axes import bound_sizes, is_typed, varying_axes
 from jax_bridge.blocks import without_padding
-from jax_bridge.versions import linear_primitive
+from jax_bridge.versions import batch_first, linear_primitive
 from xshard import Mesh, Plan, XshardError
 from xshard.replicas import Held
 
@@ -95,7 +95,7 @@ def _batched(
                 text=held.text,
                 hint="it compares devices: use jax.shard_map or jax.pmap over the axis",
             )
-    return _expect(x, entering=entering, returning=returning), dim
+    return _expect(batch_first(x, dim, size), entering=entering, returning=returning), 0
 
 
 # The block itself, which `entering` says to compare, and its cotangent, which `returning` does.

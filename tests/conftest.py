@@ -8,6 +8,9 @@ from hypothesis import settings
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
+# As many as the largest case of tests/data/halo.json has.
+os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
+
 # The same examples on every machine and in every run; no example is judged by its time.
 settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=150)
 settings.load_profile("xshard")

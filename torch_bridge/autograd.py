@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torch_bridge.executable import Executable
 
@@ -117,10 +118,17 @@ def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
 
 def apply(executable: Executable, block: Tensor) -> Tensor:
     """A plan on one block, differentiable. What travelled is what a max or min compares with."""
+    if not (block.requires_grad and torch.is_grad_enabled()) and not _is_transformed():
+        return executable(block)  # autograd has nothing to record, which takes as long as a small move
     if executable.is_linear or executable.casts is None:
         return Redistribute.apply(executable, block)
     uncast = replace(executable, casts=None)
     return Redistribute.apply(uncast, block.to(executable.casts.wire)).to(block.dtype)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward mode is at work, whose tensors require no gradient."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

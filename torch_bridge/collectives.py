@@ -16,10 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
-# torch 2.13 has new names, and its old ones warn at every call; torch 2.11 has the old ones only.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The methods of a process group, which `dist` wraps in checks that cost as much as all else of a small call.
+# torch 2.13 has new names for them; torch 2.11 has the old ones only.
+_Group = dist.ProcessGroup
+_all_gather = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
+_all_to_all = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base
+_reduce_scatter = getattr(_Group, "reduce_scatter_single", None) or _Group._reduce_scatter_base
 
 # Dtypes that no backend knows, and one of the same size as which their bits travel.
 CARRIERS = {
@@ -35,6 +39,14 @@ CARRIERS = {
 }
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+_OPTIONS: dict[str, Any] = {
+    "all_gather": c10d.AllgatherOptions,
+    "all_reduce": c10d.AllreduceOptions,
+    "all_to_all": c10d.AllToAllOptions,
+    "reduce_scatter": c10d.ReduceScatterOptions,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,21 +119,41 @@ class Collective:
         return end
 
     @cached_property
-    def _splits(self) -> tuple[list[int] | None, list[int] | None]:
+    def _splits(self) -> tuple[list[int], list[int]]:
         """What an all-to-all is told: nothing where all messages are of one size, which costs less."""
         is_even = len({*self.sent, *self.received}) == 1
-        return (None, None) if is_even else (list(self.received), list(self.sent))
+        return ([], []) if is_even else (list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
-        group = self.group.process_group
-        if self.kind == "all_to_all":
-            return dist.all_to_all_single(out, messages, *self._splits, group=group, async_op=async_op)
-        if self.kind == "all_gather":
-            return _all_gather_single(out, messages, group=group, async_op=async_op)
+        """Begin it: what to wait for, or None where nothing is left to wait for."""
+        group, options = self.group.process_group, self._options[async_op]
         if self.kind == "all_reduce":
             out.copy_(messages)
-            return dist.all_reduce(out, _OPS[str(self.op)], group=group, async_op=async_op)
-        return _reduce_scatter_single(out, messages, _OPS[str(self.op)], group=group, async_op=async_op)
+        if messages.is_complex():
+            out, messages = torch.view_as_real(out), torch.view_as_real(messages)
+        if self.kind == "all_to_all":
+            work = _all_to_all(group, out, messages, *self._splits, options)
+        elif self.kind == "all_gather":
+            work = _all_gather(group, out, messages, options)
+        elif self.kind == "all_reduce":
+            work = group.allreduce([out], options)
+        else:
+            work = _reduce_scatter(group, out, messages, options)
+        if work is not None and not async_op:
+            work.wait()  # for backends that have not waited yet
+        return work
+
+    @cached_property
+    def _options(self) -> tuple[Any, Any]:
+        """How to call it: waiting for its end, and not."""
+        return self._made_options(async_op=False), self._made_options(async_op=True)
+
+    def _made_options(self, *, async_op: bool) -> Any:
+        options = _OPTIONS[self.kind]()
+        options.asyncOp = async_op
+        if self.op is not None:
+            options.reduceOp = _OPS[self.op]
+        return options
 
     def _functional(self, messages: Tensor) -> Tensor:
         """The collective as a function, whose result is to be waited for."""

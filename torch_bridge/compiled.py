@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torch_bridge import redistribution
 from torch_bridge.autograd import apply
 from torch_bridge.executable import Executable
 from torch_bridge.groups import MeshLike, mesh_of, process_mesh
@@ -40,12 +41,20 @@ def redistribute(
     profile: Any,
     comm_dtype: WireLike,
     async_op: bool,
+    check_replicated: bool | None,
 ) -> Any:
-    """`redistribute` inside torch.compile, which runs this line by line. Raises PlanError."""
-    if isinstance(x, DTensor):
-        _refuse("a DTensor inside torch.compile", "redistribute it outside, or its local block")
-    if not isinstance(expression, str) or not isinstance(profile, str):
-        _refuse("an expression or a profile that is no text, inside torch.compile", "write it as a string")
+    """`redistribute` inside torch.compile, which runs this line by line."""
+    is_text = isinstance(expression, str) and isinstance(profile, str)
+    is_known = is_text and isinstance(mesh, Mesh | DeviceMesh)
+    if isinstance(x, DTensor) or not is_known or check_replicated:
+        options_ = {
+            "shape": shape,
+            "profile": profile,
+            "comm_dtype": comm_dtype,
+            "async_op": async_op,
+            "check_replicated": check_replicated,
+        }
+        return eagerly(redistribution.redistribute, x, expression, mesh, **options_)
     # Of what is not a tensor Dynamo passes on text, numbers, and tuples and dicts of them.
     options: dict[str, Any] = {} if shape is None else {"shape": tuple(shape)}
     if comm_dtype is not None:
@@ -53,6 +62,15 @@ def redistribute(
     y = _recorded(x, expression, plain(mesh), profile, options)
     _raise_refusal()
     return PendingTensor(y, y.shape, y) if async_op else y
+
+
+@torch.compiler.disable(
+    reason="what is recorded is a redistribution of one plain tensor on a Mesh or a DeviceMesh, "
+    "whose expression is text and whose profile is a name, without check_replicated"
+)
+def eagerly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function where nothing is recorded, between two graphs."""
+    return function(*arguments, **options)
 
 
 def plain(mesh: Any) -> Any:
@@ -76,12 +94,6 @@ def _recorded(x: Tensor, expression: str, mesh: PlainMesh, profile: str, options
 
 # Dynamo replaces what is raised where it does not look by an error of its own: kept until it looks.
 _refusals: list[XshardError] = []
-
-
-@torch.compiler.assume_constant_result
-def _refuse(reason: str, hint: str) -> None:
-    """Raise PlanError, which Dynamo cannot make."""
-    raise PlanError(reason, hint=hint)
 
 
 @torch.compiler.assume_constant_result

@@ -82,11 +82,7 @@ class RedistributeDTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         move: Move = ctx.move
-        here = End(
-            gradient.device_mesh,
-            gradient.placements,
-            _layout(gradient.placements, gradient.device_mesh, gradient.ndim),
-        )
+        here = _end_like(move.dst, gradient.device_mesh, gradient.placements)
         there = _gradient_end(move, here)
         back = Move(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
         found = RedistributeDTensor.apply(gradient, back)
@@ -210,10 +206,15 @@ def _gradient_end(move: Move, here: End) -> End:
             _of_addend(of, g, move.by_block) if isinstance(of, Partial) else of
             for of, g in zip(src.placements, arrives, strict=True)
         )
-    tagged = _layout(placements, src.mesh, len(src.layout.dims))
-    if _cuts(placements) == _cuts(src.placements):  # which do not always tell how long the blocks are
-        tagged = replace(src.layout, tags=tagged.tags)
-    return End(src.mesh, placements, tagged)
+    return _end_like(src, src.mesh, placements)
+
+
+def _end_like(value: End, mesh: DeviceMesh, placements: Placements) -> End:
+    """Where a gradient is: its cuts are the value's own where their placements are, which tell no sizes."""
+    layout = _layout(placements, mesh, len(value.layout.dims))
+    if mesh == value.mesh and _cuts(placements) == _cuts(value.placements):
+        layout = replace(value.layout, tags=layout.tags)
+    return End(mesh, placements, layout)
 
 
 def _cuts(placements: Placements) -> list[Placement | None]:
@@ -247,6 +248,7 @@ def _tags(layout: Layout) -> list[tuple[str, str]]:
     return [(kind, axis) for kind, axes in layout.tags for axis in axes]
 
 
+@lru_cache(maxsize=4096)
 def _layout(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
     return from_placements(placements, dtensor_axes(mesh), ndim)
 

@@ -7,6 +7,7 @@ decided in `dtensor_moves`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -71,33 +72,36 @@ def redistribute_dtensor(
     mesh = device_mesh or dtensor.device_mesh
 
     def prepared() -> Move:
-        src = _end(dtensor.device_mesh, dtensor.placements, dtensor, src_layout)
-        dst = _end(mesh, placements, dtensor, dst_layout)
+        shape = tuple(dtensor.shape)
+        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout)
+        dst = _end(mesh, tuple(placements), shape, dst_layout)
         options = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
         gradient = None
         if grad_placements is not None:
-            gradient = _end(dtensor.device_mesh, grad_placements, dtensor, None).placements
+            gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape, None).placements
         move = move_of(
             dtensor, src, dst, profile, backward_dtype=backward_dtype, gradient=gradient, **options
         )
         _check_gradient(move)
-        check_device(block_of(dtensor).device)
         return move
 
-    if debug or agreement.ALWAYS:
+    if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
         _compare(dtensor, mesh, prepared)
     return RedistributeDTensor.apply(dtensor, prepared())
 
 
-def _end(mesh: DeviceMesh, placements: Sequence[Placement], x: DTensor, layout: Layout | str | None) -> End:
+@lru_cache(maxsize=4096)
+def _end(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], layout: Layout | str | None
+) -> End:
     """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError."""
-    placed = tuple(_counted_from_0(p, x.ndim) for p in placements)
+    placed = tuple(_counted_from_0(p, len(shape)) for p in placements)
     axes = dtensor_axes(mesh)
-    told = from_placements(placed, axes, x.ndim)
+    told = from_placements(placed, axes, len(shape))
     if layout is None:
-        to_placements(told, axes, tuple(x.shape))  # refuses what a DTensor divides otherwise
+        to_placements(told, axes, shape)  # refuses what a DTensor divides otherwise
         return End(mesh, placed, told)
-    given = positional(Layout.parse(layout) if isinstance(layout, str) else layout, x.ndim)
+    given = positional(Layout.parse(layout) if isinstance(layout, str) else layout, len(shape))
     for axis, placement in zip(axes.axes, placed, strict=True):
         cut = next((d for d, dim in enumerate(given.dims) if axis in dim.axes), None)
         tag = next((kind for kind, tagged in given.tags if axis in tagged and kind != "copy"), None)
@@ -148,6 +152,7 @@ def _compare(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], Move]) -> None
             "dtypes": f"{x.dtype}, {move.op_dtype}, {move.backward_dtype}",
             "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
         }
+        check_device(block.device)
         check(move, tuple(x.shape), tuple(block.shape))
         return Facts(placed, {}, ranks, {"block": str(tuple(block.shape))})
 

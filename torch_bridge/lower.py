@@ -196,7 +196,7 @@ def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
         sent,
         (n, *part.shape),
         lambda block, arrived: reduced(arrived),
-        lambda block, parts: reduced(torch.stack(list(parts))).view(part.shape),
+        lambda block, parts: reduced(torch.stack([p.view(part.shape) for p in parts])),
     )
 
 

@@ -84,7 +84,15 @@ def redistribute_many(
     {'w': (2, 6), 'b': (2,)}
     """
     if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError("redistribute_many inside torch.compile: call redistribute, the compiler buckets")
+        from torch_bridge import compiled  # which takes half a second to import
+
+        options = {
+            "shapes": shapes,
+            "profile": profile,
+            "comm_dtype": comm_dtype,
+            "bucket_bytes": bucket_bytes,
+        }
+        return compiled.eagerly(redistribute_many, tensors, expressions, mesh, **options)
     keys = list(tensors) if isinstance(tensors, Mapping) else list(range(len(tensors)))
     texts = _by_key("expressions", expressions, tensors, keys)
     lengths = dict.fromkeys(keys) if shapes is None else _by_key("shapes", shapes, tensors, keys)

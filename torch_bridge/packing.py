@@ -64,6 +64,8 @@ class Packing:
         """The block -> its messages in one flat buffer: the block itself where it is that already."""
         if self.is_flat:
             return block.contiguous().view(-1)
+        if self._tiles is not None:
+            return torch.stack(block.split(*self._tiles)).view(-1)
         if self._stacks:
             return torch.stack([m.read(block) for m in self.messages]).view(-1)
         if self._line is not None:
@@ -141,6 +143,18 @@ class Packing:
     @cached_property
     def _stacks(self) -> bool:
         return self._is_uniform and all(m.is_view for m in self.messages)
+
+    @cached_property
+    def _tiles(self) -> tuple[int, int] | None:
+        """How long the messages are along which dim, where they are the block cut into equal parts."""
+        places = [box.block for m in self.messages for box in m.boxes]
+        if not self._stacks or any(len(index) != 1 for index in places):
+            return None
+        (d, _) = places[0][0]
+        rows = self.messages[0].shape[d]
+        ends = [_intervals(index, self.shape)[d] for index in places]
+        in_turn = [(i * rows, (i + 1) * rows) for i in range(len(places))]
+        return (rows, d) if rows and ends == in_turn and in_turn[-1][1] == self.shape[d] else None
 
     @cached_property
     def _line(self) -> int | None:

@@ -109,15 +109,12 @@ def redistribute(
     >>> [y.tolist() for y in xt.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    if check_replicated and torch.compiler.is_compiling():
-        raise PlanError(
-            "check_replicated compares on the host, which a compiled program cannot",
-            hint="it is for debugging: run it without torch.compile",
-        )
     if torch.compiler.is_dynamo_compiling():
         from torch_bridge import compiled  # which takes half a second to import
 
-        return compiled.redistribute(x, expression, mesh, shape, profile, comm_dtype, async_op)
+        return compiled.redistribute(
+            x, expression, mesh, shape, profile, comm_dtype, async_op, check_replicated
+        )
     if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
         _compare(x, expression, mesh, shape, profile, comm_dtype)
     if isinstance(x, DTensor):
@@ -129,6 +126,11 @@ def redistribute(
     if torch.compiler.is_compiling():  # torch.export, which runs this with symbols for lengths
         from torch_bridge import compiled
 
+        if check_replicated:
+            raise PlanError(
+                "check_replicated compares on the host, which an exported program cannot",
+                hint="it is for debugging: leave it out",
+            )
         executable = compiled.traced_executable(x, expression, mesh, shape, profile, comm_dtype)
     else:
         executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)

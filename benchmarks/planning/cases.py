@@ -7,13 +7,15 @@ the sizes of real tensors (even, bf16, 2^28 elements and more).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import xshard as xs
+from xshard import dtypes
 from xshard.notation import Dim, Shard
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
@@ -48,6 +50,16 @@ class Case:
 def load(which: str) -> tuple[Case, ...]:
     """The cases of a set: "public" or "scaled"."""
     return tuple(_case(entry) for entry in json.loads((DATA / FILES[which]).read_text()))
+
+
+def scaled(case: Case, least_bytes: int) -> Case:
+    """The case with its shortest dims doubled until the array is as large as that, or the longest halved."""
+    shape, itemsize = list(case.shape), dtypes.itemsize(case.dtype)
+    while math.prod(shape) * itemsize < least_bytes:
+        shape[shape.index(min(shape))] *= 2
+    while math.prod(shape) * itemsize >= 2 * least_bytes:
+        shape[shape.index(max(shape))] //= 2
+    return replace(case, shape=tuple(shape))
 
 
 def layout_of(cuts: Iterable[Sequence[str]], sums: Sequence[str] = ()) -> xs.Layout:

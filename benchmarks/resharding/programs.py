@@ -5,7 +5,6 @@ Decides what is compared: programs from the same sharded array to the same, on t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,13 +99,3 @@ class Move:
 def addable(case: Case) -> Case:
     """The case with a dtype that XLA:CPU has collectives to add in; for the others it widens."""
     return replace(case, dtype="float32") if case.is_partial and dtypes.itemsize(case.dtype) < 4 else case
-
-
-def scaled(case: Case, least_bytes: int) -> Case:
-    """The case with its shortest dims doubled until the array is as large as that, or the longest halved."""
-    shape, itemsize = list(case.shape), dtypes.itemsize(case.dtype)
-    while math.prod(shape) * itemsize < least_bytes:
-        shape[shape.index(min(shape))] *= 2
-    while math.prod(shape) * itemsize >= 2 * least_bytes:
-        shape[shape.index(max(shape))] //= 2
-    return replace(case, shape=tuple(shape))

@@ -47,7 +47,7 @@ def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> Read:
 
     >>> shared = heads(6, 2, 4)
     >>> str(shared.result), str(shared.source)
-    ('h/balanced(cp)', 'h/balanced(cp):halo([0,1,1,1],[0,0,0,0],none,none)')
+    ('h/balanced(cp)', 'h/balanced(cp):halo([0,1,1,1],[0,0,0,0],none)')
     """
     group = n_heads // n_kv_heads
     cut = Dim("h", (Shard(("cp",), "balanced"),))

@@ -47,6 +47,8 @@ def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
     losses, accuracy = [], float("nan")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES) as process:
         for line in process.stdout or ():
+            if not line.startswith("{"):  # JAX's gloo tells on stdout whom it is connected to
+                continue
             values = json.loads(line)
             if "loss" in values:
                 losses.append(values["loss"])

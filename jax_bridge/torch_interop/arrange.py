@@ -16,7 +16,7 @@ from jax_bridge.context import marked
 from jax_bridge.program import stored
 from jax_bridge.sharding import to_named_sharding
 from jax_bridge.torch_interop.places import Ends
-from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route
+from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout import check_axes
 from xshard.spelling import Expression, sides, whole_shape
@@ -51,7 +51,7 @@ def to_jax(
     via: str | None,
 ) -> Arrangement:
     """For blocks of `local_shape`, or of an array of global `shape`. Raises as the verb of this name does."""
-    return _to_jax(layout, ends, local_shape, shape, dtype, _by_side(profile), via)
+    return _to_jax(layout, ends, local_shape, shape, dtype, _by_side(profile), via, torch_refuses(ends))
 
 
 def to_torch(
@@ -63,7 +63,7 @@ def to_torch(
     via: str | None,
 ) -> Arrangement:
     """For an array. Raises as the verb of this name does."""
-    return _to_torch(layout, ends, shape, dtype, _by_side(profile), via)
+    return _to_torch(layout, ends, shape, dtype, _by_side(profile), via, torch_refuses(ends))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -91,6 +91,7 @@ def _to_jax(
     dtype: str,
     profiles: tuple,
     via: str | None,
+    refused: str | None,
 ) -> Arrangement:
     src, dst, text = layouts_of(layout)
     with marked(text):
@@ -99,7 +100,7 @@ def _to_jax(
         whole = whole_shape(src, ends.axes, local_shape, text) if shape is None else shape
         source = Sharding(src, ends.axes, whole)
         target = named(dst, ends, whole)
-        route = find_route(src, dst, ends, whole, dtype, profiles, via, to_jax=True)
+        route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=True)
     return Arrangement(dst, text, source, target, route)
 
 
@@ -111,6 +112,7 @@ def _to_torch(
     dtype: str,
     profiles: tuple,
     via: str | None,
+    refused: str | None,
 ) -> Arrangement:
     src, dst, text = layouts_of(layout)
     with marked(text):
@@ -118,7 +120,7 @@ def _to_torch(
         check_axes(dst, ends.axes, text)
         source = named(src, ends, shape)
         target = Sharding(dst, ends.axes, shape)
-        route = find_route(src, dst, ends, shape, dtype, profiles, via, to_jax=False)
+        route = find_route(src, dst, ends, shape, dtype, profiles, via, refused, to_jax=False)
     return Arrangement(target.layout, text, target, source, route)
 
 

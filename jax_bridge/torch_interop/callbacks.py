@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,7 +90,8 @@ class TorchCall:
         if key not in self._made:
             self._made[key] = self._make(tree, arrays)
         host, out_tree = self._made[key]
-        return jax.tree.unflatten(out_tree, host.differentiable(*arrays))
+        placed = (_placed(x, p, host.ends) for x, p in zip(arrays, host.enters, strict=True))
+        return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
     def _make(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
         ends = ends_of(self.mesh)
@@ -240,6 +242,13 @@ def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
 
 def _torch_dtype(made: Plan) -> torch.dtype:
     return buffers.torch_dtype(jnp.dtype(made.dtype))
+
+
+def _placed(x: jax.Array, made: Plan, ends: Ends) -> jax.Array:
+    """The array sharded as it enters: on Explicit axes that is part of its type."""
+    if AxisType.Explicit not in ends.jax_mesh.axis_types:
+        return x
+    return jax.reshard(x, named(made.src, ends, made.shape))
 
 
 def _moved(x: jax.Array, made: Plan) -> jax.Array:

@@ -39,12 +39,14 @@ def find_route(
     dtype: str,
     profiles: tuple[AnyProfile, AnyProfile],
     via: str | None,
+    refused: str | None,
     *,
     to_jax: bool,
 ) -> Route:
     """The cheapest way between blocks under `src` on one mesh and under `dst` on the other.
 
     profiles: the machine as torch and as JAX have it. via: the side, where it is not to be chosen.
+    refused: why it cannot be torch, if so.
     Raises as `xshard.plan` does, and PlanError where neither side can carry the plan out.
     """
     if via not in (None, *SIDES):
@@ -69,7 +71,7 @@ def find_route(
     first = found["torch"]
     if isinstance(first, Plan) and all(step.kind == "retag" for step in first.steps):
         return Route(first, None)
-    refusals = {"torch": _torch_refuses(ends), "jax": _jax_refuses(found["jax"], ends)}
+    refusals = {"torch": refused, "jax": _jax_refuses(found["jax"], ends)}
     able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
     if not able:
         raise PlanError(
@@ -82,7 +84,8 @@ def find_route(
     return Route(found[side], side)
 
 
-def _torch_refuses(ends: Ends) -> str | None:
+def torch_refuses(ends: Ends) -> str | None:
+    """Why torch cannot carry out a plan here and now, if so."""
     if not dist.is_initialized():
         return "no process group is initialised"
     if not ends.is_one_each:

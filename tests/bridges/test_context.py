@@ -6,6 +6,7 @@ stays below 1e-12 of the largest value.
 
 from __future__ import annotations
 
+import doctest
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,3 +167,5 @@ def test_a_head_of_keys_is_sent_to_those_who_read_it(layouts) -> None:
     shared = layouts.heads(6, 2, 4)
     reads = [xs.Layout.parse(str(shared.source)).positions(MESH, (2,), 0, d).tolist() for d in range(4)]
     assert reads == [[0], [0, 1], [1], [1]]
+    tried = doctest.testmod(layouts)
+    assert tried.attempted and not tried.failed

@@ -137,7 +137,14 @@ def test_padding_is_not_compared() -> None:
     def local(x):
         garbage = 100.0 * jax.lax.axis_index("dp") * jnp.ones((1, 2))
         block = jnp.where(jax.lax.axis_index("tp") == 1, x.at[3].set(garbage[0]), x)
-        return xj.redistribute(block, "n/tp d | copy(dp) -> n/dp d/tp", shape=(7, 2), check_replicated=True)
+        move = partial(
+            xj.redistribute,
+            expression="n/tp d | copy(dp) -> n/dp d/tp",
+            shape=(7, 2),
+            check_replicated=True,
+        )
+        batch = jnp.stack([block, 2 * block], axis=1)
+        return move(block) + jax.vmap(move, in_axes=1)(batch)[1]
 
     jax.block_until_ready(jax.jit(mapped(local, check_vma=False))(np.tile(X[:4], (4, 1))))
 

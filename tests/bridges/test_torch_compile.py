@@ -149,6 +149,25 @@ def test_export() -> None:
     on_ranks(4, _exported)
 
 
+def _between_graphs() -> None:
+    """What is not recorded runs as it is, where more than one graph is allowed."""
+    x = block_of(numbers(8, 8), "n/a d", MESH, torch.float32).requires_grad_()
+    pair = tuple(xs.parse_expression("n/a d -> n d/a"))
+
+    def by_layouts(v: Tensor) -> Tensor:
+        return xt.redistribute(v * 2, pair, MESH) + 1
+
+    def many(v: Tensor) -> Tensor:
+        return sum(xt.redistribute_many([v * 2, v * 3], "n/a d -> n d/a", MESH)) + 1
+
+    for function in (by_layouts, many):
+        _agrees(torch.compile(function, backend="aot_eager"), function, x)
+
+
+def test_what_is_not_recorded_runs_between_two_graphs() -> None:
+    on_ranks(4, _between_graphs)
+
+
 def _refused() -> list[str]:
     x = torch.ones(4, 8)
 
@@ -176,7 +195,7 @@ def test_what_torch_cannot_do_is_refused() -> None:
     """In all of these torch itself says nothing, or something else."""
     first, *others = on_ranks(4, _refused)
     assert all(found == first for found in others)
-    parts = ["unknown mesh axis 'q' in 'n/q d -> n d'", "no text, inside torch.compile"]
-    parts += ["torch.func inside torch.compile"] * 3 + ["redistribute_many inside torch.compile"]
+    parts = ["unknown mesh axis 'q' in 'n/q d -> n d'", "whose expression is text"]
+    parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
     for part, text in zip(parts, first, strict=True):
         assert part in text, text

@@ -199,7 +199,7 @@ def _switch() -> None:
     compiled = torch.compile(
         lambda v: xt.redistribute(v, "n d -> n/tp d", MESH, check_replicated=True), backend="eager"
     )
-    assert "run it without torch.compile" in error_of(lambda: compiled(x))[1]
+    assert error_of(lambda: compiled(x))[0] == "ReplicaError"  # compared between two graphs
 
 
 def test_the_environment_switches_it_for_every_call() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import torch_bridge as xt
 import xshard as xs
 from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
+from torch_bridge import agreement
 
 MESH = xs.Mesh(a=4)
 GOOD = "n/a d -> n d"
@@ -107,6 +109,43 @@ def _alike() -> None:
 
 def test_what_may_differ() -> None:
     on_ranks(4, _alike)
+
+
+def _always() -> list[tuple[str, str]]:
+    """Operations that know no `debug=`, where the environment asks for it."""
+    os.environ["XSHARD_DEBUG"] = "1"
+    importlib.reload(agreement)
+    odd = dist.get_rank() == 0
+    x = torch.ones(4, 4)
+    said = [
+        error_of(lambda: xt.all_gather(x, 1 if odd else 0, "a", MESH, grad="sum")),
+        error_of(lambda: xt.all_reduce(x, "a", MESH, grad="sum" if odd else "replicated")),
+        error_of(lambda: xt.halo_exchange(x, 2 if odd else 1, 0, "a", MESH)),
+    ]
+    assert xt.all_gather(x, 0, "a", MESH, grad="sum").shape == (16, 4)
+    assert still_connected()
+    return said
+
+
+def test_the_environment_asks_for_all_calls() -> None:
+    first, *others = on_ranks(4, _always)
+    assert all(said == first for said in others)
+    assert {kind for kind, _ in first} == {"DesyncError"}
+    gather, reduce, halo = (text for _, text in first)
+    assert "rank 0: 'd0 d1/a -> d0 d1 | copy(a)'" in gather
+    assert "ranks 1 to 3: 'd0/a d1 -> d0 d1 | copy(a)'" in gather
+    assert "rank 0: 'd0 d1 | sum(a) -> d0 d1 | copy(a)'" in reduce
+    assert "halo(2,2)" in halo and "halo(1,1)" in halo
+
+
+def test_a_device_that_no_backend_serves() -> None:
+    for kind, text in on_ranks(2, _on_no_device):
+        assert kind == "MeshError" and "cannot send a block that is on 'meta'" in text and "cpu:gloo" in text
+
+
+def _on_no_device() -> tuple[str, str]:
+    x = torch.ones(2, 2, device="meta")
+    return error_of(lambda: xt.redistribute(x, GOOD, xs.Mesh(a=2)))
 
 
 def _placed_otherwise() -> tuple[str, str]:

@@ -356,10 +356,18 @@ def _blocks_of_any_size() -> None:
         assert_is(y, whole, dst)
         (gradient,) = torch.autograd.grad(y, block, dtensor(weight, mesh, replicated(dst)))
         assert torch.equal(gradient, weight.split(sizes)[rank])
-    z = xt.redistribute_dtensor(dtensor(whole, mesh, [S1]), [S0], dst_layout="n/zigzag(a) d")
-    assert z.placements == (S0,) and torch.equal(
-        xt.redistribute_dtensor(z, [R], src_layout="n/zigzag(a) d").to_local(), whole
-    )
+    # Another order of rows, whose gradient comes in that order.
+    even, weight = whole_array(8, 4), whole_array(8, 4).flip(0)
+    x = dtensor(even, mesh, [S1]).requires_grad_()
+    z = xt.redistribute_dtensor(x, [S0], dst_layout="n/zigzag(a) d")
+    rows = [rank, 7 - rank]
+    assert z.placements == (S0,) and torch.equal(z.to_local(), even[rows])
+    z.backward(dtensor(even, mesh, [S0], weight[rows]))
+    assert_is(x.grad, weight, [S1])
+    back = xt.redistribute_dtensor(z, [R], src_layout="n/zigzag(a) d")
+    assert torch.equal(back.to_local(), even)
+    block = whole.split(sizes)[rank]
+    x = DTensor.from_local(block, mesh, [S0], shape=whole.shape, stride=whole.stride())
     said = error_of(lambda: xt.redistribute_dtensor(x, [R], debug=True))
     assert said[0] == "ShapeError" and "blocks of other sizes need src_layout=" in said[1]
     assert still_connected()

@@ -2,10 +2,13 @@
 
 Meshes of one and two axes are searched whole, of three axes a sample of pairs of layouts is drawn. All of
 them, for hours: python -m pytest tests/core/test_optimal.py --pairs all
+Where axes can be divided, the steps on whole axes are searched, and of those over parts all paths of a
+slice, a permutation and gathers.
 """
 
 import heapq
 import itertools
+import math
 import random
 from functools import lru_cache
 
@@ -13,6 +16,7 @@ import pytest
 
 import xshard as xs
 from xshard.cost import price
+from xshard.fine import FineMesh
 from xshard.notation import Dim, Shard
 from xshard.steps import (
     AllGather,
@@ -166,3 +170,74 @@ def test_no_path_is_cheaper(mesh, profile, rows, pytestconfig):
         least = least_seconds(edges, mesh, shape, src, dst, profile)
         plan = xs.plan((src, dst), mesh, shape, profile=profile)
         assert plan.cost == pytest.approx(least, rel=1e-9), f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
+
+
+PRIMES = {4: (2, 2), 6: (2, 3)}  # the parts that axes of these sizes have
+DIVISIBLE = [xs.Mesh.parse(text) for text in ("x=4,y=2", "x=2,y=4", "x=6,y=2", "x=4,y=6", "x=2,y=2,z=4")]
+
+
+def least_over_parts(mesh, shape, src, dst, profile):
+    """The cheapest of all paths of a slice, a permutation and gathers over parts of the axes that change.
+
+    On both sides of the permutation dims are cut as little as makes them alike.
+    """
+    changing = [a for a in mesh.axes if src.role(a) != dst.role(a)]
+    split = tuple((a, PRIMES[mesh.size(a)]) for a in changing if mesh.size(a) in PRIMES)
+    if src.tags or dst.tags or not split:
+        return math.inf
+    fine = FineMesh(mesh, split)
+    start, goal = (fine.divided(xs.Sharding(end, mesh, shape)) for end in (src, dst))
+    start, goal = (end.with_layout(end.normal) for end in (start, goal))
+    free = [part for a in changing for part in fine.parts[a]]
+    blocks = tuple(map(math.gcd, start.max_local_shape, goal.max_local_shape))
+    best = math.inf
+    for sliced, here in cut_to(blocks, start, free):
+        for landed, there in cut_to(blocks, goal, free):
+            if here.layout == there.layout:
+                continue
+            steps = [*sliced, Permute(there.layout)]
+            gathers = [AllGather(*cut) for step in landed for cut in step.cuts]
+            best = min(
+                best,
+                *(seconds_of([*steps, *order], start, profile) for order in itertools.permutations(gathers)),
+            )
+    return best
+
+
+def cut_to(blocks, here, free):
+    """Every slice over free axes that leads to blocks of a shape; no step where they have it."""
+    if here.max_local_shape == blocks:
+        yield [], here
+    for step in slices(here.layout, [a for a in free if a not in here.layout.axes]):
+        after = step.after(here)
+        if after.max_local_shape == blocks:
+            yield [step], after
+
+
+def seconds_of(steps, here, profile):
+    total = 0.0
+    for step in steps:
+        after = step.after(here)
+        total, here = total + price(step, here, after, 4, profile).seconds, after
+    return total
+
+
+@pytest.mark.parametrize("rows", [48, 48 * 1024], ids=["latency", "bandwidth"])
+@pytest.mark.parametrize("profile", [FLAT, NODES], ids=lambda p: p.name)
+@pytest.mark.parametrize("mesh", DIVISIBLE, ids=str)
+def test_no_path_over_parts_of_axes_is_cheaper(mesh, profile, rows, pytestconfig):
+    shape = (rows, rows)
+    edges = graph(mesh, shape, profile)
+    pairs = [(a, b) for a in edges for b in edges if a != b and not a.tags and not b.tags]
+    wanted = pytestconfig.getoption("pairs")
+    if len(mesh.axes) == 3 and wanted != "all":
+        pairs = random.Random(str(mesh)).sample(pairs, min(int(wanted), len(pairs)))
+    divided = 0
+    for src, dst in pairs:
+        whole = least_seconds(edges, mesh, shape, src, dst, profile)
+        least = min(whole, least_over_parts(mesh, shape, src, dst, profile))
+        plan = xs.plan((src, dst), mesh, shape, profile=profile)
+        assert plan.cost == pytest.approx(least, rel=1e-9), f"{src} -> {dst}: {[str(s) for s in plan.steps]}"
+        assert bool(plan.split) == (least < whole * (1 - 1e-9))
+        divided += bool(plan.split)
+    assert divided or profile is NODES or len(mesh.axes) == 3

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import xshard as xs
@@ -116,6 +117,16 @@ def test_gradients_reach_the_parameters_of_a_module() -> None:
     (module(torch.tensor(x)) ** 2).sum().backward()
     for name, p in parameters.items():
         assert np.allclose(gradients[name], p.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@in_jax
+def test_on_explicit_axes_arrays_are_brought_to_their_sharding() -> None:
+    mesh = jax_mesh(AxisType.Explicit, dp=2)
+    f = from_torch(lambda x, w: x * w, ("n/dp", "n/dp"), "n/dp", mesh)
+    x, w = jnp.arange(4.0), jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("dp")))
+    with jax.set_mesh(mesh):
+        for call in (jax.grad(lambda x: f(x, w).sum()), jax.jit(jax.grad(lambda x: f(x, w).sum()))):
+            assert (call(x) == 1).all()
 
 
 @in_jax

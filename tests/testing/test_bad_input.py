@@ -7,6 +7,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import torch_bridge as xt
@@ -30,6 +31,11 @@ REFUSED = {
         xs.NotationError,
         "x of shape (8, 4) does not fit its layout: unknown mesh axis 'dp' in 'n/dp d'\n",
     ),
+    "an axis that is not there, of an output": (
+        {"layouts": (["n/tp d"], "n/cq d")},
+        xs.NotationError,
+        "unknown mesh axis 'cq' in 'n/cq d'\n",
+    ),
     "a max has no dual": ({"layouts": (["n d | max(tp)"], "n d")}, xs.LinearityError, "'n d | max(tp)'"),
     "one layout for two sides": (
         {"layouts": "n/tp d"},
@@ -43,6 +49,11 @@ REFUSED = {
         "x is one array, its layouts are {'w': 'n d'}",
     ),
     "a number among the arguments": ({"args": [3.0]}, StructureError, "x is a float, arguments are arrays\n"),
+    "a tensor that numpy cannot read": (
+        {"args": [torch.ones(8, 4, requires_grad=True)]},
+        StructureError,
+        "x cannot be read as a numpy array: Can't call numpy() on Tensor that requires grad",
+    ),
     "a mesh that is too large": ({"mesh": "tp=1000"}, xs.MeshError, "1000 devices, this host has 1 to "),
     "no mesh": ({"mesh": " ; "}, xs.MeshError, "no mesh\n"),
     "parameters without optimisers": (
@@ -78,6 +89,12 @@ def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch
     assert str(raised.value).startswith(message), raised.value
 
 
+def test_a_number_of_devices_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XSHARD_HOST_DEVICES", "many")
+    with pytest.raises(xs.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment is no number"):
+        assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+
+
 def raised_by(torch_fn, jax_fn, kind, mesh: str = "tp=2", **options) -> str:
     with pytest.raises(kind) as raised:
         assert_equivalent(
@@ -105,6 +122,21 @@ def test_output_layouts_must_fit_the_outputs() -> None:
     with pytest.raises(StructureError) as raised:
         assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], {"y": "n/tp"}), mesh="tp=2")
     assert str(raised.value) == "output is one array, its layouts are {'y': 'n/tp'}"
+
+
+def test_layouts_must_fit_one_device_or_there_is_a_reference() -> None:
+    options = {"args": [normal(8)], "layouts": (["n/sizes(tp,3,5)"], "n/sizes(tp,3,5)"), "mesh": "tp=2"}
+    with pytest.raises(
+        StructureError, match="a layout does not fit one device: 2 sizes for 1 parts"
+    ) as raised:
+        assert_equivalent(same, same, **options)
+    assert str(raised.value).endswith("\n  pass reference=")
+    assert_equivalent(same, same, **options, reference=same)
+
+
+def test_an_output_of_another_rank_than_its_layout() -> None:
+    with pytest.raises(xs.ShapeError, match=r"'n/tp' has 1 dims, the array has 2"):
+        assert_equivalent(same, same, args=[normal(8, 4)], layouts=(["n/tp d"], "n/tp"), mesh="tp=2")
 
 
 def test_a_rank_that_raises_says_where_and_keeps_its_message() -> None:

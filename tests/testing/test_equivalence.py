@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from jax import lax
 
 import jax_bridge as xj
@@ -15,6 +16,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.testing.programs import PROGRAMS, normal
 from xshard.testing import EquivalenceError, StructureError, assert_equivalent
+from xshard.testing.strategies import moves
 
 MESHES = "dp=2,tp=2; tp=3; dp=2"
 
@@ -102,6 +104,20 @@ def test_any_linear_layout_on_both_sides(before: str, after: str) -> None:
     )
 
 
+@settings(max_examples=12)
+@given(moves(kinds=("linear",)))
+def test_redistributions_of_any_layouts_are_the_same_on_both(move) -> None:
+    mesh, shape, src, dst = move
+    assert_equivalent(
+        lambda x, mesh: xt.redistribute(x, (src, dst), mesh, shape=shape),
+        lambda x, mesh: xj.redistribute(x, (src, dst), mesh, shape=shape),
+        args=[normal(*shape)],
+        layouts=([src], dst),
+        mesh=mesh,
+        reference=lambda x: 1.0 * x,
+    )
+
+
 def test_what_one_device_alone_adds_to_a_sum_is_seen() -> None:
     """Inputs under sum(tp) have something on every device."""
     error = wrong(
@@ -180,6 +196,22 @@ def test_another_shape_is_a_mismatch_and_tells_both() -> None:
         "shape (16, 4) in place of (4, 4), the block of a (16, 4) array under 'n/(a,b) d': "
         "the whole array, where a block was meant"
     )
+
+
+def test_a_part_where_the_whole_was_meant() -> None:
+    error = wrong(
+        lambda x: x,
+        lambda x: x,
+        args=[normal(8)],
+        layouts=(["n/tp"], "n"),
+        mesh="tp=2",
+        reference=lambda x: x,
+        check_vma=False,
+    )
+    assert [m.problem for m in error.mismatches] == [
+        "shape (4,) in place of (8,), the block of a (8,) array under 'n': "
+        "a part of the array, where all of it was meant"
+    ] * 2
 
 
 def test_the_place_is_global() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from tests.testing.programs import normal
 from xshard.testing.plugin import _on_devices, _on_ranks
-from xshard.testing.processes import jax_process, torch_process
+from xshard.testing.processes import host_devices, jax_process, torch_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +46,29 @@ def test_processes_stay() -> None:
     assert torch_process() is not jax_process()
 
 
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_another() -> None:
+    """As after Ctrl-C in a notebook."""
+
+    def slow():
+        import time
+
+        time.sleep(1)
+        return "old"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    _on_devices(len, "ready")
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _on_devices(slow)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert _on_devices(len, "new") == 3
+
+
 def test_closures_and_what_they_hold_are_sent() -> None:
     offset = normal(3)
 
@@ -64,4 +89,4 @@ def test_jax_has_its_devices_and_keeps_them() -> None:
 
     first, second = _on_devices(count), _on_devices(count)
     assert first == second
-    assert first[1:] == (16, "cpu")
+    assert first[1:] == (host_devices(), "cpu")

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from xshard import reference
 from xshard.layout import Layout
 from xshard.overlap import Fold
-from xshard.ownership import FILL
+from xshard.ownership import FILL, numbers
 from xshard.sharding import Sharding
 from xshard.steps.base import Block
-from xshard.supply import numbers
 
 Mask = NDArray[np.bool_]
 

@@ -117,6 +117,8 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
         hint = ""
         if got.shape == sharding.shape:
             hint = ": the whole array, where a block was meant"
+        elif want.shape == sharding.shape and got.size < want.size:
+            hint = ": a part of the array, where all of it was meant"
         return (
             f"shape {got.shape} in place of {want.shape}, the block of a {sharding.shape} array "
             f"under '{sharding.layout}'{hint}"

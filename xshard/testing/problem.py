@@ -14,7 +14,7 @@ import numpy as np
 
 from xshard import dtypes, reference
 from xshard.errors import DtypeError, MeshError, XshardError
-from xshard.layout import Layout
+from xshard.layout import Layout, check_axes
 from xshard.mesh import Mesh
 from xshard.notation import Dim
 from xshard.overlap import Fold
@@ -42,11 +42,11 @@ class Problem:
     meshes: tuple[Mesh, ...]
     arguments: Tree
 
-    def inputs(self, mesh: Mesh) -> tuple[Devices, ...]:
-        """The blocks of every argument on a mesh."""
+    def inputs(self, shardings: Sequence[Sharding]) -> tuple[Devices, ...]:
+        """The blocks of every argument."""
         return tuple(
             blocks_of(x, sharding, i)
-            for i, (x, sharding) in enumerate(zip(self.values, self.shardings(mesh), strict=True))
+            for i, (x, sharding) in enumerate(zip(self.values, shardings, strict=True))
         )
 
     def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:
@@ -56,10 +56,7 @@ class Problem:
 
     def output_layouts(self, returned: Tree, names: Sequence[str]) -> dict[str, Layout]:
         """The layout of every output. returned: the tree of outputs."""
-        return {
-            name: _parsed(layout, name)
-            for name, layout in zip(names, spread(self.outputs, returned, "output"), strict=True)
-        }
+        return dict(zip(names, spread(self.outputs, returned, "output"), strict=True))
 
 
 def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes) -> Problem:
@@ -90,7 +87,11 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
     for name, value, layout in zip(names, values, found, strict=True):
         for each in meshes:
             _check(name, value, layout, each)
-    return Problem(tuple(names), tuple(values), tuple(found), mapped(_known, outputs), meshes, numbered(args))
+    outputs = mapped(lambda layout: _parsed(layout, "output"), outputs)
+    for layout in leaves(outputs).values():
+        for each in meshes:
+            check_axes(layout, each)
+    return Problem(tuple(names), tuple(values), tuple(found), outputs, meshes, numbered(args))
 
 
 def whole_layout(ndim: int) -> Layout:
@@ -145,15 +146,17 @@ def _array(value: Any, name: str) -> Block:
             f"{name} is a {type(value).__name__}, arguments are arrays",
             hint="let the functions close over what is no array; trees are dicts, lists and tuples",
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StructureError(
+            f"{name} cannot be read as a numpy array: {error}",
+            hint="tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes",
+        ) from None
     dtypes.name_of(array.dtype)
     if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size and abs(array).max() >= 2**31:
         raise DtypeError(f"{name} has whole numbers of more than 32 bits, which JAX would narrow")
     return array
-
-
-def _known(layout: Any) -> Layout:
-    return _parsed(layout, "output")
 
 
 def _parsed(layout: Any, name: str) -> Layout:

@@ -28,6 +28,7 @@ from xshard.errors import MeshError, XshardError
 
 HOST_DEVICES = "XSHARD_HOST_DEVICES"  # environment: as many devices as a mesh may have here
 _OURS = ("xshard", "torch_bridge", "jax_bridge")
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _PATIENCE_S = 10.0  # beyond the limit that a process keeps itself
 
 
@@ -48,7 +49,8 @@ class Process:
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        atexit.register(self.end)
+        self._owner = os.getpid()
+        atexit.register(self._leave)
         self._send(sys.path)
 
     @property
@@ -69,6 +71,9 @@ class Process:
                     f"gave no answer within {timeout_s:g} s" if late else f"ended ({self._child.returncode})"
                 )
                 raise FunctionError(f"the process of {self.module} {why}") from None
+            except BaseException:  # interrupted: its answer would be taken for that to the next question
+                self.end()
+                raise
         if isinstance(answer, XshardError):
             raise answer
         return answer
@@ -78,6 +83,10 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+
+    def _leave(self) -> None:
+        if os.getpid() == self._owner:  # a fork of the owner leaves it alone
+            self.end()
 
     def _send(self, value: Any) -> None:
         assert self._child.stdin is not None
@@ -104,13 +113,18 @@ def jax_process() -> Process:
         # Two programs at once need a thread for each of their devices: with fewer they wait for
         # each other for ever, and XLA makes as many as there are cores.
         "PJRT_NPROC": str(max(64, 2 * host_devices())),
+        # Every program runs once or twice: what the compiler saves there it takes itself.
+        "XLA_FLAGS": f"{_QUICK} {os.environ.get('XLA_FLAGS', '')}".strip(),
     }
     return _started("jax", "jax_bridge.testing", tuple(environment.items()))
 
 
 def host_devices() -> int:
     """As many devices as a mesh may have here: 16, or what the environment says."""
-    return int(os.environ.get(HOST_DEVICES, "16"))
+    given = os.environ.get(HOST_DEVICES, "16")
+    if not given.isdecimal() or int(given) < 1:
+        raise MeshError(f"{HOST_DEVICES}={given!r} in the environment is no number of devices")
+    return int(given)
 
 
 def check_size(n: int) -> None:

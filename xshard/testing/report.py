@@ -34,8 +34,26 @@ class EquivalenceError(AssertionError):
         return "\n\n".join(parts)
 
     def table(self) -> Table:
-        """The mismatches as a table, one row each."""
-        return table(self)
+        """All mismatches, a row each: what differs, where, both values, and the likely cause."""
+        from rich.box import SIMPLE
+        from rich.table import Table
+
+        title = f"{len(self.mismatches)} of {self.compared} comparisons differ"
+        made = Table(title=title, box=SIMPLE, pad_edge=False)
+        for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause"):
+            made.add_column(head, overflow="fold")
+        for m in self.mismatches:
+            kind = m.subject.kind if m.subject.kind != "output" else ""
+            made.add_row(
+                f"{kind} {m.subject.name}".strip(),
+                f"{m.subject.runtime} {m.subject.mesh}",
+                m.place,
+                _index(m.global_index),
+                _value(m.got),
+                _value(m.want),
+                m.problem or (m.cause.text if m.cause else "none that is known"),
+            )
+        return made
 
 
 def text(mismatch: Mismatch) -> str:
@@ -56,31 +74,6 @@ def text(mismatch: Mismatch) -> str:
         )
         lines.append(f"likely cause: {m.cause.text if m.cause else 'none that is known'}")
     return "\n  ".join(lines)
-
-
-def table(error: EquivalenceError) -> Table:
-    """All mismatches of an error: what differs, where, both values, and the likely cause."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    made = Table(
-        title=f"{len(error.mismatches)} of {error.compared} comparisons differ", box=SIMPLE, pad_edge=False
-    )
-    for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause"):
-        made.add_column(head, overflow="fold")
-    for m in error.mismatches:
-        kind = m.subject.kind if m.subject.kind != "output" else ""
-        cause = m.problem or (m.cause.text if m.cause else "none that is known")
-        made.add_row(
-            f"{kind} {m.subject.name}".strip(),
-            f"{m.subject.runtime} {m.subject.mesh}",
-            m.place,
-            _index(m.global_index),
-            _value(m.got),
-            _value(m.want),
-            cause,
-        )
-    return made
 
 
 def _devices(m: Mismatch) -> str:

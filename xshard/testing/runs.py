@@ -58,37 +58,27 @@ class Asked:
     def truth(self, runtime: Runtime, function: bytes, mesh: Mesh) -> Truth:
         """What a function makes on one device: of whole arrays, or of blocks on a mesh of ones."""
         given = self.problem
+        whole = not mesh.axes
+        layouts = [whole_layout(x.ndim) for x in given.values] if whole else list(given.layouts)
         try:
-            shardings = given.shardings(mesh) if mesh.axes else [_whole(x, mesh) for x in given.values]
-            inputs = given.inputs(mesh) if mesh.axes else tuple((x,) for x in given.values)
+            shardings = tuple(Sharding(s, mesh, x.shape) for s, x in zip(layouts, given.values, strict=True))
         except XshardError as error:
             raise StructureError(
                 f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
             ) from None
-        answer = self._ask(runtime, function, mesh, inputs, tuple(shardings), None)
-        layouts = given.output_layouts(answer.tree, tuple(answer.outputs))
-        if mesh.axes:
-            shapes = {
-                name: whole_shape(layout, mesh, answer.outputs[name][0].shape, str(layout))
-                for name, layout in layouts.items()
-            }
-        else:
-            shapes = {name: blocks[0].shape for name, blocks in answer.outputs.items()}
-
-        def whole(blocks: Devices, layout: Layout, shape: tuple[int, ...]) -> Block:
-            return reference.gather(blocks, layout, mesh, shape) if mesh.axes else blocks[0]
-
-        inputs_of = list(zip(given.layouts, (x.shape for x in given.values), strict=True))
+        answer = self._ask(runtime, function, mesh, given.inputs(shardings), shardings, None)
+        declared = given.output_layouts(answer.tree, tuple(answer.outputs))
+        outputs = {}
+        for name, (block,) in answer.outputs.items():
+            layout = whole_layout(block.ndim) if whole else declared[name]
+            outputs[name] = Sharding(layout, mesh, whole_shape(layout, mesh, block.shape, str(layout)))
         return Truth(
-            {name: whole(blocks, layouts[name], shapes[name]) for name, blocks in answer.outputs.items()},
-            layouts,
-            {n: whole(blocks, layouts[n].dual, shapes[n]) for n, blocks in answer.cotangents.items()},
-            {
-                i: whole(blocks, inputs_of[i][0].dual, inputs_of[i][1])
-                for i, blocks in (answer.gradients or {}).items()
-            },
-            {i: whole(blocks, *inputs_of[i]) for i, blocks in answer.updated.items()},
-            "torch on one device" if mesh.axes else "the reference",
+            {name: _gathered(blocks, outputs[name]) for name, blocks in answer.outputs.items()},
+            declared,
+            {name: _gathered(blocks, _dual(outputs[name])) for name, blocks in answer.cotangents.items()},
+            {i: _gathered(blocks, _dual(shardings[i])) for i, blocks in (answer.gradients or {}).items()},
+            {i: _gathered(blocks, shardings[i]) for i, blocks in answer.updated.items()},
+            "the reference" if whole else f"{runtime} on one device",
         )
 
     def run(self, runtime: Runtime, mesh: Mesh, truth: Truth) -> Run:
@@ -100,9 +90,10 @@ class Asked:
             blocks = None if cotangent is None else cotangents_of(cotangent, sharding, i)
             results[name] = Result(sharding, blocks)
         given = self.problem
-        inputs, shardings = given.inputs(mesh), given.shardings(mesh)
+        shardings = given.shardings(mesh)
+        function = self.functions[runtime]
         return Run(
-            runtime, mesh, self._ask(runtime, self.functions[runtime], mesh, inputs, shardings, results)
+            runtime, mesh, self._ask(runtime, function, mesh, given.inputs(shardings), shardings, results)
         )
 
     def _ask(
@@ -131,8 +122,12 @@ class Asked:
         return answer
 
 
-def _whole(x: Block, mesh: Mesh) -> Sharding:
-    return Sharding(whole_layout(x.ndim), mesh, x.shape)
+def _gathered(blocks: Devices, sharding: Sharding) -> Block:
+    return reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
+
+
+def _dual(sharding: Sharding) -> Sharding:
+    return sharding.with_layout(sharding.layout.dual)
 
 
 def updates_of(

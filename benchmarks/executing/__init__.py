@@ -1,0 +1,1 @@
+"""What `benchmarks/torch_bridge.py` is made of."""

@@ -1,0 +1,117 @@
+"""Whole moves on several ranks: ours, DTensor's and one written by hand, by turns on the same block.
+
+Decides how a time is taken: of every round the slowest rank's, and of two ways the median ratio of a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor.placement_types as placement_types
+from planning.cases import Case
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import torch_bridge as xt
+import xshard as xs
+from executing import raw
+from torch_bridge.groups import process_mesh
+from torch_bridge.launch import run_ranks
+from torch_bridge.redistribution import plan_of
+
+Row = dict[str, Any]
+OURS, DTENSOR, RAW = "xshard", "DTensor", "by hand"
+WARM_UP = 2
+
+
+def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Row]:
+    """Every case on as many gloo ranks as it has devices: the seconds of every way and round."""
+    rows: list[Row] = []
+    for n in sorted({case.mesh.n_devices for case in cases}):
+        numbers = [i for i, case in enumerate(cases) if case.mesh.n_devices == n]
+        asked = [cases[i] for i in numbers], [rounds[i] for i in numbers], profile
+        by_rank = run_ranks(n, _measured, *asked, start_method="forkserver", timeout_s=900.0)
+        rows += [_row(cases[i], found) for i, *found in zip(numbers, *by_rank, strict=True)]
+    return rows
+
+
+def _row(case: Case, by_rank: Sequence[dict[str, list[float]]]) -> Row:
+    times = {
+        way: [max(seconds) for seconds in zip(*(rank[way] for rank in by_rank), strict=True)]
+        for way in by_rank[0]
+    }
+    ratios = {
+        way: statistics.median(b / a for a, b in zip(times[OURS], seconds, strict=True))
+        for way, seconds in times.items()
+    }
+    return {
+        "case": case.name,
+        "expression": f"{case.src} -> {case.dst}",
+        "mesh": dict(zip(case.mesh.axes, case.mesh.sizes, strict=True)),
+        "shape": case.shape,
+        "dtype": case.dtype,
+        "bytes": torch.Size(case.shape).numel() * getattr(torch, case.dtype).itemsize,
+        "seconds": {way: statistics.median(seconds) for way, seconds in times.items()},
+        "faster_than": {way: ratio for way, ratio in ratios.items() if way != OURS},
+    }
+
+
+def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[dict[str, list[float]]]:
+    placement_types.shard_dim_alltoall = _all_to_all  # else DTensor gathers on CPUs, though gloo has it
+    return [_times(_ways(case, profile), turns) for case, turns in zip(cases, rounds, strict=True)]
+
+
+def _all_to_all(block: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
+    group = funcol._group_or_group_name(funcol._resolve_group((mesh, mesh_dim)))
+    return torch.ops._dtensor.shard_dim_alltoall(block.contiguous(), gather_dim, shard_dim, group)
+
+
+def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
+    """A call each. Raises AssertionError where two ways come to different values."""
+    mesh = init_device_mesh("cpu", case.mesh.sizes, mesh_dim_names=case.mesh.axes)
+    local = xs.Sharding(case.src, case.mesh, case.shape).local_shape(dist.get_rank())
+    # Whole numbers, so that sums are exact in any order; replicas are equal.
+    first = case.mesh.index(dist.get_rank(), case.src.axes)
+    values = torch.arange(float(torch.Size(local).numel())).view(local) % 13 + first
+    block = values.to(getattr(torch, case.dtype))
+    text = f"{case.src} -> {case.dst}"
+    plan, part = plan_of(text, process_mesh(mesh), local, block.dtype, case.shape, profile)
+    ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
+    by_hand = raw.sequence(plan, part)
+    if by_hand is not None:
+        ways[RAW] = lambda: by_hand(block)
+    placed, target = (xt.to_placements(end, mesh, case.shape) for end in (case.src, case.dst))
+    strides = torch.empty(case.shape, device="meta").stride()
+    x = DTensor.from_local(block, mesh, placed, run_check=False, shape=torch.Size(case.shape), stride=strides)
+    try:
+        x.redistribute(mesh, target)
+    except NotImplementedError:
+        pass  # what a DTensor cannot do has no time
+    else:
+        ways[DTENSOR] = lambda: x.redistribute(mesh, target).to_local()
+    expected = ways[OURS]()
+    for name, way in ways.items():
+        assert torch.equal(way(), expected), f"{name} differs in {case.name}: {text}"
+    return ways
+
+
+@torch.no_grad()
+def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    names = list(ways)
+    for turn in range(rounds + WARM_UP):
+        # By turns the first: what runs before leaves its traces in caches and memory.
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
+            dist.barrier()
+            start = time.perf_counter()
+            ways[name]()
+            if turn >= WARM_UP:
+                times[name].append(time.perf_counter() - start)
+    return times

@@ -1,0 +1,91 @@
+"""How fast blocks become messages and messages blocks, beside a plain copy of as many bytes.
+
+On a GPU where there is one, else on the CPU; nothing is sent.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import xshard as xs
+from executing.host import MESH, nobody
+from torch_bridge.groups import process_mesh
+from torch_bridge.lower import lower
+from torch_bridge.relay import Relay
+
+# Moves whose blocks, of so many bytes, are packed or put together: (rows, columns) of the array.
+MOVES = {
+    "transposed": "n/a d -> n d/a",
+    "zigzag to columns": "n/zigzag(a) d -> n d/a",
+    "columns to zigzag": "n d/a -> n/zigzag(a) d",
+    "zigzag to contiguous": "n/zigzag(a) d -> n/a d",
+    "halo of rows": "n/a d -> n/a:halo(64,64) d",
+    "halo of columns": "n d/a -> n d/a:halo(64,64)",
+}
+COLUMNS = 4096
+
+
+def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Seconds per byte of every pack and unpack, over those of `Tensor.copy_` in the same rounds."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with nobody():
+        return [
+            row
+            for nbytes in sizes
+            for name, text in MOVES.items()
+            for row in _rows(name, text, nbytes, device, rounds)
+        ]
+
+
+def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    rows = nbytes * MESH.n_devices // (2 * COLUMNS)
+    plan = xs.plan(text, MESH, (rows, COLUMNS), "bfloat16")
+    (relay,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, Relay))
+    block = torch.ones(plan.source.local_shape(1), dtype=torch.bfloat16, device=device)
+    messages = relay.sent.pack(block)
+    arrived = torch.ones(relay.arriving, dtype=torch.bfloat16, device=device)
+    written = {"pack": messages.nbytes, "unpack": relay.unpack(block, arrived).nbytes}
+    ways: dict[str, Callable[[], Any]] = {
+        "copy": lambda: torch.empty_like(block).copy_(block),  # packs are new tensors too
+        "pack": lambda: relay.sent.pack(block),
+        "unpack": lambda: relay.unpack(block, arrived),
+    }
+    times = _timed(ways, device, rounds)
+    copy = statistics.median(times["copy"]) / block.nbytes
+    # What is a view takes no time; a few small edges take less than a clock can tell.
+    return [
+        {
+            "move": name,
+            "what": what,
+            "device": device.type,
+            "block_bytes": block.nbytes,
+            "bytes": n,
+            "copy_bytes_per_s": 1 / copy,
+            "slower_than_copy": statistics.median(times[what]) / n / copy,
+        }
+        for what, n in written.items()
+        if n >= block.nbytes // 2 and not (what == "pack" and relay.sent.is_flat)
+    ]
+
+
+def _timed(ways: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 2):
+        for name, way in ways.items():
+            _wait(device)
+            start = time.perf_counter()
+            way()
+            _wait(device)
+            if turn >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,165 @@
+"""The torch bridge beside DTensor, collectives by hand and plain copies: host and run time, memory, packing.
+
+    python benchmarks/torch_bridge.py           # public cases of 4 and 8 devices, 1 KiB to 64 MiB
+    python benchmarks/torch_bridge.py --quick   # a few of them
+
+Prints a table and writes a JSON file. What is timed is timed by turns with its peer. Exit status 1 when
+a claim of `executing.claims` does not hold; what breaks it is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# This file has the name of the package that it measures: that is looked for first, and beside this folder.
+HERE = Path(__file__).parent
+if sys.path[0] == str(HERE):
+    sys.path.append(sys.path.pop(0))
+sys.path.insert(0, str(HERE.parent))
+
+NAME = "torch_bridge_host_run_memory_packing"
+RESULTS = HERE / "results"
+RANKS = (4, 8)
+# Bytes of the whole array, every how manieth case has that size, and in how many rounds.
+SIZES = ((1 << 10, 1, 15), (1 << 16, 1, 15), (1 << 20, 2, 11), (1 << 24, 4, 7), (1 << 26, 8, 5))
+QUICK = ((1 << 12, 12, 5), (1 << 20, 24, 3))
+PACKED = {"cpu": (1 << 24, 1 << 26), "cuda": (1 << 26, 1 << 28, 1 << 30, 1 << 31)}
+SHOWN_FAILURES = 8  # named per claim on the terminal; the JSON has them all
+PROFILE = "gloo"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a few cases, few rounds")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    options = parser.parse_args(arguments)
+    found = measure(quick=options.quick)
+    from executing import claims
+
+    judged = claims.judge(**found)
+    show(judged, found["ends"])
+    about = context("python benchmarks/torch_bridge.py" + " --quick" * options.quick)
+    print(write(options.output, about, [claim.to_dict() for claim in judged], found))
+    return int(not all(claim.holds for claim in judged))
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """The rows of everything."""
+    import torch
+    from executing import ends, host, packs
+    from planning.cases import load, scaled
+
+    torch.set_num_threads(1)
+    cases = [case for case in load("public") if case.mesh.n_devices in RANKS]
+    chosen, rounds = [], []
+    for nbytes, stride, turns in QUICK if quick else SIZES:
+        distinct: dict[Any, Any] = {}
+        for case in cases:
+            large = scaled(case, nbytes)
+            if large.is_even or not case.is_even:
+                distinct.setdefault((large.src, large.dst, large.mesh, large.shape, large.dtype), large)
+        some = [*distinct.values()][::stride]
+        chosen += some
+        rounds += [turns] * len(some)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "host": host.calls(100 if quick else 1000),
+        "memory": host.memory(),
+        "packs": packs.rates(PACKED[kind][:1] if quick else PACKED[kind], 3 if quick else 9),
+        "ends": ends.end_to_end(chosen, rounds, PROFILE),
+    }
+
+
+def context(command: str) -> dict[str, Any]:
+    """When, how and with what; nothing that names the machine."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": command,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("xshard", "numpy", "torch")},
+        },
+        "machine": {
+            "system": platform.system(),
+            "architecture": platform.machine(),
+            "cpu_cores": os.cpu_count(),
+            "gpu": gpu,
+        },
+        "backend": "gloo",
+    }
+
+
+def show(judged: Sequence[Any], ends: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(Console().width, 120))
+    table = Table(title="The torch bridge and its peers", title_justify="left")
+    for head, justify in (("what", "left"), ("cases", "right"), ("measured", "right"), ("limit", "right")):
+        table.add_column(head, justify=justify)
+    table.add_column("")
+    for claim in judged:
+        sign = ">=" if claim.at_least else "<="
+        word = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
+        table.add_row(
+            claim.statement, str(claim.n_cases), f"{claim.measured:.3g}", f"{sign} {claim.limit:.3g}", word
+        )
+    console.print(table)
+    for claim in judged:
+        if claim.failing:
+            more = len(claim.failing) - SHOWN_FAILURES
+            named = ", ".join(claim.failing[:SHOWN_FAILURES]) + (f" and {more} more" if more > 0 else "")
+            console.print(f"{claim.statement}: {named}", highlight=False)
+    console.print(sizes(ends))
+
+
+def sizes(ends: Sequence[dict[str, Any]]) -> Any:
+    """How many times as fast as each peer, by the size of the array."""
+    import statistics
+
+    from rich.table import Table
+
+    from xshard.units import format_bytes
+
+    table = Table(title="Times as fast as: geometric mean (worst)", title_justify="left")
+    ways = sorted({way for row in ends for way in row["faster_than"]})
+    for head in ("array", "cases", *ways):
+        table.add_column(head, justify="right")
+    for nbytes in sorted({_bucket(row["bytes"]) for row in ends}):
+        rows = [row for row in ends if _bucket(row["bytes"]) == nbytes]
+        by_way = ([row["faster_than"][way] for row in rows if way in row["faster_than"]] for way in ways)
+        cells = (f"{statistics.geometric_mean(v):.2f} ({min(v):.2f})" if v else "" for v in by_way)
+        table.add_row(format_bytes(nbytes), str(len(rows)), *cells)
+    return table
+
+
+def _bucket(nbytes: int) -> int:
+    """The size that was asked for: arrays are up to twice as large."""
+    return max((size for size, *_ in (*SIZES, *QUICK) if size <= nbytes), default=SIZES[0][0])
+
+
+def write(folder: Path, about: dict[str, Any], claims: list[Any], found: dict[str, Any]) -> Path:
+    """The run as a file, a row to a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}.json"
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
+    for key, rows in {"claims": claims, **found}.items():
+        parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
