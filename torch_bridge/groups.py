@@ -183,7 +183,7 @@ def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | No
     return ProcessMesh(mesh, ranks, device, process_group)
 
 
-def group_mesh(group: Any, axis: str) -> ProcessMesh:
+def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
     """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
 
     Raises MeshError where none is initialised, for what is none, and for one that this process is not in.
@@ -191,9 +191,11 @@ def group_mesh(group: Any, axis: str) -> ProcessMesh:
     _check_initialised()
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `dist.new_group` returns to all others
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
-    if not isinstance(group, dist.ProcessGroup | None):
+    if group is not None and not isinstance(group, dist.ProcessGroup):
         raise MeshError(f"{group!r} is no process group", hint='as in mesh.get_group("cp"), or None')
-    return _group_mesh(dist.group.WORLD if group is None else group, axis)
+    if group is None:  # a mesh that torch.compile can record too
+        return Mesh({axis: dist.get_world_size()})
+    return _group_mesh(group, axis)
 
 
 @functools.lru_cache(maxsize=256)

@@ -243,3 +243,22 @@ def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
         (cpu, "cuda:nccl", torch.device("cuda")),
     ):
         assert _served_in(device, config) == wanted
+
+
+def _compiled() -> None:
+    """One graph of each, with the values and gradients of the call that is not compiled."""
+    for name, call in (
+        ("all_gather_grad", compat.all_gather_grad),
+        ("all_reduce_mean_grad", compat.all_reduce_mean_grad),
+        ("all_to_all_single_fn", lambda x: compat.all_to_all_single_fn(None, "split_to_full", x)),
+        ("all_gather_cross_replica", lambda x: compat.all_gather_cross_replica(x, N)),
+    ):
+        x = torch.arange(8.0).view(1, 2, 4).requires_grad_()
+        y, compiled = call(x), torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(y, compiled), name
+        gradients = (torch.autograd.grad(result.pow(2).sum(), x)[0] for result in (y, compiled))
+        assert torch.equal(*gradients), name
+
+
+def test_inside_torch_compile() -> None:
+    on_ranks(N, _compiled)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import xshard as xs
 from tests.bridges.torch_helpers import block_of, error_of, numbers, on_ranks, still_connected
-from torch_bridge import compat
+from torch_bridge import agreement, compat
 from xshard import verbs
 
 N = 4
@@ -177,3 +177,41 @@ def test_refused_on_every_rank_before_anything_is_sent(
         assert found[name][0] == kind, found[name]
         for part in parts:
             assert part in found[name][1]
+
+
+def _flags_that_differ() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    x = torch.ones(1, 4, 8)
+
+    def turned(direction: Any = "full_to_split", zigzag: bool = True, x: Tensor = x) -> Any:
+        return compat.AllToAllSingleFunction.apply(x, None, direction, zigzag, debug=True)
+
+    found = [
+        error_of(lambda: turned("split_to_full" if rank == 1 else "full_to_split")),
+        error_of(lambda: turned(zigzag=rank != 2)),
+        error_of(lambda: turned("full_to_full" if rank == 3 else "full_to_split")),
+        error_of(lambda: turned(x=torch.ones(1, 4, 6) if rank == 0 else x)),
+        error_of(lambda: turned("full_to_full")),
+    ]
+    assert turned().shape == (1, 16, 2)
+    # Every verb, as the environment variable XSHARD_DEBUG does.
+    agreement.ALWAYS = True
+    found.append(error_of(lambda: compat.all_reduce_cross_replica_sum(x, N, rank == 1)))
+    found.append(error_of(lambda: compat.all_gather_grad(x, batch_dim=rank % 2)))
+    assert still_connected()
+    return found
+
+
+def test_flags_that_differ_between_ranks_raise_on_all_of_them() -> None:
+    expected = (
+        ("DesyncError", "type"),
+        ("DesyncError", "with_zigzag_splitting"),
+        ("DesyncError", "no direction 'full_to_full'"),
+        ("DesyncError", "the sequence length 6 is not divisible by 8"),
+        ("XshardError", "no direction 'full_to_full'"),
+        ("DesyncError", "expression"),
+        ("DesyncError", "expression"),
+    )
+    for found in on_ranks(N, _flags_that_differ):
+        for (kind, text), (wanted, part) in zip(found, expected, strict=True):
+            assert kind == wanted and part in text, text

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.groups import ProcessMesh, group_mesh
+from torch_bridge.groups import MeshLike, group_mesh
 from torch_bridge.ops import Grad, all_gather, reduce_from
 from torch_bridge.redistribution import redistribute
 from xshard import verbs
@@ -164,7 +164,7 @@ def all_reduce_mean_nograd(x: Values) -> Tensor:
     return _reduced(x, mean=True).detach()
 
 
-def _world() -> ProcessMesh:
+def _world() -> MeshLike:
     return group_mesh(None, AXIS)
 
 

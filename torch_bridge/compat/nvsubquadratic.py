@@ -18,7 +18,9 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.groups import group_mesh
+from torch_bridge import agreement
+from torch_bridge.agreement import Facts
+from torch_bridge.groups import group_mesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from xshard import verbs
 
@@ -35,12 +37,15 @@ def all_to_all_single_fn(
     shape: Sequence[int] | None = None,
     channel_dim: int = 1,
     sequence_dim: int = 2,
+    debug: bool = False,
 ) -> Tensor:
     """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split"), differentiable.
 
     input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: it is cut in
-    zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where it does not divide.
-    The gradient is the move back, unscaled.
+    zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where it does not
+    divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the other
+    ranks, so that all of them raise DesyncError where they differ or one of them fails. Also:
+    `XSHARD_DEBUG=1`.
 
     Raises XshardError, which is a ValueError, for another `type` or number of dims, for lengths that do not
     divide without `shape`, and for a group that this process is not in.
@@ -54,17 +59,26 @@ def all_to_all_single_fn(
     [[0, 1, 6, 7], [100, 101, 106, 107]]
     """
     mesh = group_mesh(group, AXIS)
-    expression = verbs.all_to_all_single(
-        type,
-        tuple(input.shape),
-        mesh.mesh.n_devices,
-        AXIS,
-        zigzag=with_zigzag_splitting,
-        channel_dim=channel_dim,
-        sequence_dim=sequence_dim,
-        even=shape is None,
-    )
-    return redistribute(input, expression, mesh, shape=shape)
+
+    def expression() -> str:
+        return verbs.all_to_all_single(
+            type,
+            tuple(input.shape),
+            mesh_of(mesh).n_devices,
+            AXIS,
+            zigzag=with_zigzag_splitting,
+            channel_dim=channel_dim,
+            sequence_dim=sequence_dim,
+            even=shape is None,
+        )
+
+    if debug or agreement.ALWAYS:
+        flags = {"type": type, "with_zigzag_splitting": str(with_zigzag_splitting), "shape": str(shape)}
+        block = {"input": str(tuple(input.shape))}
+        asked = f"all_to_all_single_fn(.., {type!r}, ..)"
+        ranks = process_mesh(mesh).ranks
+        agreement.agree(ranks, asked, lambda: Facts(flags, {"means": expression()}, ranks, block))
+    return redistribute(input, expression(), mesh, shape=shape, debug=debug)
 
 
 class AllToAllSingleFunction:
@@ -89,9 +103,12 @@ class AllToAllSingleFunction:
         with_zigzag_splitting: bool,
         *,
         shape: Sequence[int] | None = None,
+        debug: bool = False,
     ) -> Tensor:
         """[B, C, L/P, ...] -> [B, C/P, L, ...] or back, and raises what `all_to_all_single_fn` does."""
-        return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, shape=shape)
+        return all_to_all_single_fn(
+            group, type, input_tensor, with_zigzag_splitting, shape=shape, debug=debug
+        )
 
 
 def zigzag_split_across_group_ranks(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.groups import ProcessMesh, group_mesh
+from torch_bridge.groups import MeshLike, group_mesh, mesh_of
 from torch_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
 from xshard import MeshError, verbs
 
@@ -102,10 +102,9 @@ def all_to_all_single_cross_replica(
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
 
 
-def _replicas(n: int, group: dist.ProcessGroup | None) -> ProcessMesh:
+def _replicas(n: int, group: dist.ProcessGroup | None) -> MeshLike:
     mesh = group_mesh(group, AXIS)
-    if n != mesh.mesh.n_devices:
-        raise MeshError(
-            f"replication_factor {n}, the group has {mesh.mesh.n_devices} processes", hint="one per replica"
-        )
+    processes = mesh_of(mesh).n_devices
+    if n != processes:
+        raise MeshError(f"replication_factor {n}, the group has {processes} processes", hint="as many")
     return mesh
