@@ -56,8 +56,12 @@ def best_aligned(space: Space, path: Path, memory_limit: int | None) -> Aligned 
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
     needs = _needs(space)
-    split = () if needs is None else tuple(_all_parts(space))
-    if needs is None or not split:
+    if needs is None or not (_cuts_further(needs) or _relief(space)):
+        return None  # what is cut alike is permuted, which needs no parts
+    if _least_seconds(space, needs) >= path.seconds:
+        return None
+    split = tuple(_all_parts(space))
+    if not split:
         return None
     finest = _divided(space, split)
     limit = math.inf if memory_limit is None else memory_limit / space.itemsize
@@ -90,6 +94,21 @@ def _needs(space: Space) -> tuple[list[int], list[int]] | None:
     return needs[0], needs[1]
 
 
+def _cuts_further(needs: Needs) -> bool:
+    return any(n > 1 for more in needs for n in more)
+
+
+def _least_seconds(space: Space, needs: Needs) -> float:
+    """What any aligned path takes: what must arrive, and the launches and first latencies of its steps."""
+    start, links, profile = space.state(space.start.layout), space.fabric.links, space.profile
+    least = min(link.latency_s for link in links)
+    seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
+    if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
+        seconds += profile.launch("all_gather") + least
+    received = space.least_received(start)[0] * space.itemsize
+    return seconds + received / max(link.bytes_per_s for link in links)
+
+
 def _relief(space: Space) -> list[int]:
     """Axes that hold replicas at both ends, on faster links than the slowest that a path must use."""
     start, goal = space.state(space.start.layout), space.goal_state
@@ -112,7 +131,8 @@ def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
     """What is needed, of which axes; and with a dim cut further by replicas, so that less crosses nodes."""
     changing = _changing(space)
-    yield needs, changing
+    if _cuts_further(needs):
+        yield needs, changing
     near = [a for a in _relief(space) if a not in changing and len(space.levels(a)) == 1]
     parts = math.prod(space.sizes[a] for a in near)
     cuts = space.goal_state.cuts

@@ -96,15 +96,14 @@ class Profile:
 
         Nodes divide the axis where they are whole runs of the positions of the axes after it.
         """
-        n, whole, after = mesh.size(axis), mesh.origin(axis), mesh.axes[mesh.position(axis) + 1 :]
-        nodes = dict(self.inside).get(whole)
-        if nodes is not None:
-            after = tuple(a for a in after if mesh.origin(a) == whole)
-        elif whole not in dict(self.axes) and self.across is not None:
-            nodes = self.node_devices
-        if nodes is None or mesh.n_devices <= nodes:
+        at, whole, nodes = mesh.position(axis), mesh.origin(axis), self.node_devices
+        n, after = mesh.sizes[at], mesh.sizes[at + 1 :]
+        if whole in dict(self.inside):
+            nodes = dict(self.inside)[whole]
+            after = mesh.sizes_of([a for a in mesh.axes[at + 1 :] if mesh.origin(a) == whole])
+        elif self.across is None or nodes is None or whole in dict(self.axes) or mesh.n_devices <= nodes:
             return n
-        stride = mesh.size(*after)
+        stride = math.prod(after)
         if nodes % stride:
             return 1
         return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1

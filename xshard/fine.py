@@ -30,7 +30,7 @@ class FineMesh(Mesh):
     >>> fine.axes, fine.origin("x_1"), fine.coords(5)
     (('x_0', 'x_1', 'y'), 'x', (1, 0, 1))
     >>> str(fine.divided(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
-    'n/x_0/x_1/y'
+    'n/(x_0,x_1)/y'
     """
 
     whole: Mesh

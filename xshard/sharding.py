@@ -220,7 +220,9 @@ def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
 
 
 def _normal_overlap(overlap: Overlap | None) -> Overlap | None:
-    rows = None if overlap is None else rows_of(overlap)
+    if overlap is None:
+        return None
+    rows = rows_of(overlap)
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
     return None if nothing else overlap

@@ -173,3 +173,10 @@ def test_more_devices_than_rows_of_a_part_are_left_to_other_steps():
         out = xs.reference.run(plan, blocks)
         value = oracle.gather(blocks, plan.src, plan.mesh, rows)
         assert np.array_equal(oracle.gather(out, plan.dst, plan.mesh, rows), value)
+
+
+def test_replicas_inside_a_node_relieve_a_permutation_without_those_across():
+    """A slice by all 16 would gather a half across nodes again."""
+    plan = xs.plan("a/x/y b -> a/y/x b", xs.Mesh(x=4, y=4, z=16), (8192, 8192), "bfloat16")
+    assert [str(step) for step in plan.steps] == ["slice a/z_1", "permute", "all_gather a/z_1"]
+    assert dict(plan.split) == {"z": (2, 8)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
@@ -182,11 +182,15 @@ def slow_first(mesh: Mesh, axes: Sequence[str], lanes: Lanes) -> Lanes:
     return tuple(lane for lane in lanes if lane.axis in axes)
 
 
-def rings(group: Lanes) -> Iterator[Lane]:
+def rings(group: Lanes) -> Lanes:
     """The lanes, parts of one axis on one level taken together: they are one ring, as the whole axis is."""
+    if not any(lane.whole for lane in group):
+        return group
+    found = []
     for _, alike in groupby(group, key=lambda lane: (lane.whole or lane.axis, lane.level)):
         lanes = tuple(alike)
-        yield lanes[0]._replace(size=math.prod(lane.size for lane in lanes)) if len(lanes) > 1 else lanes[0]
+        found.append(lanes[0]._replace(size=math.prod(lane.size for lane in lanes)))
+    return tuple(found)
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:

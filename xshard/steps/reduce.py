@@ -125,7 +125,7 @@ def reduce_scatter_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
     Over the fastest link first, so that the slowest sees the smallest pieces.
     """
     piece, hops = block, []
-    for lane in reversed(tuple(rings(group))):
+    for lane in reversed(rings(group)):
         n = lane.size
         piece //= n
         hops.append(Hop(lane.axis, (n - 1) * piece, n - 1, lane.level))
