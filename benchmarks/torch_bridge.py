@@ -30,7 +30,7 @@ NAME = "torch_bridge_host_run_memory_packing"
 RESULTS = HERE / "results"
 RANKS = (4, 8)
 # Bytes of the whole array, every how manieth case has that size, and in how many rounds.
-SIZES = ((1 << 10, 1, 15), (1 << 16, 1, 15), (1 << 20, 2, 11), (1 << 24, 4, 7), (1 << 26, 8, 5))
+SIZES = ((1 << 10, 2, 15), (1 << 16, 2, 15), (1 << 20, 3, 11), (1 << 24, 6, 7), (1 << 26, 12, 5))
 QUICK = ((1 << 12, 12, 5), (1 << 20, 24, 3))
 PACKED = {"cpu": (1 << 24, 1 << 26), "cuda": (1 << 26, 1 << 28, 1 << 30, 1 << 31)}
 SHOWN_FAILURES = 8  # named per claim on the terminal; the JSON has them all

@@ -91,7 +91,7 @@ def plan_of(
         if plan.mesh != processes.mesh:
             raise MeshError(f"the plan is for {plan.mesh!r}, this is {processes.mesh!r}")
         if plan.dtype != name:
-            raise DtypeError(f"the plan is for {plan.dtype}, what travels has {name}")
+            raise DtypeError(f"the plan is for {plan.dtype}, the block has {name}")
         if shape not in (None, plan.shape):
             raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
     else:
