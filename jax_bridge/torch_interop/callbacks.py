@@ -1,8 +1,7 @@
 """`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
 
-Decides what the host runs and how that is differentiated: every device hands its blocks to torch, and the
-gradient is another such function, which runs the torch function again and pulls back through it. So no
-graph of torch outlives a call, pullbacks may be used twice, and derivatives of any order are there.
+Decides what layouts mean for a call, and how the shapes of its results are found before it runs. What
+runs is in `host_call`.
 """
 
 from __future__ import annotations
@@ -10,31 +9,24 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.ops import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.arrange import layouts_of, named
+from jax_bridge.torch_interop.host_call import Flat, HostCall, torch_dtype
 from jax_bridge.torch_interop.places import Ends, ends_of
 from jax_bridge.torch_interop.pullback import spread
-from jax_bridge.versions import host_callback
-from xshard import Layout, Plan, ShapeError, XshardError, plan
+from xshard import Layout, Plan, XshardError, plan
 from xshard.spelling import Expression, whole_shape
 from xshard.steps.base import without_tags
-
-Flat = Callable[..., Sequence[Tensor]]  # tensors -> tensors
 
 
 def from_torch(
@@ -121,99 +113,6 @@ class TorchCall:
         return HostCall(of_tensors, ends, enters, tuple(leaves)), out_tree
 
 
-@dataclass(frozen=True, eq=False)
-class HostCall:
-    """A function of tensors as one of global arrays.
-
-    enters, leaves: how each array becomes the blocks of the function, and its blocks an array.
-    """
-
-    fn: Flat
-    ends: Ends
-    enters: tuple[Plan, ...]
-    leaves: tuple[Plan, ...]
-
-    @cached_property
-    def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of arrays, with its gradient."""
-        call = jax.custom_vjp(self._run)
-        # The forward pass is the call itself: what takes the gradient's gradient comes through it too.
-        call.defvjp(lambda *arrays: (call(*arrays), arrays), self._backward)
-        return call
-
-    @cached_property
-    def pullback(self) -> HostCall:
-        """The gradients, as a function of the arrays and the cotangents."""
-        return HostCall(
-            self._pulled,
-            self.ends,
-            (*self.enters, *(self.leaves[i].backward for i in _smooth(self.leaves))),
-            tuple(self.enters[i].backward for i in _smooth(self.enters)),
-        )
-
-    @cached_property
-    def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of arrays without its gradient; compiled once for calls outside of jit, too."""
-        on_devices = jax.shard_map(
-            self._local,
-            mesh=self.ends.jax_mesh,
-            in_specs=tuple(named(p.src, self.ends, p.shape).spec for p in self.enters),
-            out_specs=tuple(named(p.dst, self.ends, p.shape).spec for p in self.leaves),
-            check_vma=False,  # JAX does not differentiate through it: the layouts alone say what is what
-        )
-        return jax.jit(on_devices)
-
-    def _local(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
-        """On one device, inside shard_map."""
-        given = [_moved(x, p) for x, p in zip(blocks, self.enters, strict=True)]
-        types = tuple(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype) for p in self.leaves)
-        made = host_callback(self._on_host, types)(*given)
-        return tuple(_moved(x, p) for x, p in zip(made, self.leaves, strict=True))
-
-    def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
-        """Read and write XLA's own memory: the blocks that the function gets are copies of it."""
-        with buffers.on_stream(context, self.ends.kind):
-            blocks = [from_dlpack(x).clone() for x in memory]
-            with torch.no_grad():
-                made = self.fn(*blocks)
-            for result, p, x in zip(results, self.leaves, made, strict=True):
-                have, want = (tuple(x.shape), x.dtype), (p.source.local_shape(0), _torch_dtype(p))
-                if have != want:
-                    raise ShapeError(
-                        f"the torch function returns {have}, and {want} for fake tensors of the same shapes",
-                        hint="shapes and dtypes of its results may depend on those of its arguments alone",
-                    )
-                from_dlpack(result).copy_(x)
-
-    def _backward(self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        smooth = (cotangents[i] for i in _smooth(self.leaves))
-        gradients = self.pullback.differentiable(*arrays, *smooth)
-        found = dict(zip(_smooth(self.enters), gradients, strict=True))
-        zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in arrays)
-        return tuple(found.get(i, zero) for i, zero in enumerate(zeros))
-
-    def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The torch function again, and its pullback. JAX's complex gradients are conjugates of torch's."""
-        n, wrt = len(self.enters), _smooth(self.enters)
-        recorded = any(x.requires_grad for x in tensors)
-        with torch.enable_grad():
-            given = [
-                x.detach().requires_grad_() if i in wrt and not x.requires_grad else x
-                for i, x in enumerate(tensors[:n])
-            ]
-            made = self.fn(*given)
-            cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
-            pairs = [(made[i], g.conj()) for i, g in cotangents if made[i].requires_grad]
-            gradients = torch.autograd.grad(
-                [y for y, _ in pairs],
-                [given[i] for i in wrt],
-                [g for _, g in pairs],
-                create_graph=recorded,
-                materialize_grads=True,
-            )
-            return [g.conj() for g in gradients]
-
-
 def _plan(
     layout: Layout | Expression, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool
 ) -> Plan:
@@ -230,7 +129,7 @@ def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
     """What a function returns for blocks of such shapes and dtypes, without computing it."""
     device = ends.kind
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        blocks = [torch.empty(p.target.local_shape(0), dtype=_torch_dtype(p), device=device) for p in enters]
+        blocks = [torch.empty(p.target.local_shape(0), dtype=torch_dtype(p), device=device) for p in enters]
         made = fn(*blocks)
     for x in made:
         if not isinstance(x, Tensor):
@@ -240,24 +139,11 @@ def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
     return made
 
 
-def _torch_dtype(made: Plan) -> torch.dtype:
-    return buffers.torch_dtype(jnp.dtype(made.dtype))
-
-
 def _placed(x: jax.Array, made: Plan, ends: Ends) -> jax.Array:
     """The array sharded as it enters: on Explicit axes that is part of its type."""
     if AxisType.Explicit not in ends.jax_mesh.axis_types:
         return x
     return jax.reshard(x, named(made.src, ends, made.shape))
-
-
-def _moved(x: jax.Array, made: Plan) -> jax.Array:
-    return redistribute(x, made) if made.steps else x
-
-
-def _smooth(plans: Sequence[Plan]) -> tuple[int, ...]:
-    """The arrays that have a cotangent: floats and complex numbers."""
-    return tuple(i for i, p in enumerate(plans) if jnp.issubdtype(jnp.dtype(p.dtype), jnp.inexact))
 
 
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,37 @@ def test_gradients_reach_the_parameters_of_a_module() -> None:
     (module(torch.tensor(x)) ** 2).sum().backward()
     for name, p in parameters.items():
         assert np.allclose(gradients[name], p.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+class Alone(torch.nn.Module):
+    """A module that notices whether it is called while it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.calls: list[int] = []  # shared with copies
+        self.most = [0]
+
+    def __deepcopy__(self, memo) -> Alone:
+        other = Alone()
+        other.calls, other.most = self.calls, self.most
+        return other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        time.sleep(0.02)
+        self.most[0] = max(self.most[0], len(self.calls))
+        self.calls.pop()
+        return self.weight * x
+
+
+@in_jax
+def test_devices_take_turns_with_a_module() -> None:
+    """Which holds the parameters of one call at a time; the user's own keeps its own."""
+    module = Alone()
+    f = jax.jit(from_torch(module, ("...", "n/a"), "n/a", jax_mesh(a=4)))
+    assert (f({"weight": jnp.full(1, 3.0)}, jnp.ones(8)) == 3).all()
+    assert module.most == [1] and module.weight.item() == 1
 
 
 @in_jax

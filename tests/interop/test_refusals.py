@@ -79,7 +79,7 @@ def test_fake_tensors_and_meshes_without_devices() -> None:
 def test_devices_of_another_kind() -> None:
     """There are none here: a mesh that says it is of such."""
     with mock.patch.object(Ends, "kind", "cuda"), pytest.raises(xs.MeshError) as caught:
-        to_jax(torch.zeros(4), "n", jax_mesh(a=1))
+        to_jax(torch.zeros(4), "n", jax_mesh(never_used_before=1))
     assert str(caught.value).startswith("the tensor is on cpu, JAX's mesh has ")
     assert "move the tensor: x.to('cuda')" in str(caught.value)
 
