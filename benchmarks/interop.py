@@ -12,21 +12,21 @@ none has copied a byte, or takes longer for more bytes.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-RESULTS = Path(__file__).parent / "results"
+import claim
+import record
+
+from xshard.units import format_bytes
+
 DEVICES = 4
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of a block, of which there are four
 QUICK_SIZES = SIZES[:3]
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small blocks, few rounds")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--output", type=Path, default=record.RESULTS, help="folder for the JSON file")
     options = parser.parse_args(arguments)
     configure()
     rounds = 11 if options.quick else 101
@@ -48,18 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handed = [hand_over(size, rounds) for size in sizes]
     called = [call(width, rounds) for width in (WIDTHS[:1] if options.quick else WIDTHS)]
     show(handed, called)
-    claims = judge(handed)
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "interop.json"
+    judged = judge(handed)
+    claim.show("Shared arrays", judged)
     command = "python benchmarks/interop.py" + " --quick" * options.quick
-    path.write_text(
-        json.dumps({**context(command), "claims": claims, "handed": handed, "called": called}, indent=1)
-        + "\n"
-    )
-    print(path)
-    for statement, holds in claims.items():
-        print(f"{'holds' if holds else 'FAILS'}: {statement}")
-    return int(not all(claims.values()))
+    about = record.about(command, "torch", "jax", "jaxlib")
+    claims = [each.to_dict() for each in judged]
+    print(record.write(options.output / "interop.json", about, claims=claims, handed=handed, called=called))
+    return int(not all(each.holds for each in judged))
 
 
 def configure() -> None:
@@ -175,22 +170,20 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def judge(handed: Sequence[Row]) -> dict[str, bool]:
-    claims = {}
+def judge(handed: Sequence[Row]) -> list[claim.Claim]:
+    found = []
     for way in ("to_jax", "to_torch"):
-        claims[f"{way} copies no byte"] = not any(row["bytes_copied"][way] for row in handed)
-        found = [row["seconds"][way] for row in handed]
-        claims[f"{way} of the largest block takes at most {FLAT:g} times that of the smallest"] = (
-            found[-1] <= FLAT * found[0]
-        )
-    return claims
+        copied = [(format_bytes(row["block_bytes"]), row["bytes_copied"][way]) for row in handed]
+        found.append(claim.worst(f"bytes that {way} copies", copied, 0))
+        seconds = [row["seconds"][way] for row in handed]
+        flat = [("largest block", seconds[-1] / seconds[0])]
+        found.append(claim.worst(f"{way}: time of the largest block / of the smallest", flat, FLAT))
+    return found
 
 
 def show(handed: Sequence[Row], called: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from xshard.units import format_bytes
 
     console = Console(width=max(Console().width, 130))
     ways = [*handed[0]["seconds"]]
@@ -211,23 +204,6 @@ def show(handed: Sequence[Row], called: Sequence[Row]) -> None:
         more = [f"{(a - b) * 1e6:.0f}" for a, b in (found[:2], found[2:])]
         table.add_row(str(row["width"]), *times, *more)
     console.print(table)
-
-
-def context(command: str) -> dict[str, Any]:
-    """When, how and with what; nothing that names the machine."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("xshard", "numpy", "torch", "jax", "jaxlib")},
-        },
-        "machine": {
-            "system": platform.system(),
-            "architecture": platform.machine(),
-            "cpu_cores": os.cpu_count(),
-        },
-    }
 
 
 if __name__ == "__main__":

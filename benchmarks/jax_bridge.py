@@ -20,6 +20,7 @@ from typing import Any
 sys.path.append(sys.path.pop(0))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import claim
 import record
 
 NAME = "jax_bridge_bytes_memory_seconds"
@@ -39,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     found = measure(QUICK_STRIDE if options.quick else 1)
     judged = claims.judge(found["compiled"], found["timed"], found["dispatch"])
-    show(judged)
+    claim.show("The JAX bridge and XLA's own reshard", judged)
     command = "python benchmarks/jax_bridge.py" + " --quick" * options.quick
     about = record.about(command, "jax", "jaxlib", dispatch=found.pop("dispatch"))
     path = options.output / f"{NAME}.json"
-    print(record.write(path, about, claims=[claim.to_dict() for claim in judged], **found))
-    return int(not all(claim.holds for claim in judged))
+    print(record.write(path, about, claims=[each.to_dict() for each in judged], **found))
+    return int(not all(each.holds for each in judged))
 
 
 def configure() -> None:
@@ -78,27 +79,6 @@ def measure(stride: int) -> dict[str, Any]:
         for case in record.shown([*distinct.values()], f"timing at {format_bytes(size)}"):
             timed.append(measures.timed(Move(case, HOST), rounds))
     return {"compiled": compiled, "timed": timed, "dispatch": measures.dispatch()}
-
-
-def show(judged: Sequence[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=max(Console().width, 120))
-    table = Table(title="The JAX bridge and XLA's own reshard", title_justify="left")
-    for head, justify in (("what", "left"), ("cases", "right"), ("measured", "right"), ("limit", "right")):
-        table.add_column(head, justify=justify)
-    table.add_column("")
-    for claim in judged:
-        sign = ">=" if claim.at_least else "<="
-        word = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
-        table.add_row(
-            claim.statement, str(claim.n_cases), f"{claim.measured:.3g}", f"{sign} {claim.limit:g}", word
-        )
-    console.print(table)
-    for claim in judged:
-        if claim.failing:
-            console.print(f"{claim.statement}: {record.named(claim.failing)}", highlight=False)
 
 
 if __name__ == "__main__":

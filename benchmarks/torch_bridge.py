@@ -10,46 +10,50 @@ a claim of `executing.claims` does not hold; what breaks it is named.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
+import statistics
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 # This file has the name of the package that it measures: that is looked for first, and beside this folder.
 HERE = Path(__file__).parent
-if sys.path[0] == str(HERE):
-    sys.path.append(sys.path.pop(0))
-sys.path.insert(0, str(HERE.parent))
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE)), str(HERE)]
+
+import claim
+import record
+from rich.console import Console
+from rich.table import Table
+
+from xshard.units import format_bytes
 
 NAME = "torch_bridge_host_run_memory_packing"
-RESULTS = HERE / "results"
 RANKS = (4, 8)
 # Bytes of the whole array, every how manieth case has that size, and in how many rounds.
 SIZES = ((1 << 10, 2, 15), (1 << 16, 2, 15), (1 << 20, 3, 11), (1 << 24, 6, 7), (1 << 26, 12, 5))
 QUICK = ((1 << 12, 12, 5), (1 << 20, 24, 3))
 PACKED = {"cpu": (1 << 24, 1 << 26), "cuda": (1 << 26, 1 << 28, 1 << 30, 1 << 31)}
-SHOWN_FAILURES = 8  # named per claim on the terminal; the JSON has them all
 PROFILE = "gloo"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few cases, few rounds")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--output", type=Path, default=record.RESULTS, help="folder for the JSON file")
     options = parser.parse_args(arguments)
     found = measure(quick=options.quick)
+    import torch
     from executing import claims
 
     judged = claims.judge(**found)
-    show(judged, found["ends"])
-    about = context("python benchmarks/torch_bridge.py" + " --quick" * options.quick)
-    print(write(options.output, about, [claim.to_dict() for claim in judged], found))
-    return int(not all(claim.holds for claim in judged))
+    claim.show("The torch bridge and its peers", judged)
+    Console().print(sizes(found["ends"]))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    command = "python benchmarks/torch_bridge.py" + " --quick" * options.quick
+    about = record.about(command, "torch", backend="gloo", gpu=gpu)
+    path = options.output / f"{NAME}.json"
+    print(record.write(path, about, claims=[each.to_dict() for each in judged], **found))
+    return int(not all(each.holds for each in judged))
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -79,60 +83,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def context(command: str) -> dict[str, Any]:
-    """When, how and with what; nothing that names the machine."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("xshard", "numpy", "torch")},
-        },
-        "machine": {
-            "system": platform.system(),
-            "architecture": platform.machine(),
-            "cpu_cores": os.cpu_count(),
-            "gpu": gpu,
-        },
-        "backend": "gloo",
-    }
-
-
-def show(judged: Sequence[Any], ends: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=max(Console().width, 120))
-    table = Table(title="The torch bridge and its peers", title_justify="left")
-    for head, justify in (("what", "left"), ("cases", "right"), ("measured", "right"), ("limit", "right")):
-        table.add_column(head, justify=justify)
-    table.add_column("")
-    for claim in judged:
-        sign = ">=" if claim.at_least else "<="
-        word = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
-        table.add_row(
-            claim.statement, str(claim.n_cases), f"{claim.measured:.3g}", f"{sign} {claim.limit:.3g}", word
-        )
-    console.print(table)
-    for claim in judged:
-        if claim.failing:
-            more = len(claim.failing) - SHOWN_FAILURES
-            named = ", ".join(claim.failing[:SHOWN_FAILURES]) + (f" and {more} more" if more > 0 else "")
-            console.print(f"{claim.statement}: {named}", highlight=False)
-    console.print(sizes(ends))
-
-
-def sizes(ends: Sequence[dict[str, Any]]) -> Any:
+def sizes(ends: Sequence[dict[str, Any]]) -> Table:
     """How many times as fast as each peer, by the size of the array."""
-    import statistics
-
-    from rich.table import Table
-
-    from xshard.units import format_bytes
-
     table = Table(title="Times as fast as: geometric mean (worst)", title_justify="left")
     ways = sorted({way for row in ends for way in row["faster_than"]})
     for head in ("array", "cases", *ways):
@@ -148,17 +100,6 @@ def sizes(ends: Sequence[dict[str, Any]]) -> Any:
 def _bucket(nbytes: int) -> int:
     """The size that was asked for: arrays are up to twice as large."""
     return max((size for size, *_ in (*SIZES, *QUICK) if size <= nbytes), default=SIZES[0][0])
-
-
-def write(folder: Path, about: dict[str, Any], claims: list[Any], found: dict[str, Any]) -> Path:
-    """The run as a file, a row to a line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{NAME}.json"
-    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
-    for key, rows in {"claims": claims, **found}.items():
-        parts.append(f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    return path
 
 
 if __name__ == "__main__":

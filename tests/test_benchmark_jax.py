@@ -38,7 +38,11 @@ def failing(**figures) -> list[str]:
     xla = {"received_bytes": 128, "reduced_bytes": 0, "temporary_bytes": 0, "compile_s": 0.1}
     row = {"case": "one", "source_elements": 1, "target_elements": 1, "ended_sums": 1, "xla": xla}
     row["ours"] = {profile: ours(**figures) for profile in ("bandwidth", "h100")}
-    rows = {"compiled": [row], "timed": [{"case": "one", "faster": 2.0}], "dispatch": {"ratio": 1.2}}
+    rows = {
+        "compiled": [row],
+        "timed": [{"case": "one", "bytes": 1, "faster": 2.0}],
+        "dispatch": {"ratio": 1.2},
+    }
     done = subprocess.run(
         [sys.executable, "-c", JUDGE, str(BENCHMARKS)],
         input=json.dumps(rows),

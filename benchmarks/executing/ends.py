@@ -24,7 +24,7 @@ import xshard as xs
 from executing import raw
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
-from torch_bridge.redistribution import plan_of
+from torch_bridge.planned import plan_of
 
 Row = dict[str, Any]
 OURS, DTENSOR, RAW = "xshard", "DTensor", "by hand"

@@ -7,12 +7,12 @@ away, XLA is credited with the reduce-scatter that it makes of it elsewhere: hal
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from claim import Claim, mean, none_of, worst
 
 from resharding.measures import Row
+from xshard.units import format_bytes
 
 # What plans are for: received bytes are compared where they are planned for, run time where it is measured,
 # all else as users get it.
@@ -22,37 +22,22 @@ Ratio = Callable[[Row], float]
 SLACK_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A number and what it should be. failing: the cases that break it, the worst first."""
-
-    statement: str
-    measured: float
-    limit: float
-    at_least: bool
-    n_cases: int
-    failing: tuple[str, ...] = ()
-
-    @property
-    def holds(self) -> bool:
-        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "holds": self.holds}
-
-
 def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple[Claim, ...]:
     """Every claim, in order."""
     moving = [row for row in compiled if _xla_bytes(row)]
     silent = [row for row in compiled if not _xla_bytes(row) and row["ours"][FEWEST_BYTES]["received_bytes"]]
+    n = len(compiled)
+    faster = [(f"{row['case']} of {format_bytes(row['bytes'])}", row["faster"]) for row in timed]
     return (
-        _share("cases whose collectives or bytes are not the plan's", compiled, _is_not_as_planned),
-        _mean("received bytes / XLA's: geometric mean", moving, _bytes_ratio, 0.60),
-        _worst("received bytes / XLA's: worst", [*moving, *silent], _bytes_ratio, 1.00),
-        _share("cases with more temporary memory than XLA's", compiled, _is_larger),
-        _mean("seconds to compile / XLA's: geometric mean", compiled, _compile_ratio, 1.5),
-        _mean("XLA's run time / ours: geometric mean", timed, _faster, 1.5, at_least=True),
-        _worst("XLA's run time / ours: worst", timed, _faster, 0.9, at_least=True),
+        none_of(
+            "cases whose collectives or bytes are not the plan's", _breaking(compiled, _is_not_as_planned), n
+        ),
+        mean("received bytes / XLA's: geometric mean", _named(moving, _bytes_ratio), 0.60),
+        worst("received bytes / XLA's: worst", _named([*moving, *silent], _bytes_ratio), 1.00),
+        none_of("cases with more temporary memory than XLA's", _breaking(compiled, _is_larger), n),
+        mean("seconds to compile / XLA's: geometric mean", _named(compiled, _compile_ratio), 1.5),
+        mean("XLA's run time / ours: geometric mean", faster, 1.5, at_least=True),
+        worst("XLA's run time / ours: worst", faster, 0.9, at_least=True),
         Claim("host time of a cached reshard / of a cached jit", dispatch["ratio"], 1.5, False, 1),
     )
 
@@ -83,38 +68,9 @@ def _compile_ratio(row: Row) -> float:
     return row["ours"][DEFAULT]["compile_s"] / row["xla"]["compile_s"]
 
 
-def _faster(row: Row) -> float:
-    return row["faster"]
+def _named(rows: Sequence[Row], ratio: Ratio) -> list[tuple[str, float]]:
+    return [(row["case"], ratio(row)) for row in rows]
 
 
-def _mean(
-    statement: str,
-    rows: Sequence[Row],
-    ratio: Callable[[Row], float],
-    limit: float,
-    *,
-    at_least: bool = False,
-) -> Claim:
-    # A ratio of 0 (nothing received where XLA receives something) counts as one byte would.
-    values = [max(ratio(row), 1e-3) for row in rows]
-    return Claim(statement, statistics.geometric_mean(values), limit, at_least, len(rows))
-
-
-def _worst(
-    statement: str,
-    rows: Sequence[Row],
-    ratio: Callable[[Row], float],
-    limit: float,
-    *,
-    at_least: bool = False,
-) -> Claim:
-    ranked = sorted(((ratio(row), row["case"]) for row in rows), reverse=not at_least)
-    failing = [
-        f"{case} {value:.2f}" for value, case in ranked if (value < limit if at_least else value > limit)
-    ]
-    return Claim(statement, ranked[0][0], limit, at_least, len(rows), tuple(failing))
-
-
-def _share(statement: str, rows: Sequence[Row], breaks: Callable[[Row], bool]) -> Claim:
-    failing = tuple(row["case"] for row in rows if breaks(row))
-    return Claim(statement, len(failing), 0, False, len(rows), failing)
+def _breaking(rows: Sequence[Row], breaks: Callable[[Row], bool]) -> list[str]:
+    return [row["case"] for row in rows if breaks(row)]

@@ -65,6 +65,7 @@ def timed(move: Move, rounds: int) -> Row:
                 seconds[which].append(time.perf_counter() - start)
     ours, xla = seconds
     return _named(move) | {
+        "bytes": x.nbytes,
         "ours_s": statistics.median(ours),
         "xla_s": statistics.median(xla),
         "faster": statistics.median(b / a for a, b in zip(ours, xla, strict=True)),
