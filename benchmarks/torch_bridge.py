@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 # This file has the name of the package that it measures: that is looked for first, and beside this folder.
-HERE = Path(__file__).parent
-sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE)), str(HERE)]
+sys.path.remove(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import claim
 import record
