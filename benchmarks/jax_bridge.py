@@ -61,7 +61,7 @@ def measure(stride: int) -> dict[str, Any]:
     """The rows of every case that JAX has: even, on at most 64 devices."""
     from planning.cases import load, scaled
     from resharding import measures
-    from resharding.claims import DEFAULT, FEWEST_BYTES, HOST
+    from resharding.measures import DEFAULT, FEWEST_BYTES, HOST
     from resharding.programs import Move, addable
 
     from xshard.units import format_bytes

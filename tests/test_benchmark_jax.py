@@ -37,7 +37,8 @@ def failing(**figures) -> list[str]:
     """The statements that a row with these figures breaks, beside an XLA that receives 128 bytes."""
     xla = {"received_bytes": 128, "reduced_bytes": 0, "temporary_bytes": 0, "compile_s": 0.1}
     row = {"case": "one", "source_elements": 1, "target_elements": 1, "ended_sums": 1, "xla": xla}
-    row["ours"] = {profile: ours(**figures) for profile in ("bandwidth", "h100")}
+    plans = "bandwidth", "h100", "h100, holding no more than XLA"
+    row["ours"] = {plan: ours(**figures) for plan in plans}
     rows = {
         "compiled": [row],
         "timed": [{"case": "one", "bytes": 1, "faster": 2.0}],
@@ -60,7 +61,13 @@ def failing(**figures) -> list[str]:
         ({}, []),
         ({"received_bytes": 60}, ["cases whose collectives or bytes are not the plan's"]),
         ({"counts": {"all-gather": 2}}, ["cases whose collectives or bytes are not the plan's"]),
-        ({"temporary_bytes": 5000}, ["cases with more temporary memory than XLA's"]),
+        (
+            {"temporary_bytes": 5000},
+            [
+                "cases with more temporary memory than XLA's",
+                "the same, asked to hold no more than XLA (memory_limit=)",
+            ],
+        ),
         ({"compile_s": 0.2}, ["seconds to compile / XLA's: geometric mean"]),
         (
             {"received_bytes": 130, "plan_bytes": 130},

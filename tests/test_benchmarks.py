@@ -54,7 +54,7 @@ def test_a_quick_run_leaves_a_json_file_and_a_plot(tmp_path: Path) -> None:
     assert set(data["peer_versions"]) == set(PEERS)
     assert len(data["public"]) == 15 and len(data["scaled"]) == 12
     for row in [*data["public"], *data["scaled"]]:
-        assert set(row["plans"]) == {"bandwidth", "h100", "h100_nvlink"}
+        assert set(row["plans"]) == {"bandwidth", "h100", "h100_nvlink", "network"}
         assert all(plan["values_right"] for plan in row["plans"].values()), row["case"]
         assert row["cold_s"] > 0
     assert [name for name in PEERS if any("seconds" in row["peers"][name] for row in data["scaled"])] == PEERS

@@ -20,16 +20,6 @@ def total_elements(case: Case) -> int:
     return bounds.total_elements(src.with_layout(src.normal), dst.with_layout(dst.normal))
 
 
-def nodes_are_aligned(mesh: xs.Mesh, node_devices: int) -> bool:
-    """Whether every node is a whole block of the mesh: some trailing axes, and a part of one more."""
-    reach = 1
-    for n in reversed(mesh.sizes):
-        if reach * n >= node_devices:
-            return reach * n % node_devices == 0 and node_devices % reach == 0
-        reach *= n
-    return False
-
-
 def node_elements(case: Case, node_devices: int) -> NDArray[np.int64]:
     """Elements that must enter every node: all that its devices need together and do not have together.
 

@@ -42,9 +42,10 @@ class Case:
     def is_even(self) -> bool:
         return all(xs.Sharding(end, self.mesh, self.shape).is_even for end in (self.src, self.dst))
 
-    def plan(self, profile: xs.Profile) -> xs.Plan:
+    def plan(self, profile: xs.Profile, memory_limit: int | None = None) -> xs.Plan:
         """Our plan."""
-        return xs.plan((self.src, self.dst), self.mesh, self.shape, self.dtype, profile=profile)
+        move = self.src, self.dst
+        return xs.plan(move, self.mesh, self.shape, self.dtype, profile=profile, memory_limit=memory_limit)
 
 
 def load(which: str) -> tuple[Case, ...]:

@@ -55,7 +55,7 @@ class Claim:
 
 
 def judge(public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bool) -> tuple[Claim, ...]:
-    """Every claim, in the issue's order. quick: planning times are reported only."""
+    """Every claim, in order. quick: planning times are reported only."""
     return (
         *_bytes(scaled),
         *(claim for profile in SECONDS_PROFILES for claim in _seconds(scaled, profile)),
@@ -110,20 +110,18 @@ def _seconds(scaled: Sequence[Row], profile: str) -> Iterator[Claim]:
 
 
 def _nodes(scaled: Sequence[Row]) -> Iterator[Claim]:
-    aligned = [row for row in scaled if row.get("nodes", {}).get("aligned")]
-    for suffix, what, rows in (("", "", scaled), ("_aligned", ", meshes of whole nodes", aligned)):
-        ours = list(node_ratios(rows, our_crossing))
-        peers = {name: [v for _, v in node_ratios(rows, peer_crossing(name))] for name in PEERS}
+    peers = {name: [v for _, v in node_ratios(scaled, peer_crossing(name))] for name in PEERS}
+    for profile, what in (("network", "planned for what crosses"), ("h100", "planned for h100")):
         yield _mean(
-            f"nodes_geomean{suffix}",
-            f"bytes crossing 8-device nodes over those that must{what}: geometric mean",
-            ours,
+            f"nodes_geomean_{profile}",
+            f"bytes crossing 8-device nodes over those that must, {what}: geometric mean",
+            list(node_ratios(scaled, our_crossing(profile))),
             1.05,
-            must=not suffix,
+            must=profile == "network",
             peers={name: geomean(values) for name, values in peers.items() if values},
         )
     needless = [row for row in scaled if "nodes" in row and not row["nodes"]["bound_bytes"]]
-    crossed = [(row["case"], row["nodes"]["crossing_bytes"]) for row in needless]
+    crossed = [(row["case"], max(row["nodes"]["crossing_bytes"].values())) for row in needless]
     yield _worst(
         "nodes_zero",
         "bytes crossing 8-device nodes where none must: worst case",

@@ -5,6 +5,7 @@ A row holds one case's numbers, as they go into the JSON; `claims` judges them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,17 +17,27 @@ from planning.peers.base import NODE_DEVICES, PeerPlan
 from planning.peers.collect import Answer
 from planning.traffic import plan_flow
 from xshard import dtypes
+from xshard.cost import Link
 
 Row = dict[str, Any]
+UNLIMITED = 1e15  # bytes per second
 
 
 def profiles() -> dict[str, xs.Profile]:
-    """The machines: bytes alone; nodes of eight H100; as many H100 as there are, all on NVLink."""
+    """The machines: bytes alone; nodes of eight H100; as many H100 as there are, all on NVLink; nodes of
+    eight between which alone anything takes time."""
     h100 = xs.load_profile("h100")
     return {
         "bandwidth": xs.load_profile("bandwidth"),
         "h100": h100,
         "h100_nvlink": replace(h100, name="h100_nvlink", across=None, node_devices=None),
+        "network": replace(
+            h100,
+            name="network",
+            launch_s=(("other", 0.0),),
+            copy_bytes_per_s=math.inf,
+            default=Link(0.0, UNLIMITED),
+        ),
     }
 
 
@@ -47,7 +58,7 @@ def case_row(case: Case) -> Row:
         bound = bounds.total_elements(case) * dtypes.itemsize(case.dtype)
         row |= {"total_bound_bytes": bound}
     elif case.mesh.n_devices > NODE_DEVICES:
-        row["nodes"] = _node_facts(case, plans["h100"])
+        row["nodes"] = _node_facts(case, {name: plans[name] for name in ("h100", "network")})
     return row
 
 
@@ -70,14 +81,14 @@ def _plan_facts(plan: xs.Plan) -> Row:
     }
 
 
-def _node_facts(case: Case, plan: xs.Plan) -> Row:
+def _node_facts(case: Case, plans: Mapping[str, xs.Plan]) -> Row:
     """Bytes that cross nodes, all nodes together."""
-    bound = int(bounds.node_elements(case, NODE_DEVICES).sum()) * plan.itemsize
-    crossing = float(plan_flow(plan, NODE_DEVICES).nodes.sum()) * plan.itemsize
+    itemsize = dtypes.itemsize(case.dtype)
     return {
-        "bound_bytes": bound,
-        "crossing_bytes": crossing,
-        "aligned": bounds.nodes_are_aligned(case.mesh, NODE_DEVICES),
+        "bound_bytes": int(bounds.node_elements(case, NODE_DEVICES).sum()) * itemsize,
+        "crossing_bytes": {
+            name: float(plan_flow(plan, NODE_DEVICES).nodes.sum()) * itemsize for name, plan in plans.items()
+        },
     }
 
 

@@ -56,8 +56,8 @@ def node_ratios(rows: Iterable[Row], crossing: Number) -> Iterator[Ratio]:
             yield row["case"], found / row["nodes"]["bound_bytes"]
 
 
-def our_crossing(row: Row) -> float | None:
-    return row["nodes"]["crossing_bytes"] if "nodes" in row else None
+def our_crossing(profile: str) -> Number:
+    return lambda row: row["nodes"]["crossing_bytes"][profile] if "nodes" in row else None
 
 
 def peer_crossing(name: str) -> Number:

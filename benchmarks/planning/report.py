@@ -78,7 +78,7 @@ def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
             nodes,
             "bytes crossing 8-device nodes / bound",
             ratios.node_ratios,
-            ratios.our_crossing,
+            ratios.our_crossing("network"),
             ratios.peer_crossing,
         ),
     ):

@@ -35,14 +35,15 @@ HLO_NAMES = {
 
 @dataclass(frozen=True)
 class Move:
-    """A case, and the machine that it is planned for."""
+    """A case, the machine that it is planned for, and the most that it may hold."""
 
     case: Case
     profile: str
+    memory_limit: int | None = None
 
     @cached_property
     def plan(self) -> xs.Plan:
-        return self.case.plan(xs.load_profile(self.profile))
+        return self.case.plan(xs.load_profile(self.profile), self.memory_limit)
 
     @cached_property
     def mesh(self) -> JaxMesh:
