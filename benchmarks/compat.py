@@ -16,6 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Beside this file are others with the names of packages: those are looked for first.
+sys.path.remove(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import record
 from by_turns import Seconds
 from drop_ins import measure

@@ -14,6 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+# Beside this file are others with the names of packages: those are looked for first.
+sys.path.remove(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import record
 from halos import measure
 from halos.ways import WAYS

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch_bridge import redistribution
 from torch_bridge.autograd import apply
 from torch_bridge.executable import Executable
-from torch_bridge.groups import MeshLike, mesh_of, process_mesh
+from torch_bridge.groups import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.lower import lower, lower_traced
 from torch_bridge.pending import PendingTensor
 from torch_bridge.planned import plan_of
@@ -45,7 +45,7 @@ def redistribute(
 ) -> Any:
     """`redistribute` inside torch.compile, which runs this line by line."""
     is_text = isinstance(expression, str) and isinstance(profile, str)
-    is_known = is_text and isinstance(mesh, Mesh | DeviceMesh)
+    is_known = is_text and mesh is not None and not isinstance(mesh, ProcessMesh)
     if isinstance(x, DTensor) or not is_known or check_replicated:
         options_ = {
             "shape": shape,

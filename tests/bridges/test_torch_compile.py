@@ -193,9 +193,8 @@ def _refused() -> list[str]:
 
 def test_what_torch_cannot_do_is_refused() -> None:
     """In all of these torch itself says nothing, or something else."""
-    first, *others = on_ranks(4, _refused)
-    assert all(found == first for found in others)
     parts = ["unknown mesh axis 'q' in 'n/q d -> n d'", "whose expression is text"]
     parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
-    for part, text in zip(parts, first, strict=True):
-        assert part in text, text
+    for found in on_ranks(4, _refused):
+        for part, text in zip(parts, found, strict=True):
+            assert part in text, text

@@ -20,7 +20,7 @@ from tests.bridges.nn_helpers import (
     sizes,
 )
 from tests.bridges.torch_helpers import on_ranks
-from torch_bridge.collectives import Group
+from torch_bridge.collectives import Collective
 from torch_bridge.nn import overlapped
 from xshard import reference
 
@@ -244,7 +244,7 @@ def _overlapped() -> None:
     module = nn.Conv2d(2, 3, (5, 3), padding=(2, 1), padding_mode="circular").double()
     x = torch.randn(1, 2, 32, 6, dtype=torch.float64)
     found, log = [], []
-    begin, convolve = Group.begin_all_to_all, overlapped._backward
+    begin, convolve = Collective.begin, overlapped._backward
 
     def logged_begin(*arguments: Any) -> Callable[[], Tensor]:
         end = begin(*arguments)
@@ -254,7 +254,7 @@ def _overlapped() -> None:
     def logged(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: (log.append(what), function(*arguments))[1]
 
-    Group.begin_all_to_all = logged_begin
+    Collective.begin = logged_begin
     xt.nn.Convolution.__call__ = logged("conv", xt.nn.Convolution.__call__)
     overlapped._backward = logged("backward", convolve)
     for overlap in (False, True):
