@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,14 @@ _OPTIONS: dict[str, Any] = {
     "all_gather": c10d.AllgatherOptions,
     "all_reduce": c10d.AllreduceOptions,
     "all_to_all": c10d.AllToAllOptions,
+    "exchange": c10d.AllToAllOptions,
     "reduce_scatter": c10d.ReduceScatterOptions,
 }
+
+
+# Of messages from rank to rank: a tag, so that they meet no others between the same ranks, and what
+# profiles and meters call all of one exchange.
+TAG, EXCHANGE = 7011, "xshard.exchange"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +81,16 @@ class Group:
         return f"{tensor_device.type}:{backend}" in self.backends
 
 
+class _Works(NamedTuple):
+    """Several things under way, to be waited for as one."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 # What is issued -> its result, once it is there.
 Pending = Callable[[], Tensor]
 
@@ -83,7 +99,8 @@ Pending = Callable[[], Tensor]
 class Collective:
     """One collective: what every rank of a group sends in one flat tensor, and what arrives in one.
 
-    kind: all_gather, all_reduce, reduce_scatter or all_to_all. op: sum, max or min, where it reduces.
+    kind: all_gather, all_reduce, reduce_scatter, all_to_all, or exchange: an all-to-all of which most
+    messages are empty. op: sum, max or min, where it reduces.
     sent, received: elements of the messages in either tensor, in their order: one per rank, or one
     where all ranks get, or send, the same.
     """
@@ -131,7 +148,10 @@ class Collective:
             out.copy_(messages)
         if messages.is_complex():
             out, messages = torch.view_as_real(out), torch.view_as_real(messages)
-        if self.kind == "all_to_all":
+        work: Any
+        if self.kind == "exchange" and self.group.serves(out.device, "gloo"):
+            work = self._send_each(out, messages)
+        elif self.kind in ("all_to_all", "exchange"):
             work = _all_to_all(group, out, messages, *self._splits, options)
         elif self.kind == "all_gather":
             work = _all_gather(group, out, messages, options)
@@ -142,6 +162,18 @@ class Collective:
         if work is not None and not async_op:
             work.wait()  # for backends that have not waited yet
         return work
+
+    def _send_each(self, out: Tensor, messages: Tensor) -> _Works:
+        """Messages that are not empty from rank to rank: gloo's all-to-all meets every rank for them."""
+        group, works = self.group.process_group, []
+        with torch.profiler.record_function(EXCHANGE):
+            for rank, part in enumerate(out.split([*self.received])):
+                if part.numel():
+                    works.append(group.recv([part], rank, TAG))
+            for rank, part in enumerate(messages.split([*self.sent])):
+                if part.numel():
+                    works.append(group.send([part], rank, TAG))
+        return _Works(works)
 
     @cached_property
     def _options(self) -> tuple[Any, Any]:
@@ -159,7 +191,7 @@ class Collective:
         """The collective as a function, whose result is to be waited for."""
         functional, name = torch.ops._c10d_functional, self.group.process_group.group_name
         n = len(self.group.devices)
-        if self.kind == "all_to_all":
+        if self.kind in ("all_to_all", "exchange"):
             return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)
         if self.kind == "all_gather":
             return functional.all_gather_into_tensor(messages, n, name)

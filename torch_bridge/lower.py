@@ -245,8 +245,8 @@ def _messages(
 ) -> Move:
     """Messages to and from some devices; what a device has for itself it takes directly.
 
-    Always an all-to-all, whose group is the smallest that all movement stays in: point-to-point
-    calls are missing from some backends and from torch.compile.
+    One collective in the smallest group that all movement stays in: point-to-point calls are missing from
+    some backends and from torch.compile.
     """
     me = site.device
     # Near senders may differ from the receiver along any axis.
@@ -284,7 +284,7 @@ def _messages(
         return put_together(block, received.split(arrived))
 
     return Relay(
-        Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank),
+        Collective("exchange", group, sent.sizes_by_rank, received.sizes_by_rank),
         sent,
         received.arriving,
         unpack,

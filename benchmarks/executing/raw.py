@@ -14,6 +14,7 @@ from torch import Tensor
 
 import xshard as xs
 from torch_bridge.groups import ProcessMesh
+from xshard.cost import LOCAL
 from xshard.plan import Stage
 from xshard.steps import AllGather, AllReduce, AllToAll, Permute, ReduceScatter, Retag, Slice
 from xshard.steps.base import axes_of
@@ -25,9 +26,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def sequence(plan: xs.Plan, processes: ProcessMesh) -> Move | None:
-    """The plan's collectives, one after the other; None where they have no such form."""
+    """The plan's collectives, one after the other; None where they have no such form, or there are none."""
     moves = [_move(stage, processes) for stage in plan.stages]
-    if any(move is None for move in moves):
+    if any(move is None for move in moves) or all(step.kind in LOCAL for step in plan.steps):
         return None
 
     def run(block: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import torch_bridge as xt
 from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
+from torch_bridge.meter import Meter
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, MEAN, MAX, MIN = Partial("sum"), Partial("avg"), Partial("max"), Partial("min")
@@ -83,9 +83,9 @@ def assert_is(y: DTensor, whole: Tensor, placements: Placements, mesh: DeviceMes
 
 
 def collectives(function: Callable[[], Any]) -> int:
-    with CommDebugMode() as counted:
+    with Meter() as counted:
         function()
-    return counted.get_total_counts()
+    return len(counted.received)
 
 
 def case(mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placements) -> None:
@@ -211,25 +211,25 @@ def _counts() -> None:
         x = dtensor(whole_array(*shape), on, src).requires_grad_()
         xt.redistribute_dtensor(x, dst)  # makes groups
         weight = dtensor(whole_array(*shape), on, replicated([p if p != Shard(-1) else S1 for p in dst]))
-        with CommDebugMode() as forward:
+        with Meter() as forward:
             y = xt.redistribute_dtensor(x, dst)
-        with CommDebugMode() as backward:
+        with Meter() as backward:
             y.backward(weight)
-        found = forward.get_total_counts(), backward.get_total_counts()
+        found = len(forward.received), len(backward.received)
         assert found == (there, back), f"{src} -> {dst}: {found}, not {(there, back)}"
     # A gradient of addends for a replicated input: one all-reduce.
     x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
     y = xt.redistribute_dtensor(x, [R])
-    with CommDebugMode() as backward:
+    with Meter() as backward:
         y.to_local(grad_placements=[P]).sum().backward()
-    assert backward.get_total_counts() == 1 and x.grad.placements == (R,)
+    assert len(backward.received) == 1 and x.grad.placements == (R,)
     assert torch.equal(x.grad.to_local(), torch.full((4, 2), 4.0, dtype=torch.float64))
     # ... or none, where the sum may wait.
     x = dtensor(whole_array(4, 2), mesh, [R]).requires_grad_()
     y = xt.redistribute_dtensor(x, [R], grad_placements=[P])
-    with CommDebugMode() as backward:
+    with Meter() as backward:
         y.to_local(grad_placements=[P]).sum().backward()
-    assert backward.get_total_counts() == 0 and x.grad.placements == (P,)
+    assert len(backward.received) == 0 and x.grad.placements == (P,)
 
 
 def test_how_much_is_sent() -> None:
