@@ -45,14 +45,14 @@ _OPTIONS: dict[str, Any] = {
     "all_gather": c10d.AllgatherOptions,
     "all_reduce": c10d.AllreduceOptions,
     "all_to_all": c10d.AllToAllOptions,
-    "exchange": c10d.AllToAllOptions,
+    "permute": c10d.AllToAllOptions,
     "reduce_scatter": c10d.ReduceScatterOptions,
 }
 
 
 # Of messages from rank to rank: a tag, so that they meet no others between the same ranks, and what
-# profiles and meters call all of one exchange.
-TAG, EXCHANGE = 7011, "xshard.exchange"
+# profiles and meters call all of one permutation.
+TAG, PERMUTE = 7011, "xshard.permute"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,8 @@ Pending = Callable[[], Tensor]
 class Collective:
     """One collective: what every rank of a group sends in one flat tensor, and what arrives in one.
 
-    kind: all_gather, all_reduce, reduce_scatter, all_to_all, or exchange: an all-to-all of which most
-    messages are empty. op: sum, max or min, where it reduces.
+    kind: all_gather, all_reduce, reduce_scatter, all_to_all, or permute: an all-to-all in which every rank
+    sends one message at most. op: sum, max or min, where it reduces.
     sent, received: elements of the messages in either tensor, in their order: one per rank, or one
     where all ranks get, or send, the same.
     """
@@ -149,9 +149,9 @@ class Collective:
         if messages.is_complex():
             out, messages = torch.view_as_real(out), torch.view_as_real(messages)
         work: Any
-        if self.kind == "exchange" and self.group.serves(out.device, "gloo"):
-            work = self._send_each(out, messages)
-        elif self.kind in ("all_to_all", "exchange"):
+        if self.kind == "permute" and self.group.serves(out.device, "gloo"):
+            work = self._sent_directly(out, messages)
+        elif self.kind in ("all_to_all", "permute"):
             work = _all_to_all(group, out, messages, *self._splits, options)
         elif self.kind == "all_gather":
             work = _all_gather(group, out, messages, options)
@@ -163,10 +163,13 @@ class Collective:
             work.wait()  # for backends that have not waited yet
         return work
 
-    def _send_each(self, out: Tensor, messages: Tensor) -> _Works:
-        """Messages that are not empty from rank to rank: gloo's all-to-all meets every rank for them."""
+    def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
+        """The messages from rank to rank: gloo's all-to-all meets every rank for them.
+
+        1.0 to 1.5 times as fast for one message (4 and 8 ranks, 1 KiB to 8 MiB), slower for more than two.
+        """
         group, works = self.group.process_group, []
-        with torch.profiler.record_function(EXCHANGE):
+        with torch.profiler.record_function(PERMUTE):
             for rank, part in enumerate(out.split([*self.received])):
                 if part.numel():
                     works.append(group.recv([part], rank, TAG))
@@ -191,7 +194,7 @@ class Collective:
         """The collective as a function, whose result is to be waited for."""
         functional, name = torch.ops._c10d_functional, self.group.process_group.group_name
         n = len(self.group.devices)
-        if self.kind in ("all_to_all", "exchange"):
+        if self.kind in ("all_to_all", "permute"):
             return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)
         if self.kind == "all_gather":
             return functional.all_gather_into_tensor(messages, n, name)

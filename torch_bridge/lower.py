@@ -214,7 +214,7 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
 def _permute(step: Permute, site: Site) -> Move:
     sender = senders(site.before, site.after)
     have, want = (site.message(shape, {}) for shape in site.shapes)
-    return _messages(site, [(sender.index(site.device), have)], [(sender[site.device], want)])
+    return _messages(site, [(sender.index(site.device), have)], [(sender[site.device], want)], kind="permute")
 
 
 def _exchange(step: Exchange, site: Site) -> Move:
@@ -242,6 +242,7 @@ def _messages(
     fills: Sequence[Fill] = (),
     *,
     near: bool = False,
+    kind: str = "all_to_all",
 ) -> Move:
     """Messages to and from some devices; what a device has for itself it takes directly.
 
@@ -284,7 +285,7 @@ def _messages(
         return put_together(block, received.split(arrived))
 
     return Relay(
-        Collective("exchange", group, sent.sizes_by_rank, received.sizes_by_rank),
+        Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank),
         sent,
         received.arriving,
         unpack,

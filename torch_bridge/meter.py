@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge.collectives import EXCHANGE
+from torch_bridge.collectives import PERMUTE
 
 
 class Meter(TorchDispatchMode):
@@ -27,17 +27,17 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.received: list[int] = []
-        self.exchanging = False
+        self.permuting = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "profiler":  # messages from rank to rank, which are one collective together
             begins = func.overloadpacket.__name__ == "_record_function_enter_new"
-            if begins and args[0] == EXCHANGE:
+            if begins and args[0] == PERMUTE:
                 self.received.append(0)
-            self.exchanging = begins and args[0] == EXCHANGE
-        elif self.exchanging and func.overloadpacket.__name__ == "recv_":
+            self.permuting = begins and args[0] == PERMUTE
+        elif self.permuting and func.overloadpacket.__name__ == "recv_":
             self.received[-1] += sum(t.nbytes for t in args[0])
         elif func.namespace in _COUNTS:
             count = _COUNTS[func.namespace][func.overloadpacket.__name__]
