@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge import agreement
@@ -55,9 +55,11 @@ def redistribute_dtensor(
     src_layout, dst_layout: the layout of the blocks where placements do not tell it, as `n/sizes(a,2,3) d` of
     blocks that are not cut as `torch.chunk` cuts: without it a `Shard` is cut so.
     profile, debug: as in `redistribute`.
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial`, which no layout is, DTensor ends itself
+    first, by its own rules and with its own gradient.
 
     Raises, before anything is sent, MeshError (other processes), PlanError (placements that are no layout,
-    such as `Partial("product")`, or that DTensor cannot hold), ShapeError, NotationError.
+    or that DTensor cannot hold), ShapeError, NotationError.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> from torch.distributed.tensor import Shard, distribute_tensor
@@ -70,6 +72,9 @@ def redistribute_dtensor(
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
     mesh = device_mesh or dtensor.device_mesh
+    ended = tuple(Replicate() if _is_no_tag(p) else p for p in dtensor.placements)
+    if ended != tuple(dtensor.placements):  # reductions that no layout has: DTensor ends them
+        dtensor = dtensor.redistribute(placements=ended)
 
     def prepared() -> Move:
         shape = tuple(dtensor.shape)
@@ -88,6 +93,10 @@ def redistribute_dtensor(
     if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
         _compare(dtensor, mesh, prepared)
     return RedistributeDTensor.apply(dtensor, prepared())
+
+
+def _is_no_tag(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and tag_of(placement) is None
 
 
 @lru_cache(maxsize=4096)

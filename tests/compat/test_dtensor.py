@@ -396,6 +396,20 @@ def test_derivatives_of_higher_order() -> None:
     on_ranks(4, _higher_orders)
 
 
+def _products() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    block = whole_array(8, 3) % 3 + dist.get_rank() + 1
+    found = DTensor.from_local(block, mesh, [Partial("product")])
+    every = [whole_array(8, 3) % 3 + rank + 1 for rank in range(4)]
+    product = every[0] * every[1] * every[2] * every[3]
+    for dst in (R, S0, S1):
+        assert torch.equal(xt.redistribute_dtensor(found, [dst]).full_tensor(), product)
+
+
+def test_a_product_is_ended_as_dtensor_does() -> None:
+    on_ranks(4, _products)
+
+
 def _refused() -> list[tuple[str, str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = dtensor(whole_array(8, 4), mesh, [S0, R])
