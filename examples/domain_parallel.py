@@ -23,14 +23,12 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 import numpy as np
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
-from support.runs import Result, concluded, differences, follow_all
+from support.losses import Results, concluded, differing, loss_table
+from support.runs import follow_all
 
 TOLERANCE = 1e-5  # relative, of float32 losses
 
-Results = Mapping[str, Result]
 Images = Mapping[str, np.ndarray]
 
 
@@ -58,7 +56,7 @@ def main() -> int:
 def judge(results: Results, images: Images) -> int:
     """Print the losses, the errors of the picture, and what is wrong with them; 0 if nothing is."""
     console = Console()
-    console.print(table(results))
+    console.print(loss_table(results))
     ours, naive = (error(images, name) for name in ("sharded", "alone"))
     console.print(
         f"Largest error of a pixel: {ours.max():.1e} here, {naive.max():.1e} where devices pad alone."
@@ -68,10 +66,7 @@ def judge(results: Results, images: Images) -> int:
 
 def complaints(results: Results, ours: np.ndarray) -> list[str]:
     """A sentence for everything that is wrong; what is no number is wrong."""
-    found = []
-    largest = differences(results).max()
-    if not largest <= TOLERANCE:
-        found.append(f"The losses differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
+    found = differing(results, TOLERANCE)
     if not ours.max() <= 1e-3:
         found.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
     return found
@@ -80,19 +75,6 @@ def complaints(results: Results, ours: np.ndarray) -> list[str]:
 def error(images: Images, name: str) -> np.ndarray:
     """[images, rows, columns]: the largest difference of a colour from that of one device."""
     return np.abs(images[name] - images["whole"]).max(axis=1)
-
-
-def table(results: Results) -> Table:
-    made = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
-    made.add_column("step", "seconds", justify="right")
-    for name, result in results.items():
-        made.add_column(name, f"{result.seconds:.1f}", justify="right")
-    relative = differences(results)
-    made.add_column("difference", f"{relative.max():.1e}", justify="right")
-    for step, difference in enumerate(relative):
-        losses = [f"{result.losses[step]:.6f}" for result in results.values()]
-        made.add_row(str(step + 1), *losses, f"{difference:.1e}")
-    return made
 
 
 def draw(images: Images, path: Path) -> None:

@@ -11,31 +11,14 @@ The exit status is 1 where they are not, or where a model has not learned to rea
 
 from __future__ import annotations
 
-import argparse
 import sys
-from subprocess import CalledProcessError
 
-from support.runs import follow_all
-from train_parity import ACCURACY_FLOOR, judge
+from train_parity import main
 
 RUNS = {
     "torch, 1 device": ["parity.with_torch", "single"],
     "torch, attention in JAX": ["parity.with_both"],
 }
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--any-accuracy", action="store_true", help="for few steps: compare the losses only")
-    options = parser.parse_args()
-    try:
-        results = follow_all(RUNS, options.steps)
-    except CalledProcessError as error:  # the run has said why
-        print(error, file=sys.stderr)
-        return 1
-    return judge(results, accuracy_floor=0.0 if options.any_accuracy else ACCURACY_FLOOR)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(RUNS, __doc__))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from subprocess import CalledProcessError
 
 import numpy as np
@@ -26,7 +25,8 @@ from numpy.typing import NDArray
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from support.runs import Result, concluded, differences, follow_all
+from support.losses import Results, concluded, differing, loss_table
+from support.runs import follow_all
 
 from xshard import Layout
 
@@ -38,8 +38,6 @@ RUNS = {
 TOLERANCE = 1e-4  # relative, of float32 losses
 ROWS = 10  # of the table
 QUICK, STEPS = 3, 40
-
-Results = Mapping[str, Result]
 
 
 def main() -> int:
@@ -57,17 +55,14 @@ def main() -> int:
 def judge(results: Results) -> int:
     """Print the losses, the work, and what is wrong with them; 0 if nothing is."""
     console = Console()
-    console.print(loss_table(results))
+    console.print(loss_table(results, ROWS))
     console.print(work_table())
     return concluded(console, results, complaints(results))
 
 
 def complaints(results: Results) -> list[str]:
     """A sentence for everything that is wrong; what is no number is wrong."""
-    found = []
-    largest = differences(results).max()
-    if not largest <= TOLERANCE:
-        found.append(f"The losses differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
+    found = differing(results, TOLERANCE)
     for name, result in results.items():
         if not result.losses[-1] < result.losses[0]:
             found.append(f"{name}: the loss went from {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
@@ -90,21 +85,6 @@ def work_table() -> Table:
     for name, cut in (("contiguous", CONTIGUOUS), ("zigzag", ZIGZAG)):
         found = work(cut)
         made.add_row(f"{name}: {cut}", *map(str, found), f"{found.max() / found.mean():.2f}")
-    return made
-
-
-def loss_table(results: Results) -> Table:
-    """Losses of some of the steps, the first and the last included."""
-    made = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
-    made.add_column("step", "seconds", justify="right")
-    for name, result in results.items():
-        made.add_column(name, f"{result.seconds:.1f}", justify="right")
-    relative = differences(results)
-    made.add_column("difference", f"{relative.max():.1e}", justify="right")
-    last = len(relative) - 1
-    for step in sorted({round(i * last / (ROWS - 1)) for i in range(ROWS)}):
-        losses = [f"{result.losses[step]:.6f}" for result in results.values()]
-        made.add_row(str(step + 1), *losses, f"{relative[step]:.1e}")
     return made
 
 

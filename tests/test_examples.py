@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -16,22 +18,32 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+@contextmanager
+def imported(name: str) -> Iterator[ModuleType]:
+    """A script of the examples as a module, and what stands beside it to be imported."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
 @pytest.fixture(scope="module")
 def parity() -> Iterator[ModuleType]:
     """examples/train_parity.py as a module: neither torch nor JAX is loaded by it."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import train_parity
+    with imported("train_parity") as module:
+        yield module
 
-        yield train_parity
-    finally:
-        sys.path.remove(str(EXAMPLES))
+
+def result(*values: object, **named: object) -> object:
+    """A run's result, as the scripts read it; they have been imported."""
+    return sys.modules["support.runs"].Result(*values, **named)
 
 
 def results(parity: ModuleType, *losses: float, accuracy: float = 0.95) -> dict[str, object]:
     """Three runs that agree, but for the last loss of each as given."""
     return {
-        name: parity.Result((2.5, 1.25, last), accuracy, seconds=1.0)
+        name: result((2.5, 1.25, last), accuracy, seconds=1.0)
         for name, last in zip(parity.RUNS, losses, strict=True)
     }
 
@@ -101,13 +113,8 @@ def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named() -> None:
 @pytest.fixture(scope="module")
 def domain() -> Iterator[ModuleType]:
     """examples/domain_parallel.py as a module."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import domain_parallel
-
-        yield domain_parallel
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    with imported("domain_parallel") as module:
+        yield module
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,7 @@ def domain() -> Iterator[ModuleType]:
 def test_a_seam_or_another_loss_fails(
     domain: ModuleType, capsys: pytest.CaptureFixture[str], last: float, pixel: float, message: str
 ) -> None:
-    found = {name: domain.Result((1.5, loss), math.nan, 1.0) for name, loss in (("a", 0.5), ("b", last))}
+    found = {name: result((1.5, loss), math.nan, 1.0) for name, loss in (("a", 0.5), ("b", last))}
     whole = np.zeros((1, 3, 4, 4))
     images = {"whole": whole, "sharded": whole + pixel, "alone": whole + 1}
     assert domain.judge(found, images) == 1
@@ -154,13 +161,8 @@ def test_a_model_with_its_context_on_four_devices_is_that_of_one() -> None:
 @pytest.fixture(scope="module")
 def long_context() -> Iterator[ModuleType]:
     """examples/long_context.py as a module."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import long_context
-
-        yield long_context
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    with imported("long_context") as module:
+        yield module
 
 
 def test_a_zigzag_shares_causal_work_out_evenly(long_context: ModuleType) -> None:
@@ -187,10 +189,7 @@ def test_another_loss_or_none_learned_fails(
 ) -> None:
     first = (losses[0], 3.0)
     runs = (first, first, losses)
-    found = {
-        name: long_context.Result(run, math.nan, 1.0)
-        for name, run in zip(long_context.RUNS, runs, strict=True)
-    }
+    found = {name: result(run, math.nan, 1.0) for name, run in zip(long_context.RUNS, runs, strict=True)}
     assert long_context.judge(found) == (message is not None)
     assert (message or "largest relative difference") in capsys.readouterr().out
 

@@ -11,13 +11,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXAMPLES = Path(__file__).parent.parent
@@ -74,19 +71,3 @@ def follow_all(runs: Mapping[str, list[str]], steps: int) -> dict[str, Result]:
             )
             progress.stop_task(tasks[name])
     return results
-
-
-def concluded(console: Console, results: Mapping[str, Result], complaints: Sequence[str]) -> int:
-    """Say what is wrong, or how little the losses differ; the exit status."""
-    for complaint in complaints:
-        console.print(complaint, style="bold red")
-    if not complaints:
-        largest = differences(results).max()
-        console.print(f"The largest relative difference of any loss is {largest:.1e}.", style="bold green")
-    return 1 if complaints else 0
-
-
-def differences(results: Mapping[str, Result]) -> NDArray[np.float64]:
-    """Per step, the relative difference between the largest and the smallest loss of all runs."""
-    losses = np.array([result.losses for result in results.values()])
-    return np.ptp(losses, axis=0) / losses.min(axis=0)
