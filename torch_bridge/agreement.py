@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -19,9 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.process_groups import name_of, timeout_of
 from xshard import XshardError
+from xshard.switches import is_on
 
 # Whether every call is compared, as if all had `debug=True`.
-ALWAYS = os.environ.get("XSHARD_DEBUG", "0") not in ("", "0")
+ALWAYS = is_on("XSHARD_DEBUG")
 
 
 class DesyncError(XshardError):

@@ -62,6 +62,8 @@ class Packing:
 
     def pack(self, block: Tensor) -> Tensor:
         """The block -> its messages in one flat buffer: the block itself where it is that already."""
+        if not self.messages:
+            return block.new_empty(0)
         if self.is_flat:
             return block.contiguous().view(-1)
         if self._tiles is not None:
@@ -71,7 +73,7 @@ class Packing:
         if self._line is not None:
             boxes = (box for m in self.messages for box in m.boxes)
             return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
-        if self.messages and is_symbolic(self.shape):
+        if is_symbolic(self.shape):
             return torch.cat([m.read(block).reshape(-1) for m in self.messages])
         out = block.new_empty(sum(self.sizes))
         self._write(block, self.split(out))

@@ -7,7 +7,6 @@ differences of all devices together; the verdict is made here, the same on every
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,8 +18,10 @@ from xshard.errors import XshardError
 from xshard.mesh import Mesh
 from xshard.notation import ARROW
 from xshard.sharding import Sharding
+from xshard.switches import is_on
 
-SWITCH = "XSHARD_CHECK_REPLICATED"
+# Whether every call compares them that does not say otherwise.
+ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
 
 
 class ReplicaError(XshardError):
@@ -96,5 +97,5 @@ class Held(NamedTuple):
 
 
 def are_checked(asked: bool | None) -> bool:
-    """Whether replicas are compared: as the call says or, where it does not, as the environment does."""
-    return os.environ.get(SWITCH, "0") not in ("", "0") if asked is None else asked
+    """Whether replicas are compared: as the call says or, where it does not, as the environment did."""
+    return ALWAYS if asked is None else asked

@@ -6,7 +6,6 @@ Decides how a time is taken: of every round the slowest rank's, and of two ways 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,10 +24,10 @@ from executing import raw
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
 from torch_bridge.planned import plan_of
+from torch_bridge.timing import Timer
 
 Row = dict[str, Any]
 OURS, DTENSOR, RAW = "xshard", "DTensor", "by hand"
-WARM_UP = 2
 
 
 def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Row]:
@@ -119,14 +118,11 @@ def _everywhere(holds: bool) -> bool:
 
 @torch.no_grad()
 def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
+    timers = {way: Timer(call) for way, call in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
     names = list(ways)
-    for turn in range(rounds + WARM_UP):
+    for turn in range(rounds):
         # By turns the first: what runs before leaves its traces in caches and memory.
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            dist.barrier()
-            start = time.perf_counter()
-            ways[name]()
-            if turn >= WARM_UP:
-                times[name].append(time.perf_counter() - start)
+            times[name].append(timers[name].seconds())
     return times

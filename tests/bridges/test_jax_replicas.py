@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from tests.bridges.jax_helpers import in_jax
-from xshard.replicas import SWITCH
+from xshard import replicas
 
 X = np.arange(1.0, 33.0, dtype=np.float32).reshape(16, 2)
 BOTH = ("dp", "tp")
@@ -185,7 +185,7 @@ def _lacking(x) -> tuple[str, ...]:
 @in_jax
 def test_the_environment_switches_it_and_a_vmapped_axis_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "1")
+        patch.setattr(replicas, "ALWAYS", True)  # as the environment variable XSHARD_CHECK_REPLICATED does
         sliced = partial(xj.slice, dim=0, axis="tp", grad="replicated")
         assert "blocks differ" in told(jax.jit(mapped(sliced, check_vma=False)), X)
         with pytest.raises(xs.XshardError, match="a batch of vmap") as caught:

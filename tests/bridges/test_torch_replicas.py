@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import torch_bridge as xt
 import xshard as xs
 from tests.bridges.torch_helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
-from xshard.replicas import SWITCH
+from xshard import replicas
 
 MESH = xs.Mesh(dp=2, tp=2)
 
@@ -179,7 +177,7 @@ def test_nothing_else_changes() -> None:
 
 
 def _switch() -> None:
-    os.environ[SWITCH] = "1"
+    replicas.ALWAYS = True  # as the environment variable XSHARD_CHECK_REPLICATED does
     x = torch.full((2, 2), float(dist.get_rank()))
     for named in (
         lambda: xt.slice(x, 0, "tp", MESH, grad="replicated"),
@@ -187,7 +185,7 @@ def _switch() -> None:
     ):
         assert error_of(named)[0] == "ReplicaError"
     xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)
-    os.environ[SWITCH] = "0"
+    replicas.ALWAYS = False
     xt.slice(x, 0, "tp", MESH, grad="replicated")
 
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

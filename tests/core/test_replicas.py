@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import xshard as xs
-from xshard.replicas import SWITCH, Held, are_checked
+from xshard import replicas
+from xshard.replicas import Held, are_checked
+from xshard.switches import is_on
 
 MESH = xs.Mesh(dp=2, tp=2, one=1)
 
@@ -68,9 +70,17 @@ def test_the_way_out_of_each():
 
 
 def test_a_call_overrules_the_environment(monkeypatch):
-    for value, found in (("1", True), ("0", False), ("", False)):
-        monkeypatch.setenv(SWITCH, value)
-        assert are_checked(None) is found
+    for always in (True, False):
+        monkeypatch.setattr(replicas, "ALWAYS", always)
+        assert are_checked(None) is always
         assert are_checked(True) and not are_checked(False)
-    monkeypatch.delenv(SWITCH)
-    assert not are_checked(None)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False), (None, False)]
+)
+def test_what_switches_a_check_on(monkeypatch, value, on):
+    monkeypatch.delenv("XSHARD_A_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("XSHARD_A_CHECK", value)
+    assert is_on("XSHARD_A_CHECK") is on
