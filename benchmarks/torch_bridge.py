@@ -31,7 +31,7 @@ from xshard.units import format_bytes
 NAME = "torch_bridge_host_run_memory_packing"
 RANKS = (4, 8)
 # Bytes of the whole array, every how manieth case has that size, and in how many rounds.
-SIZES = ((1 << 10, 2, 15), (1 << 16, 2, 15), (1 << 20, 3, 11), (1 << 24, 6, 7), (1 << 26, 12, 5))
+SIZES = ((1 << 10, 2, 31), (1 << 16, 2, 31), (1 << 20, 3, 21), (1 << 24, 6, 11), (1 << 26, 12, 7))
 QUICK = ((1 << 12, 12, 5), (1 << 20, 24, 3))
 PACKED = {"cpu": (1 << 24, 1 << 26), "cuda": (1 << 26, 1 << 28, 1 << 30, 1 << 31)}
 PROFILE = "gloo"
@@ -85,14 +85,15 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 def sizes(ends: Sequence[dict[str, Any]]) -> Table:
-    """How many times as fast as each peer, by the size of the array."""
+    """How many times as fast as each peer, by the size of the array; and one program as the same again."""
     table = Table(title="Times as fast as: geometric mean (worst)", title_justify="left")
     ways = sorted({way for row in ends for way in row["faster_than"]})
-    for head in ("array", "cases", *ways):
+    for head in ("array", "cases", *ways, "by hand, as by hand again"):
         table.add_column(head, justify="right")
     for nbytes in sorted({_bucket(row["bytes"]) for row in ends}):
         rows = [row for row in ends if _bucket(row["bytes"]) == nbytes]
-        by_way = ([row["faster_than"][way] for row in rows if way in row["faster_than"]] for way in ways)
+        by_way = [[row["faster_than"][way] for row in rows if way in row["faster_than"]] for way in ways]
+        by_way.append([row["noise"] for row in rows if row["noise"] is not None])
         cells = (f"{statistics.geometric_mean(v):.2f} ({min(v):.2f})" if v else "" for v in by_way)
         table.add_row(format_bytes(nbytes), str(len(rows)), *cells)
     return table

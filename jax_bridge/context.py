@@ -29,6 +29,7 @@ from xshard import (
     Profile,
     ShapeError,
     Sharding,
+    load_profile,
     notation,
     planner,
 )
@@ -78,8 +79,11 @@ def plan_here(
             if shape is not None and tuple(shape) != plan.shape:
                 raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
         else:
-            here = _mesh_here(mesh, (src, dst), text)
+            context = _context(mesh, (src, dst), text)
+            here = _mesh_here(context, (src, dst), text)
             whole = whole_shape(src, here, x.shape, text) if shape is None else shape
+            # On a part of the mesh devices have other numbers; what connects them stays the same.
+            profile = load_profile(profile).along(here.axes, context)
             plan = planner.plan(expression, here, whole, x.dtype.name, profile=profile)
     _check_block(x.shape, plan.source, text, inferred=shape is None)
     return plan
@@ -126,9 +130,14 @@ def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
     """The axes that the layouts name, on the mesh given or the one of the context."""
-    named = tuple(axis for layout in layouts for axis in layout.axes)
-    here = bound_sizes(named)
+    return _named_mesh(_context(mesh, layouts, text), _named(layouts), text)
+
+
+def _context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
+    """The mesh given or the one around the call, which has the axes that the layouts name."""
+    named = _named(layouts)
     if mesh is None:
+        here = bound_sizes(named)
         context = Mesh({**jax.sharding.get_abstract_mesh().shape, **here})
         if named and not context.axes:
             raise _not_manual(named[0], here, text)
@@ -136,7 +145,11 @@ def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Me
         context = xshard_mesh(mesh)
     for layout in layouts:
         check_axes(layout, context, text)
-    return _named_mesh(context, named, text)
+    return context
+
+
+def _named(layouts: Sequence[Layout]) -> tuple[str, ...]:
+    return tuple(axis for layout in layouts for axis in layout.axes)
 
 
 def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:

@@ -11,8 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.axes import bound_sizes
 from jax_bridge.blocks import Table, mine, table
-from jax_bridge.context import AnyMesh, marked, sharding_here, xshard_mesh
+from jax_bridge.context import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, MeshError, Sharding
+from xshard.notation import marked
 
 
 def positions(

@@ -27,7 +27,8 @@ from torch_bridge.planned import plan_of
 from torch_bridge.timing import Timer
 
 Row = dict[str, Any]
-OURS, DTENSOR, RAW = "xshard", "DTensor", "by hand"
+# The last is the one before once more: how far apart two times of one program are.
+OURS, DTENSOR, RAW, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
 
 
 def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Row]:
@@ -46,10 +47,10 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[float]]]) -> Row:
         way: [max(seconds) for seconds in zip(*(rank[way] for rank in by_rank), strict=True)]
         for way in by_rank[0]
     }
-    ratios = {
-        way: statistics.median(b / a for a, b in zip(times[OURS], seconds, strict=True))
-        for way, seconds in times.items()
-    }
+
+    def ratio(way: str, to: str) -> float:
+        return statistics.median(b / a for a, b in zip(times[to], times[way], strict=True))
+
     return {
         "case": case.name,
         "expression": f"{case.src} -> {case.dst}",
@@ -58,7 +59,8 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[float]]]) -> Row:
         "dtype": case.dtype,
         "bytes": torch.Size(case.shape).numel() * getattr(torch, case.dtype).itemsize,
         "seconds": {way: statistics.median(seconds) for way, seconds in times.items()},
-        "faster_than": {way: ratio for way, ratio in ratios.items() if way != OURS},
+        "faster_than": {way: ratio(way, OURS) for way in (DTENSOR, RAW) if way in times},
+        "noise": ratio(AGAIN, RAW) if RAW in times else None,
     }
 
 
@@ -85,7 +87,7 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
     by_hand = raw.sequence(plan, part)
     if by_hand is not None:
-        ways[RAW] = lambda: by_hand(block)
+        ways[RAW] = ways[AGAIN] = lambda: by_hand(block)
     expected = ways[OURS]()
     assert RAW not in ways or torch.equal(ways[RAW](), expected), f"by hand differs in {case.name}: {text}"
     theirs = _dtensor_way(case, mesh, block)

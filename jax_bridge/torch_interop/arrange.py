@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from jax.sharding import NamedSharding
 
-from jax_bridge.context import marked
 from jax_bridge.program import stored
 from jax_bridge.sharding import to_named_sharding
 from jax_bridge.torch_interop.places import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout import check_axes
+from xshard.notation import marked
 from xshard.spelling import Expression, sides, whole_shape
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
+from jax_bridge.context import plan_here
 from jax_bridge.sharding import padded, unpadded
 from tests.bridges.jax_helpers import in_jax
 
@@ -106,6 +107,21 @@ def test_axes_that_the_expression_does_not_name_are_left_alone() -> None:
     assert np.array_equal(jax.grad(lambda x: (gathered(x) ** 2).sum())(X), 2 * X)
     permuted = mapped(lambda x: xj.redistribute(x, "n/a d -> n/cyclic(a) d"), (P("a", "b"), P("a", "b")))
     assert np.array_equal(permuted(X), X[[0, 2, 4, 6, 1, 3, 5, 7]])
+
+
+@in_jax
+def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None:
+    """Two devices along `a` are of two nodes, though a mesh of two devices would be within one."""
+    nodes = xs.Profile("nodes", "made up", xs.Link(0.0, 1e12), across=xs.Link(0.0, 1e9), node_devices=4)
+    made = []
+
+    def local(x):
+        made.append(plan_here(x, "n/a d -> n d", None, None, nodes))
+        return x
+
+    jax.eval_shape(mapped(local, (P("a"), P("a"))), X)
+    whole = xs.plan("n/a d -> n d", xs.Mesh(a=2, b=4), X.shape, "float32", profile=nodes)
+    assert [plan.cost for plan in made] == [whole.cost]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
