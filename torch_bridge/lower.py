@@ -55,6 +55,7 @@ class Site(NamedTuple):
 
     lengths: what a compiler calls the lengths of dims that are whole all along, counted from the last
     (-1); None where nothing is traced.
+    is_last: what the step makes is the result, as it is.
     """
 
     before: Sharding
@@ -63,6 +64,7 @@ class Site(NamedTuple):
     tensor_device: torch.device
     dtype: str
     lengths: Mapping[int, int] | None = None
+    is_last: bool = True
 
     @property
     def device(self) -> int:
@@ -135,7 +137,10 @@ def _moves(
     plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[int, int] | None = None
 ) -> Iterable[Move]:
     fine = processes.divided(plan.split)
-    for step, before, after in plan.stages:
+    last = max(
+        (i for i, step in enumerate(plan.steps) if not isinstance(step, Slice | Retag | Mask)), default=-1
+    )
+    for i, (step, before, after) in enumerate(plan.stages):
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
             raise DtypeError(
                 f"torch has no '{step}' of {plan.dtype}",
@@ -144,7 +149,7 @@ def _moves(
         rule = RULES.get(type(step))
         if rule is None:
             raise PlanError(f"torch_bridge has no rule for the step '{step}'", hint="add it to lower.RULES")
-        yield rule(step, Site(before, after, fine, tensor_device, plan.dtype, lengths))
+        yield rule(step, Site(before, after, fine, tensor_device, plan.dtype, lengths, i >= last))
 
 
 def _computes(step: Step, before: Sharding) -> bool:
@@ -174,7 +179,9 @@ def _all_gather(step: AllGather, site: Site) -> Move:
 
 
 def _slice(step: Slice, site: Site) -> Move:
-    return site.message(site.shapes[0], site.own_part(*step.cuts)).copied
+    part = site.message(site.shapes[0], site.own_part(*step.cuts))
+    # The result is its own tensor; what another step reads need not be.
+    return part.copied if site.is_last else part.read
 
 
 def _all_reduce(step: AllReduce, site: Site) -> Move:

@@ -65,6 +65,8 @@ class Message:
 
     def copied(self, block: Tensor) -> Tensor:
         """The message as a new tensor."""
+        if self.is_view:
+            return take(block, self.boxes[0].block).clone(memory_format=torch.contiguous_format)
         out = block.new_empty(self.shape)
         if len(self.boxes) > 1 and is_symbolic(self.shape):
             for box in self.boxes:

@@ -67,7 +67,7 @@ class Packing:
         if self.is_flat:
             return block.contiguous().view(-1)
         if self._tiles is not None:
-            return torch.stack(block.split(*self._tiles)).view(-1)
+            return torch.cat(block.chunk(*self._tiles)).view(-1)
         if self._stacks:
             return torch.stack([m.read(block) for m in self.messages]).view(-1)
         if self._line is not None:
@@ -113,6 +113,8 @@ class Packing:
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Every message -> the block, a new tensor of the dtype of `like`; zeros where nothing is put."""
+        if self._row is not None:
+            return torch.cat([*parts], self._row)
         if self._negates:
             parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
         if self._joined is not None:
@@ -135,6 +137,19 @@ class Packing:
         return fill.value.expand(shape)
 
     @cached_property
+    def _row(self) -> int | None:
+        """The dim along which the messages, as they come, are the block."""
+        if (
+            self._joined is None
+            or self._negates
+            or self.fills
+            or any(len(m.boxes) > 1 for m in self.messages)
+        ):
+            return None
+        dim, order = self._joined
+        return dim if order == sorted(order) else None
+
+    @cached_property
     def _negates(self) -> bool:
         return any(m.sign < 0 for m in self.messages)
 
@@ -148,7 +163,7 @@ class Packing:
 
     @cached_property
     def _tiles(self) -> tuple[int, int] | None:
-        """How long the messages are along which dim, where they are the block cut into equal parts."""
+        """How many messages, along which dim, where they are the block cut into equal parts."""
         places = [box.block for m in self.messages for box in m.boxes]
         if not self._stacks or any(len(index) != 1 for index in places):
             return None
@@ -156,7 +171,7 @@ class Packing:
         rows = self.messages[0].shape[d]
         ends = [_intervals(index, self.shape)[d] for index in places]
         in_turn = [(i * rows, (i + 1) * rows) for i in range(len(places))]
-        return (rows, d) if rows and ends == in_turn and in_turn[-1][1] == self.shape[d] else None
+        return (len(places), d) if rows and ends == in_turn and in_turn[-1][1] == self.shape[d] else None
 
     @cached_property
     def _line(self) -> int | None:

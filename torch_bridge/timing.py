@@ -10,13 +10,13 @@ import pickle
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from torch_bridge.executable import Executable
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
 from torch_bridge.lower import lower
@@ -45,35 +45,30 @@ def time_plans(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
     All plans are measured once before any is measured again, so that a slow spell of the machine
     falls on all of them alike.
     """
-    timers = [Timer(_call(plan)) for plan in plans]
+    timers = [_Timer(plan) for plan in plans]
     by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
     return [list(times) for times in zip(*by_round, strict=True)]
 
 
-def _call(plan: Plan) -> Callable[[], Tensor]:
-    """The plan on a block of ones, lowered."""
-    processes, here = process_mesh(plan.mesh), torch.device("cpu")
-    executable = lower(plan, processes, here)
-    block = torch.ones(plan.source.local_shape(processes.device), dtype=getattr(torch, plan.dtype))
-    return lambda: executable(block)
+class _Timer:
+    """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
 
-
-class Timer:
-    """A call that all ranks make, warmed up, and how often to make it between two looks at the clock."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call, self.calls = call, 2
+    def __init__(self, plan: Plan) -> None:
+        processes, here = process_mesh(plan.mesh), torch.device("cpu")
+        self.executable: Executable = lower(plan, processes, here)
+        shape, dtype = plan.source.local_shape(processes.device), getattr(torch, plan.dtype)
+        self.block = torch.ones(shape, dtype=dtype)
+        self.calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
 
     def seconds(self) -> float:
-        """This rank's seconds per call."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(self.calls):
-            self.call()
+            self.executable(self.block)
         return (time.perf_counter() - start) / self.calls
 
 

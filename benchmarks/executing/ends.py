@@ -1,13 +1,15 @@
 """Whole moves on several ranks: ours, DTensor's and one written by hand, by turns on the same block.
 
-Decides how a time is taken: of every round the slowest rank's, and of two ways the median ratio of a round.
+Decides how a time is taken: of every round that from when the first rank begins to when the last one has
+ended, and of two ways the median ratio of a round.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +26,11 @@ from executing import raw
 from torch_bridge.groups import process_mesh
 from torch_bridge.launch import run_ranks
 from torch_bridge.planned import plan_of
-from torch_bridge.timing import Timer
 
 Row = dict[str, Any]
 # The last is the one before once more: how far apart two times of one program are.
+WARM_UP = 3
+TARGET_S, MOST_CALLS = 0.004, 4  # seconds of calls between two looks at the clock, about
 OURS, DTENSOR, RAW, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
 
 
@@ -42,9 +45,22 @@ def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> li
     return rows
 
 
-def _row(case: Case, by_rank: Sequence[dict[str, list[float]]]) -> Row:
+class Span(NamedTuple):
+    """When a rank began and ended some calls, by the clock that all processes of a machine share."""
+
+    start: float
+    end: float
+    calls: int
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    """Seconds per call of all ranks together."""
+    return (max(span.end for span in spans) - min(span.start for span in spans)) / spans[0].calls
+
+
+def _row(case: Case, by_rank: Sequence[dict[str, list[Span]]]) -> Row:
     times = {
-        way: [max(seconds) for seconds in zip(*(rank[way] for rank in by_rank), strict=True)]
+        way: [_seconds(spans) for spans in zip(*(rank[way] for rank in by_rank), strict=True)]
         for way in by_rank[0]
     }
 
@@ -64,7 +80,7 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[float]]]) -> Row:
     }
 
 
-def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[dict[str, list[float]]]:
+def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[dict[str, list[Span]]]:
     placement_types.shard_dim_alltoall = _all_to_all  # else DTensor gathers on CPUs, though gloo has it
     return [_times(_ways(case, profile), turns) for case, turns in zip(cases, rounds, strict=True)]
 
@@ -119,12 +135,24 @@ def _everywhere(holds: bool) -> bool:
 
 
 @torch.no_grad()
-def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
-    timers = {way: Timer(call) for way, call in ways.items()}
-    times: dict[str, list[float]] = {way: [] for way in ways}
+def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[Span]]:
+    first = [_span(call, 1) for _ in range(WARM_UP) for call in ways.values()][-len(ways) :]
+    slowest = torch.tensor(max(span.end - span.start for span in first))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
+    calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
+    spans: dict[str, list[Span]] = {way: [] for way in ways}
     names = list(ways)
     for turn in range(rounds):
         # By turns the first: what runs before leaves its traces in caches and memory.
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            times[name].append(timers[name].seconds())
-    return times
+            spans[name].append(_span(ways[name], calls))
+    return spans
+
+
+def _span(call: Callable[[], Tensor], calls: int) -> Span:
+    dist.barrier()
+    call()  # ranks leave a barrier one after the other, and a call as it ends
+    start = time.monotonic()
+    for _ in range(calls):
+        call()
+    return Span(start, time.monotonic(), calls)
