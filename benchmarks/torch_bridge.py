@@ -31,7 +31,7 @@ from xshard.units import format_bytes
 NAME = "torch_bridge_host_run_memory_packing"
 RANKS = (4, 8)
 # Bytes of the whole array, every how manieth case has that size, and in how many rounds.
-SIZES = ((1 << 10, 2, 101), (1 << 16, 2, 101), (1 << 20, 3, 51), (1 << 24, 6, 11), (1 << 26, 12, 5))
+SIZES = ((1 << 10, 2, 31), (1 << 16, 2, 31), (1 << 20, 3, 21), (1 << 24, 6, 11), (1 << 26, 12, 7))
 QUICK = ((1 << 12, 12, 5), (1 << 20, 24, 3))
 PACKED = {"cpu": (1 << 24, 1 << 26), "cuda": (1 << 26, 1 << 28, 1 << 30, 1 << 31)}
 PROFILE = "gloo"

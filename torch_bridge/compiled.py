@@ -43,7 +43,9 @@ def redistribute(
     async_op: bool,
     check_replicated: bool | None,
 ) -> Any:
-    """`redistribute` inside torch.compile, which runs this line by line."""
+    """`redistribute` inside torch.compile, which runs this line by line, or torch.export."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _exported(x, expression, mesh, shape, profile, comm_dtype, async_op, check_replicated)
     is_text = isinstance(expression, str) and isinstance(profile, str)
     is_known = is_text and mesh is not None and not isinstance(mesh, ProcessMesh)
     if isinstance(x, DTensor) or not is_known or check_replicated:
@@ -61,6 +63,31 @@ def redistribute(
         options["comm_dtype"] = tuple(str(dtype) for dtype in wire_of(comm_dtype, x.dtype))
     y = _recorded(x, expression, plain(mesh), profile, options)
     _raise_refusal()
+    return PendingTensor(y, y.shape, y) if async_op else y
+
+
+def _exported(
+    x: Tensor,
+    expression: Any,
+    mesh: Any,
+    shape: Sequence[int] | None,
+    profile: Any,
+    comm_dtype: WireLike,
+    async_op: bool,
+    check_replicated: bool | None,
+) -> Tensor | PendingTensor:
+    """`redistribute` for torch.export, which runs this with symbols for lengths."""
+    if check_replicated:
+        raise PlanError(
+            "check_replicated compares on the host, which an exported program cannot",
+            hint="it is for debugging: leave it out",
+        )
+    if isinstance(x, DTensor):
+        raise PlanError(
+            "torch.export records no redistribution of a DTensor",
+            hint="export what is done with its local tensors",
+        )
+    y = apply(traced_executable(x, expression, mesh, shape, profile, comm_dtype), x)
     return PendingTensor(y, y.shape, y) if async_op else y
 
 

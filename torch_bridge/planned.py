@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.executable import Executable
@@ -39,16 +40,16 @@ def executable_for(
     comm_dtype: WireLike = None,
 ) -> Executable:
     """What `redistribute` carries out for a block, and its gradient planned where it has one."""
-    global_shape = None if shape is None else tuple(shape)
     executable = executable_of(
         expression,
-        process_mesh(given(mesh)),
-        tuple(x.shape),
+        mesh,
+        x.shape,
         x.dtype,
         x.device,
-        global_shape,
+        None if shape is None else tuple(shape),
         profile,
         None if comm_dtype is None else wire_of(comm_dtype, x.dtype),
+        dist.group.WORLD,
     )
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # refused now if at all, and its groups made while all are here
@@ -58,18 +59,23 @@ def executable_for(
 @lru_cache(maxsize=4096)
 def executable_of(
     expression: Expression,
-    processes: ProcessMesh,
+    mesh: MeshLike | None,
     local_shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
     shape: tuple[int, ...] | None,
     profile: str | Path | Profile = "h100",
     wire: Wire | None = None,
+    world: dist.ProcessGroup | None = None,
 ) -> Executable:
-    """What `redistribute` carries out for such a block; raises what it raises."""
+    """What `redistribute` carries out for such a block; raises what it raises.
+
+    world: that of a mesh by names or sizes, whose processes are others in another world.
+    """
+    processes = process_mesh(given(mesh))
     check_device(device)
     wire = wire or Wire(dtype, dtype)
-    plan, processes = plan_of(expression, processes, local_shape, wire.forward, shape, profile)
+    plan, processes = plan_of(expression, processes, tuple(local_shape), wire.forward, shape, profile)
     return lower(plan, processes, device).casting(dtype, wire.backward)
 
 

@@ -109,13 +109,13 @@ def redistribute(
     >>> [y.tolist() for y in xt.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         from torch_bridge import compiled  # which takes half a second to import
 
         return compiled.redistribute(
             x, expression, mesh, shape, profile, comm_dtype, async_op, check_replicated
         )
-    if (debug or agreement.ALWAYS) and not torch.compiler.is_compiling():
+    if debug or agreement.ALWAYS:
         _compare(x, expression, mesh, shape, profile, comm_dtype)
     if isinstance(x, DTensor):
         if async_op:
@@ -123,18 +123,8 @@ def redistribute(
         move = _move(x, expression, mesh, shape, profile, comm_dtype)
         run = functools.partial(RedistributeDTensor.apply, x, move)
         return checked_dtensor(x, run, sides(expression)[2]) if are_checked(check_replicated) else run()
-    if torch.compiler.is_compiling():  # torch.export, which runs this with symbols for lengths
-        from torch_bridge import compiled
-
-        if check_replicated:
-            raise PlanError(
-                "check_replicated compares on the host, which an exported program cannot",
-                hint="it is for debugging: leave it out",
-            )
-        executable = compiled.traced_executable(x, expression, mesh, shape, profile, comm_dtype)
-    else:
-        executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
-    if are_checked(check_replicated) and not torch.compiler.is_compiling():
+    executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
+    if are_checked(check_replicated):
         y = checked(x, executable, process_mesh(given(mesh)), sides(expression)[2])
     elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)

@@ -1,10 +1,12 @@
-"""How fast blocks become messages and messages blocks, beside a plain copy of as many bytes.
+"""How fast blocks become messages and messages blocks, beside `Tensor.copy_` of as many bytes.
 
-On a GPU where there is one, else on the CPU; nothing is sent.
+On a GPU where there is one, else on the CPU; nothing is sent. There are two copies to compare with: of one
+stretch of memory to another, and of rows in pieces, as a cut through the columns makes them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +30,13 @@ MOVES = {
     "halo of columns": "n d/a -> n d/a:halo(64,64)",
 }
 COLUMNS = 4096
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Seconds per byte of every pack and unpack, over those of `Tensor.copy_` in the same rounds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _keep_memory()
     with nobody():
         return [
             row
@@ -50,13 +54,15 @@ def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) 
     messages = relay.sent.pack(block)
     arrived = torch.ones(relay.arriving, dtype=torch.bfloat16, device=device)
     written = {"pack": messages.nbytes, "unpack": relay.unpack(block, arrived).nbytes}
+    pieces = block.view(block.shape[0], MESH.n_devices, -1).transpose(0, 1)
     ways: dict[str, Callable[[], Any]] = {
         "copy": lambda: torch.empty_like(block).copy_(block),  # packs are new tensors too
+        "copy of pieces": lambda: block.new_empty(pieces.shape).copy_(pieces),
         "pack": lambda: relay.sent.pack(block),
         "unpack": lambda: relay.unpack(block, arrived),
     }
     times = _timed(ways, device, rounds)
-    copy = statistics.median(times["copy"]) / block.nbytes
+    whole, in_pieces = (statistics.median(times[way]) / block.nbytes for way in ("copy", "copy of pieces"))
     # What is a view takes no time; a few small edges take less than a clock can tell.
     return [
         {
@@ -65,12 +71,21 @@ def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) 
             "device": device.type,
             "block_bytes": block.nbytes,
             "bytes": n,
-            "copy_bytes_per_s": 1 / copy,
-            "slower_than_copy": statistics.median(times[what]) / n / copy,
+            "copy_bytes_per_s": 1 / whole,
+            "slower_than_copy": statistics.median(times[what]) / n / whole,
+            "slower_than_copy_of_pieces": statistics.median(times[what]) / n / in_pieces,
         }
         for what, n in written.items()
         if n >= block.nbytes // 2 and not (what == "pack" and relay.sent.is_flat)
     ]
+
+
+def _keep_memory() -> None:
+    """Memory that is freed is used again, as on a GPU: a new page costs more than what is copied to it."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _timed(ways: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
