@@ -26,7 +26,7 @@ import record
 NAME = "jax_bridge_bytes_memory_seconds"
 MOST_DEVICES = 64
 TIMED_DEVICES = 8
-TIMED = ((16 << 20, 21), (128 << 20, 7))  # bytes of the arrays that are timed, and in how many rounds
+TIMED = ((16 << 20, 31), (128 << 20, 11))  # bytes of the arrays that are timed, and in how many rounds
 QUICK_STRIDE = 12
 
 

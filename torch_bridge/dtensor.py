@@ -128,13 +128,18 @@ def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
 
 def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     """A local block under `layout` -> the DTensor of global `shape`."""
-    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     options: dict[str, Any] = {}
     if layout.tagged("copy"):  # whose gradients are partial: not what a DTensor assumes of `Replicate`
         options["grad_placements"] = to_placements(layout_of_gradient(layout), mesh, shape)
-    return DTensor.from_local(
-        local, mesh, to_placements(layout, mesh, shape), shape=Size(shape), stride=stride, **options
-    )
+    return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape, **options)
+
+
+def dtensor_of(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], **options: Any
+) -> DTensor:
+    """A local block -> the DTensor of global `shape`, which is contiguous; options: of `from_local`."""
+    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=stride, **options)
 
 
 def positional(layout: Layout, ndim: int) -> Layout:
@@ -145,8 +150,14 @@ def positional(layout: Layout, ndim: int) -> Layout:
 
 def layout_of_gradient(layout: Layout) -> Layout:
     """The layout of a block's gradient: the dual, with the addends of a maximum read as those of a sum."""
-    tags = tuple(("sum" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
-    return replace(layout, tags=tags).dual
+    return with_sums(layout).dual
+
+
+def with_sums(layout: Layout) -> Layout:
+    """The layout with the addends of a maximum or minimum read as those of a sum."""
+    return replace(
+        layout, tags=tuple(("sum" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
+    )
 
 
 def _nested(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> tuple[str, ...]:

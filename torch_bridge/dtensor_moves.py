@@ -8,7 +8,6 @@ gradient has. Which layouts placements are is decided in `dtensor`.
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Size, Tensor
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.crossing import Crossing, cross
-from torch_bridge.dtensor import from_placements
+from torch_bridge.dtensor import dtensor_of, from_placements, with_sums
 from torch_bridge.executable import Executable
 from torch_bridge.groups import ProcessMesh, callers, dtensor_axes, dtensor_mesh
 from torch_bridge.planned import executable_of
@@ -77,7 +76,7 @@ class RedistributeDTensor(torch.autograd.Function):
         block = block.to(move.op_dtype)
         for executable in executables(move, tuple(x.shape), tuple(block.shape), block.device):
             block = executable(block)
-        return _dtensor(block.to(move.out_dtype), move.dst, x.shape)
+        return dtensor_of(block.to(move.out_dtype), move.dst.mesh, move.dst.placements, x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
@@ -92,7 +91,7 @@ class RedistributeDTensor(torch.autograd.Function):
                 found = found / averaged
             if ctx.saved_tensors:
                 shares = _shares(ctx.saved_tensors[0], move, tuple(gradient.shape))
-                found = found * _dtensor(shares, there, gradient.shape)
+                found = found * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
         return found, None
 
 
@@ -229,7 +228,6 @@ def _of_addend(of: Partial, arrives: Placement, by_block: bool) -> Placement:
 def _shares(block: Tensor, move: Move, shape: tuple[int, ...]) -> Tensor:
     """1 where this process's addend of a max is the maximum, shared where several are; else 0."""
     src, processes = move.src, dtensor_mesh(move.src.mesh)
-    counted = _with_kind(src.layout, "sum")
     ended = without_tags(src.layout, src.layout.tagged(*NONLINEAR))
 
     def reduced(layout: Layout, values: Tensor) -> Tensor:
@@ -237,11 +235,7 @@ def _shares(block: Tensor, move: Move, shape: tuple[int, ...]) -> Tensor:
         return executable_of((layout, ended), processes, *arguments)(values)
 
     won = (block == reduced(src.layout, block)).to(block.dtype)
-    return won / reduced(counted, won)
-
-
-def _with_kind(layout: Layout, kind: str) -> Layout:
-    return replace(layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags))
+    return won / reduced(with_sums(src.layout), won)
 
 
 def _tags(layout: Layout) -> list[tuple[str, str]]:
@@ -251,8 +245,3 @@ def _tags(layout: Layout) -> list[tuple[str, str]]:
 @lru_cache(maxsize=4096)
 def _layout(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
     return from_placements(placements, dtensor_axes(mesh), ndim)
-
-
-def _dtensor(block: Tensor, end: End, shape: Size) -> DTensor:
-    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(block, end.mesh, end.placements, shape=shape, stride=stride)

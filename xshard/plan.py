@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
@@ -21,10 +22,11 @@ from xshard.fine import FineMesh, Split
 from xshard.layout import Layout
 from xshard.mesh import Mesh
 from xshard.notation import Shard
-from xshard.objective import FORWARD, check_objective, plan_backward, seconds
+from xshard.objective import FORWARD, check_objective
 from xshard.sharding import Sharding
 from xshard.steps import Scale, Step
 from xshard.steps.base import REDUCERS, DimCut
+from xshard.weighed import Weighed
 
 
 class Stage(NamedTuple):
@@ -36,7 +38,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Weighed):
     """Steps that lead an array of `shape` on `mesh` from layout `src` to layout `dst`.
 
     scale: the constant that the steps multiply by: 1/n where a mean over n ends.
@@ -69,9 +71,7 @@ class Plan:
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
-        if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
-            raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
-        plan_backward(self)
+        self.check_weight()
 
     def _check_split(self) -> None:
         if not self.split:
@@ -123,36 +123,16 @@ class Plan:
     def _normal(sharding: Sharding) -> Sharding:
         return sharding.with_layout(sharding.normal)
 
-    @property
-    def itemsize(self) -> int:
-        return dtypes.itemsize(self.dtype)
-
     @cached_property
     def prices(self) -> tuple[Price, ...]:
         """What every step costs."""
         return tuple(price(s.step, s.before, s.after, self.itemsize, self.profile) for s in self.stages)
-
-    @property
-    def cost(self) -> float:
-        """Predicted seconds, of all that the objective counts."""
-        return seconds(self)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that the busiest device receives, summed over the steps."""
-        return sum(p.received_bytes for p in self.prices)
 
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
         src, dst = self._normal(self.source), self._normal(self.target)
         return bounds.received_elements(src, dst) * self.itemsize
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes that the busiest device holds at the worst moment: input, output, buffers."""
-        ends = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
-        return max((p.peak_bytes for p in self.prices), default=ends)
 
     @cached_property
     def backward(self) -> Plan:
@@ -215,7 +195,7 @@ class Plan:
 
         profile: the machine to price it for, where the text names one that is not shipped.
         """
-        try:
+        with reading_plan():
             data: dict[str, Any] = json.loads(text)
             plan = cls(
                 src=Layout.parse(data["src"]),
@@ -231,16 +211,23 @@ class Plan:
                 split=tuple((axis, tuple(sizes)) for axis, sizes in data.get("split", {}).items()),
             )
             written = data["after"]
-        except PlanError:
-            raise
-        except XshardError as error:
-            raise PlanError(f"this is no plan: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
         inferred = [str(stage.after.layout) for stage in plan.stages]
         if written != inferred:
             raise PlanError(f"the plan says its steps lead to {written}, they lead to {inferred}")
         return plan
+
+
+@contextmanager
+def reading_plan() -> Iterator[None]:
+    """While a plan is made of text: whatever is wrong with that is a PlanError."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except XshardError as error:
+        raise PlanError(f"this is no plan: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
 
 
 def _step_to_dict(step: Step) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.objective import FORWARD, Weighed, seconds
+from xshard.objective import FORWARD
 from xshard.sharding import Sharding
 from xshard.units import format_bytes, format_seconds
+from xshard.weighed import Weighed
 
 if TYPE_CHECKING:
     from xshard.plan import Plan  # which prints itself by this table
@@ -85,10 +86,10 @@ def total(plan: Plan) -> str:
 
 def seconds_text(plan: Weighed) -> str:
     """The predicted time; of both passes and of each, where both count."""
-    total = format_seconds(seconds(plan))
+    total = format_seconds(plan.cost)
     if plan.objective == FORWARD:
         return total
-    return f"{total} with the backward's {format_seconds(seconds(plan.backward))}"
+    return f"{total} with the backward's {format_seconds(plan.backward.cost)}"
 
 
 def shape_text(sharding: Sharding) -> str:

@@ -15,20 +15,21 @@ from typing import Any
 
 from xshard import dtypes, transfer_table
 from xshard.cost import Price, Profile, load_profile
-from xshard.errors import MeshError, PlanError, XshardError
+from xshard.errors import MeshError, PlanError
 from xshard.layout import Layout
 from xshard.links import located
 from xshard.mesh import Mesh
-from xshard.objective import FORWARD, check_objective, plan_backward, seconds
-from xshard.plan import Plan
+from xshard.objective import FORWARD, check_objective
+from xshard.plan import Plan, reading_plan
 from xshard.sharding import Sharding
 from xshard.shared import have_same_blocks, received_elements
 from xshard.steps import Step
 from xshard.transfer import Transfer
+from xshard.weighed import Weighed
 
 
 @dataclass(frozen=True)
-class TransferPlan:
+class TransferPlan(Weighed):
     """Leads an array of `shape` from layout `src` on one mesh to layout `dst` on another.
 
     src_devices, dst_devices: the number of every device, in the order of its mesh. Equal numbers are
@@ -72,14 +73,12 @@ class TransferPlan:
         scaled = math.prod((p.scale for p in (self.src_plan, self.dst_plan) if p), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
-        if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
-            raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
         if self.transfer is not None and (kept := self.dst.tagged("max", "min")):
             raise PlanError(
                 f"'{self.dst}' holds a max or min over {', '.join(kept)}, which no transfer brings there",
                 hint=f"reduce it: write copy({','.join(kept)})",
             )
-        plan_backward(self)
+        self.check_weight()
 
     @cached_property
     def source(self) -> Sharding:
@@ -109,10 +108,6 @@ class TransferPlan:
         before, after = (plan.steps if plan else () for plan in (self.src_plan, self.dst_plan))
         return (*before, *([self.transfer] if self.transfer else []), *after)
 
-    @property
-    def itemsize(self) -> int:
-        return dtypes.itemsize(self.dtype)
-
     @cached_property
     def transfer_price(self) -> Price:
         """What the transfer costs."""
@@ -127,27 +122,11 @@ class TransferPlan:
         before, after = (plan.prices if plan else () for plan in (self.src_plan, self.dst_plan))
         return (*before, *([self.transfer_price] if self.transfer else []), *after)
 
-    @property
-    def cost(self) -> float:
-        """Predicted seconds, of all that the objective counts."""
-        return seconds(self)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that the busiest device receives, summed over the steps."""
-        return sum(p.received_bytes for p in self.prices)
-
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
         source, target = (s.with_layout(s.normal) for s in (self.source, self.target))
         return received_elements(source, target, self.src_devices, self.dst_devices) * self.itemsize
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes that the busiest device holds at the worst moment: input, output, buffers."""
-        ends = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
-        return max((p.peak_bytes for p in self.prices), default=ends)
 
     @cached_property
     def backward(self) -> TransferPlan:
@@ -199,7 +178,7 @@ class TransferPlan:
 
         profile: the machine to price it for, where the text names one that is not shipped.
         """
-        try:
+        with reading_plan():
             data: dict[str, Any] = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
             plans = {}
@@ -223,10 +202,6 @@ class TransferPlan:
                 objective=data["objective"],
                 **plans,
             )
-        except XshardError as error:
-            raise PlanError(f"this is no plan: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
 
     @property
     def _sent(self) -> tuple[Plan | None, Sharding]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import by_turns
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,16 +89,7 @@ def _placed(x: Tensor, mesh: DeviceMesh, src: Any, dst: Any) -> Tensor:
 
 
 def _both(move: Callable[[Tensor], Tensor], block: Tensor, rounds: int) -> dict[str, float]:
-    leaf = block.clone().requires_grad_()
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return move(block)
-
-    def both() -> Tensor:
-        y = move(leaf)
-        return torch.autograd.grad(y, leaf, y.detach())[0]
-
+    forward, both = by_turns.calls(move, block)
     return {"forward_s": _median(forward, rounds), "both_s": _median(both, rounds)}
 
 

@@ -66,24 +66,30 @@ def is_larger(row: Row, profile: str) -> bool:
 
 
 def timed(move: Move, rounds: int) -> Row:
-    """Both programs on the same array, one after the other in every round; the median ratio of a round."""
+    """Both programs on the same array, one after the other in every round; the median ratio of a round.
+
+    noise: the same of XLA's program and XLA's program again.
+    """
     x = move.array(move.case.dtype)
-    programs = move.ours(), move.xla()
-    seconds: tuple[list[float], list[float]] = ([], [])
+    xla = move.xla()
+    programs = move.ours(), xla, xla
+    seconds: tuple[list[float], ...] = tuple([] for _ in programs)
     with jax.set_mesh(move.mesh):
         for program in programs:
             jax.block_until_ready(program(x))
         for turn in range(rounds):
-            for which in (0, 1) if turn % 2 else (1, 0):
+            for i in range(len(programs)):
+                which = (turn + i) % len(programs)
                 start = time.perf_counter()
                 jax.block_until_ready(programs[which](x))
                 seconds[which].append(time.perf_counter() - start)
-    ours, xla = seconds
+    ours, theirs, again = seconds
     return _named(move) | {
         "bytes": x.nbytes,
         "ours_s": statistics.median(ours),
-        "xla_s": statistics.median(xla),
-        "faster": statistics.median(b / a for a, b in zip(ours, xla, strict=True)),
+        "xla_s": statistics.median(theirs),
+        "faster": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+        "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
     }
 
 
