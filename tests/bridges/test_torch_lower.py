@@ -127,6 +127,27 @@ def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
     on_ranks(4, _reduce_scatters, op)
 
 
+def _slices() -> None:
+    mesh = xs.Mesh(x=2, y=2)
+    for text, kinds, is_copied in (
+        ("n/y d -> n/x/y d", ["slice", "permute"], False),
+        ("n d -> n/x d", ["slice"], True),
+        ("n d -> n/x d | copy(y)", ["slice", "retag"], True),
+    ):
+        plan = xs.plan(text, mesh, (8, 4))
+        assert [step.kind for step in plan.steps] == kinds
+        executable = lower(plan, process_mesh(mesh), CPU)
+        block = torch.ones(plan.source.local_shape(dist.get_rank()))
+        part, result = executable.moves[0](block), executable(block)
+        memory = [t.untyped_storage().data_ptr() for t in (block, part, result)]
+        assert (memory[1] != memory[0]) is is_copied and memory[2] != memory[0], text
+    dist.barrier()
+
+
+def test_a_slice_is_copied_only_where_it_is_the_result() -> None:
+    on_ranks(4, _slices)
+
+
 def _counted() -> list[int]:
     x = torch.ones(6, dtype=torch.float64)
     with Meter() as meter:
