@@ -10,6 +10,7 @@ from claim import Claim, mean, worst
 from xshard.units import format_bytes
 
 Row = dict[str, Any]
+LEAST = 0.95  # times as fast as a peer that a move is at worst
 
 
 def judge(
@@ -33,10 +34,10 @@ def judge(
             at_least=True,
         ),
     ]
-    for way, least in (("DTensor", 2.0), ("by hand", 0.95)):
+    for way, least in (("DTensor", 2.0), ("by hand", LEAST)):
         faster = [(_label(row), row["faster_than"][way]) for row in ends if way in row["faster_than"]]
         found.append(mean(f"run time, {way} / ours: geometric mean", faster, least, at_least=True))
-        found.append(worst(f"run time, {way} / ours: worst", faster, 0.95, at_least=True))
+        found.append(worst(f"run time, {way} / ours: worst", faster, LEAST, at_least=True))
     return (
         *found,
         worst(

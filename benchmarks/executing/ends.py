@@ -34,15 +34,26 @@ TARGET_S, MOST_CALLS = 0.02, 16  # seconds of calls between two looks at the clo
 OURS, DTENSOR, RAW, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
 
 
-def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Row]:
-    """Every case on as many gloo ranks as it has devices: the seconds of every way and round."""
-    rows: list[Row] = []
+def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str, least: float) -> list[Row]:
+    """Every case on as many gloo ranks as it has devices: the seconds of every way and round.
+
+    least: what is not that many times as fast as every other way is timed again in three times the rounds,
+    which counts: two times of one program differ by as much.
+    """
+    rows = dict(enumerate(_rows(cases, rounds, profile)))
+    doubtful = [i for i, row in rows.items() if min(row["faster_than"].values(), default=least) < least]
+    again = _rows([cases[i] for i in doubtful], [3 * rounds[i] for i in doubtful], profile)
+    return list((rows | dict(zip(doubtful, again, strict=True))).values())
+
+
+def _rows(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Row]:
+    rows: dict[int, Row] = {}
     for n in sorted({case.mesh.n_devices for case in cases}):
         numbers = [i for i, case in enumerate(cases) if case.mesh.n_devices == n]
         asked = [cases[i] for i in numbers], [rounds[i] for i in numbers], profile
         by_rank = run_ranks(n, _measured, *asked, start_method="forkserver", timeout_s=900.0)
-        rows += [_row(cases[i], found) for i, *found in zip(numbers, *by_rank, strict=True)]
-    return rows
+        rows |= {i: _row(cases[i], found) for i, *found in zip(numbers, *by_rank, strict=True)}
+    return [rows[i] for i in range(len(cases))]
 
 
 class Span(NamedTuple):

@@ -15,6 +15,7 @@ from resharding.measures import DEFAULT, FEWEST_BYTES, WITHIN, Row, is_larger
 from xshard.units import format_bytes
 
 Ratio = Callable[[Row], float]
+LEAST = 0.9  # times as fast as XLA's program that ours is at worst
 
 
 def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple[Claim, ...]:
@@ -37,7 +38,7 @@ def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple
         ),
         mean("seconds to compile / XLA's: geometric mean", _named(compiled, _compile_ratio), 1.5),
         mean("XLA's run time / ours: geometric mean", faster, 1.5, at_least=True),
-        worst("XLA's run time / ours: worst", faster, 0.9, at_least=True),
+        worst("XLA's run time / ours: worst", faster, LEAST, at_least=True),
         Claim("host time of a cached reshard / of a cached jit", dispatch["ratio"], 1.5, False, 1),
     )
 

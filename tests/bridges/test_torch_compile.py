@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_bridge as xt
 import xshard as xs
@@ -147,6 +151,35 @@ def _exported() -> None:
 
 def test_export() -> None:
     on_ranks(4, _exported)
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+def _not_exported() -> None:
+    x = block_of(numbers(3, 8, 8), "s n/a d", MESH)
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    def compares(v: Tensor) -> Tensor:
+        return xt.redistribute(v, "s n/a d -> s n d/a", MESH, check_replicated=True)
+
+    placed = DTensor.from_local(x, named, [Shard(1), Replicate()], run_check=False)
+    for call, given, reason in (
+        (compares, x, "compares on the host"),
+        (lambda v: xt.redistribute(v, "s n/a d -> s n d/a"), placed, "no redistribution of a DTensor"),
+    ):
+        with pytest.raises(xs.PlanError, match=reason):
+            torch.export.export(Calling(call), (given,))
+
+
+def test_what_cannot_be_exported_is_refused() -> None:
+    on_ranks(4, _not_exported)
 
 
 def _between_graphs() -> None:
