@@ -120,8 +120,7 @@ def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None
         return x
 
     jax.eval_shape(mapped(local, (P("a"), P("a"))), X)
-    whole = xs.plan("n/a d -> n d", xs.Mesh(a=2, b=4), X.shape, "float32", profile=nodes)
-    assert [plan.cost for plan in made] == [whole.cost]
+    assert [plan.cost for plan in made] == [4 * 8 * 4 / 1e9]  # half of the rows, between nodes
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
