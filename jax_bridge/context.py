@@ -80,7 +80,7 @@ def plan_here(
                 raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
         else:
             context = _context(mesh, (src, dst), text)
-            here = _mesh_here(context, (src, dst), text)
+            here = _named_mesh(context, _named((src, dst)), text)
             whole = whole_shape(src, here, x.shape, text) if shape is None else shape
             # On a part of the mesh devices have other numbers; what connects them stays the same.
             profile = load_profile(profile).along(here.axes, context)

@@ -45,7 +45,9 @@ def redistribute(
 ) -> Any:
     """`redistribute` inside torch.compile, which runs this line by line, or torch.export."""
     if not torch.compiler.is_dynamo_compiling():
-        return _exported(x, expression, mesh, shape, profile, comm_dtype, async_op, check_replicated)
+        _check_exported(x, check_replicated)
+        y = apply(traced_executable(x, expression, mesh, shape, profile, comm_dtype), x)
+        return PendingTensor(y, y.shape, y) if async_op else y
     is_text = isinstance(expression, str) and isinstance(profile, str)
     is_known = is_text and mesh is not None and not isinstance(mesh, ProcessMesh)
     if isinstance(x, DTensor) or not is_known or check_replicated:
@@ -66,17 +68,8 @@ def redistribute(
     return PendingTensor(y, y.shape, y) if async_op else y
 
 
-def _exported(
-    x: Tensor,
-    expression: Any,
-    mesh: Any,
-    shape: Sequence[int] | None,
-    profile: Any,
-    comm_dtype: WireLike,
-    async_op: bool,
-    check_replicated: bool | None,
-) -> Tensor | PendingTensor:
-    """`redistribute` for torch.export, which runs this with symbols for lengths."""
+def _check_exported(x: Tensor, check_replicated: bool | None) -> None:
+    """Raise PlanError for what torch.export cannot record."""
     if check_replicated:
         raise PlanError(
             "check_replicated compares on the host, which an exported program cannot",
@@ -87,8 +80,6 @@ def _exported(
             "torch.export records no redistribution of a DTensor",
             hint="export what is done with its local tensors",
         )
-    y = apply(traced_executable(x, expression, mesh, shape, profile, comm_dtype), x)
-    return PendingTensor(y, y.shape, y) if async_op else y
 
 
 @torch.compiler.disable(

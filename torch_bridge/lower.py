@@ -249,35 +249,33 @@ def _exchange(step: Exchange, site: Site) -> Move:
     def rows(box: Any, end: int) -> dict[int, Runs]:
         return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
 
+    # Near senders may differ from the receiver along any axis.
+    axes = moving(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
     return _messages(
         site,
+        axes,
         [(m.dst, site.message(site.shapes[0], rows(m.box, 0))) for m in outgoing],
         [(m.src, replace(site.message(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
         step.op(site.before),
         [site.fill(*fill) for fill in filled(site.after, site.device)],
-        near=step.node_devices is not None,
     )
 
 
 def _messages(
     site: Site,
+    axes: Sequence[str],
     outgoing: Sequence[tuple[int, Message]],
     incoming: Sequence[tuple[int, Message]],
-    op: str | None = None,
-    fills: Sequence[Fill] = (),
-    *,
-    near: bool = False,
+    op: str | None,
+    fills: Sequence[Fill],
 ) -> Move:
     """Messages to and from some devices; what a device has for itself it takes directly.
 
-    One collective in the smallest group that all movement stays in: point-to-point calls are missing from
-    some backends and from torch.compile.
+    One collective in the group along `axes`, in which all movement stays: point-to-point calls are missing
+    from some backends and from torch.compile.
     """
-    me = site.device
-    # Near senders may differ from the receiver along any axis.
-    axes = site.after.mesh.axes if near else moving(site.before, site.after)
     group = site.group(axes)
-    rank = group.devices.index(me)
+    rank = group.devices.index(site.device)
 
     def by_rank(messages: Sequence[tuple[int, Message]]) -> list[tuple[int, Message]]:
         return sorted(((group.devices.index(d), m) for d, m in messages), key=lambda found: found[0])

@@ -71,7 +71,7 @@ class Plan(Weighed):
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
-        self.check_weight()
+        self._check_weight()
 
     def _check_split(self) -> None:
         if not self.split:
@@ -195,7 +195,7 @@ class Plan(Weighed):
 
         profile: the machine to price it for, where the text names one that is not shipped.
         """
-        with reading_plan():
+        with reading_plan(PlanError):
             data: dict[str, Any] = json.loads(text)
             plan = cls(
                 src=Layout.parse(data["src"]),
@@ -218,11 +218,14 @@ class Plan(Weighed):
 
 
 @contextmanager
-def reading_plan() -> Iterator[None]:
-    """While a plan is made of text: whatever is wrong with that is a PlanError."""
+def reading_plan(*told: type[XshardError]) -> Iterator[None]:
+    """While a plan is made of text: whatever is wrong with that is a PlanError.
+
+    told: errors that say enough as they are.
+    """
     try:
         yield
-    except PlanError:
+    except told:
         raise
     except XshardError as error:
         raise PlanError(f"this is no plan: {error}") from None

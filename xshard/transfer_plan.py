@@ -78,7 +78,7 @@ class TransferPlan(Weighed):
                 f"'{self.dst}' holds a max or min over {', '.join(kept)}, which no transfer brings there",
                 hint=f"reduce it: write copy({','.join(kept)})",
             )
-        self.check_weight()
+        self._check_weight()
 
     @cached_property
     def source(self) -> Sharding:

@@ -62,7 +62,7 @@ class Weighed(ABC):
         ends = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
         return max((p.peak_bytes for p in self.prices), default=ends)
 
-    def check_weight(self) -> None:
+    def _check_weight(self) -> None:
         """Raise PlanError where it holds more than it may, or its gradient does, if that counts.
 
         Raises LinearityError where there is no gradient.

@@ -28,9 +28,9 @@ from torch_bridge.launch import run_ranks
 from torch_bridge.planned import plan_of
 
 Row = dict[str, Any]
-# The last is the one before once more: how far apart two times of one program are.
 WARM_UP = 3
 TARGET_S, MOST_CALLS = 0.02, 16  # seconds of calls between two looks at the clock, about
+# The last is the one before once more: how far apart two times of one program are.
 OURS, DTENSOR, RAW, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
 
 

@@ -227,13 +227,13 @@ GOOD = json.loads(gathered().to_json())
         ({"src": "n/c d"}, "this is no plan: unknown mesh axis 'c'"),
         ({"dst_devices": [1, 2]}, "this is no plan: 2 devices for the destination"),
         ({"dst_devices": None}, "this is no plan: TypeError"),
-        ({"scale": "2"}, "the steps scale by 1, the plan says 2"),
+        ({"scale": "2"}, "this is no plan: the steps scale by 1, the plan says 2"),
         ({"shape": [8, -4]}, "this is no plan: shape (8, -4) has -4"),
         ({"profile": "h1000"}, "this is no plan: no profile 'h1000'"),
         ({"dst_plan": {}}, "this is no plan: KeyError: 'mesh'"),
         ({"dst_plan": [7]}, "this is no plan: TypeError"),
-        ({"dst_plan": {"mesh": {"b": 4}}}, "this is no plan: KeyError: 'src'"),
-        ({"memory_limit": 64}, "the steps hold 160 bytes, the limit is 64"),
+        ({"dst_plan": {"mesh": {"b": 4}}}, "this is no plan: this is no plan: KeyError: 'src'"),
+        ({"memory_limit": 64}, "this is no plan: the steps hold 160 bytes, the limit is 64"),
     ],
 )
 def test_malformed_json(changes, message):
