@@ -1,13 +1,15 @@
 """The search: the cheapest path of moves from one layout to another.
 
 Decides in which order states are settled (A*, cheapest first) and which path is the best: fewest
-seconds, then the plainest. What moves there are is told by `moves`, what they cost by `space`.
+seconds, then the least memory, then the plainest. What moves there are is told by `moves`, what they cost
+by `space`.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +26,7 @@ from xshard.units import format_bytes
 # Complete spaces are searched to the end.
 MAX_SETTLED = 24
 
-Rank = tuple[float, int]  # seconds, then plainness: what paths are compared by
+Rank = tuple[float, int, int]  # seconds, elements held, plainness: what paths are compared by
 
 
 class Path(NamedTuple):
@@ -34,10 +36,6 @@ class Path(NamedTuple):
     plainness: int
     held: int
     moves: tuple[tuple[State, Move], ...]
-
-    @property
-    def rank(self) -> Rank:
-        return round(self.seconds, 15), self.plainness
 
 
 class Left(NamedTuple):
@@ -91,6 +89,11 @@ class Search:
         return max(self.space.start.max_local_size, self.space.goal.max_local_size)
 
     @cached_property
+    def _ends(self) -> int:
+        """Elements of both ends together."""
+        return self.space.start.max_local_size + self.space.goal.max_local_size
+
+    @cached_property
     def _least_step(self) -> float:
         """Seconds that any step with communication takes, at least."""
         return self._least_launch + self._least_latency
@@ -114,10 +117,11 @@ class Search:
         held = max(space.block(start), self.scaled)
         if self.memory_limit is not None and held * space.itemsize > self.memory_limit:
             return None
-        queue = [((0.0, 0), next(tie), start, Path(0.0, 0, held, ()))]
+        path = Path(0.0, 0, held, ())
+        queue = [(self._rank(path), next(tie), start, path)]
         while queue:
             estimate, _, state, path = heapq.heappop(queue)
-            if best is not None and estimate >= best.rank:
+            if best is not None and estimate >= self._rank(best):
                 break
             if state in settled:
                 continue
@@ -131,17 +135,24 @@ class Search:
                 longer = self._extended(path, state, move, best)
                 if longer is None or move.after in settled:
                     continue
-                if longer.rank >= reached.get(move.after, (float("inf"), 0)):
+                rank = self._rank(longer)
+                if rank >= reached.get(move.after, (math.inf, 0, 0)):
                     continue
-                reached[move.after] = longer.rank
+                reached[move.after] = rank
                 if move.after == goal:
-                    best = longer if best is None or longer.rank < best.rank else best
+                    best = longer if best is None or rank < self._rank(best) else best
                     continue
-                left = self._remaining(move.after)
-                guess = round(longer.seconds + left, 15), longer.plainness + 1
-                if best is None or guess < best.rank:
+                guess = self._rank(longer, self._remaining(move.after), 1)
+                if best is None or guess < self._rank(best):
                     heapq.heappush(queue, (guess, next(tie), move.after, longer))
         return best
+
+    def _rank(self, path: Path, seconds: float = 0.0, plainness: int = 0) -> Rank:
+        """What a path comes to with so much more.
+
+        Holding less than both ends is no gain: whoever asks for the result has the source as well.
+        """
+        return round(path.seconds + seconds, 15), max(path.held, self._ends), path.plainness + plainness
 
     def _moves(self, moves: Moves, state: State, path: Path, best: Path | None) -> Iterator[Move]:
         """The moves from a state, the direct exchange first: it bounds all others."""
@@ -179,7 +190,7 @@ class Search:
         price = self.space.price(move, state)
         if self.memory_limit is not None and price.held * self.space.itemsize > self.memory_limit:
             return None
-        # Among equals the plainer path wins: local moves, then collectives, then exchanges.
+        # Of those that hold the same the plainer path wins: local moves, then collectives, then exchanges.
         plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
         return Path(
             path.seconds + price.seconds,
