@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from jax_bridge.axes import varying
 from jax_bridge.blocks import VOID, Table, inverse, mine, pick
 from jax_bridge.parts import long_axes
-from jax_bridge.rounds import Round, box_shape, rounds
+from jax_bridge.rounds import Round, Schedule, box_shape, rounds
+from jax_bridge.tiles import side_by_side, tilings
 from jax_bridge.wires import Wire
 from xshard.mesh import Mesh
 from xshard.sharding import Sharding
@@ -31,55 +32,60 @@ COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding, wire: Wire) -> jax.Array:
     """Sums that end are added in the order of the rounds, a device's own box first."""
-    schedule, op = rounds(before, after, step.node_devices), step.op(before)
-    if not schedule:  # nobody holds what is wanted, or nothing is
+    schedule, op = rounds(step, before), step.op(before)
+    if not schedule.every:  # nobody holds what is wanted, or nothing is
         return varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
-    by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule)) else _by_tables
+    by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
     return by(schedule, op, x, after, wire)
 
 
-def _by_slices(
-    schedule: Sequence[Round], op: str | None, x: jax.Array, after: Sharding, wire: Wire
-) -> jax.Array:
+def _by_slices(schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, wire: Wire) -> jax.Array:
     """Boxes are cut out, and put or added in place, without a pass over the whole block."""
     mesh, axes = after.mesh, long_axes(after.mesh)
-    starts = _my_starts(schedule, mesh.n_devices, axes)
-    packed = [
-        lax.dynamic_slice(x, starts[r][0], box_shape(messages), allow_negative_indices=False)
-        for r, messages in enumerate(schedule)
-    ]
+    every, n_local = schedule.every, len(schedule.local)
+    starts = _my_starts(every, mesh.n_devices, axes)
+
+    def cut(r: int) -> jax.Array:
+        return lax.dynamic_slice(x, starts[r][0], box_shape(every[r]), allow_negative_indices=False)
+
+    def box(r: int) -> jax.Array:
+        return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
+
+    arrived = wire.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
+    found = tilings(every, after) if op is None and wire.branches else None
+    if found is not None:
+        return side_by_side(found, box, axes)
     out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
-    for r, box in enumerate(wire(packed, schedule, mesh)):
-        box = _signed(box, schedule[r], mesh)
-        arrives = _receivers(schedule[r], mesh.n_devices)
+    for r, messages in enumerate(every):
+        new, arrives = box(r), _receivers(messages, mesh.n_devices)
         if op is not None or not arrives.all():
-            there = lax.dynamic_slice(out, starts[r][1], box.shape, allow_negative_indices=False)
-            new = box if op is None else there + box
-            box = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
-        out = lax.dynamic_update_slice(out, box, starts[r][1], allow_negative_indices=False)
+            there = lax.dynamic_slice(out, starts[r][1], new.shape, allow_negative_indices=False)
+            new = new if op is None else there + new
+            new = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
+        out = lax.dynamic_update_slice(out, new, starts[r][1], allow_negative_indices=False)
     return out
 
 
-def _by_tables(
-    schedule: Sequence[Round], op: str | None, x: jax.Array, after: Sharding, wire: Wire
-) -> jax.Array:
+def _by_tables(schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, wire: Wire) -> jax.Array:
     """Every box is spread over a block of its own, and the blocks are combined where they have something."""
     mesh, axes = after.mesh, long_axes(after.mesh)
-    tables = [list(_tables(messages, after)) for messages in schedule]
+    every, n_local = schedule.every, len(schedule.local)
+    tables = [list(_tables(messages, after)) for messages in every]
     packed = [_packed(x, along, axes) for along in tables]
+    arrived = (*packed[:n_local], *wire.send(packed[n_local:], schedule.sent, mesh))
     out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
     written = jnp.zeros(out.shape, bool)
-    for r, box in enumerate(wire(packed, schedule, mesh)):
-        box = _signed(box, schedule[r], mesh)
-        arrived = mine(_receivers(schedule[r], mesh.n_devices), axes)
-        for dim, (_, placing) in enumerate(tables[r]):
+    for messages, box, along_dims in zip(every, arrived, tables, strict=True):
+        box = _signed(box, messages, mesh)
+        arrives = mine(_receivers(messages, mesh.n_devices), axes)
+        for dim, (_, placing) in enumerate(along_dims):
             box = pick(box, dim, placing, axes)
             along = [1] * box.ndim
             along[dim] = -1
-            arrived = arrived & mine(placing != VOID, axes).reshape(along)
+            arrives = arrives & mine(placing != VOID, axes).reshape(along)
         if op is not None:
             box = jnp.where(written, COMBINE[op](out, box), box)
-        out, written = jnp.where(arrived, box, out), written | arrived
+        out, written = jnp.where(arrives, box, out), written | arrives
     return out
 
 

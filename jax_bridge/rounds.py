@@ -13,33 +13,66 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from xshard.sharding import Sharding
+from xshard.steps import Exchange
 from xshard.steps.exchange import Message, messages_to
 
 Round = tuple[Message, ...]
 MOST_PADDING = 1.02  # received elements over those of the messages, before rounds are split by shape
 
 
-@lru_cache(maxsize=1024)
-def rounds(before: Sharding, after: Sharding, node_devices: int | None = None) -> tuple[Round, ...]:
-    """The messages of an exchange: first those from each device to itself, by shape, then the rounds.
+class Schedule(NamedTuple):
+    """The messages of an exchange.
 
-    A round is as long as its longest message. Where that would send much more than the messages, those
-    of one shape go together instead: more rounds, and nothing but messages.
+    local: from each device to itself, by shape, one per device in each. sent: the rounds of all others.
     """
-    messages = [m for d in range(before.mesh.n_devices) for m in messages_to(before, after, d, node_devices)]
-    local = [m for m in messages if m.src == m.dst]
-    sent = [m for m in messages if m.src != m.dst]
-    fewest = _coloured(sorted(sent, key=lambda m: -m.size))  # the longest first, so that they come together
-    if _received(fewest, padded=True) > MOST_PADDING * _received(fewest, padded=False):
-        fewest = [r for alike in _by_shape(sent) for r in _coloured(alike)]
-    return (*(r for alike in _by_shape(local) for r in _one_per_device(alike)), *fewest)
+
+    local: tuple[Round, ...]
+    sent: tuple[Round, ...]
+
+    @property
+    def every(self) -> tuple[Round, ...]:
+        """All of them, the local ones first."""
+        return self.local + self.sent
+
+
+@lru_cache(maxsize=1024)
+def rounds(step: Exchange, before: Sharding) -> Schedule:
+    """Who gives whom what, and when.
+
+    Where it makes no more rounds, what devices keep takes part in them: a device that receives nothing in
+    a round has a box to write all the same. Not where boxes are added, which begins with a device's own.
+    """
+    after, devices = step.after(before), range(before.mesh.n_devices)
+    found = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
+    sent = _in_rounds([m for m in found if not _is_local(m)])
+    if step.op(before) is None and len(together := _in_rounds(found)) <= len(sent):
+        return Schedule((), tuple(together))
+    local = _by_shape([m for m in found if _is_local(m)])
+    return Schedule(tuple(r for alike in local for r in _one_per_device(alike)), tuple(sent))
 
 
 def box_shape(messages: Round) -> tuple[int, ...]:
     """The longest message along every dim."""
     return tuple(map(max, zip(*(m.shape for m in messages), strict=True)))
+
+
+def _in_rounds(messages: Sequence[Message]) -> list[Round]:
+    """The fewest rounds; a round is as long as its longest message.
+
+    Where that would send much more than the messages, those of one shape go together instead: more rounds,
+    and nothing but messages.
+    """
+    fewest = _coloured(sorted(messages, key=lambda m: -m.size))  # the longest first: they come together
+    if _received(fewest, padded=True) > MOST_PADDING * _received(fewest, padded=False):
+        return [r for alike in _by_shape(messages) for r in _coloured(alike)]
+    return fewest
+
+
+def _is_local(message: Message) -> bool:
+    return message.src == message.dst
 
 
 def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
@@ -69,7 +102,8 @@ def _received(schedule: Sequence[Round], *, padded: bool) -> int:
     elements: Counter[int] = Counter()
     for messages in schedule:
         for message in messages:
-            elements[message.dst] += math.prod(box_shape(messages)) if padded else message.size
+            if not _is_local(message):
+                elements[message.dst] += math.prod(box_shape(messages)) if padded else message.size
     return max(elements.values(), default=0)
 
 

@@ -22,20 +22,28 @@ from jax_bridge.parts import long_axes
 from jax_bridge.rounds import Round
 from xshard.mesh import Mesh
 
-# The packed box of every round, its messages, the mesh -> the boxes that arrived.
-Wire = Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
+
+class Wire(NamedTuple):
+    """What a platform has for exchanges.
+
+    send: the packed box of every round, its messages, the mesh -> the boxes that arrived.
+    branches: whether every device may go a branch of its own; on GPUs the host would wait to choose it.
+    """
+
+    send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
+    branches: bool
 
 
-def permuted(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
-    """One `ppermute` a round; a device's own boxes stay."""
+def _permuted(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+    """One `ppermute` a round."""
     return [
-        box if _is_local(messages) else send(box, mesh, [(m.src, m.dst) for m in messages])
+        send(box, mesh, [(m.src, m.dst) for m in messages])
         for box, messages in zip(boxes, rounds, strict=True)
     ]
 
 
-def ragged(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
-    """All rounds behind each other in one buffer, sent by one `ragged_all_to_all`; a device's own boxes stay.
+def _ragged(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+    """All rounds behind each other in one buffer, sent by one `ragged_all_to_all`.
 
     It has one slice for every pair of devices: where a pair has several messages, as many are made.
     """
@@ -46,12 +54,10 @@ def ragged(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> l
 
 
 def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
-    """Numbers of the rounds that are sent, in groups in which a pair of devices has one message at most."""
+    """Numbers of the rounds, in groups in which a pair of devices has one message at most."""
     groups: list[tuple[list[int], set[tuple[int, int]]]] = []
     for i, messages in enumerate(rounds):
         pairs = {(m.src, m.dst) for m in messages}
-        if _is_local(messages):
-            continue
         for numbers, taken in groups:
             if not pairs & taken:
                 numbers.append(i)
@@ -103,5 +109,5 @@ def slices(rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices
     return Slices(offsets, sizes, offsets, sizes.T.copy())
 
 
-def _is_local(messages: Round) -> bool:
-    return messages[0].src == messages[0].dst
+permuted, ragged = Wire(_permuted, branches=True), Wire(_ragged, branches=False)
+anywhere = Wire(_permuted, branches=False)  # where a program does not know its platform

@@ -39,7 +39,7 @@ def pads(stage):
     """Whether a round of an exchange is as long as a message that the busiest device does not get."""
     if stage.step.kind != "exchange":
         return False
-    sent = [r for r in rounds(stage.before, stage.after, stage.step.node_devices) if r[0].src != r[0].dst]
+    sent = rounds(stage.step, stage.before).sent
     return sum(max(m.size for m in r) for r in sent) != stage.step.traffic(stage.before).received
 
 
