@@ -1,8 +1,8 @@
 """The one differentiable function: a plan, whose gradient is its dual plan.
 
 Decides where derivatives come from; no collective carries one of its own. A linear plan is a linear
-map to JAX (`primitive`), which takes it through every mode; for `max` and `min` there is a tangent
-of linear plans, so that reverse mode comes out of it by transposition.
+map to JAX (`primitive`), which takes it through every mode, or has a rule for reverse mode if that is asked
+for (`reverse`). For `max` and `min` there is a tangent of linear plans: reverse mode is its transpose.
 
 What a cotangent is. Inside the program that the devices run, always what the duality says: the
 cotangent of a block under layout `l` is a block under `l.dual`. Along a replicated axis every
@@ -26,40 +26,53 @@ for its own, which is what `copy` says; say so, and gradients are right on both 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_bridge.blocks import with_fills
 from jax_bridge.primitive import move
+from jax_bridge.reverse import collectives, pulled
 from xshard.plan import Plan
 from xshard.winners import winner_plans
 
 
-def apply(plan: Plan, x: jax.Array) -> jax.Array:
+class Mode(NamedTuple):
+    """What takes a block through a plan, and what takes a tangent."""
+
+    move: Callable[[Plan, jax.Array], jax.Array]
+    tangent: Callable[[Plan, jax.Array], jax.Array]
+
+
+MODES = {"linear": Mode(move, move), "custom_vjp": Mode(collectives, pulled)}
+
+
+def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`; its gradient is `plan.backward`.
 
     x: varying along the axes that `plan.src` names and invariant along the others that the plan has to
-    do with; its cotangent is the same.
+    do with; its cotangent is the same. ad: one of `MODES`.
     """
     # A boundary's constants are no part of what is linear: they are put in afterwards.
     linear = plan.tangent
-    y = move(linear, x) if plan.src.is_linear else _extreme(linear, x)
+    y = MODES[ad].move(linear, x) if plan.src.is_linear else _extreme(linear, ad, x)
     return y if linear is plan else with_fills(y, plan.target)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _extreme(plan: Plan, x: jax.Array) -> jax.Array:
-    return move(plan, x)
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _extreme(plan: Plan, ad: str, x: jax.Array) -> jax.Array:
+    return MODES[ad].move(plan, x)
 
 
 @_extreme.defjvp
-def _extreme_tangent(plan: Plan, primals, tangents):
+def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
     """The winners' tangents in equal shares: what the cotangent plan is the transpose of."""
-    (x,), (tangent,) = primals, tangents
-    y, plans = apply(plan, x), winner_plans(plan)
-    won = x == move(plans.result, y)
-    count = move(plans.count, won.astype(x.dtype))
+    (x,), (tangent,), mode = primals, tangents, MODES[ad]
+    y, plans = apply(plan, x, ad), winner_plans(plan)
+    won = x == mode.move(plans.result, y)
+    count = mode.move(plans.count, won.astype(x.dtype))
     share = jnp.where(won, tangent / jnp.maximum(count, 1), jnp.zeros_like(x))  # padding has no winner
-    return y, move(plans.cotangent.backward, share)
+    return y, mode.tangent(plans.cotangent.backward, share)

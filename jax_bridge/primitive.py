@@ -7,8 +7,10 @@ So JAX sees one linear map where it would otherwise see, and transpose, the coll
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,39 +57,48 @@ def batched(plan: Plan, n: int) -> Plan:
     )
 
 
-def _run(x: jax.Array, *, plan: Plan, devices: str | None, wire: Wire = permuted) -> jax.Array:
-    """devices: the axis that `vmap` has named and that is the first dim here: one block per device."""
+def _carried_out(x: jax.Array, *, plan: Plan, devices: str | None, wire: Wire = permuted) -> jax.Array:
+    """The block after the plan, by collectives of `jax.lax`.
+
+    devices: the axis that `vmap` has named and that is the first dim here: one block per device.
+    """
     one = partial(run, plan, wire=wire)
     return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
 
 
-_traced = jax.jit(_run, static_argnames=("plan", "devices"), inline=True)
+_traced = jax.jit(_carried_out, static_argnames=("plan", "devices"), inline=True)
 
 
-def _abstract_eval(x, **params):
+def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
+    """The type of a block -> that of the block after the plan, and the effects."""
     traced = _traced.trace(x, **params).jaxpr
     (result,) = traced.out_avals
     return result, traced.effects
+
+
+def batch_of(bind: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, int | None]]:
+    """How an operation that carries a plan is batched: the same of the plan with one more dim."""
+
+    def batch(x: jax.Array, dim: int | None, n: int, name: object, *, plan: Plan, devices: str | None):
+        if name in plan.mesh.axes and n > 1:
+            return bind(batch_first(x, dim, n), plan=plan, devices=name), 0
+        if dim is None:
+            return bind(x, plan=plan, devices=devices), None
+        at = 0 if devices is None else 1
+        return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
+
+    return batch
 
 
 def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
     return _move(cotangent, plan=plan.backward, devices=devices)
 
 
-def _batch(x: jax.Array, dim: int | None, n: int, name: object, *, plan: Plan, devices: str | None):
-    if name in plan.mesh.axes and n > 1:
-        return _move(batch_first(x, dim, n), plan=plan, devices=name), 0
-    if dim is None:
-        return _move(x, plan=plan, devices=devices), None
-    at = 0 if devices is None else 1
-    return _move(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
-
-
-_move = linear_primitive(
+_move: Callable[..., jax.Array] = linear_primitive(
     "xshard_move",
-    run=_run,
-    abstract_eval=_abstract_eval,
+    run=_carried_out,
+    abstract_eval=abstract_eval,
     transpose=_transpose,
-    batch=_batch,
-    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_run, wire=ragged)),
+    batch=lambda *block, **params: batch_of(_move)(*block, **params),
+    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_carried_out, wire=ragged)),
 )

@@ -22,7 +22,7 @@ from xshard import Mesh, Plan, XshardError
 from xshard.replicas import Held
 
 
-def apply_checked(plan: Plan, x: jax.Array, text: str) -> jax.Array:
+def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     """What `apply` returns. When it or its transpose runs, ReplicaError, in the text of JAX's own error.
 
     Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
@@ -30,7 +30,7 @@ def apply_checked(plan: Plan, x: jax.Array, text: str) -> jax.Array:
     """
     everyone = Mesh(bound_sizes(plan.mesh.axes))
     x = _expect(x, entering=Held(plan.source, everyone, plan.dtype, text, cotangents=False), returning=None)
-    y = apply(plan, x)
+    y = apply(plan, x, ad)
     if not plan.dst.is_linear:
         return y
     dual = plan.target.with_layout(plan.target.layout.dual)

@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
+import xshard as xs
 from tests.bridges.jax_helpers import in_jax
 
 X = np.arange(1.0, 1 + 8 * 4, dtype=np.float32).reshape(8, 4)
@@ -27,13 +28,13 @@ W = (X * 7) % 5 - 2  # weights and cotangents
 class Moved:
     """What a row is given: a function on blocks, and how it is run on all devices."""
 
-    def __init__(self, expression: str, src: P, dst: P, check_vma: bool) -> None:
-        self.expression, self.check_vma = expression, check_vma
+    def __init__(self, expression: str, src: P, dst: P, check_vma: bool, ad: str = "linear") -> None:
+        self.expression, self.check_vma, self.ad = expression, check_vma, ad
         self.specs = {"src": src, "dst": dst, "all": P()}
 
     def op(self, x):
         """On one device's block."""
-        return xj.redistribute(x, self.expression)
+        return xj.redistribute(x, self.expression, ad=self.ad)
 
     def spread(self, local, in_specs, out_specs):
         """On all devices. A spec: "src" or "dst"."""
@@ -209,7 +210,7 @@ def cond_and_while(m):
         step = jax.lax.cond(x[0, 0] > 0, lambda x: m.whole(x) * 2, lambda x: x, x)
         return jax.lax.fori_loop(0, 3, lambda _, x: m.whole(x) + 1, step)
 
-    return loop(X), jax.jvp(loop, (X,), (T,))
+    return loop(X), jax.grad(lambda x: (loop(x) * W).sum())(X)
 
 
 @row
@@ -257,5 +258,55 @@ def test_a_moved_array_is_as_good_as_one_that_is_not(move, name) -> None:
         assert found.dtype == wanted.dtype and np.array_equal(found, wanted)
 
 
-def test_there_are_26() -> None:
-    assert len(ROWS) == 26
+# What a rule for reverse mode cannot do. (JAX takes no function with a rule of its own through `jet`.)
+FORWARD = ("jvp_outside", "jvp_inside", "jacfwd", "grad_of_jvp", "linearize", "linear_transpose")
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in (*FORWARD, "taylor_series")])
+@pytest.mark.parametrize("move", MOVES)
+@in_jax
+def test_a_rule_for_reverse_mode_is_as_good_there(move, name) -> None:
+    found = jax.tree.leaves(ROWS[name](Moved(*MOVES[move], ad="custom_vjp")))
+    for one, other in zip(found, jax.tree.leaves(ROWS[name](Moved(*MOVES[move]))), strict=True):
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("move", MOVES)
+@in_jax
+def test_what_it_cannot_do_names_the_mode_that_can(move, name) -> None:
+    with pytest.raises(xs.XshardError, match='ad="linear"'):
+        ROWS[name](Moved(*MOVES[move], ad="custom_vjp"))
+
+
+def test_there_are_26_and_a_rule_passes_19() -> None:
+    assert (len(ROWS), len(ROWS) - len((*FORWARD, "taylor_series"))) == (26, 19)
+
+
+@in_jax
+def test_with_a_rule_jaxprs_name_the_collectives() -> None:
+    for ad, named in (("custom_vjp", True), ("linear", False)):
+        moved = Moved(*MOVES["all-to-all"], ad=ad)
+        text = str(jax.make_jaxpr(jax.grad(lambda x, m=moved: (m.whole(x) ** 2).sum()))(X))
+        assert text.count("all_to_all[") == (2 if named else 0)
+        assert ("xshard_move" in text) != named
+
+
+@in_jax
+def test_a_maximum_has_a_rule_for_reverse_mode() -> None:
+    def loss(x, ad):
+        local = lambda x: xj.redistribute(x, "n/a d | max(b) -> n/a d", ad=ad)  # noqa: E731
+        mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
+        highest = jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a"))
+        return (highest(x) ** 2).sum()
+
+    found, expected = (jax.grad(loss)(jnp.asarray(X), ad) for ad in ("custom_vjp", "linear"))
+    assert expected.any() and np.array_equal(found, expected)
+    with pytest.raises(xs.XshardError, match='ad="linear"'):
+        jax.jvp(lambda x: loss(x, "custom_vjp"), (X,), (T,))
+
+
+@in_jax
+def test_other_derivatives_are_refused() -> None:
+    with pytest.raises(xs.XshardError, match="there are: linear, custom_vjp"):
+        xj.redistribute(jnp.ones(2), "n -> n", ad="jvp")

@@ -23,8 +23,9 @@ X = np.arange(1.0, 1 + 8 * 4, dtype=np.float32).reshape(8, 4)
 W = (X * 7) % 5 - 2
 
 
+@pytest.mark.parametrize("ad", ["linear", "custom_vjp"])
 @in_jax
-def test_every_case_of_one_axis() -> None:
+def test_every_case_of_one_axis(ad) -> None:
     """Values, and gradients inside: as on devices without types."""
     assert len(ONE_AXIS) > 30
     for seed, case in enumerate(ONE_AXIS):
@@ -33,7 +34,7 @@ def test_every_case_of_one_axis() -> None:
         expected = verify.run_reference(task)
 
         def local(x, g, plan=plan):
-            y, pull = jax.vjp(lambda x: xj.redistribute(x, plan), x)
+            y, pull = jax.vjp(lambda x: xj.redistribute(x, plan, ad=ad), x)
             return y, pull(g)[0]
 
         inputs, cotangents = padded(task.inputs, plan.source), padded(task.cotangents, plan.target)
