@@ -143,7 +143,9 @@ def _against_best(plan: Plan, mine: Alternative, others: Sequence[Alternative]) 
     if best is None or best.plan is None:
         return "Every other way within the memory of both ends is the same plan or not possible."
     if best.cost <= plan.cost:
-        return f"As fast as {best.name} under '{plan.profile.name}'; it is the plainer of the two."
+        smaller = plan.peak_bytes < best.plan.peak_bytes
+        why = "holds less" if smaller else "is the plainer of the two"
+        return f"As fast as {best.name} under '{plan.profile.name}'; it {why}."
     fewer = (
         (best.plan.bytes_received - plan.bytes_received, "bytes received"),
         (best.messages - mine.messages, "messages"),

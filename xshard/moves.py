@@ -13,7 +13,7 @@ it. The exchange straight to the goal is there from every state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
 
@@ -57,8 +57,20 @@ class Moves:
     def _free(self, state: State) -> tuple[int, ...]:
         return tuple(a for a in self.space.free(state) if a in self.usable)
 
-    def collectives(self, state: State) -> Iterator[Move]:
+    def collectives(self, state: State) -> Iterable[Move]:
         """Every move worth trying from a state, exchanges left out."""
+        if self.complete:
+            return self._collectives(state)  # asked once
+        known = self._known.get(state)
+        if known is None:
+            known = self._known[state] = tuple(self._collectives(state))
+        return known
+
+    @cached_property
+    def _known(self) -> dict[State, tuple[Move, ...]]:
+        return {}
+
+    def _collectives(self, state: State) -> Iterator[Move]:
         yield from self._reductions(state)
         yield from self._slices(state)
         yield from self._all_to_alls(state)

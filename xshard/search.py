@@ -18,15 +18,16 @@ from typing import NamedTuple
 from xshard.cost import LOCAL
 from xshard.errors import PlanError
 from xshard.moves import Moves
-from xshard.space import Move, Space, State
+from xshard.space import Cut, Move, Space, State
 from xshard.steps import Step
 from xshard.units import format_bytes
 
-# How many states a search of a directed space may settle before it takes the best path it has found.
-# Complete spaces are searched to the end.
-MAX_SETTLED = 24
+# How many states of a directed space are settled before the best path found so far is taken: once by what
+# leads to the goal soonest, once by what is cheapest. Complete spaces are searched to the end.
+MAX_SETTLED = 32
 
-Rank = tuple[float, int, int]  # seconds, elements held, plainness: what paths are compared by
+Rank = tuple[float, float, int]  # seconds, elements held, plainness: what paths are compared by
+_WORST: Rank = (math.inf, 0, 0)
 
 
 class Path(NamedTuple):
@@ -35,7 +36,13 @@ class Path(NamedTuple):
     seconds: float
     plainness: int
     held: int
+    least: float  # elements held that count: to hold less is no gain
     moves: tuple[tuple[State, Move], ...]
+
+    def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
+        """What it comes to with so much more."""
+        held = self.held if self.held > self.least else self.least
+        return round(self.seconds + seconds, 15), held, self.plainness + plainness
 
 
 class Left(NamedTuple):
@@ -89,9 +96,14 @@ class Search:
         return max(self.space.start.max_local_size, self.space.goal.max_local_size)
 
     @cached_property
-    def _ends(self) -> int:
-        """Elements of both ends together."""
-        return self.space.start.max_local_size + self.space.goal.max_local_size
+    def _least_held(self) -> float:
+        """Elements that a path may hold without being worse for it: both ends, which a caller has anyway.
+
+        Any number where a sum ends. What holds less there has devices other than the busiest receive more.
+        """
+        space = self.space
+        ends = set(space.state(space.start.layout).sums) - set(space.goal_state.sums)
+        return math.inf if ends else space.start.max_local_size + space.goal.max_local_size
 
     @cached_property
     def _least_step(self) -> float:
@@ -108,51 +120,65 @@ class Search:
         return max((link.bytes_per_s for link in self.space.fabric.links), default=1.0)
 
     def _search(self) -> Path | None:
-        space, moves = self.space, Moves(self.space)
+        moves = Moves(self.space)
+        # A path that comes nearer to the goal with every step is soon found, and bounds the others.
+        near = None if moves.complete else self._explored(moves, None, nearest=True)
+        return self._explored(moves, near)
+
+    def _explored(self, moves: Moves, best: Path | None, *, nearest: bool = False) -> Path | None:
+        """The best path, `best` or better.
+
+        nearest: goes by collectives only, and first to where least is left to change: not to the best.
+        """
+        space = self.space
         start, goal = space.state(space.start.layout), moves.goal
-        best: Path | None = None
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
         held = max(space.block(start), self.scaled)
         if self.memory_limit is not None and held * space.itemsize > self.memory_limit:
             return None
-        path = Path(0.0, 0, held, ())
-        queue = [(self._rank(path), next(tie), start, path)]
+        path = Path(0.0, 0, held, self._least_held, ())
+        if start == goal:
+            return path
+        queue = [(path.rank(), next(tie), start, path)]
+        least = _WORST if best is None else best.rank()
         while queue:
             estimate, _, state, path = heapq.heappop(queue)
-            if best is not None and estimate >= self._rank(best):
+            if not nearest and estimate >= least:
                 break
             if state in settled:
                 continue
-            if state == goal:
-                best = path
-                continue
             settled.add(state)
-            if best is not None and not moves.complete and len(settled) > MAX_SETTLED:
+            if (nearest or best is not None) and not moves.complete and len(settled) > MAX_SETTLED:
                 break
-            for move in self._moves(moves, state, path, best):
+            found = moves.collectives(state) if nearest else self._moves(moves, state, path, best)
+            for move in found:
                 longer = self._extended(path, state, move, best)
                 if longer is None or move.after in settled:
                     continue
-                rank = self._rank(longer)
-                if rank >= reached.get(move.after, (math.inf, 0, 0)):
+                rank = longer.rank()
+                if rank >= reached.get(move.after, _WORST):
                     continue
                 reached[move.after] = rank
                 if move.after == goal:
-                    best = longer if best is None or rank < self._rank(best) else best
+                    best, least = (longer, rank) if rank < least else (best, least)
                     continue
-                guess = self._rank(longer, self._remaining(move.after), 1)
-                if best is None or guess < self._rank(best):
+                guess = longer.rank(self._expected(move.after) if nearest else self._remaining(move.after), 1)
+                if nearest or guess < least:
                     heapq.heappush(queue, (guess, next(tie), move.after, longer))
         return best
 
-    def _rank(self, path: Path, seconds: float = 0.0, plainness: int = 0) -> Rank:
-        """What a path comes to with so much more.
+    def _expected(self, state: State) -> float:
+        """Seconds that collectives take from a state, if each axis that is in the way takes one."""
+        wanted, goal = self._goal_roles, self.space.goal_state
+        ending = sum(a not in goal.sums for a in state.sums)
+        moving = sum(role != wanted.get(axis) for axis, role in self.space.roles(state).items())
+        return max(self._remaining(state), (ending + moving) * self._least_step)
 
-        Holding less than both ends is no gain: whoever asks for the result has the source as well.
-        """
-        return round(path.seconds + seconds, 15), max(path.held, self._ends), path.plainness + plainness
+    @cached_property
+    def _goal_roles(self) -> dict[int, tuple[int, Cut]]:
+        return self.space.roles(self.space.goal_state)
 
     def _moves(self, moves: Moves, state: State, path: Path, best: Path | None) -> Iterator[Move]:
         """The moves from a state, the direct exchange first: it bounds all others."""
@@ -196,6 +222,7 @@ class Search:
             path.seconds + price.seconds,
             path.plainness + plainness,
             max(path.held, price.held),
+            path.least,
             (*path.moves, (state, move)),
         )
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from xshard.layout import Layout
 from xshard.planner import without_copies
 from xshard.search import Search
 from xshard.space import Space
-from xshard.steps import AllGather, AllReduce, Slice
+from xshard.steps import AllGather, AllReduce, Exchange, Slice
 from xshard.steps.reach import ended
 from xshard.testing.strategies import layouts, moves
 
@@ -162,6 +163,22 @@ def test_never_worse_than_gather_and_slice(data, sizes):
         ends = max(plan.source.max_local_size, plan.target.max_local_size)
         if all(stage.after.max_local_size <= ends for stage in plain.stages):
             assert plan.cost <= plain.cost * (1 + 1e-9)
+
+
+def test_of_plans_that_take_as_long_the_one_that_holds_less_wins():
+    """A permutation and a gather bring as many bytes as an exchange, which packs all of them."""
+    plan = xs.plan("n/a/b -> n/b", xs.Mesh(a=4, b=4), (64,), profile="bandwidth")
+    assert [step.kind for step in plan.steps] == ["permute", "all_gather"]
+    exchange = replace(plan, steps=(Exchange(plan.dst),))
+    assert (exchange.cost, exchange.bytes_received) == (plan.cost, plan.bytes_received)
+    assert plan.peak_bytes < exchange.peak_bytes
+    assert "it holds less" in plan.explain()
+
+
+def test_to_hold_less_than_both_ends_is_no_gain():
+    """A slice, a permutation of half blocks and a gather would: three steps for one."""
+    plan = xs.plan("n/a -> n/b", xs.Mesh(a=2, b=2), (64,), profile="bandwidth")
+    assert [step.kind for step in plan.steps] == ["permute"]
 
 
 def test_idle_replicas_take_shares_of_a_reduction():
