@@ -21,25 +21,25 @@ from xshard.sharding import Sharding
 # Places in a receiver's block, by rows and columns, and the round in which each one's box comes.
 Tiling = tuple[tuple[tuple[int, ...], int], ...]
 
-MOST_TILINGS = 4  # each is compiled, as a branch
+MOST_TILES = 32  # of all different tilings together: each tiling is compiled, as a branch
 
 
 def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | None:
-    """The tiling of every device; None where a box is missing, has another shape, or leaves a gap.
+    """The tiling of every device; None where boxes have several shapes, or leave a gap somewhere.
 
     schedule: rounds whose boxes are slices. None as well where devices have many different tilings.
     """
-    shapes, n_devices = {box_shape(messages) for messages in schedule}, after.mesh.n_devices
-    if len(shapes) > 1 or any(len(messages) < n_devices for messages in schedule):
+    shapes = {box_shape(messages) for messages in schedule}
+    if len(shapes) > 1:
         return None
-    if len(schedule) * math.prod(*shapes) != math.prod(after.max_local_shape):
-        return None
-    found: list[dict[tuple[int, ...], int]] = [{} for _ in range(n_devices)]
+    found: list[dict[tuple[int, ...], int]] = [{} for _ in range(after.mesh.n_devices)]
     for r, messages in enumerate(schedule):
         for message in messages:
             found[message.dst][tuple(segment.dst for (segment,) in message.box)] = r
     by_device = tuple(tuple(sorted(tiling.items())) for tiling in found)
-    return by_device if len(set(by_device)) <= MOST_TILINGS else None
+    covered, block = math.prod(*shapes), math.prod(after.max_local_shape)
+    fills = all(len(tiling) * covered == block for tiling in by_device)
+    return by_device if fills and sum(map(len, set(by_device))) <= MOST_TILES else None
 
 
 def side_by_side(

@@ -128,7 +128,7 @@ class Search:
     def _explored(self, moves: Moves, best: Path | None, *, nearest: bool = False) -> Path | None:
         """The best path, `best` or better.
 
-        nearest: goes by collectives only, and first to where least is left to change: not to the best.
+        nearest: goes by collectives, and first to where least is left to change: not to the best.
         """
         space = self.space
         start, goal = space.state(space.start.layout), moves.goal
@@ -152,8 +152,7 @@ class Search:
             settled.add(state)
             if (nearest or best is not None) and not moves.complete and len(settled) > MAX_SETTLED:
                 break
-            found = moves.collectives(state) if nearest else self._moves(moves, state, path, best)
-            for move in found:
+            for move in self._moves(moves, state, path, best, nearest):
                 longer = self._extended(path, state, move, best)
                 if longer is None or move.after in settled:
                     continue
@@ -180,13 +179,15 @@ class Search:
     def _goal_roles(self) -> dict[int, tuple[int, Cut]]:
         return self.space.roles(self.space.goal_state)
 
-    def _moves(self, moves: Moves, state: State, path: Path, best: Path | None) -> Iterator[Move]:
+    def _moves(
+        self, moves: Moves, state: State, path: Path, best: Path | None, nearest: bool
+    ) -> Iterator[Move]:
         """The moves from a state, the direct exchange first: it bounds all others."""
-        if not self.exchanges:
-            yield from moves.collectives(state)
-            return
-        yield Move("exchange", (), moves.goal)
+        if self.exchanges:
+            yield Move("exchange", (), moves.goal)
         yield from moves.collectives(state)
+        if nearest or not self.exchanges:
+            return
         # Any other exchange leaves at least one more step with communication to do: what can be
         # done locally afterwards, the direct one has done. Only a sum may be begun better locally.
         begins = set(moves.goal.sums) - set(state.sums)
