@@ -83,7 +83,7 @@ def test_what_is_worse_fails_its_claim(figures, broken) -> None:
 def test_a_quick_run_leaves_a_json_file(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "jax_bridge.py"), "--quick", "--output", str(tmp_path)]
     environment = {**os.environ, "PJRT_NPROC": "64"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     data = json.loads(text)
