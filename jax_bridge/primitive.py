@@ -76,18 +76,23 @@ def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
     return result, traced.effects
 
 
-def batch_of(bind: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, int | None]]:
-    """How an operation that carries a plan is batched: the same of the plan with one more dim."""
-
-    def batch(x: jax.Array, dim: int | None, n: int, name: object, *, plan: Plan, devices: str | None):
-        if name in plan.mesh.axes and n > 1:
-            return bind(batch_first(x, dim, n), plan=plan, devices=name), 0
-        if dim is None:
-            return bind(x, plan=plan, devices=devices), None
-        at = 0 if devices is None else 1
-        return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
-
-    return batch
+def batch(
+    bind: Callable[..., jax.Array],
+    x: jax.Array,
+    dim: int | None,
+    n: int,
+    name: object,
+    *,
+    plan: Plan,
+    devices: str | None,
+) -> tuple[jax.Array, int | None]:
+    """An operation that carries a plan, of a batch: the same of the plan with one more dim."""
+    if name in plan.mesh.axes and n > 1:
+        return bind(batch_first(x, dim, n), plan=plan, devices=name), 0
+    if dim is None:
+        return bind(x, plan=plan, devices=devices), None
+    at = 0 if devices is None else 1
+    return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
 
 
 def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
@@ -99,6 +104,6 @@ _move: Callable[..., jax.Array] = linear_primitive(
     run=_carried_out,
     abstract_eval=abstract_eval,
     transpose=_transpose,
-    batch=lambda *block, **params: batch_of(_move)(*block, **params),
+    batch=lambda *block, **params: batch(_move, *block, **params),
     on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_carried_out, wire=ragged)),
 )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 from jax_bridge.lower import run
-from jax_bridge.primitive import abstract_eval, batch_of, move
+from jax_bridge.primitive import abstract_eval, batch, move
 from jax_bridge.versions import linear_primitive
 from jax_bridge.wires import anywhere
 from xshard import XshardError
@@ -61,7 +61,7 @@ _pulled: Callable[..., jax.Array] = linear_primitive(
     run=lambda x, *, plan, devices: _refuse("forward mode", plan),
     abstract_eval=abstract_eval,
     transpose=_transpose,
-    batch=lambda *block, **params: batch_of(_pulled)(*block, **params),
+    batch=lambda *block, **params: batch(_pulled, *block, **params),
 )
 
 # The block itself, which a transposition meets first: transposed are plans, not the collectives of one.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,8 +48,11 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
     after, devices = step.after(before), range(before.mesh.n_devices)
     found = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
     sent = _in_rounds([m for m in found if not _is_local(m)])
-    if step.op(before) is None and len(together := _in_rounds(found)) <= len(sent):
-        return Schedule((), tuple(together))
+    # No fewer rounds than the busiest device has messages: most schedules need not be tried.
+    if step.op(before) is None and _busiest(map(_ends, found)) <= len(sent):
+        together = _in_rounds(found)
+        if len(together) <= len(sent):
+            return Schedule((), tuple(together))
     local = _by_shape([m for m in found if _is_local(m)])
     return Schedule(tuple(r for alike in local for r in _one_per_device(alike)), tuple(sent))
 
@@ -80,7 +83,7 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
-    colours = edge_colours([(m.src, m.dst) for m in messages])
+    colours = edge_colours(list(map(_ends, messages)))
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for message, colour in zip(messages, colours, strict=True):
         by_colour[colour].append(message)
@@ -116,7 +119,7 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
     # at[end][vertex][colour] is the edge there; end 0 are senders, end 1 receivers.
     at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
     colours: list[int] = []
-    most = max((degree for end in zip(*edges, strict=True) for degree in Counter(end).values()), default=0)
+    most = _busiest(edges)
     for edge, ends in enumerate(edges):
         used = [at[end].setdefault(ends[end], {}) for end in (0, 1)]
         mine, theirs = (_first_free(u) for u in used)
@@ -142,6 +145,15 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
         for u in used:
             u[mine] = edge
     return colours
+
+
+def _busiest(edges: Iterable[tuple[int, int]]) -> int:
+    """The most edges at one end of one vertex."""
+    return max((degree for end in zip(*edges, strict=True) for degree in Counter(end).values()), default=0)
+
+
+def _ends(message: Message) -> tuple[int, int]:
+    return message.src, message.dst
 
 
 def _first_free(used: dict[int, int]) -> int:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_bridge as xj
 from jax_bridge.hlo import collectives
 from resharding.programs import Move
+from xshard import PlanError
 
 Row = dict[str, Any]
 # What plans are for: received bytes and memory are compared where bytes are planned for, run time where it is
@@ -46,22 +48,22 @@ def compiled(moves: Sequence[Move]) -> Row:
         row["xla"] |= {key: carried[key] for key in ("counts", "received_bytes")}
     for planned in moves:
         if holds_more(row["ours"][planned.profile], row["xla"]):
-            row["ours"][within(planned.profile)] = _asked_to_hold(planned, row["xla"])
+            row["ours"][within(planned.profile)] = _asked_to_hold(planned, row)
     return row
 
 
-def _asked_to_hold(move: Move, xla: Row) -> Row:
-    """Our program, asked to hold what XLA's does, and less where it still holds more than that.
+def _asked_to_hold(move: Move, row: Row) -> Row:
+    """Our program, asked to hold what XLA's does, and less as long as it holds more and there is a plan.
 
     A plan counts its source until it is read, a program as long as it runs.
     """
-    limit = xla["held_bytes"]
-    while True:
-        limited = Move(move.case, move.profile, limit)
-        ours = _ours(limited)
-        limit = limited.plan.peak_bytes - 1
-        if not holds_more(ours, xla) or limit < limited.plan.source.max_local_size:
-            return ours
+    ours, limit = row["ours"][move.profile], row["xla"]["held_bytes"]
+    with suppress(PlanError):
+        while holds_more(ours, row["xla"]):
+            limited = Move(move.case, move.profile, limit)
+            ours = _ours(limited)
+            limit = limited.plan.peak_bytes - 1
+    return ours
 
 
 def within(profile: str) -> str:
