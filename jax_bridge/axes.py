@@ -42,7 +42,7 @@ def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
 
 
 def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`move`, of short floats as integers: XLA:CPU has no collectives of those and sends wider ones."""
+    """`move`, of short floats as integers: XLA:CPU sends wider ones, and slices and concatenates those."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits not in (8, 16):
         return move(x)
     return lax.bitcast_convert_type(

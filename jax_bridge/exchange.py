@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.axes import varying
+from jax_bridge.axes import as_bits, varying
 from jax_bridge.blocks import VOID, Table, inverse, mine, pick
 from jax_bridge.parts import long_axes
 from jax_bridge.rounds import Round, Schedule, box_shape, rounds
@@ -36,7 +36,12 @@ def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding, wi
     if not schedule.every:  # nobody holds what is wanted, or nothing is
         return varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
-    return by(schedule, op, x, after, wire)
+
+    def run(x: jax.Array) -> jax.Array:
+        return by(schedule, op, x, after, wire)
+
+    moves = op is None and all(message.sign > 0 for messages in schedule.every for message in messages)
+    return as_bits(run, x) if moves else run(x)
 
 
 def _by_slices(schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, wire: Wire) -> jax.Array:

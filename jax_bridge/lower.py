@@ -79,7 +79,7 @@ def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) ->
     axes = axes_of(step.shards)
     # Parts along a first dim of their own: one copy takes them to their places. Along another dim XLA
     # turns the blocks round before the collective and back after it.
-    x = as_bits(lambda x: lax.all_gather(x, **group(before.mesh, axes)), x)
+    x = lax.all_gather(x, **group(before.mesh, axes))
     x = _merged(jnp.moveaxis(x, 0, dim), dim)
     return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
 
@@ -126,8 +126,7 @@ def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> 
     x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
     # Parts along a dim of their own: one copy takes them to their places, a tiled `all_to_all` makes two.
     x = _split(x, dst, before.mesh.size(*axes))
-    over = group(before.mesh, axes)
-    x = as_bits(lambda x: lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **over), x)
+    x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, axes))
     x = _merged(jnp.moveaxis(x, dst, src), src)
     return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, axes))
 
@@ -184,16 +183,22 @@ def _merged(x: jax.Array, dim: int) -> jax.Array:
 
 Rule = Callable[[Any, jax.Array, Sharding, Sharding], jax.Array]
 
+
+def _moves(rule: Rule) -> Rule:
+    """A rule that only moves elements, whatever they are."""
+    return lambda step, x, before, after: as_bits(lambda bits: rule(step, bits, before, after), x)
+
+
 RULES: dict[type[Step], Rule] = {
-    AllGather: _all_gather,
+    AllGather: _moves(_all_gather),
     AllReduce: _all_reduce,
-    AllToAll: _all_to_all,
-    Embed: _embed,
+    AllToAll: _moves(_all_to_all),
+    Embed: _moves(_embed),
     Exchange: partial(exchange, wire=permuted),
     Mask: _mask,
     Permute: _permute,
     ReduceScatter: _reduce_scatter,
     Retag: _retag,
     Scale: _scale,
-    Slice: _slice,
+    Slice: _moves(_slice),
 }

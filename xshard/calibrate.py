@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from xshard.cost import Profile
 from xshard.fit import CalibrationError, Sample, fit, median_error
@@ -23,10 +24,19 @@ from xshard.samples import SIZES, fitted_plans, held_out_plans
 from xshard.units import format_bytes
 from xshard.verify import run_worker
 
-# What runs a plan, by the name of its package: its module, and what the devices are.
+
+class Backend(NamedTuple):
+    """What runs a plan: its module, what the devices are, and whether exchanges are sent in rounds."""
+
+    module: str
+    devices: str
+    rounds: bool
+
+
+# By the name of the package.
 BACKENDS = {
-    "torch": ("torch_bridge.timing", "gloo processes"),
-    "jax": ("jax_bridge.timing", "host devices of one process"),
+    "torch": Backend("torch_bridge.timing", "gloo processes", rounds=False),
+    "jax": Backend("jax_bridge.timing", "host devices of one process", rounds=True),
 }
 ROUNDS = 15  # times that every plan is measured; the median counts
 _BATCH = 48  # plans that are timed by one start of a worker, about
@@ -76,7 +86,7 @@ def calibrate(
     seconds = measure(backend, (*fitted, *held_out), rounds, told=told, timeout_s=timeout_s)
     seen = tuple(map(Sample, fitted, seconds[: len(fitted)]))
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
-    profile = fit(seen, name)
+    profile = fit(seen, name, rounds=BACKENDS[backend].rounds)
     made = Calibration(profile, seen, unseen)
     return replace(made, profile=replace(profile, source=_source(backend, mesh, sizes, rounds, made)))
 
@@ -95,7 +105,7 @@ def measure(
         told(len(seconds), len(plans))
         mine = order[first::batches]
         batch = [plans[i] for i in mine]
-        times = run_worker(BACKENDS[backend][0], batch, str(rounds), timeout_s=timeout_s)
+        times = run_worker(BACKENDS[backend].module, batch, str(rounds), timeout_s=timeout_s)
         seconds.update(zip(mine, times, strict=True))
     told(len(seconds), len(plans))
     return [seconds[i] for i in range(len(plans))]
@@ -104,9 +114,10 @@ def measure(
 def _source(backend: str, mesh: Mesh, sizes: Sequence[int], rounds: int, made: Calibration) -> str:
     """How, when and on what it was measured; not on whose machine."""
     seen, unseen = (median_error(samples, made.profile) for samples in (made.fitted, made.held_out))
+    devices = f"{mesh.n_devices} {BACKENDS[backend].devices}"
     return (
         f"measured {date.today().isoformat()} by `xshard calibrate --backend {backend} --mesh {mesh}`: "
-        f"{mesh.n_devices} {BACKENDS[backend][1]} on {_cores()} CPU cores, {backend} {version(backend)}. "
+        f"{devices} on {_cores()} CPU cores, {backend} {version(backend)}. "
         f"{len(made.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
         f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Median absolute error of the "
         f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(made.held_out)} held-out plans"

@@ -62,6 +62,8 @@ class Profile:
     inside: of axes so named, how many consecutive positions share a node, where that is a part of them.
     launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
     copy_bytes_per_s: local packing speed.
+    rounds: whether an exchange is not one collective but a permutation per message, each started for itself;
+    what a device keeps is then not packed.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Profile:
     launch_s: tuple[tuple[str, float], ...] = ()
     copy_bytes_per_s: float = math.inf
     inside: tuple[tuple[str, int], ...] = ()
+    rounds: bool = False
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
         """The profile for some axes of a mesh as a mesh of their own, on which devices have other numbers."""
@@ -121,6 +124,16 @@ class Profile:
         known = dict(self.launch_s)
         return known.get(kind, known.get("other", 0.0))
 
+    def launches(self, kind: str, traffic: Traffic) -> int:
+        """How many collectives a step of a kind starts."""
+        if kind in LOCAL:
+            return 0
+        return max(1, sum(hop.messages for hop in traffic.hops)) if self.rounds and kind == "exchange" else 1
+
+    def copied(self, traffic: Traffic) -> int:
+        """Elements that a step copies locally."""
+        return traffic.copied - traffic.kept if self.rounds else traffic.copied
+
     def fabric(self, mesh: Mesh) -> Fabric:
         """The links of a mesh."""
         return _fabric(self, mesh)
@@ -145,6 +158,7 @@ class Profile:
             "across": None if self.across is None else asdict(self.across),
             "axes": {axis: asdict(link) for axis, link in self.axes},
             "inside": dict(self.inside),
+            "rounds": self.rounds,
         }
         return json.dumps(data, indent=2) + "\n"
 
@@ -163,9 +177,9 @@ class Fabric:
 
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predicted time of a step of a kind on the busiest device."""
-        total = traffic.copied * itemsize / self.profile.copy_bytes_per_s
+        total = self.profile.copied(traffic) * itemsize / self.profile.copy_bytes_per_s
         if kind not in LOCAL:
-            total += self._launches.get(kind, self._other)
+            total += self._launches.get(kind, self._other) * self.profile.launches(kind, traffic)
         for hop in traffic.hops:
             link = self.links[min(hop.level, len(self.links) - 1)]  # near senders on a machine of one link
             way = 1.0
@@ -254,6 +268,7 @@ def _load(name: str) -> Profile:
             launch_s=tuple(sorted(data["launch_s"].items())),
             copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
             inside=tuple(sorted(data.get("inside", {}).items())),
+            rounds=data.get("rounds", False),
         )
     except ProfileError:
         raise

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.cost import LOCAL, Link, Profile
+from xshard.cost import Link, Profile
 from xshard.errors import XshardError
-from xshard.mesh import Mesh
 from xshard.plan import Plan
 
 Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
@@ -55,10 +54,11 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
     return statistics.median(abs(sample.error(profile)) for sample in samples)
 
 
-def fit(samples: Sequence[Sample], name: str, source: str = "") -> Profile:
+def fit(samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool = False) -> Profile:
     """The profile that predicts the samples best, by relative error. Needs scipy.
 
-    All axes share one link, unless links of their own make the error at least a tenth smaller.
+    rounds: see `Profile`. All axes share one link, unless links of their own make the error at least a tenth
+    smaller.
     Raises CalibrationError without samples that send something, for times that are not positive,
     and without scipy.
     """
@@ -67,7 +67,8 @@ def fit(samples: Sequence[Sample], name: str, source: str = "") -> Profile:
     for plan, seconds in samples:
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
-    together, apart = (_fit(samples, name, source, own) for own in (False, True))
+    about = Profile(name, source, Link(0.0, math.inf), rounds=rounds)
+    together, apart = (_fit(samples, about, own) for own in (False, True))
     return apart if _distance(samples, apart) < _GAIN * _distance(samples, together) else together
 
 
@@ -78,36 +79,35 @@ def _distance(samples: Sequence[Sample], profile: Profile) -> float:
     return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
 
 
-def _fit(samples: Sequence[Sample], name: str, source: str, own: bool) -> Profile:
+def _fit(samples: Sequence[Sample], about: Profile, own: bool) -> Profile:
+    """about: a profile without constants, to which all axes are alike."""
     mesh = samples[0].plan.mesh
-    profile = _fit_once(samples, name, source, own)
+    profile = _fit_once(samples, about, own)
     # What crosses which axis depends on which is slower, which the fit tells: until both agree.
     for _ in range(3):
-        known, profile = profile, _fit_once(samples, name, source, own, profile)
+        known, profile = profile, _fit_once(samples, profile, own)
         if profile.lanes(mesh) == known.lanes(mesh):
             break
     return profile
 
 
-def _fit_once(
-    samples: Sequence[Sample], name: str, source: str, own: bool, known: Profile | None = None
-) -> Profile:
-    """known: it tells which axes are slower; without it all are alike."""
+def _fit_once(samples: Sequence[Sample], known: Profile, own: bool) -> Profile:
+    """known: it tells which axes are slower."""
     rows = [_row(sample.plan, known, own) for sample in samples]
     columns = sorted({column for row in rows for column in row})
     A = np.array([[row[column] for column in columns] for row in rows], np.float64)
     x = _solve(A, np.array([sample.seconds for sample in samples]))
-    return _profile(dict(zip(columns, x.tolist(), strict=True)), samples[0].plan.mesh, name, source)
+    return _profile(dict(zip(columns, x.tolist(), strict=True)), known)
 
 
-def _row(plan: Plan, known: Profile | None, own: bool) -> Counter[Column]:
+def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
     """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
     for step, before, _ in plan.stages:
-        traffic = step.traffic(before, known.lanes(before.mesh) if known else ())
-        row["copy", ""] += traffic.copied * plan.itemsize
-        if step.kind not in LOCAL:
-            row["launch", step.kind] += 1
+        traffic = step.traffic(before, known.lanes(before.mesh))
+        row["copy", ""] += known.copied(traffic) * plan.itemsize
+        if launches := known.launches(step.kind, traffic):
+            row["launch", step.kind] += launches
         for hop in traffic.hops:
             link = before.mesh.origin(hop.axis) if own else _SHARED
             row["latency", link] += hop.messages
@@ -142,7 +142,7 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
     return x
 
 
-def _profile(found: dict[Column, float], mesh: Mesh, name: str, source: str) -> Profile:
+def _profile(found: dict[Column, float], about: Profile) -> Profile:
     def speed(column: Column, unlimited: float) -> float:
         per_byte = found.get(column, 0.0)
         return _rounded(1 / per_byte) if per_byte > 1 / _NO_LIMIT else unlimited
@@ -153,9 +153,8 @@ def _profile(found: dict[Column, float], mesh: Mesh, name: str, source: str) -> 
         if what == "latency"
     }
     launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
-    return Profile(
-        name,
-        source,
+    return replace(
+        about,
         # An axis that was not measured is taken to be as slow as the slowest that was.
         default=min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s)),
         axes=tuple(sorted((axis, link) for axis, link in links.items() if axis != _SHARED)),

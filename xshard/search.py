@@ -48,11 +48,12 @@ class Path(NamedTuple):
 class Left(NamedTuple):
     """What any path from a state must still spend: seconds in all, and of these for what arrives.
 
-    is_exact: an exchange straight to the goal receives no more than that is for.
+    received: elements that arrive. is_exact: an exchange straight to the goal receives no more.
     """
 
     seconds: float
     arrives: float
+    received: int
     is_exact: bool
 
 
@@ -235,18 +236,18 @@ class Search:
             return self._least_step
         if set(move.after.sums) - set(state.sums):
             return self._least_exchange  # what is not contributed is not sent
-        # It packs and unpacks all of the new block, and brings what the old one has no room for.
+        # It unpacks all of the new block, and packs and brings what the old one has no room for.
         before, after = self.space.block(state), self.space.block(move.after)
         here, there = self._left(state), self._left(move.after)
-        arrives = max(0, after - before) / self._fastest * self.space.itemsize
+        received = max(0, after - before)
+        arrives = received / self._fastest * self.space.itemsize
         if here.is_exact and there.is_exact:
             # What must come from here to the goal comes now or is left to come.
+            received = max(received, here.received - there.received)
             arrives = max(arrives, here.arrives - there.arrives)
-        return (
-            self._least_exchange
-            + arrives
-            + 2 * after * self.space.itemsize / self.space.profile.copy_bytes_per_s
-        )
+        profile = self.space.profile
+        copied = after + (received if profile.rounds else after)
+        return self._least_exchange + arrives + copied * self.space.itemsize / profile.copy_bytes_per_s
 
     def _permutes(self, state: State, after: State) -> bool:
         """Whether blocks of the one are blocks of the other: known for even cuts, looked up for others."""
@@ -278,11 +279,11 @@ class Search:
         space, links = self.space, self.space.fabric.links
         (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
         if not received:
-            return Left(0.0, 0.0, is_exact)
+            return Left(0.0, 0.0, 0, is_exact)
         # A device that receives much over the slowest links may be another than the busiest of all.
         waits = links[0].latency_s if crossing else self._least_latency
         arrives = max(received / self._fastest, crossing / links[0].bytes_per_s) * space.itemsize
-        return Left(self._least_launch + waits + arrives, arrives, is_exact)
+        return Left(self._least_launch + waits + arrives, arrives, received, is_exact)
 
     @cached_property
     def _lefts(self) -> dict[State, Left]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ import xshard as xs
 from jax_bridge.hlo import received_bytes
 from tests.bridges.jax_helpers import in_jax
 from xshard.notation import Shard
-from xshard.steps import AllGather, Slice
+from xshard.steps import AllGather, AllToAll, Exchange, Permute, Slice
 
 X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -88,6 +90,34 @@ def test_the_program_moves_what_the_plan_says() -> None:
     plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=4), X.shape)
     text = jax.jit(lambda x: xj.reshard(x, plan)).lower(on("auto", "a", "b")).compile().as_text()
     assert received_bytes(text, 8) == plan.bytes_received > 0
+
+
+OVER_B = (Shard(("b",)),)
+MOVES = [
+    (P("b"), "n/b d -> n d", AllGather("n", OVER_B)),
+    (P("b"), "n/b d -> n d/b", AllToAll("n", OVER_B, "d", OVER_B)),
+    (P(), "n d -> n/b d", Slice((("n", OVER_B),))),
+    (P(("a", "b")), "n/a/b d -> n/b/a d", Permute(xs.Layout.parse("n/b/a d"))),
+    (P("b"), "n/b d -> n d/b", Exchange(xs.Layout.parse("n d/b"))),
+    (P("b", "a"), "n/zigzag(b) d/a -> n/cyclic(b) d", Exchange(xs.Layout.parse("n/cyclic(b) d"))),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("spec", "expression", "step"), MOVES, ids=[f"{e}, {s.kind}" for _, e, s in MOVES])
+@in_jax
+def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dtype) -> None:
+    """XLA would make them wider on CPUs: not only in collectives, slices and concatenations too."""
+    src, dst = xs.parse_expression(expression)
+    plan = xs.Plan(src, dst, xs.Mesh(a=2, b=4), X.shape, dtype, (step,))
+    x = on("auto", *spec, x=X.astype(dtype))
+    compiled = jax.jit(lambda x: xj.reshard(x, plan)).lower(x).compile()
+    y, held = compiled(x), {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    expected = xs.reference.run(plan, [held[device] for device in mesh().devices.flat])
+    found = {shard.device: np.asarray(shard.data) for shard in y.addressable_shards}
+    for device, block in zip(mesh().devices.flat, expected, strict=True):
+        assert found[device].dtype == dtype and np.array_equal(found[device], block)
+    assert not re.findall(r"\b(?:f16|f32|f64)\[", compiled.as_text())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -36,6 +36,7 @@ ONE_LINK = xs.Profile(
 )
 SLOW, FAST = xs.Link(9e-6, 1e9), xs.Link(2e-6, 8e9)
 TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
+IN_ROUNDS = replace(ONE_LINK, rounds=True)
 
 
 def timed(profile, plans=None):
@@ -47,10 +48,10 @@ def timed(profile, plans=None):
 # --- the fit
 
 
-@pytest.mark.parametrize("profile", [ONE_LINK, TWO_LINKS], ids=["one link", "two links"])
+@pytest.mark.parametrize("profile", [ONE_LINK, TWO_LINKS, IN_ROUNDS], ids=["one link", "two links", "rounds"])
 def test_the_fit_finds_the_profile_that_made_the_times(profile):
     """To the last of its digits, whichever axis is slower; the order of levels has to be found too."""
-    assert fit(timed(profile), "made", "made up") == profile
+    assert fit(timed(profile), "made", "made up", rounds=profile.rounds) == profile
 
 
 def test_links_swapped_between_axes_are_found_swapped():
@@ -145,7 +146,7 @@ def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "profile", [ONE_LINK, TWO_LINKS, xs.load_profile("h100"), xs.load_profile("tpu_v5p")]
+    "profile", [ONE_LINK, TWO_LINKS, IN_ROUNDS, xs.load_profile("h100"), xs.load_profile("tpu_v5p")]
 )
 def test_a_written_profile_loads_and_prices(tmp_path, profile):
     path = tmp_path / "mine.json"
@@ -257,14 +258,17 @@ def test_what_the_command_refuses(arguments, told):
     assert (refused.exit_code, refused.stderr) == (2, told)
 
 
-def test_two_processes_from_the_command_to_a_priced_plan(tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "devices", "rounds"), [("torch", "gloo processes", False), ("jax", "host devices", True)]
+)
+def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds):
     path = tmp_path / "mine.json"
     small = ("--largest", "16KiB", "--rounds", 2)
-    told = xshard("--backend", "torch", "--mesh", "dp=2", *small, "--output", path)
+    told = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
     assert told.exit_code == 0, told.stderr
     for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
         assert line in told.stdout
     profile = xs.load_profile(path)
-    assert profile.name == "mine"
-    assert "2 gloo processes on" in profile.source
+    assert (profile.name, profile.rounds) == ("mine", rounds)
+    assert f"2 {devices} " in profile.source
     assert xs.plan("n/dp -> n", xs.Mesh(dp=2), (8,), profile=path).cost > 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def test_a_step_pays_its_launch_its_messages_its_bytes_and_its_copies():
     copied = 700 * 2 / 1e12
     assert math.isclose(MACHINE.seconds("all_gather", traffic, 2, MESH), 2e-5 + over_dp + over_tp + copied)
     assert math.isclose(MACHINE.seconds("exchange", traffic, 2, MESH), 3e-5 + over_dp + over_tp + copied)
+
+
+def test_an_exchange_in_rounds_starts_one_for_every_message_and_leaves_in_place_what_is_kept():
+    rounds = replace(MACHINE, rounds=True)
+    traffic = Traffic(5000, 700, (Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)), kept=100)
+    more = rounds.seconds("exchange", traffic, 2, MESH) - MACHINE.seconds("exchange", traffic, 2, MESH)
+    assert math.isclose(more, 3 * 3e-5 - 100 * 2 / 1e12)
+    assert rounds.seconds("exchange", Traffic(copied=700, kept=100), 2, MESH) == 3e-5 + 600 * 2 / 1e12
+    other = Traffic(5000, 700, traffic.hops)
+    assert rounds.seconds("all_gather", other, 2, MESH) == MACHINE.seconds("all_gather", other, 2, MESH)
 
 
 def test_a_local_step_pays_its_copies_only():

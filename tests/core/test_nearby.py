@@ -1,5 +1,6 @@
 """Senders in the receiver's node, where nodes end in the middle of groups of devices."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_nothing_comes_from_another_node_that_a_neighbour_holds(move):
 @given(near_moves())
 def test_traffic_is_that_of_the_messages(move):
     src, dst, nodes = move
-    most = [Counter(), Counter()]
+    most, copied = [Counter(), Counter()], 0
     for device in range(src.mesh.n_devices):
         own = Counter(), Counter()
         for message in messages_to(src, dst, device, nodes):
@@ -62,8 +63,10 @@ def test_traffic_is_that_of_the_messages(move):
                 own[0][level] += message.size
                 own[1][level] += 1
         most = [a | b for a, b in zip(most, own, strict=True)]
-    hops = Exchange(dst.layout, nodes).traffic(src).hops
-    assert {hop.level: (hop.received, hop.messages) for hop in hops} == {
+        copied = max(copied, math.prod(dst.local_shape(device)) + own[0].total())
+    traffic = Exchange(dst.layout, nodes).traffic(src)
+    assert traffic.copied - traffic.kept == copied
+    assert {hop.level: (hop.received, hop.messages) for hop in traffic.hops} == {
         level: (most[0][level], most[1][level]) for level in most[0]
     }
 

@@ -63,12 +63,14 @@ class Traffic:
 
     received: elements that arrive from other devices.
     copied: elements packed or unpacked locally, beyond what the collective itself moves.
+    kept: how many fewer these are where what a device has already is put into place at once.
     hops: what travels over which axis; none for a local step.
     """
 
     received: int = 0
     copied: int = 0
     hops: tuple[Hop, ...] = ()
+    kept: int = 0
 
 
 class Step(ABC):

@@ -186,7 +186,8 @@ def digit_traffic(
             longest = max((lane.size, lane.axis) for lane in moving if lane.level == level)[1]
             hops.append(Hop(longest, received, messages, level))
         elements, senders, differs = nearer, fewer, differs or news
-    return Traffic(whole if differs else whole - elements, 2 * whole, tuple(hops))
+    kept = 0 if differs else elements
+    return Traffic(whole - kept, 2 * whole, tuple(hops), kept)
 
 
 def node_lack(shape: Sequence[int], src: LaneCuts, dst: LaneCuts) -> int:

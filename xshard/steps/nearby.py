@@ -85,14 +85,15 @@ def _places(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
 def nearby_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
     """Traffic of an exchange with near senders: the slowest links between nodes, the fastest inside."""
     elements, have = needed(before, after, node_devices), holders(before, node_devices)
-    most = int(elements.sum(axis=0).max())
+    wanted = elements.sum(axis=0)
     elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
-    hops = []
+    arrives, hops = elements.sum(axis=0), []
     for level, at in enumerate((np.where(have.near, 0, elements), np.where(have.near, elements, 0))):
         received = int(at.sum(axis=0).max())
         if received:
             hops.append(Hop(before.mesh.axes[0], received, int((at > 0).sum(axis=0).max()), level))
-    return Traffic(int(elements.sum(axis=0).max()), 2 * most, tuple(hops))
+    copied = 2 * int(wanted.max())
+    return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
 
 
 @lru_cache(maxsize=1024)

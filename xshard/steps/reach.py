@@ -31,8 +31,7 @@ def exchange_traffic(before: Sharding, after: Sharding, lanes: Lanes) -> Traffic
 def counted_traffic(before: Sharding, after: Sharding, lanes: Lanes) -> Traffic:
     """The same, counted device by device: for cuts that are uneven or do not divide each other."""
     before, after, levels = _on_lanes(before, after, lanes)
-    reached = reach(before, after, ())
-    most = int(reached.elements.max())
+    reached = wanted = reach(before, after, ())
     hops, may_differ = list[Hop](), moving(before, after)
     agree: tuple[str, ...] = ()
     total = np.zeros_like(reached.elements)
@@ -47,8 +46,9 @@ def counted_traffic(before: Sharding, after: Sharding, lanes: Lanes) -> Traffic:
             longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
             hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level))
         reached = nearer
-    # Every box, a device's own too, is packed at one end and unpacked at the other.
-    return Traffic(int(total.max()), 2 * most, tuple(hops))
+    # Every box is packed at one end and unpacked at the other.
+    copied = 2 * int(wanted.elements.max())
+    return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
 
 
 def _on_lanes(
