@@ -32,14 +32,14 @@ def main(plans_path: str, seconds_path: str, rounds: str) -> None:
     plans: list[Plan] = pickle.loads(Path(plans_path).read_bytes())
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max((plan.mesh.n_devices for plan in plans), default=1))
-    timers = [_Timer(plan) for plan in plans]
+    timers = [Timer(plan) for plan in plans]
     # All are measured once before any is measured again: a slow spell of the machine falls on all alike.
     by_round = [[timer.seconds() for timer in timers] for _ in range(int(rounds))]
     seconds = [statistics.median(times) for times in zip(*by_round, strict=True)]
     Path(seconds_path).write_bytes(pickle.dumps(seconds))
 
 
-class _Timer:
+class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 
     def __init__(self, plan: Plan) -> None:
@@ -76,12 +76,14 @@ def _loop(plan: Plan, calls: jax.Array, stacked: jax.Array) -> jax.Array:
     lead = len(plan.mesh.axes)
     block = stacked.reshape(stacked.shape[lead:])
 
-    def again(_: jax.Array, x: jax.Array) -> jax.Array:
-        # The barrier keeps XLA from making only the element that is looked at.
-        y = lax.optimization_barrier(redistribute(x, plan))
-        return x.at[(0,) * x.ndim].set(y[(0,) * y.ndim])
+    def again(_: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, _ = blocks
+        y = redistribute(x, plan)
+        # All of the result is kept: of one that only an element is read of, XLA makes only the element.
+        return x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]), y
 
-    return lax.fori_loop(0, calls, again, block).reshape(stacked.shape)
+    _, made = lax.fori_loop(0, calls, again, (block, jnp.zeros(plan.target.max_local_shape, block.dtype)))
+    return made.reshape((*stacked.shape[:lead], *made.shape))
 
 
 if __name__ == "__main__":

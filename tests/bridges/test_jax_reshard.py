@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.hlo import received_bytes
+from jax_bridge.timing import Timer
 from tests.bridges.jax_helpers import in_jax
 from xshard.notation import Shard
 from xshard.steps import AllGather, AllToAll, Exchange, Permute, Slice
@@ -225,3 +226,12 @@ def test_named_shardings() -> None:
     assert sharding == NamedSharding(mesh("explicit"), P("a", None, unreduced={"b"}))
     with pytest.raises(xs.MeshError, match="Explicit axes only"):
         xj.to_named_sharding("n/a d | sum(b)", mesh("auto"))
+
+
+@in_jax
+def test_what_a_calibration_times_makes_all_of_the_result() -> None:
+    """XLA makes no more than is read: with one element read, a gather would leave out its copy."""
+    plan = xs.plan("n d/b -> n d", xs.Mesh(a=2, b=4), X.shape)
+    timer = Timer(plan)
+    y = timer.program(jnp.int32(2), timer.blocks)
+    assert np.array_equal(y, np.ones((2, 4, *plan.target.local_shape(0))))
