@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_bridge.parts import long_axes
-from jax_bridge.versions import cotangent_type, linear_primitive, manual_type, with_manual_type
+from jax_bridge.versions import changed_type, cotangent_type, linear_primitive, manual_type, with_manual_type
 from xshard.fine import undivided
 from xshard.mesh import Mesh
 from xshard.spelling import Axes
@@ -123,7 +123,7 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
     kinds = {k: getattr(before, k) - changed for k in ("varying", "unreduced", "reduced")}
     if kind in kinds:
         kinds[kind] |= changed
-    return _retype(x, before=before, after=before.update(**kinds)) if changed else x
+    return _retype(x, before=before, after=changed_type(before, **kinds)) if changed else x
 
 
 def _retype_transpose(cotangent: jax.Array, *, before, after) -> jax.Array:

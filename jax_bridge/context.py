@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.axes import bound_sizes, is_typed, is_vmapped, varying, varying_axes
+from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import (
     DtypeError,
     Layout,
@@ -35,7 +36,7 @@ from xshard import (
 )
 from xshard.layout import check_axes
 from xshard.notation import marked
-from xshard.spelling import Expression, sides, whole_shape
+from xshard.spelling import Expression, check_block, sides, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
 
@@ -114,7 +115,16 @@ def block_sharding_here(
 def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
     """The block with the types that `apply` wants: varying along the source's axes, invariant along
     all others that the plan uses."""
+    found = manual_type(x)
+    kind = unreduced_kind(found)
     for axis in plan.axes:
+        if kind != "sum" and axis in found.unreduced and axis not in plan.src.tagged(kind):
+            raise NotationError(
+                f"the block is unreduced along {axis!r}, where its {kind} is still to be taken",
+                text=text,
+                span=_axis_span(axis, text),
+                hint=f"say so on the left: {kind}({axis})",
+            )
         if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue
         if plan.mesh.size(axis) > 1:
@@ -191,18 +201,14 @@ def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:
 
 
 def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool) -> None:
-    expected = sharding.max_local_shape
-    if local_shape == expected:
-        return
-    names = sharding.layout.names
-    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(notation.spans(text).dims))  # the left side's, which come first
-    raise ShapeError(
-        f"the block has shape {local_shape}, not {expected}",
-        text=text,
-        span=where.get(wrong[0], where.get(notation.ELLIPSIS)) if wrong else None,
-        hint=f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}"
-        + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
+    check_block(
+        "the block",
+        local_shape,
+        sharding.max_local_shape,
+        sharding.layout.names,
+        text,
+        f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}",
+        inferred=inferred,
     )
 
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.context import as_array
 from jax_bridge.program import Program, make_program
+from jax_bridge.versions import unreduced_kind
 from xshard import MeshError, Profile, ShapeError, XshardError
 from xshard.layout import Layout
 from xshard.plan import Plan
@@ -137,10 +138,11 @@ def are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
     return found == source or (_tags(found) == _tags(source) and found.is_equivalent_to(source, ndim))
 
 
-def _tags(sharding: Sharding) -> tuple[frozenset[str], frozenset[str]]:
+def _tags(sharding: Sharding) -> tuple[frozenset[str], frozenset[str], str]:
     if isinstance(sharding, NamedSharding):
-        return frozenset(sharding.spec.unreduced), frozenset(sharding.spec.reduced)
-    return frozenset(), frozenset()
+        spec = sharding.spec
+        return frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec)
+    return frozenset(), frozenset(), "sum"
 
 
 def _mesh_of(leaves: Sequence[jax.Array], expressions: Sequence[Expression]) -> Mesh:

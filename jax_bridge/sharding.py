@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 from numpy.typing import NDArray
 
+from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout, MeshError, PlanError, ShapeError, Sharding
 from xshard.notation import Dim, Shard
 from xshard.steps.base import Block, Blocks
@@ -25,8 +26,8 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
     Explicit axes only.
     Raises PlanError for what no spec says: orders, overlaps, mean, max and min.
 
-    >>> to_partition_spec("n/(dp,tp) d | sum(cp)")
-    P(('dp', 'tp'), None, unreduced={'cp'})
+    >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
+    True
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     layout = layout.resolved(len(layout.dims) if ndim is None else ndim)
@@ -57,8 +58,7 @@ def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | N
     """
     if len(spec) > ndim:
         raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
-    # JAX refuses to iterate over a spec with tags.
-    cuts = spec.update(unreduced=frozenset(), reduced=frozenset())
+    cuts = cuts_of(spec)
     entries = [*cuts, *[None] * (ndim - len(cuts))]
     dims = []
     for name, entry in zip(names or [f"d{i}" for i in range(ndim)], entries, strict=True):
@@ -66,7 +66,7 @@ def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | N
         if not isinstance(axes, tuple) or not all(isinstance(a, str) for a in axes):
             raise PlanError(f"{entry} in {spec} names no axes")
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
-    return Layout(tuple(dims), (("sum", tuple(spec.unreduced)), ("copy", tuple(spec.reduced))))
+    return Layout(tuple(dims), ((unreduced_kind(spec), tuple(spec.unreduced)), ("copy", tuple(spec.reduced))))
 
 
 def to_named_sharding(

@@ -14,6 +14,7 @@ from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 OLDEST = (0, 10)
 
@@ -72,6 +73,27 @@ def manual_type(x: Any) -> Any:
 def with_manual_type(aval: Any, manual: Any) -> Any:
     """The same type of array with another type along the manual axes."""
     return aval.update(manual_axis_type=manual)
+
+
+def changed_type(manual: Any, **axes: frozenset[str]) -> Any:
+    """The type along manual axes with these sets of axes: `varying`, `unreduced` and `reduced`."""
+    kind = getattr(manual, "unreduced_kind", None)
+    return type(manual)(**axes, **({"unreduced_kind": kind} if axes["unreduced"] and kind else {}))
+
+
+def unreduced_kind(typed: Any) -> str:
+    """How addends that are unreduced add up, in a type along manual axes or a spec.
+
+    By "sum" where JAX has nothing else; since 0.12 also by "max" and "min".
+    """
+    kind = getattr(typed, "unreduced_kind", None)
+    return "sum" if kind is None else str(kind.name)
+
+
+def cuts_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a spec; JAX refuses to iterate over one with tags."""
+    kind = {"unreduced_kind": None} if hasattr(spec, "unreduced_kind") else {}
+    return tuple(spec.update(unreduced=frozenset(), reduced=frozenset(), **kind))
 
 
 def cotangent_type(manual: Any) -> Any:

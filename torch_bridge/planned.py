@@ -19,9 +19,9 @@ from torch_bridge.executable import Executable
 from torch_bridge.groups import MeshLike, ProcessMesh, check_device, process_mesh
 from torch_bridge.lower import lower
 from torch_bridge.wire import Wire, WireLike, wire_of
-from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, notation, planner
+from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.layout import check_axes
-from xshard.spelling import Expression, sides, whole_shape
+from xshard.spelling import Expression, check_block, sides, whole_shape
 
 
 def given(mesh: MeshLike | None) -> MeshLike:
@@ -107,25 +107,15 @@ def plan_of(
         processes = processes.along(named)
         whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
-    _check_block(plan, processes, local_shape, text, inferred=shape is None)
-    return plan, processes
-
-
-def _check_block(
-    plan: Plan, processes: ProcessMesh, local_shape: tuple[int, ...], text: str, *, inferred: bool
-) -> None:
     device, source = processes.device, plan.source
-    expected = source.local_shape(device)
-    if local_shape == expected:
-        return
-    names = source.layout.names
-    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(notation.spans(text).dims))  # the left side's, which come first
-    raise ShapeError(
-        f"the block of rank {processes.ranks[device]} has shape {local_shape}, not {expected}",
-        text=text,
-        span=where.get(wrong[0], where.get(notation.ELLIPSIS)) if wrong else None,
-        hint=f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
-        f"of a {source.shape} array"
-        + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
+    check_block(
+        f"the block of rank {processes.ranks[device]}",
+        local_shape,
+        source.local_shape(device),
+        source.layout.names,
+        text,
+        f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
+        f"of a {source.shape} array",
+        inferred=shape is None,
     )
+    return plan, processes

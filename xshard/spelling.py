@@ -12,7 +12,7 @@ from xshard.errors import ShapeError, XshardError
 from xshard.held import length_of_equal_blocks
 from xshard.layout import Layout, parse_expression
 from xshard.mesh import Mesh
-from xshard.notation import marked
+from xshard.notation import ELLIPSIS, marked, spans
 from xshard.overlap import Halo
 from xshard.overlap_grammar import boundaries
 from xshard.plan import Plan
@@ -49,6 +49,32 @@ def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: st
             )
         lengths.append(length)
     return tuple(lengths)
+
+
+def check_block(
+    what: str,
+    local_shape: tuple[int, ...],
+    expected: tuple[int, ...],
+    names: Sequence[str],
+    text: str,
+    hint: str,
+    *,
+    inferred: bool,
+) -> None:
+    """Raise ShapeError, at the first dim that is wrong, where a block has not the shape of its layout.
+
+    what: whose block it is. names: of its dims. inferred: whether its array's shape was told from it.
+    """
+    if local_shape == expected:
+        return
+    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
+    where = dict(reversed(spans(text).dims))  # the left side's, which come first
+    raise ShapeError(
+        f"{what} has shape {local_shape}, not {expected}",
+        text=text,
+        span=where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None,
+        hint=hint + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
+    )
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
