@@ -38,13 +38,14 @@ define LINT
 $(BIN)/ruff check .
 $(BIN)/ruff format --check .
 $(BIN)/mypy
+$(BIN)/lint-imports
 endef
 
-test: $(STAMP) ## pytest, ruff and mypy
+test: $(STAMP) ## pytest, then lint
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 	$(LINT)
 
-lint: $(STAMP) ## ruff and mypy alone
+lint: $(STAMP) ## ruff, mypy and the order of imports alone
 	$(LINT)
 
 format: $(STAMP) ## let ruff rewrite what it can

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_bridge as xt
-from xshard.units import format_bytes, format_seconds
+from xshard.formatting import format_bytes, format_seconds
 
 RANKS = 4
 ROUNDS = 30

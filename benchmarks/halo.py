@@ -27,7 +27,7 @@ from rich.table import Table
 
 import torch_bridge as xt
 import xshard as xs
-from xshard.units import format_bytes, format_seconds
+from xshard.formatting import format_bytes, format_seconds
 
 RANKS = 4
 # (batch, channels, rows, columns) of a block, and the rows of halo at either side.

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import claim
 import record
 
-from xshard.units import format_bytes
+from xshard.formatting import format_bytes
 
 DEVICES = 4
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of a block, of which there are four

@@ -74,7 +74,7 @@ def measure(stride: int) -> dict[str, Any]:
     from resharding.measures import DEFAULT, FEWEST_BYTES
     from resharding.programs import Move, addable
 
-    from xshard.units import format_bytes
+    from xshard.formatting import format_bytes
 
     cases = [c for c in load("public") if c.is_even and c.mesh.n_devices <= MOST_DEVICES][::stride]
     compiled = []

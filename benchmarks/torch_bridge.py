@@ -26,7 +26,7 @@ import record
 from rich.console import Console
 from rich.table import Table
 
-from xshard.units import format_bytes
+from xshard.formatting import format_bytes
 
 NAME = "torch_bridge_host_run_memory_packing"
 RANKS = (4, 8)

@@ -3,25 +3,24 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jax_bridge.arrays.partition_spec import from_partition_spec, to_named_sharding, to_partition_spec
+from jax_bridge.arrays.reshard import reshard
 from jax_bridge.ops import (
     all_gather,
     all_reduce,
     all_to_all,
     copy_to,
     halo_exchange,
-    redistribute,
     reduce_from,
     reduce_scatter,
     slice,
     trim_halo,
-    valid_mask,
 )
 from jax_bridge.positions import positions
-from jax_bridge.reshard import reshard
-from jax_bridge.sharding import from_partition_spec, to_named_sharding, to_partition_spec
+from jax_bridge.redistribution import redistribute, valid_mask
 
 if TYPE_CHECKING:
-    from jax_bridge import torch_interop
+    pass
     from jax_bridge.torch_interop import from_torch
 
 __all__ = [

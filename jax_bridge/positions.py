@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_bridge.axes import bound_sizes
-from jax_bridge.blocks import Table, mine, table
-from jax_bridge.context import AnyMesh, sharding_here, xshard_mesh
+from jax_bridge.lower.row_tables import Table, mine, table
+from jax_bridge.mesh.axis_types import bound_sizes
+from jax_bridge.planning import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, MeshError, Sharding
-from xshard.notation import marked
+from xshard.notation.parser import marked
 
 
 def positions(

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_bridge.autodiff import apply
-from jax_bridge.axes import bound_sizes, is_typed, varying_axes
-from jax_bridge.blocks import without_padding
+from jax_bridge.autodiff.function import apply
+from jax_bridge.lower.row_tables import without_padding
+from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import batch_first, linear_primitive
 from xshard import Mesh, Plan, XshardError
-from xshard.replicas import Held
+from xshard.replicas import ReplicaCheck
 
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
@@ -29,15 +29,19 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     its dual has. text: what the error marks.
     """
     everyone = Mesh(bound_sizes(plan.mesh.axes))
-    x = _expect(x, entering=Held(plan.source, everyone, plan.dtype, text, cotangents=False), returning=None)
+    x = _expect(
+        x, entering=ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False), returning=None
+    )
     y = apply(plan, x, ad)
     if not plan.dst.is_linear:
         return y
     dual = plan.target.with_layout(plan.target.layout.dual)
-    return _expect(y, entering=None, returning=Held(dual, everyone, plan.dtype, text, cotangents=True))
+    return _expect(
+        y, entering=None, returning=ReplicaCheck(dual, everyone, plan.dtype, text, cotangents=True)
+    )
 
 
-def _compared(x: jax.Array, held: Held | None) -> jax.Array:
+def _compared(x: jax.Array, held: ReplicaCheck | None) -> jax.Array:
     """The block, after it was compared."""
     if held is None or not any(_may_differ(x, axis) for axis in held.axes):
         return x
@@ -86,7 +90,13 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    x: jax.Array, dim: int | None, size: int, name: object, *, entering: Held | None, returning: Held | None
+    x: jax.Array,
+    dim: int | None,
+    size: int,
+    name: object,
+    *,
+    entering: ReplicaCheck | None,
+    returning: ReplicaCheck | None,
 ) -> tuple[jax.Array, int | None]:
     for held in (entering, returning):
         if held is not None and name in held.axes:

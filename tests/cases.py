@@ -1,7 +1,7 @@
 """The table: redistributions that every runtime must do alike, forward and backward.
 
 Every row of the documents' tables, on meshes of one, two and three axes and at most eight
-devices. `tests/bridges/test_case_table.py` runs it everywhere; core tests borrow rows.
+devices. `tests/runtimes/test_case_table.py` runs it everywhere; core tests borrow rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layout means, as lists of single rows: the naive twin of `xshard.ownership`.
+"""What a layout means, as lists of single rows: the naive twin of `xshard.layout.runs`.
 
 Slow and plain, so that it can be read and believed. None stands for a row outside the array.
 """
@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 
-from xshard.layout import Layout
-from xshard.mesh import Mesh
-from xshard.notation import Dim, Shard
-from xshard.overlap import Boundary, Fold, Halo, Window
-from xshard.sharding import Sharding
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Boundary, Fold, Halo, Window
+from xshard.notation.parser import Dim, Shard
 from xshard.steps import Step
 
 Rows = list[int | None]

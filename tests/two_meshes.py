@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from tests.core.test_properties import UNIT
-from tests.core.test_public_cases import layout_of, small
+from tests.plans.test_properties import UNIT
+from tests.plans.test_public_cases import layout_of, small
 from xshard.testing.strategies import layouts, meshes, shapes
 
 TWO_MESHES = json.loads((Path(__file__).parent / "data" / "reshard_two_meshes.json").read_text())

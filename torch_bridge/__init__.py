@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torch_bridge import nn
-from torch_bridge.agreement import DesyncError
-from torch_bridge.dtensor import from_placements, to_placements
-from torch_bridge.dtensor_redistribution import redistribute_dtensor
-from torch_bridge.failures import CollectiveError
-from torch_bridge.launch import RankError, run_ranks
+from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.between import redistribute_between
+from torch_bridge.dtensor.placements import from_placements, to_placements
+from torch_bridge.dtensor.redistribution import redistribute_dtensor
 from torch_bridge.many import redistribute_many
+from torch_bridge.mesh.desync import DesyncError
+from torch_bridge.mesh.failures import CollectiveError
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -21,10 +21,9 @@ from torch_bridge.ops import (
     slice,
     trim_halo,
 )
-from torch_bridge.pending import PendingTensor
 from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
-from torch_bridge.transfer import redistribute_between
+from torch_bridge.testing.launch import RankError, run_ranks
 
 if TYPE_CHECKING:
     from jax_bridge.torch_interop import from_jax

@@ -18,16 +18,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_bridge import redistribution
-from torch_bridge.autograd import apply
-from torch_bridge.executable import Executable
-from torch_bridge.groups import MeshLike, ProcessMesh, mesh_of, process_mesh
-from torch_bridge.lower import lower, lower_traced
-from torch_bridge.pending import PendingTensor
-from torch_bridge.planned import plan_of
-from torch_bridge.wire import WireLike, wire_of
+from torch_bridge.autodiff.function import apply
+from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
+from torch_bridge.eager import redistribute_eagerly
+from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.rules import lower, lower_traced
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
+from torch_bridge.planning import plan_of
 from xshard import Mesh, MeshError, Plan, PlanError, XshardError
-from xshard.spelling import Expression
+from xshard.plans.expression import Expression
 
 # A mesh as Dynamo takes it: values that it compares at every call.
 PlainMesh = DeviceMesh | tuple[tuple[str, ...], tuple[int, ...]]
@@ -39,7 +39,7 @@ def redistribute(
     mesh: Any,
     shape: Sequence[int] | None,
     profile: Any,
-    comm_dtype: WireLike,
+    comm_dtype: CommDtypeLike,
     async_op: bool,
     check_replicated: bool | None,
 ) -> Any:
@@ -58,11 +58,11 @@ def redistribute(
             "async_op": async_op,
             "check_replicated": check_replicated,
         }
-        return eagerly(redistribution.redistribute, x, expression, mesh, **options_)
+        return eagerly(redistribute_eagerly, x, expression, mesh, **options_)
     # Of what is not a tensor Dynamo passes on text, numbers, and tuples and dicts of them.
     options: dict[str, Any] = {} if shape is None else {"shape": tuple(shape)}
     if comm_dtype is not None:
-        options["comm_dtype"] = tuple(str(dtype) for dtype in wire_of(comm_dtype, x.dtype))
+        options["comm_dtype"] = tuple(str(dtype) for dtype in comm_dtype_of(comm_dtype, x.dtype))
     y = _recorded(x, expression, plain(mesh), profile, options)
     _raise_refusal()
     return PendingTensor(y, y.shape, y) if async_op else y
@@ -134,7 +134,7 @@ def traced_executable(
     mesh: MeshLike | None,
     shape: Sequence[int] | None,
     profile: Any,
-    comm_dtype: WireLike,
+    comm_dtype: CommDtypeLike,
 ) -> Executable:
     """What is recorded for a block some of whose lengths may be symbols.
 
@@ -149,7 +149,7 @@ def traced_executable(
         )
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
-    wire, differentiated = wire_of(comm_dtype, x.dtype), x.requires_grad and torch.is_grad_enabled()
+    wire, differentiated = comm_dtype_of(comm_dtype, x.dtype), x.requires_grad and torch.is_grad_enabled()
     n_devices = mesh_of(mesh).n_devices
     free = {d for d, n in enumerate(x.shape) if not isinstance(n, int)}
     while True:

@@ -13,15 +13,15 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from torch_bridge.autograd import Redistribute
-from torch_bridge.bundle import Bundle
-from torch_bridge.groups import MeshLike
-from torch_bridge.planned import executable_for
+from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.comm_dtype import CommDtypeLike
+from torch_bridge.lower.buckets import Bucket
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.planning import executable_for
 from torch_bridge.redistribution import redistribute
-from torch_bridge.wire import WireLike
 from xshard import PlanError, Profile
 from xshard.errors import XshardError
-from xshard.spelling import Expression
+from xshard.plans.expression import Expression
 
 K = TypeVar("K", bound=Hashable)
 
@@ -34,7 +34,7 @@ def redistribute_many(
     *,
     shapes: Mapping[K, Sequence[int]] | None = None,
     profile: str | Path | Profile = "h100",
-    comm_dtype: WireLike = None,
+    comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | None = None,
 ) -> dict[K, Tensor]: ...
 
@@ -47,7 +47,7 @@ def redistribute_many(
     *,
     shapes: Sequence[Sequence[int] | None] | None = None,
     profile: str | Path | Profile = "h100",
-    comm_dtype: WireLike = None,
+    comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | None = None,
 ) -> list[Tensor]: ...
 
@@ -59,7 +59,7 @@ def redistribute_many(
     *,
     shapes: Any = None,
     profile: str | Path | Profile = "h100",
-    comm_dtype: WireLike = None,
+    comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | None = None,
 ) -> Any:
     """`redistribute` of every tensor of a list, or of a dict such as a state dict, with fewer collectives.
@@ -112,7 +112,7 @@ def redistribute_many(
         # What has no gradient is in a bundle of its own: there is nothing to send back for it.
         some = [key for key in linear if (records and tensors[key].requires_grad) == differentiated]
         if some:
-            bundle = Bundle(tuple(executables[key] for key in some), bucket_bytes)
+            bundle = Bucket(tuple(executables[key] for key in some), bucket_bytes)
             found.update(zip(some, Redistribute.apply(bundle, *(tensors[key] for key in some)), strict=True))
     for key in keys:
         if key not in found:  # a max or min, whose gradient is no plan

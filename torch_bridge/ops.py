@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from torch_bridge.groups import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.spelling import Axes, HaloWidth, dims, halo, shard, tag, whole
+from xshard.ops import Axes, HaloWidth, dims, halo, shard, tag, whole
 
 Grad = Literal["sum", "replicated"]
 

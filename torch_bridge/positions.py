@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_bridge.groups import MeshLike, process_mesh
+from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from xshard import Layout
 
 

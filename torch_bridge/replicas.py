@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_bridge.autograd import apply
-from torch_bridge.collectives import Collective
-from torch_bridge.dtensor import from_placements
-from torch_bridge.dtensor_moves import block_of
-from torch_bridge.executable import Executable
-from torch_bridge.groups import ProcessMesh, dtensor_mesh
+from torch_bridge.autodiff.function import apply
+from torch_bridge.dtensor.function import block_of
+from torch_bridge.dtensor.placements import from_placements
+from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.executable import Executable
+from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh
 from xshard import Sharding, dtypes
-from xshard.replicas import Held
+from xshard.replicas import ReplicaCheck
 
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
@@ -31,11 +31,11 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
     its dual has. processes: all that call it. text: what the error marks.
     """
     plan, mesh = executable.plan, processes.mesh
-    entering = _comparison(Held(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
+    entering = _comparison(ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
     returning = None
     if plan.dst.is_linear:
         dual = plan.target.with_layout(plan.target.layout.dual)
-        returning = _comparison(Held(dual, mesh, plan.dtype, text, cotangents=True), processes)
+        returning = _comparison(ReplicaCheck(dual, mesh, plan.dtype, text, cotangents=True), processes)
     x = Expect.apply(x, entering, None) if entering else x
     y = apply(executable, x)
     return Expect.apply(y, None, returning) if returning else y
@@ -53,7 +53,7 @@ def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str) -> DTenso
 def _compare_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
     processes = dtensor_mesh(x.device_mesh)
     placed = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
-    held = Held(placed, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
+    held = ReplicaCheck(placed, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
     comparison = _comparison(held, processes)
     if comparison is not None:
         comparison(block_of(x))
@@ -63,7 +63,7 @@ def _compare_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
 class Comparison:
     """Call it on a block: raises ReplicaError on all processes where it is not what others have."""
 
-    held: Held
+    held: ReplicaCheck
     processes: ProcessMesh
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Comparison:
         )
 
 
-def _comparison(held: Held, processes: ProcessMesh) -> Comparison | None:
+def _comparison(held: ReplicaCheck, processes: ProcessMesh) -> Comparison | None:
     return Comparison(held, processes) if held.axes else None
 
 

@@ -1,7 +1,6 @@
 """xshard: write a sharding down, plan the cheapest way to another, derive the gradient."""
 
-from xshard import reference
-from xshard.cost import Link, Profile, ProfileError, load_profile
+from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
     LinearityError,
@@ -11,14 +10,14 @@ from xshard.errors import (
     ShapeError,
     XshardError,
 )
-from xshard.layout import Layout, parse_expression
-from xshard.mesh import Mesh
-from xshard.plan import Plan, Stage
+from xshard.layout.layout import Layout, parse_expression
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
 from xshard.planner import plan
+from xshard.plans.plan import Plan, Stage
+from xshard.plans.transfer import Transfer
+from xshard.plans.transfer_plan import TransferPlan
 from xshard.replicas import ReplicaError
-from xshard.sharding import Sharding
-from xshard.transfer import Transfer
-from xshard.transfer_plan import TransferPlan
 
 __all__ = [
     "DtypeError",

@@ -6,6 +6,10 @@ Decides which reductions a dtype allows. Knows the names numpy, torch and JAX sh
 
 from __future__ import annotations
 
+import contextlib
+from importlib import import_module
+from typing import Any
+
 import numpy as np
 
 from xshard.errors import DtypeError
@@ -97,3 +101,15 @@ def check_signed(name: str) -> None:
         raise DtypeError(f"dtype {name} has no negative values", hint="cast to a signed dtype")
     if name.startswith("float8"):
         raise DtypeError(f"dtype {name} cannot be negated", hint="8-bit floats only move; cast before")
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of numpy blocks; those that numpy lacks come from ml_dtypes. Raises DtypeError."""
+    with contextlib.suppress(ImportError):
+        import_module("ml_dtypes")  # makes its names known to numpy
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise DtypeError(
+            f"numpy has no {name} without ml_dtypes", hint="pip install 'xshard[jax]' brings it"
+        ) from None

@@ -15,18 +15,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from xshard import dtypes
 from xshard.errors import DtypeError, ShapeError
-from xshard.layout import Layout
-from xshard.mesh import Mesh
-from xshard.ownership import FILL, Runs, numbers
-from xshard.plan import Plan
-from xshard.sharding import Sharding
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.providers import given, wanted
+from xshard.layout.runs import FILL, Runs, numbers
+from xshard.layout.sharding import Sharding
+from xshard.plans.max_min import max_min_plans
+from xshard.plans.plan import Plan
+from xshard.plans.transfer_plan import TransferPlan
 from xshard.steps.base import REDUCERS, Block
-from xshard.steps.exchange import filled
+from xshard.steps.exchange.messages import filled
+from xshard.steps.exchange.poles import View, views
 from xshard.steps.retag import Scale
-from xshard.steps.views import View, views
-from xshard.supply import given, wanted
-from xshard.transfer_plan import TransferPlan
-from xshard.winners import winner_plans
 
 
 def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
@@ -122,7 +122,7 @@ def pullback(
     """
     if plan.src.is_linear or isinstance(plan, TransferPlan):
         return run(plan.backward, cotangents)
-    plans = winner_plans(plan)
+    plans = max_min_plans(plan)
     xs = checked_blocks(blocks, plan.source)
     best = run(plans.result, run(plan, xs))
     won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xshard import dtypes
+from xshard.environment import is_on
 from xshard.errors import XshardError
-from xshard.mesh import Mesh
-from xshard.notation import ARROW
-from xshard.sharding import Sharding
-from xshard.switches import is_on
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import ARROW
 
 # Whether every call compares them that does not say otherwise.
 ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
@@ -28,7 +28,7 @@ class ReplicaError(XshardError):
     """Blocks differ along an axis along which a layout holds them to be one value."""
 
 
-class Held(NamedTuple):
+class ReplicaCheck(NamedTuple):
     """Blocks that are compared: those that enter the redistribution `text`, or their results' cotangents.
 
     mesh: all devices that call it, along axes too that the sharding does not have: what one group of them

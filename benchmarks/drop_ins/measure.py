@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drop_ins.ways import VERBS, Verb
 from torch_bridge import compat
-from torch_bridge.meter import Meter
+from torch_bridge.testing.byte_counter import Meter
 
 
 def on_a_rank(verb: int, rounds: int) -> Seconds:

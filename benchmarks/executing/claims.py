@@ -7,7 +7,7 @@ from typing import Any
 
 from claim import Claim, mean, worst
 
-from xshard.units import format_bytes
+from xshard.formatting import format_bytes
 
 Row = dict[str, Any]
 LEAST = 0.95  # times as fast as a peer that a move is at worst

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 import torch_bridge as xt
 import xshard as xs
 from executing import raw
-from torch_bridge.groups import process_mesh
-from torch_bridge.launch import run_ranks
-from torch_bridge.planned import plan_of
+from torch_bridge.mesh.process_mesh import process_mesh
+from torch_bridge.planning import plan_of
+from torch_bridge.testing.launch import run_ranks
 
 Row = dict[str, Any]
 WARM_UP = 3

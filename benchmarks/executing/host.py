@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 import xshard as xs
 from executing.raw import all_gather
-from torch_bridge.groups import process_mesh
-from torch_bridge.lower import lower
-from torch_bridge.relay import Relay
+from torch_bridge.lower.packed_collective import PackedCollective
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import process_mesh
 from xshard.steps import Scale
 
 RANKS = 4
@@ -147,9 +147,9 @@ def memory() -> list[dict[str, Any]]:
             copies = [
                 max(sum(move.collective.sent), sum(move.collective.received)) * 4
                 for move in made
-                if isinstance(move, Relay)
+                if isinstance(move, PackedCollective)
             ]
-            flat = all(_is_flat(move) for move in made if isinstance(move, Relay))
+            flat = all(_is_flat(move) for move in made if isinstance(move, PackedCollective))
             if any(isinstance(step, Scale) for step in plan.steps):
                 copies, flat = [block.nbytes], False  # what is scaled is a copy that is sent
             rows.append(
@@ -167,5 +167,5 @@ def _moves(plan: xs.Plan) -> tuple[Any, ...]:
     return lower(plan, process_mesh(plan.mesh), torch.device("cpu")).moves
 
 
-def _is_flat(move: Relay) -> bool:
+def _is_flat(move: PackedCollective) -> bool:
     return move.sent.is_flat and len(move.arriving) > 1

@@ -16,9 +16,9 @@ import torch
 
 import xshard as xs
 from executing.host import MESH, nobody
-from torch_bridge.groups import process_mesh
-from torch_bridge.lower import lower
-from torch_bridge.relay import Relay
+from torch_bridge.lower.packed_collective import PackedCollective
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import process_mesh
 
 # Moves whose blocks, of so many bytes, are packed or put together: (rows, columns) of the array.
 MOVES = {
@@ -49,7 +49,7 @@ def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
 def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     rows = nbytes * MESH.n_devices // (2 * COLUMNS)
     plan = xs.plan(text, MESH, (rows, COLUMNS), "bfloat16")
-    (relay,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, Relay))
+    (relay,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, PackedCollective))
     block = torch.ones(plan.source.local_shape(1), dtype=torch.bfloat16, device=device)
     messages = relay.sent.pack(block)
     arrived = torch.ones(relay.arriving, dtype=torch.bfloat16, device=device)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from halos.ways import AXIS, WAYS, Way, mesh
-from torch_bridge.meter import Meter
 from torch_bridge.nn import Conv2d
+from torch_bridge.testing.byte_counter import Meter
 
 
 def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import xshard as xs
 from planning.cases import Case
-from xshard import bounds
+from xshard.cost import bounds
 
 
 def total_elements(case: Case) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import xshard as xs
 from xshard import dtypes
-from xshard.notation import Dim, Shard
+from xshard.notation.parser import Dim, Shard
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 FILES = {"public": "reshard.json", "scaled": "reshard_large.json"}

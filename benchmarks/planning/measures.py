@@ -17,7 +17,7 @@ from planning.peers.base import NODE_DEVICES, PeerPlan
 from planning.peers.collect import Answer
 from planning.traffic import plan_flow
 from xshard import dtypes
-from xshard.cost import Link
+from xshard.cost.model import Link
 
 Row = dict[str, Any]
 UNLIMITED = 1e15  # bytes per second

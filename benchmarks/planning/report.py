@@ -14,7 +14,7 @@ from planning import ratios
 from planning.claims import SECONDS_PROFILES, Claim
 from planning.measures import Row
 from planning.peers.collect import PEERS
-from xshard.units import format_bytes
+from xshard.formatting import format_bytes
 
 NAME = "planner_bytes_seconds_nodes_speed"
 

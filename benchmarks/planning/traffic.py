@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import xshard as xs
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Step
 from xshard.steps.base import axes_of
-from xshard.steps.exchange import messages_to
+from xshard.steps.exchange.messages import messages_to
 from xshard.steps.permute import senders
 
 Elements = NDArray[np.float64]

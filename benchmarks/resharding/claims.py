@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from claim import Claim, mean, none_of, worst
 
 from resharding.measures import DEFAULT, FEWEST_BYTES, Row, holds_more, within
-from xshard.units import format_bytes
+from xshard.formatting import format_bytes
 
 Ratio = Callable[[Row], float]
 LEAST = 0.9  # times as fast as XLA's program that ours is at worst

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_bridge as xj
-from jax_bridge.hlo import collectives
+from jax_bridge.testing.hlo import collectives
 from resharding.programs import Move
 from xshard import PlanError
 

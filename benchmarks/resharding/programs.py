@@ -17,9 +17,9 @@ from jax.sharding import Mesh as JaxMesh
 from planning.cases import Case
 
 import xshard as xs
-from jax_bridge.program import make_program
-from jax_bridge.rounds import rounds
-from jax_bridge.sharding import to_named_sharding
+from jax_bridge.arrays.partition_spec import to_named_sharding
+from jax_bridge.arrays.program import make_program
+from jax_bridge.lower.schedule import rounds
 from xshard import dtypes
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter
 

@@ -6,8 +6,8 @@ One mesh axis, `cp`, cuts the sequence. b: batch, s: sequence, h: heads, e: widt
 from __future__ import annotations
 
 from xshard import Mesh
-from xshard.notation import Dim, Shard
-from xshard.reads import Read, read
+from xshard.nn.receptive_fields import Read, read
+from xshard.notation.parser import Dim, Shard
 
 MESH = Mesh(cp=4)
 ZIGZAG, CONTIGUOUS = "s/zigzag(cp)", "s/cp"

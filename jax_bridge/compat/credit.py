@@ -12,10 +12,11 @@ from typing import Any
 import jax
 
 from jax_bridge import ops
-from jax_bridge.axes import axis_size
+from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import Grad
-from xshard import verbs
-from xshard.spelling import Axes, HaloWidth
+from jax_bridge.redistribution import redistribute
+from xshard import compat
+from xshard.ops import Axes, HaloWidth
 
 AXIS = "domain"
 
@@ -54,7 +55,7 @@ def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool
     uneven: parts may differ in size, and the last ones be padded. Otherwise raises ShapeError, which is a
     ValueError, for a length that does not divide.
     """
-    return ops.redistribute(x, verbs.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
+    return redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
 
 
 def gather_tensor(

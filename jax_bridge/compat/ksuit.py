@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_bridge.axes import axis_size
-from jax_bridge.ops import Grad, all_gather, redistribute, reduce_from
-from xshard import verbs
-from xshard.spelling import Axes
+from jax_bridge.mesh.axis_types import axis_size
+from jax_bridge.ops import Grad, all_gather, reduce_from
+from jax_bridge.redistribution import redistribute
+from xshard import compat
+from xshard.ops import Axes
 
 # Dtypes that are added in another one: a sum of truths counts them, and of bfloat16 is rounded once.
 _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}
@@ -58,7 +59,7 @@ def all_gather_nograd_clipped(x: jax.typing.ArrayLike, max_length: int, axis: Ax
     block = jax.lax.stop_gradient(_rows(x))
     if axis is None:
         return block
-    return redistribute(block, verbs.sampler_gather(block.shape, axis))[:max_length]
+    return redistribute(block, compat.sampler_gather(block.shape, axis))[:max_length]
 
 
 def all_reduce_sum_grad(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:

@@ -11,10 +11,10 @@ from typing import Literal
 
 import jax
 
-from jax_bridge.axes import axis_size
-from jax_bridge.ops import redistribute
-from xshard import verbs
-from xshard.spelling import Axes
+from jax_bridge.mesh.axis_types import axis_size
+from jax_bridge.redistribution import redistribute
+from xshard import compat
+from xshard.ops import Axes
 
 
 def all_to_all_single_fn(
@@ -39,7 +39,7 @@ def all_to_all_single_fn(
     >>> turn(jnp.ones((1, 2, 3, 4))).shape  # one block on one device
     (1, 2, 3, 4)
     """
-    expression = verbs.all_to_all_single(
+    expression = compat.all_to_all_single(
         type,
         input.shape,
         axis_size(axis),
@@ -61,7 +61,7 @@ def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 
     >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
     (1, 4)
     """
-    return redistribute(data, verbs.zigzag_split(data.shape, seq_dim, axis))
+    return redistribute(data, compat.zigzag_split(data.shape, seq_dim, axis))
 
 
 def zigzag_gather_from_group_ranks(
@@ -75,4 +75,4 @@ def zigzag_gather_from_group_ranks(
     >>> jax.pmap(lambda x: zigzag_gather_from_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
     (1, 4)
     """
-    return redistribute(data, verbs.zigzag_gather(data.shape, seq_dim, axis), shape=shape)
+    return redistribute(data, compat.zigzag_gather(data.shape, seq_dim, axis), shape=shape)

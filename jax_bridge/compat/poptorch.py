@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import jax
 
-from jax_bridge.axes import axis_size
+from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
-from xshard import verbs
-from xshard.spelling import Axes
+from xshard import compat
+from xshard.ops import Axes
 
 
 def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
@@ -49,5 +49,5 @@ def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
     >>> jax.pmap(lambda x: all_to_all_single_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape
     (1, 2)
     """
-    parts = x.reshape(verbs.equal_parts(x.shape, axis_size(axis)))
+    parts = x.reshape(compat.equal_parts(x.shape, axis_size(axis)))
     return all_to_all(parts, 1, 0, axis).reshape(x.shape)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_bridge.nn.placed import Placed
-from jax_bridge.ops import all_reduce, redistribute
+from jax_bridge.ops import all_reduce
+from jax_bridge.redistribution import redistribute
 from xshard import Layout, ShapeError
-from xshard.notation import Dim
+from xshard.notation.parser import Dim
 
 
 def layer_norm(

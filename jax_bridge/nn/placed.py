@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jax_bridge.blocks import without_padding
-from jax_bridge.context import AnyMesh, block_sharding_here
-from jax_bridge.ops import redistribute
+from jax_bridge.lower.row_tables import without_padding
+from jax_bridge.planning import AnyMesh, block_sharding_here
+from jax_bridge.redistribution import redistribute
 from xshard import Layout, PlanError, Sharding
-from xshard.notation import Dim
+from xshard.notation.parser import Dim
 
 
 @jax.tree_util.register_dataclass

@@ -10,14 +10,14 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.blocks import mine, numbers
+from jax_bridge.lower.row_tables import mine, numbers
 from jax_bridge.nn.conv import Padding, paddings
-from jax_bridge.nn.phases import reduce_window_by_phases
+from jax_bridge.nn.dilation import reduce_window_by_phases
 from jax_bridge.nn.placed import Placed
 from jax_bridge.nn.window import Boundaries, Sliding, windowed
-from xshard.overlap import Window
-from xshard.ownership import Run
-from xshard.windows import pool_counts, pool_window
+from xshard.layout.runs import Run
+from xshard.nn.windows import pool_counts, pool_window
+from xshard.notation.overlap import Window
 
 
 def reduce_window(

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_bridge.blocks import VOID, mine, pick
+from jax_bridge.lower.row_tables import VOID, mine, pick
 from jax_bridge.nn.placed import Placed
-from xshard.resample import Taps, resampled, taps
+from xshard.nn.resample import Taps, resampled, taps
 
 
 def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = True) -> Placed:

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from jax_bridge.blocks import VOID, Table, pick
+from jax_bridge.lower.row_tables import VOID, Table, pick
 from jax_bridge.nn.placed import Placed
 from xshard.errors import PlanError, ShapeError
-from xshard.held import output_dim, outputs
-from xshard.notation import Dim
-from xshard.overlap import OUTPUT_RULES, Boundary, Window
-from xshard.overlap_grammar import boundaries
-from xshard.ownership import flat
-from xshard.reads import dilated
+from xshard.layout.block_rows import output_dim, outputs
+from xshard.layout.runs import flat
+from xshard.nn.receptive_fields import dilated
+from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
+from xshard.notation.overlap_parser import boundaries
+from xshard.notation.parser import Dim
 
 Boundaries = str | Mapping[str, str] | None
 Local = Callable[[jax.Array, tuple[int, ...], tuple[tuple[int, int], ...]], jax.Array]

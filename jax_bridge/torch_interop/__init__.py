@@ -3,9 +3,9 @@
 The only package that imports both frameworks.
 """
 
-from jax_bridge.torch_interop.callbacks import from_torch
-from jax_bridge.torch_interop.calls import from_jax
-from jax_bridge.torch_interop.start import initialize
-from jax_bridge.torch_interop.verbs import to_jax, to_torch
+from jax_bridge.torch_interop.api import to_jax, to_torch
+from jax_bridge.torch_interop.from_jax import from_jax
+from jax_bridge.torch_interop.from_torch import from_torch
+from jax_bridge.torch_interop.initialize import initialize
 
 __all__ = ["from_jax", "from_torch", "initialize", "to_jax", "to_torch"]

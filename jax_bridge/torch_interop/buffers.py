@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.torch_interop.readonly import ReadOnlyTensor, plain
+from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, plain
 from xshard import DtypeError, XshardError
-from xshard.units import format_bytes
+from xshard.formatting import format_bytes
 
 LOG = logging.getLogger("xshard.interop")
 

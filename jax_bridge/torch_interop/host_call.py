@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.ops import redistribute
+from jax_bridge.redistribution import redistribute
 from jax_bridge.torch_interop import buffers
-from jax_bridge.torch_interop.arrange import named
-from jax_bridge.torch_interop.places import Ends
+from jax_bridge.torch_interop.devices import Ends
+from jax_bridge.torch_interop.handover import named
 from jax_bridge.versions import host_callback
 from xshard import Plan, ShapeError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from jax_bridge.torch_interop.arrange import Arrangement
+from jax_bridge.torch_interop.handover import Arrangement
 from jax_bridge.torch_interop.route import Profiles
 from xshard import XshardError
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_bridge.torch_interop.arrange import named
-from jax_bridge.torch_interop.places import Ends
+from jax_bridge.torch_interop.devices import Ends
+from jax_bridge.torch_interop.handover import named
 from xshard import Layout, XshardError
 
 Arrays = Sequence[jax.Array]

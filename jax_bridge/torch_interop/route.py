@@ -13,9 +13,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import torch.distributed as dist
 
-from jax_bridge.program import make_program
-from jax_bridge.torch_interop.carry import plan_mesh
-from jax_bridge.torch_interop.places import Ends
+from jax_bridge.arrays.program import make_program
+from jax_bridge.torch_interop.devices import Ends
+from jax_bridge.torch_interop.execute import plan_mesh
 from xshard import Layout, Plan, PlanError, Profile, TransferPlan, XshardError, plan
 
 SIDES = ("torch", "jax")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from xshard import Layout, XshardError
-from xshard.spelling import Expression
+from xshard.plans.expression import Expression
 
 Rules = Mapping[str | re.Pattern[str], Layout | Expression]
 

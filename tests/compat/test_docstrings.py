@@ -11,7 +11,7 @@ import pytest
 
 import jax_bridge.compat
 import torch_bridge.compat
-from tests.bridges.jax_helpers import in_jax
+from tests.jax_bridge.helpers import in_jax
 
 SYSTEMS = ("credit", "ksuit", "nvsubquadratic", "poptorch")
 

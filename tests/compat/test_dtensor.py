@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import torch_bridge as xt
-from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
-from torch_bridge.meter import Meter
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from torch_bridge.testing.byte_counter import Meter
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, MEAN, MAX, MIN = Partial("sum"), Partial("avg"), Partial("max"), Partial("min")

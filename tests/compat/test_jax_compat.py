@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import xshard as xs
 from jax_bridge import compat
-from jax_bridge.sharding import padded, unpadded
-from tests.bridges.jax_helpers import in_jax
+from jax_bridge.testing.stacked import padded, unpadded
+from tests.jax_bridge.helpers import in_jax
 
 N = 4
 AXIS = "a"

@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_bridge import compat
-from tests.bridges.jax_helpers import in_jax
 from tests.compat.table import WORKED
+from tests.jax_bridge.helpers import in_jax
 
 AXIS = "a"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.bridges.nn_helpers import same, weights_of, whole_gradients
-from tests.bridges.torch_helpers import error_of, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
+from tests.torch_bridge.nn_helpers import same, weights_of, whole_gradients
 from torch_bridge import compat
 
 

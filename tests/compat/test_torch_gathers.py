@@ -12,10 +12,10 @@ from torch import Tensor
 
 import torch_bridge as xt
 import xshard as xs
-from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 from torch_bridge import compat
 from torch_bridge.compat.ksuit import _served_in
-from torch_bridge.meter import Meter
+from torch_bridge.testing.byte_counter import Meter
 
 N = 2
 

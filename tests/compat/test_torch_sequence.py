@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import xshard as xs
-from tests.bridges.torch_helpers import block_of, error_of, numbers, on_ranks, still_connected
-from torch_bridge import agreement, compat
-from xshard import verbs
+from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from torch_bridge import compat
+from torch_bridge.mesh import desync
+from xshard.compat import DIRECTIONS
 
 N = 4
 MESH = xs.Mesh(cp=N)
@@ -34,7 +35,7 @@ def _uneven() -> None:
         x = numbers(2, channels, length, 3)
         split = f"b c {'l/zigzag(cp)' if zigzag else 'l/cp'} w"
         ends = [block_of(x, layout, MESH) for layout in (split, "b c/cp l w")]
-        for direction, (before, after) in zip(verbs.DIRECTIONS, (ends, ends[::-1]), strict=True):
+        for direction, (before, after) in zip(DIRECTIONS, (ends, ends[::-1]), strict=True):
             block = before.clone().requires_grad_()
             y = compat.AllToAllSingleFunction.apply(block, None, direction, zigzag, shape=x.shape)
             assert torch.equal(y, after)
@@ -195,7 +196,7 @@ def _flags_that_differ() -> list[tuple[str, str]]:
     ]
     assert turned().shape == (1, 16, 2)
     # Every verb, as the environment variable XSHARD_DEBUG does.
-    agreement.ALWAYS = True
+    desync.ALWAYS = True
     found.append(error_of(lambda: compat.all_reduce_cross_replica_sum(x, N, rank == 1)))
     found.append(error_of(lambda: compat.all_gather_grad(x, batch_dim=rank % 2)))
     assert still_connected()

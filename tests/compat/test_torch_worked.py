@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.bridges.torch_helpers import on_ranks
 from tests.compat.table import WORKED
+from tests.torch_bridge.helpers import on_ranks
 from torch_bridge import compat
 
 Found = dict[str, tuple[np.ndarray, np.ndarray]]

@@ -86,8 +86,8 @@ def found(local_devices: int) -> dict[str, object]:
 
 def ranks_alone(mesh, torch_interop) -> dict[str, object]:
     """What one device per process can do besides: torch moves, and DTensors."""
-    from tests.bridges.torch_helpers import error_of
     from tests.interop.helpers import blocks_of, logged
+    from tests.torch_bridge.helpers import error_of
 
     told: dict[str, object] = {}
     me = dist.get_rank()

@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-from tests.bridges.jax_helpers import in_jax
+from tests.jax_bridge.helpers import in_jax
 
 
 @pytest.mark.parametrize("module", ["callbacks", "calls", "trees", "verbs"])

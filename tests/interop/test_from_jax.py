@@ -14,8 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import xshard as xs
 from jax_bridge.torch_interop import from_jax
-from tests.bridges.jax_helpers import in_jax
 from tests.interop.helpers import blocks_of, gathered, jax_mesh
+from tests.jax_bridge.helpers import in_jax
 
 P = PartitionSpec
 

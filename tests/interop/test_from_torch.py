@@ -16,8 +16,8 @@ from jax.test_util import check_grads
 
 import xshard as xs
 from jax_bridge.torch_interop import from_jax, from_torch, to_jax
-from tests.bridges.jax_helpers import in_jax
 from tests.interop.helpers import jax_mesh
+from tests.jax_bridge.helpers import in_jax
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:

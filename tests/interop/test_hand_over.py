@@ -13,8 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import xshard as xs
 from jax_bridge.torch_interop import to_jax, to_torch
-from tests.bridges.jax_helpers import in_jax
 from tests.interop.helpers import blocks_of, jax_mesh, logged, memory
+from tests.jax_bridge.helpers import in_jax
 
 NARROW = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),

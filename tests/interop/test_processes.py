@@ -11,7 +11,7 @@ import pytest
 
 import xshard as xs
 from jax_bridge.torch_interop import initialize
-from tests.bridges.torch_helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 
 TIMEOUT_S = 150
 

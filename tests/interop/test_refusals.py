@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import xshard as xs
 from jax_bridge.torch_interop import to_jax, to_torch
-from jax_bridge.torch_interop.places import Ends
-from tests.bridges.jax_helpers import in_jax
+from jax_bridge.torch_interop.devices import Ends
 from tests.interop.helpers import jax_mesh
+from tests.jax_bridge.helpers import in_jax
 
 
 def pair() -> list[torch.Tensor]:

@@ -13,8 +13,8 @@ import torch
 import xshard as xs
 from jax_bridge.torch_interop import to_jax, to_torch
 from jax_bridge.torch_interop.trees import rule_for
-from tests.bridges.jax_helpers import in_jax
 from tests.interop.helpers import jax_mesh, logged, memory
+from tests.jax_bridge.helpers import in_jax
 
 RULES = {
     "*norm*": "d",

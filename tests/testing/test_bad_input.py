@@ -82,7 +82,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed, kind, message = REFUSED[name]
-    monkeypatch.setattr("xshard.testing.processes.Process.ask", None)  # nobody is asked
+    monkeypatch.setattr("xshard.testing.pickling.Process.ask", None)  # nobody is asked
     options = {"args": [normal(8, 4)], "layouts": (["n/tp d"], "n/tp d"), "mesh": "tp=2", **changed}
     with pytest.raises(kind) as raised:
         assert_equivalent(same, same, **options)
@@ -182,7 +182,7 @@ def test_a_process_that_dies_is_replaced() -> None:
     import os
 
     message = raised_by(same, lambda x: os._exit(3), FunctionError)
-    assert message == "the process of jax_bridge.testing ended (3)"
+    assert message == "the process of jax_bridge.testing.equivalence ended (3)"
     assert_equivalent(same, same, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
 

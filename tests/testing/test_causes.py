@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import xshard as xs
 from xshard import reference
 from xshard.testing import CAUSES, Cause, likely_cause
-from xshard.testing.case import Case
-from xshard.testing.orders import stored
+from xshard.testing.diagnosis.evidence import Case
+from xshard.testing.diagnosis.orders import stored
 
 MESH = xs.Mesh(a=2, b=2)
 

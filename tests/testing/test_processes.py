@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.testing.programs import normal
+from xshard.runtimes.processes import host_devices, jax_process, torch_process
 from xshard.testing.plugin import _on_devices, _on_ranks
-from xshard.testing.processes import host_devices, jax_process, torch_process
 
 ROOT = Path(__file__).parents[2]
 

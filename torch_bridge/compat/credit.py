@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_bridge.groups import process_mesh
-from torch_bridge.nn.domain import domain_parallel
+from torch_bridge.mesh.process_mesh import process_mesh
+from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.ops import Grad, all_gather, all_reduce, halo_exchange
 from torch_bridge.redistribution import redistribute
-from xshard import Mesh, MeshError, verbs
-from xshard.spelling import HaloWidth
+from xshard import Mesh, MeshError, compat
+from xshard.ops import HaloWidth
 
 AXIS = "domain"
 
@@ -177,7 +177,7 @@ def shard_tensor(
     found = _cutting(manager)
     if found is None:
         return x
-    text = verbs.shard_whole(tuple(x.shape), dim, found.domain_parallel_size, AXIS, uneven=uneven)
+    text = compat.shard_whole(tuple(x.shape), dim, found.domain_parallel_size, AXIS, uneven=uneven)
     return redistribute(x, text, found.processes)
 
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.groups import MeshLike, group_mesh
+from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
 from torch_bridge.ops import Grad, all_gather, reduce_from
 from torch_bridge.redistribution import redistribute
-from xshard import verbs
+from xshard import compat
 
 AXIS = "dp"
 Values = Tensor | float | list | tuple
@@ -123,7 +123,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     if not dist.is_initialized():
         return block
     wire = block.to(_served(block.device))
-    return redistribute(wire, verbs.sampler_gather(wire.shape, AXIS), _world())[:max_length].to(block.device)
+    return redistribute(wire, compat.sampler_gather(wire.shape, AXIS), _world())[:max_length].to(block.device)
 
 
 def all_reduce_sum_grad(x: Values) -> Tensor:

@@ -18,11 +18,11 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge import agreement
-from torch_bridge.agreement import Facts
-from torch_bridge.groups import group_mesh, mesh_of, process_mesh
+from torch_bridge.mesh import desync
+from torch_bridge.mesh.desync import CallFacts
+from torch_bridge.mesh.process_mesh import group_mesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
-from xshard import verbs
+from xshard import compat
 
 AXIS = "cp"
 Direction = Literal["split_to_full", "full_to_split"]
@@ -61,7 +61,7 @@ def all_to_all_single_fn(
     mesh = group_mesh(group, AXIS)
 
     def expression() -> str:
-        return verbs.all_to_all_single(
+        return compat.all_to_all_single(
             type,
             tuple(input.shape),
             mesh_of(mesh).n_devices,
@@ -72,12 +72,12 @@ def all_to_all_single_fn(
             even=shape is None,
         )
 
-    if debug or agreement.ALWAYS:
+    if debug or desync.ALWAYS:
         flags = {"type": type, "with_zigzag_splitting": str(with_zigzag_splitting), "shape": str(shape)}
         block = {"input": str(tuple(input.shape))}
         asked = f"all_to_all_single_fn(.., {type!r}, ..)"
         ranks = process_mesh(mesh).ranks
-        agreement.agree(ranks, asked, lambda: Facts(flags, {"means": expression()}, ranks, block))
+        desync.compare_ranks(ranks, asked, lambda: CallFacts(flags, {"means": expression()}, ranks, block))
     return redistribute(input, expression(), mesh, shape=shape, debug=debug)
 
 
@@ -124,7 +124,7 @@ def zigzag_split_across_group_ranks(
     >>> xt.run_ranks(2, lambda: zigzag_split_across_group_ranks(torch.arange(8), None).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    return redistribute(data, verbs.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
+    return redistribute(data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
 
 
 def zigzag_gather_from_group_ranks(
@@ -146,5 +146,5 @@ def zigzag_gather_from_group_ranks(
     >>> xt.run_ranks(2, turn)[1]
     [0, 1, 2, 3, 4, 5]
     """
-    expression = verbs.zigzag_gather(data.shape, seq_dim, AXIS)
+    expression = compat.zigzag_gather(data.shape, seq_dim, AXIS)
     return redistribute(data, expression, group_mesh(group, AXIS), shape=shape)

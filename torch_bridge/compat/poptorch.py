@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bridge.groups import MeshLike, group_mesh, mesh_of
+from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
-from xshard import MeshError, verbs
+from xshard import MeshError, compat
 
 AXIS = "replica"
 
@@ -98,7 +98,7 @@ def all_to_all_single_cross_replica(
     [[0, 1, 10, 11], [2, 3, 12, 13]]
     """
     mesh = _replicas(replication_factor, group)
-    parts = x.reshape(verbs.equal_parts(tuple(x.shape), replication_factor))
+    parts = x.reshape(compat.equal_parts(tuple(x.shape), replication_factor))
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
 
 

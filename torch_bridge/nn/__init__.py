@@ -1,8 +1,8 @@
 """Layers for blocks of arrays that are cut over a mesh, equal to torch's own on the whole array."""
 
-from torch_bridge.nn.checkpointing import checkpoint
-from torch_bridge.nn.convolution import Convolution, conv, conv_transpose
-from torch_bridge.nn.domain import domain_parallel
+from torch_bridge.nn.checkpoint import checkpoint
+from torch_bridge.nn.conv import Convolution, conv, conv_transpose
+from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.nn.layers import (
     AdaptiveAvgPool1d,
@@ -28,9 +28,9 @@ from torch_bridge.nn.layers import (
     MaxPool3d,
     Upsample,
 )
-from torch_bridge.nn.placed import Placed, placed_as, sharding_of
-from torch_bridge.nn.pooling import Pool, avg_pool, max_pool
-from torch_bridge.nn.resizing import interpolate
+from torch_bridge.nn.placed import Placement, placed_as, sharding_of
+from torch_bridge.nn.pool import Pool, avg_pool, max_pool
+from torch_bridge.nn.resample import interpolate
 
 __all__ = [
     "AdaptiveAvgPool1d",
@@ -56,7 +56,7 @@ __all__ = [
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
-    "Placed",
+    "Placement",
     "Pool",
     "Upsample",
     "avg_pool",

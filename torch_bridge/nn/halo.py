@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_bridge.groups import MeshLike
+from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.ops import halo_exchange, trim_halo
 from xshard import Mesh, MeshError
-from xshard.spelling import Axes, HaloWidth
+from xshard.ops import Axes, HaloWidth
 
 
 class HaloExchange(nn.Module):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.groups import MeshLike
-from torch_bridge.nn.placed import Placed, placed_as, record, recorded
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.nn.placed import Placement, placed_as, record, recorded
 from xshard import Layout, ShapeError, XshardError
 
 HOOKS = (
@@ -88,7 +88,7 @@ class Layer:
     def check(self) -> None:
         """Raise XshardError for options of the module that have no exact form."""
 
-    def compute(self, x: Tensor, placed: Placed, *arguments: Any) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement, *arguments: Any) -> tuple[Tensor, Placement]:
         """The block of the outputs, and where it stands."""
         raise NotImplementedError
 

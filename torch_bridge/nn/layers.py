@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from torch_bridge.nn import normalisation as norms
-from torch_bridge.nn.convolution import Convolution, conv, conv_transpose, paddings
+from torch_bridge.nn import norm as norms
+from torch_bridge.nn.conv import Convolution, conv, conv_transpose, paddings
+from torch_bridge.nn.conv_overlap import overlapped_conv
 from torch_bridge.nn.layer import Layer
-from torch_bridge.nn.overlapped import overlapped_conv
-from torch_bridge.nn.placed import Placed, check_whole
-from torch_bridge.nn.pooling import Pool, avg_pool, global_avg_pool, max_pool
-from torch_bridge.nn.resizing import interpolate
+from torch_bridge.nn.placed import Placement, check_whole
+from torch_bridge.nn.pool import Pool, avg_pool, global_avg_pool, max_pool
+from torch_bridge.nn.resample import interpolate
 from xshard import ShapeError, XshardError
 
 
@@ -34,7 +34,7 @@ def _pool(layer: Layer, rank: int, dilation: Any = 1) -> Pool:
 class _Conv(Layer):
     options: ClassVar = {"out_rule": "", "overlap": False}
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         convolution = Convolution(
             self.kernel_size,
             self.stride,
@@ -73,8 +73,8 @@ class Conv3d(_Conv, nn.Conv3d):
 
 class _ConvTranspose(Layer):
     def compute(
-        self, x: Tensor, placed: Placed, output_size: Sequence[int] | None = None
-    ) -> tuple[Tensor, Placed]:
+        self, x: Tensor, placed: Placement, output_size: Sequence[int] | None = None
+    ) -> tuple[Tensor, Placement]:
         extra = self.output_padding
         if output_size is not None:
             rank = len(self.kernel_size)
@@ -121,7 +121,7 @@ class _MaxPool(Layer):
         if self.return_indices:
             raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         return max_pool(x, placed, _pool(self, self.rank, self.dilation))
 
 
@@ -147,7 +147,7 @@ class _AvgPool(Layer):
     options: ClassVar = {"out_rule": ""}
     rank: int
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         pool = _pool(self, self.rank)
         divisor = getattr(self, "divisor_override", None)  # one dim has none
         return avg_pool(x, placed, pool, count_include_pad=self.count_include_pad, divisor=divisor)
@@ -180,7 +180,7 @@ class _GlobalAvgPool(Layer):
                 f"output_size={self.output_size}", hint="of cut dims only 1 has an exact form here"
             )
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         return global_avg_pool(x, placed, self.rank)
 
 
@@ -205,7 +205,7 @@ class AdaptiveAvgPool3d(_GlobalAvgPool, nn.AdaptiveAvgPool3d):
 class Upsample(Layer, nn.Upsample):
     """`torch.nn.Upsample` of blocks `(b, c, ...)`, in all its modes; a `size` is global."""
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         return interpolate(
             x,
             placed,
@@ -220,20 +220,20 @@ class Upsample(Layer, nn.Upsample):
 class GroupNorm(Layer, nn.GroupNorm):
     """`torch.nn.GroupNorm` of blocks `(b, c, ...)`, with the statistics of the whole array."""
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         return norms.group_norm(x, placed, self.num_groups, self.weight, self.bias, self.eps), placed
 
 
 class LayerNorm(Layer, nn.LayerNorm):
     """`torch.nn.LayerNorm` of blocks, any of whose dims may be cut; `normalized_shape` is global."""
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         y = norms.layer_norm(x, placed, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
         return y, placed
 
 
 class _BatchNorm(Layer):
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         check_whole(placed, (1,), "this layer")
         self._check_input_dim(x)
         if placed.shape[1] != self.num_features:
@@ -267,7 +267,7 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class Linear(Layer, nn.Linear):
     """`torch.nn.Linear` of blocks whose last dim is whole."""
 
-    def compute(self, x: Tensor, placed: Placed) -> tuple[Tensor, Placed]:
+    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
         last = len(placed.shape) - 1
         check_whole(placed, (last,), "this layer")
         if placed.shape[last] != self.in_features:

@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_bridge.groups import MeshLike, ProcessMesh, mesh_of, process_mesh
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.ops import copy_to
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, NotationError, ShapeError, Sharding
-from xshard.layout import check_axes
-from xshard.spelling import whole_shape
+from xshard.layout.layout import check_axes
+from xshard.plans.expression import whole_shape
 
 _RECORD = "_xshard_placed"
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placement:
     """A global array as these processes hold it.
 
     copies: whether gradients of parameters are summed over the axes that cut it.
@@ -37,7 +37,7 @@ class Placed:
     def __reduce__(self) -> tuple[Any, ...]:  # processes end with their program: elsewhere nothing is known
         return _nowhere, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
 
     @property
@@ -63,11 +63,11 @@ class Placed:
         """Whether an axis of the mesh cuts a dim."""
         return bool(self.layout.dims[dim].axes)
 
-    def of(self, sharding: Sharding) -> Placed:
+    def of(self, sharding: Sharding) -> Placement:
         """Another array on the same processes."""
         return replace(self, sharding=sharding)
 
-    def with_length(self, dim: int, length: int) -> Placed:
+    def with_length(self, dim: int, length: int) -> Placement:
         """The same cuts of an array of another length along a whole dim."""
         shape = list(self.shape)
         shape[dim] = length
@@ -88,7 +88,7 @@ def _nowhere() -> None:
     return None
 
 
-def check_whole(placed: Placed, dims: Iterable[int], what: str) -> None:
+def check_whole(placed: Placement, dims: Iterable[int], what: str) -> None:
     """Raise NotationError where one of the dims is cut."""
     for d in dims:
         if placed.cuts(d):
@@ -100,13 +100,13 @@ def check_whole(placed: Placed, dims: Iterable[int], what: str) -> None:
             )
 
 
-def record(x: Tensor, placed: Placed) -> Tensor:
+def record(x: Tensor, placed: Placement) -> Tensor:
     """The same tensor, which now knows where it stands."""
     setattr(x, _RECORD, placed)
     return x
 
 
-def recorded(x: object) -> Placed | None:
+def recorded(x: object) -> Placement | None:
     """Where a block stands, if it is known."""
     return getattr(x, _RECORD, None) if isinstance(x, Tensor) else None
 
@@ -127,7 +127,7 @@ def sharding_of(x: Tensor) -> Sharding:
 
 def placed_as(
     x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Sequence[int | None] | None = None
-) -> Placed:
+) -> Placement:
     """Where a block stands: as is recorded, else under `layout`.
 
     shape: the global shape; where it or a length of it is None, blocks are equally large along that dim.
@@ -143,7 +143,7 @@ def placed_as(
 @lru_cache(maxsize=4096)
 def _placed_as(
     layout: Layout, processes: ProcessMesh, local: tuple[int, ...], shape: tuple[int | None, ...] | None
-) -> Placed:
+) -> Placement:
     text = str(layout)
     check_axes(layout, processes.mesh)
     if layout.tags or any(dim.overlap for dim in layout.dims):
@@ -155,7 +155,7 @@ def _placed_as(
     # Equal blocks only say how long the dims are that nothing else does.
     even = whole_shape(layout, processes.mesh, local, text)
     whole = even if shape is None else tuple(e if n is None else n for e, n in zip(even, shape, strict=True))
-    placed = Placed(Sharding(layout, mesh_of(processes.mesh), whole), processes)
+    placed = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
     if placed.local_shape != local:
         raise ShapeError(
             f"the block has shape {local}, not {placed.local_shape}",

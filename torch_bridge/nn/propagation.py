@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from torch_bridge.nn.following import of_whole, rule_of, tensors_in
 from torch_bridge.nn.placed import recorded
+from torch_bridge.nn.propagation_rules import of_whole, rule_of, tensors_in
 from xshard import XshardError
 
 Function = Callable[..., Any]

@@ -9,25 +9,22 @@ from typing import ClassVar
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.notation import Shard
-from xshard.sharding import Sharding
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Shard
 from xshard.steps.base import (
     Block,
     Blocks,
-    Hop,
-    Lanes,
     Step,
-    Traffic,
     axes_of,
     check_even,
     even_parts,
     names,
     place,
-    slow_first,
     take,
     with_inner,
     without_inner,
 )
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, slow_first
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class AllToAll(Step):
         layout = without_inner(before.layout, self.src_dim, self.src_shards)
         return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         group = slow_first(before.mesh, axes_of(self.src_shards), lanes)
         return all_to_all_traffic(before.max_local_size, group)
 
@@ -78,7 +75,7 @@ class AllToAll(Step):
         )
 
 
-def all_to_all_traffic(block: int, group: Lanes) -> Traffic:
+def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
     """Traffic of an all-to-all of blocks of `block` elements over lanes, slowest first.
 
     A peer is reached over the slowest lane along which it differs.

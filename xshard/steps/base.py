@@ -6,22 +6,21 @@ A step is one collective or one local move between two shardings in normal form
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import PlanError
-from xshard.layout import Layout
-from xshard.mesh import Mesh
-from xshard.notation import Shard, Tags
-from xshard.ownership import Runs, block_length, rows
-from xshard.sharding import Sharding
+from xshard.layout.layout import Layout
+from xshard.layout.partition import block_length
+from xshard.layout.runs import Runs, rows
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Shard, Tags
+from xshard.steps.traffic import LinkSpans, Traffic
 
 Block = NDArray[Any]
 Blocks = Sequence[Block]
@@ -29,48 +28,6 @@ Blocks = Sequence[Block]
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and cuts of it, outermost first
 
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-
-
-class Lane(NamedTuple):
-    """What one kind of link connects along an axis: all of it, or a part where nodes end half-way.
-
-    level: how fast the link is, 0 for the slowest. size: positions along the lane. stride: how far
-    apart they are along the axis. whole: the axis that this one is a part of, if it is one.
-    """
-
-    axis: str
-    size: int
-    level: int = 0
-    stride: int = 1
-    whole: str = ""
-
-
-Lanes = tuple[Lane, ...]  # of all axes of a mesh, the slowest first
-
-
-class Hop(NamedTuple):
-    """One phase of a step: elements received and latencies paid over the links of a level, along an axis."""
-
-    axis: str
-    received: int
-    messages: int
-    level: int = 0
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a step asks of the machine, in elements, for its busiest device.
-
-    received: elements that arrive from other devices.
-    copied: elements packed or unpacked locally, beyond what the collective itself moves.
-    kept: how many fewer these are where what a device has already is put into place at once.
-    hops: what travels over which axis; none for a local step.
-    """
-
-    received: int = 0
-    copied: int = 0
-    hops: tuple[Hop, ...] = ()
-    kept: int = 0
 
 
 class Step(ABC):
@@ -87,7 +44,7 @@ class Step(ABC):
         """The sharding it leads to. Raises PlanError where the step does not apply."""
 
     @abstractmethod
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         """Its price in elements; `cost` turns that into seconds.
 
         lanes: the links along every axis, the slowest first; without them all are alike.
@@ -175,24 +132,6 @@ def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: in
     """Positions of a device's own part of a dim under `shards`."""
     parts = sharding.parts(sharding.dim_index(dim), shards, device)
     return parts[sharding.mesh.index(device, axes_of(shards))]
-
-
-def slow_first(mesh: Mesh, axes: Sequence[str], lanes: Lanes) -> Lanes:
-    """The lanes of some axes, the slowest first."""
-    if not lanes:
-        return tuple(Lane(a, mesh.size(a)) for a in axes)
-    return tuple(lane for lane in lanes if lane.axis in axes)
-
-
-def rings(group: Lanes) -> Lanes:
-    """The lanes, parts of one axis on one level taken together: they are one ring, as the whole axis is."""
-    if not any(lane.whole for lane in group):
-        return group
-    found = []
-    for _, alike in groupby(group, key=lambda lane: (lane.whole or lane.axis, lane.level)):
-        lanes = tuple(alike)
-        found.append(lanes[0]._replace(size=math.prod(lane.size for lane in lanes)))
-    return tuple(found)
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:

@@ -11,14 +11,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from xshard.notation import Shard
-from xshard.sharding import Sharding
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Shard
 from xshard.steps.base import (
     Block,
     Blocks,
-    Lanes,
     Step,
-    Traffic,
     axes_of,
     names,
     own_part,
@@ -27,6 +25,7 @@ from xshard.steps.base import (
     with_tag,
     without_inner,
 )
+from xshard.steps.traffic import LinkSpans, Traffic
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Embed(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -70,7 +69,7 @@ class Mask(Step):
     def after(self, before: Sharding) -> Sharding:
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

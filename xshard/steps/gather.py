@@ -10,16 +10,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from xshard.notation import Shard
-from xshard.sharding import Sharding
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Shard
 from xshard.steps.base import (
     Block,
     Blocks,
     DimCut,
-    Hop,
-    Lanes,
     Step,
-    Traffic,
     axes_of,
     check_even,
     even_parts,
@@ -28,13 +25,12 @@ from xshard.steps.base import (
     names,
     own_part,
     place,
-    rings,
-    slow_first,
     take,
     take_free,
     with_inner,
     without_inner,
 )
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slow_first
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class AllGather(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         group = slow_first(before.mesh, axes_of(self.shards), lanes)
         return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
 
@@ -74,7 +70,7 @@ class AllGather(Step):
         return f"all_gather {self.dim}/{names(self.shards)}"
 
 
-def gather_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
+def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Traffic of an all-gather of blocks of `block` elements over lanes, slowest first.
 
     The slowest link comes first, while blocks are small.
@@ -103,7 +99,7 @@ class Slice(Step):
             layout = with_inner(take_free(layout, axes_of(shards)), dim, shards)
         return before.with_layout(layout)
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

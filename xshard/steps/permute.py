@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import ClassVar
 
 from xshard.errors import PlanError
-from xshard.layout import Layout
-from xshard.ownership import Runs
-from xshard.sharding import Sharding
-from xshard.steps.base import Block, Blocks, Hop, Lanes, Step, Traffic, slow_first, without_tags
+from xshard.layout.layout import Layout
+from xshard.layout.runs import Runs
+from xshard.layout.sharding import Sharding
+from xshard.steps.base import Block, Blocks, Step, without_tags
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, slow_first
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Permute(Step):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
         return after
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
         return permute_traffic(before.max_local_size, slow_first(before.mesh, moved, lanes))
 
@@ -43,7 +44,7 @@ class Permute(Step):
         return "permute"
 
 
-def permute_traffic(block: int, moved: Lanes) -> Traffic:
+def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     """Traffic of a permutation of blocks of `block` elements that changes the role of axes, slowest first."""
     return Traffic(block, 0, (Hop(moved[0].axis, block, 1, moved[0].level),)) if moved else Traffic()
 

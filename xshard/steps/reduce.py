@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from xshard.errors import PlanError
-from xshard.layout import Layout
-from xshard.notation import Shard
-from xshard.sharding import Sharding
+from xshard.layout.layout import Layout
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Shard
 from xshard.steps.base import (
     Block,
     Blocks,
-    Hop,
-    Lanes,
     Step,
-    Traffic,
     axes_of,
     check_even,
     even_parts,
@@ -28,12 +25,11 @@ from xshard.steps.base import (
     lands_in_place,
     names,
     reduced,
-    rings,
-    slow_first,
     take,
     with_inner,
     without_tags,
 )
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slow_first
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class AllReduce(Step):
         layout = _reduced_layout(before.layout, self.axes, self.op)
         return before.with_layout(freed(layout, self.axes, self.copies))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         return all_reduce_traffic(before.max_local_size, slow_first(before.mesh, self.axes, lanes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -84,7 +80,7 @@ class ReduceScatter(Step):
         check_even(before, self.dim, self.shards)
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         group = slow_first(before.mesh, axes_of(self.shards), lanes)
         in_place = lands_in_place(before, self.dim, self.shards)
         return reduce_scatter_traffic(before.max_local_size, group, in_place)
@@ -104,7 +100,7 @@ class ReduceScatter(Step):
         return f"reduce_scatter {self.op} -> {self.dim}/{names(self.shards)}"
 
 
-def all_reduce_traffic(block: int, group: Lanes) -> Traffic:
+def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
     """Traffic of an all-reduce of blocks of `block` elements over lanes, slowest first.
 
     Reduced over the fastest link first, so that the slow one sees a small piece, and gathered
@@ -119,7 +115,7 @@ def all_reduce_traffic(block: int, group: Lanes) -> Traffic:
     return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
 
 
-def reduce_scatter_traffic(block: int, group: Lanes, in_place: bool) -> Traffic:
+def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Traffic of a reduce-scatter of blocks of `block` elements over lanes, slowest first.
 
     Over the fastest link first, so that the slowest sees the smallest pieces.

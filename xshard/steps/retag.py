@@ -9,9 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.layout import Layout
-from xshard.sharding import Sharding
-from xshard.steps.base import Block, Blocks, Lanes, Step, Traffic, take_free, with_tag, without_tags
+from xshard.layout.layout import Layout
+from xshard.layout.sharding import Sharding
+from xshard.steps.base import Block, Blocks, Step, take_free, with_tag, without_tags
+from xshard.steps.traffic import LinkSpans, Traffic
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Retag(Step):
         layout = take_free(without_tags(layout, self.replicas), self.copies)
         return before.with_layout(with_tag(layout, "copy", self.copies))
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         return Traffic()
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -59,7 +60,7 @@ class Scale(Step):
     def after(self, before: Sharding) -> Sharding:
         return before
 
-    def traffic(self, before: Sharding, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

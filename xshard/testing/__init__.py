@@ -1,9 +1,9 @@
 """The equivalence kit: a torch function and its JAX port, sharded, shown to be the same."""
 
-from xshard.testing.causes import CAUSES, Cause, likely_cause
+from xshard.runtimes.processes import FunctionError
+from xshard.testing.diagnosis.causes import CAUSES, Cause, likely_cause
 from xshard.testing.equivalence import assert_equivalent
 from xshard.testing.mismatch import Mismatch, Subject
-from xshard.testing.processes import FunctionError
 from xshard.testing.report import EquivalenceError
 from xshard.testing.trees import StructureError
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xshard import reference
-from xshard.sharding import Sharding
+from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
-from xshard.testing.case import plain
-from xshard.testing.causes import Cause
+from xshard.testing.diagnosis.causes import Cause
+from xshard.testing.diagnosis.evidence import plain
 from xshard.testing.mismatch import Mismatch, Subject, compare
 from xshard.testing.problem import Problem, wanted_gradient
 from xshard.testing.runs import RUNTIMES, Run, Truth

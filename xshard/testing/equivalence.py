@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from xshard.mesh import Mesh
+from xshard.layout.mesh import Mesh
 from xshard.testing.comparison import mismatches
+from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
-from xshard.testing.processes import packed
 from xshard.testing.report import EquivalenceError
 from xshard.testing.runs import Asked, Function, Runtime, updates_of
 from xshard.testing.trees import Tree

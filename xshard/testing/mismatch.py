@@ -12,11 +12,11 @@ from importlib import import_module
 
 import numpy as np
 
-from xshard.mesh import Mesh
-from xshard.sharding import Sharding
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
-from xshard.testing.case import Case, plain, settle, settled
-from xshard.testing.causes import Cause, likely_cause
+from xshard.testing.diagnosis.causes import Cause, likely_cause
+from xshard.testing.diagnosis.evidence import Case, plain, settle, settled
 
 # Relative to the largest value of an array; rounding of a few hundred operations stays below.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}

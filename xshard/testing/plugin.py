@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from xshard.errors import XshardError
-from xshard.mesh import Mesh
+from xshard.layout.mesh import Mesh
+from xshard.runtimes.processes import check_size, jax_process, torch_process
+from xshard.testing.pickling import packed
 from xshard.testing.problem import parse_meshes
-from xshard.testing.processes import check_size, jax_process, packed, torch_process
 
 DEFAULT_MESHES = "dp=2,tp=2; tp=4"
 TIMEOUT_S = 120.0

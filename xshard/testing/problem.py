@@ -14,16 +14,16 @@ import numpy as np
 
 from xshard import dtypes, reference
 from xshard.errors import DtypeError, MeshError, XshardError
-from xshard.layout import Layout, check_axes
-from xshard.mesh import Mesh
-from xshard.notation import Dim
-from xshard.overlap import Fold
-from xshard.sharding import Sharding
+from xshard.layout.layout import Layout, check_axes
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Fold
+from xshard.notation.parser import Dim
+from xshard.runtimes.processes import check_size
+from xshard.runtimes.tasks import random_blocks
 from xshard.steps.base import Block
-from xshard.testing.processes import check_size
 from xshard.testing.task import Devices, parameters_of
 from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered, spread
-from xshard.verify import random_blocks
 
 Meshes = Mesh | str | Sequence[Mesh | str]
 

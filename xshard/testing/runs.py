@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from xshard import reference
 from xshard.errors import XshardError
-from xshard.layout import Layout
-from xshard.mesh import Mesh
-from xshard.sharding import Sharding
-from xshard.spelling import whole_shape
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.plans.expression import whole_shape
+from xshard.runtimes.processes import jax_process, torch_process
 from xshard.steps.base import Block
+from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
-from xshard.testing.processes import jax_process, packed, torch_process
 from xshard.testing.task import Answer, Devices, Result, Task, Update
 from xshard.testing.trees import StructureError, Tree, leaves
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from xshard.layout import Layout
-from xshard.mesh import Mesh
-from xshard.notation import ELLIPSIS, ORDERS, Dim, Shard
-from xshard.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Window
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Window
+from xshard.notation.parser import ELLIPSIS, ORDERS, Dim, Shard
 
 NAMES = ("b", "s", "c")
 # Uneven, empty and divisible lengths, small enough for 16 devices to be quick.

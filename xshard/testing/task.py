@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from xshard.mesh import Mesh
-from xshard.sharding import Sharding
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
 from xshard.testing.trees import StructureError, Tree, leaves
 

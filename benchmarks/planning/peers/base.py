@@ -15,7 +15,7 @@ from typing import Any
 
 import xshard as xs
 from planning.cases import Case, layout_of
-from xshard.notation import Shard
+from xshard.notation.parser import Shard
 from xshard.steps import (
     AllGather,
     AllReduce,

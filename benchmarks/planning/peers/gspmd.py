@@ -24,9 +24,9 @@ from planning.peers.base import NODE_DEVICES, NotConvertibleError
 from xshard import dtypes
 from xshard.steps import Traffic
 from xshard.steps.all_to_all import all_to_all_traffic
-from xshard.steps.base import Lanes, slow_first
 from xshard.steps.gather import gather_traffic
 from xshard.steps.permute import permute_traffic
+from xshard.steps.traffic import Lanes, slow_first
 
 MOST_DEVICES = 256
 # Operations that write no elements.

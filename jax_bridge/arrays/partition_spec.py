@@ -1,0 +1,82 @@
+"""Layouts as JAX writes them, and blocks as it holds them.
+
+Decides which layouts a PartitionSpec can say, and the form in which every device's block stands in
+one array: stacked, each padded to the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh as JaxMesh
+
+from jax_bridge.versions import cuts_of, unreduced_kind
+from xshard import Layout, MeshError, PlanError, ShapeError
+from xshard.notation.parser import Dim, Shard
+
+
+def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> PartitionSpec:
+    """A layout -> the spec that says the same: `sum` is unreduced, `copy` is reduced.
+
+    ndim: dims of the array, needed for `...`. JAX takes unreduced and reduced specs on meshes of
+    Explicit axes only.
+    Raises PlanError for what no spec says: orders, overlaps, mean, max and min.
+
+    >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
+    True
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout = layout.resolved(len(layout.dims) if ndim is None else ndim)
+    text = str(layout)
+    for dim in layout.dims:
+        if dim.overlap is not None:
+            raise PlanError("a PartitionSpec knows no overlap", text=text)
+        for shard in dim.shards:
+            if shard.order != "block":
+                raise PlanError(
+                    f"a PartitionSpec knows no order '{shard}'",
+                    text=text,
+                    hint="its blocks hold a dim in order; reshard keeps others in storage order",
+                )
+    if layout.tagged("mean", "max", "min"):
+        raise PlanError("a PartitionSpec knows no reduction but sum", text=text)
+    entries = [dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims]
+    return PartitionSpec(*entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy")))
+
+
+def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None) -> Layout:
+    """A spec of an array of `ndim` dims -> the layout. names: of the dims, `d0`, `d1`, ... by default.
+
+    Raises ShapeError for a spec of more dims, PlanError for one that leaves a dim open.
+
+    >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
+    'd0/dp d1 d2/(cp,tp)'
+    """
+    if len(spec) > ndim:
+        raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
+    cuts = cuts_of(spec)
+    entries = [*cuts, *[None] * (ndim - len(cuts))]
+    dims = []
+    for name, entry in zip(names or [f"d{i}" for i in range(ndim)], entries, strict=True):
+        axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
+        if not isinstance(axes, tuple) or not all(isinstance(a, str) for a in axes):
+            raise PlanError(f"{entry} in {spec} names no axes")
+        dims.append(Dim(name, (Shard(axes),) if axes else ()))
+    return Layout(tuple(dims), ((unreduced_kind(spec), tuple(spec.unreduced)), ("copy", tuple(spec.reduced))))
+
+
+def to_named_sharding(
+    layout: Layout | str, mesh: JaxMesh | AbstractMesh, ndim: int | None = None
+) -> NamedSharding:
+    """A layout on a mesh of JAX -> the sharding.
+
+    Raises as `to_partition_spec` does, and MeshError for tags on a mesh with Auto axes.
+    """
+    spec = to_partition_spec(layout, ndim)
+    if (spec.unreduced or spec.reduced) and any(kind != AxisType.Explicit for kind in mesh.axis_types):
+        raise MeshError(
+            f"'{layout}' has a tag, which a jax.Array carries on a mesh of Explicit axes only",
+            hint="jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)",
+        )
+    return NamedSharding(mesh, spec)

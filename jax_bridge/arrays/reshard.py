@@ -1,0 +1,174 @@
+"""`reshard`: global `jax.Array`s from one sharding to another, outside `shard_map` or under `jit`.
+
+Decides what a layout means for a global array: the array that JAX holds is the blocks put together
+in the order of the devices. For plain cuts that is the array itself; a dim in zigzag or cyclic
+order stands in storage order, so that `s -> s/zigzag(cp)` puts the rows in the order in which the
+devices keep them, and `s/zigzag(cp) -> s` puts them back.
+
+A global array has one gradient, so `copy` and `sum` need a mesh of Explicit axes, where JAX has
+reduced and unreduced arrays. It has no uneven blocks: dims that do not divide are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
+from jax.sharding import Mesh as JaxMesh
+
+from jax_bridge.arrays.program import Program, make_program
+from jax_bridge.planning import as_array
+from jax_bridge.versions import unreduced_kind
+from xshard import MeshError, Profile, ShapeError, XshardError
+from xshard.layout.layout import Layout
+from xshard.plans.expression import Expression, sides
+from xshard.plans.plan import Plan
+
+Mesh = JaxMesh | AbstractMesh
+
+
+def reshard(
+    arrays: Any,
+    expression: Any,
+    mesh: Mesh | None = None,
+    *,
+    donate: bool = False,
+    profile: str | Path | Profile = "h100",
+) -> Any:
+    """Global arrays under the left layout -> the same under the right one, differentiable.
+
+    arrays: one, or a pytree of them, which is moved by one program. expression: `"layout -> layout"`, a
+    pair of layouts, or a plan; for a pytree one for all or a prefix of it with one for each. mesh: the
+    arrays' own where it is left out. A committed array must be sharded as its left layout says; one
+    that JAX knows nothing of (a tracer on Auto axes, a numpy array) is brought there by XLA first.
+    donate: the arrays' memory may be used for the results, and the arrays are deleted.
+    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" says what is.
+
+    Raises NotationError, MeshError, DtypeError, PlanError; ShapeError for dims that do not divide
+    and for an array that is sharded otherwise; XshardError for expressions that do not fit the
+    pytree. Nothing is sent where one is raised.
+
+    >>> mesh = jax.make_mesh((1,), ("cp",))
+    >>> x = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("cp")))
+    >>> reshard(x, "s/cp c -> s c/cp").sharding.spec
+    P(None, 'cp')
+    >>> moved = reshard({"w": x, "b": x}, {"w": "s/cp c -> s c/cp", "b": "s/cp c -> s c"})
+    >>> moved["b"].sharding.spec
+    P(None, None)
+    """
+    given, tree = jax.tree.flatten(arrays)
+    expressions = _expressions(expression, arrays, len(given))
+    leaves = [as_array(x, e) for x, e in zip(given, expressions, strict=True)]
+    if not leaves:
+        return arrays
+    mesh = _mesh_of(leaves, expressions) if mesh is None else mesh
+    program = make_program(
+        expressions, mesh, tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves), donate, profile
+    )
+    for x, e, source in zip(leaves, expressions, program.sources, strict=True):
+        _check(x, e, source, mesh, donate)
+    return jax.tree.unflatten(tree, _run(program, leaves, donate))
+
+
+def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[jax.Array]:
+    results = program.run(*leaves)
+    if donate:
+        for x in leaves:  # those whose blocks no result could take over
+            if not x.is_deleted():
+                x.delete()
+    return results
+
+
+def _expressions(expression: Any, arrays: Any, n: int) -> tuple[Expression, ...]:
+    """The expression of every leaf."""
+    if _is_expression(expression):
+        return (expression,) * n
+    try:
+        spread = jax.tree.broadcast(expression, arrays, is_leaf=_is_expression)
+    except ValueError as error:
+        raise XshardError(
+            f"the expressions do not fit the arrays: {error}",
+            hint="they are one for all arrays, or a pytree prefix of the arrays with one for each",
+        ) from None
+    return tuple(jax.tree.leaves(spread, is_leaf=_is_expression))
+
+
+def _is_expression(value: Any) -> bool:
+    """A pair of expressions is a pytree, a pair of layouts is not."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return all(isinstance(side, Layout) or (isinstance(side, str) and "->" not in side) for side in value)
+    return isinstance(value, str | Plan)
+
+
+def _check(x: jax.Array, expression: Expression, source: NamedSharding, mesh: Mesh, donate: bool) -> None:
+    """Raise where the array is known not to be what the left side says."""
+    if isinstance(x, Tracer):
+        if donate:
+            raise XshardError(
+                "a traced array cannot be donated",
+                text=sides(expression)[2],
+                hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
+            )
+        found = jax.typeof(x).sharding
+        if found.mesh.empty or any(kind != AxisType.Explicit for kind in found.mesh.axis_types):
+            return
+        source = NamedSharding(found.mesh, source.spec, memory_kind=found.memory_kind)
+    elif not x.committed:
+        return
+    elif isinstance(mesh, AbstractMesh):
+        raise MeshError(
+            "the array is on devices, the mesh given has none",
+            text=sides(expression)[2],
+            hint="pass the jax.Mesh, or nothing",
+        )
+    else:
+        found = x.sharding
+    if not are_the_same(found, source, x.ndim):
+        src, _, text = sides(expression)
+        raise ShapeError(f"the array is not sharded as '{src}' says", text=text, hint=f"it has {found}")
+
+
+def are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
+    """Whether every device has the same part of the array, under the same tags."""
+    # JAX's own comparison leaves out which axes are unreduced or reduced.
+    return found == source or (_tags(found) == _tags(source) and found.is_equivalent_to(source, ndim))
+
+
+def _tags(sharding: Sharding) -> tuple[frozenset[str], frozenset[str], str]:
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+        return frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec)
+    return frozenset(), frozenset(), "sum"
+
+
+def _mesh_of(leaves: Sequence[jax.Array], expressions: Sequence[Expression]) -> Mesh:
+    """The mesh that the arrays are on or, where JAX does not say, the one of the context."""
+    found: Mesh | None = None
+    for x, expression in zip(leaves, expressions, strict=True):
+        mesh = _own_mesh(x)
+        if mesh is not None and found is not None and mesh != found:
+            raise MeshError(
+                f"the arrays are on several meshes: {found} and {mesh}",
+                text=sides(expression)[2],
+                hint="one call moves the arrays of one mesh",
+            )
+        found = mesh or found
+    if found is not None:
+        return found
+    if not (context := jax.sharding.get_abstract_mesh()).empty:
+        return context
+    raise MeshError(
+        "JAX does not say on which mesh the array is",
+        text=sides(expressions[0])[2],
+        hint="reshard(array, expression, mesh)",
+    )
+
+
+def _own_mesh(x: jax.Array) -> Mesh | None:
+    if not isinstance(x, Tracer):
+        return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    return None if jax.typeof(x).sharding.mesh.empty else jax.typeof(x).sharding.mesh

@@ -1,0 +1,109 @@
+"""A plan as one operation of JAX: a primitive that carries the plan as a parameter.
+
+Decides what every transformation makes of a plan. Its tangent is the plan again, its transpose is
+the backward plan, a batch is one more dim that is whole, and its lowering is the rules of `lower`.
+So JAX sees one linear map where it would otherwise see, and transpose, the collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_bridge.lower.rules import run
+from jax_bridge.lower.transports import Transport, permuted, ragged
+from jax_bridge.versions import batch_first, linear_primitive
+from xshard.layout.layout import Layout
+from xshard.notation.parser import Dim
+from xshard.plans.plan import Plan
+from xshard.steps import Step
+
+
+def move(plan: Plan, x: jax.Array) -> jax.Array:
+    """A block under `plan.src` -> the block under `plan.dst`; linear where the plan is.
+
+    x: varying along the axes that `plan.src` names and invariant along the others that the plan has to
+    do with; its cotangent is the same.
+    """
+    return _move(x, plan=plan, devices=None)
+
+
+@lru_cache(maxsize=1024)
+def batched(plan: Plan, n: int) -> Plan:
+    """The same steps on an array of one more dim, the first, of which every device has all `n`."""
+    name = next(
+        f"batch{i}" for i in range(len(plan.shape) + 1) if f"batch{i}" not in plan.source.layout.names
+    )
+
+    def wider(layout: Layout) -> Layout:
+        return replace(layout, dims=(Dim(name), *layout.dims))
+
+    def stepping(step: Step) -> Step:
+        layouts = {f.name: getattr(step, f.name) for f in fields(step)}  # type: ignore[arg-type]
+        return replace(step, **{k: wider(v) for k, v in layouts.items() if isinstance(v, Layout)})  # type: ignore[type-var]
+
+    return replace(
+        plan,
+        src=wider(plan.source.layout),
+        dst=wider(plan.target.layout),
+        shape=(n, *plan.shape),
+        steps=tuple(map(stepping, plan.steps)),
+        memory_limit=plan.memory_limit and n * plan.memory_limit,
+    )
+
+
+def _carried_out(x: jax.Array, *, plan: Plan, devices: str | None, wire: Transport = permuted) -> jax.Array:
+    """The block after the plan, by collectives of `jax.lax`.
+
+    devices: the axis that `vmap` has named and that is the first dim here: one block per device.
+    """
+    one = partial(run, plan, wire=wire)
+    return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
+
+
+_traced = jax.jit(_carried_out, static_argnames=("plan", "devices"), inline=True)
+
+
+def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
+    """The type of a block -> that of the block after the plan, and the effects."""
+    traced = _traced.trace(x, **params).jaxpr
+    (result,) = traced.out_avals
+    return result, traced.effects
+
+
+def batch(
+    bind: Callable[..., jax.Array],
+    x: jax.Array,
+    dim: int | None,
+    n: int,
+    name: object,
+    *,
+    plan: Plan,
+    devices: str | None,
+) -> tuple[jax.Array, int | None]:
+    """An operation that carries a plan, of a batch: the same of the plan with one more dim."""
+    if name in plan.mesh.axes and n > 1:
+        return bind(batch_first(x, dim, n), plan=plan, devices=name), 0
+    if dim is None:
+        return bind(x, plan=plan, devices=devices), None
+    at = 0 if devices is None else 1
+    return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
+
+
+def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
+    return _move(cotangent, plan=plan.backward, devices=devices)
+
+
+_move: Callable[..., jax.Array] = linear_primitive(
+    "xshard_move",
+    run=_carried_out,
+    abstract_eval=abstract_eval,
+    transpose=_transpose,
+    batch=lambda *block, **params: batch(_move, *block, **params),
+    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_carried_out, wire=ragged)),
+)

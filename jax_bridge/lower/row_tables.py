@@ -1,0 +1,122 @@
+"""Blocks in SPMD form: every device's block padded with zeros to the largest, rows moved by tables.
+
+Decides how rows are picked when each device picks its own, which is what every local part of a
+step comes down to. A table is a numpy constant with a row of positions per device; it knows no
+step. Rows of padding are zero on the way in and stay zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from jax_bridge.mesh.sub_axes import long_axes
+from xshard.layout.mesh import Mesh
+from xshard.layout.runs import Runs, rows
+from xshard.layout.sharding import Sharding
+from xshard.steps.exchange.messages import filled
+
+VOID = -1  # a table's position for "no row": it is filled
+Table = NDArray[np.int64]  # (devices along some axes, rows): positions
+
+
+def numbers(runs: Runs) -> NDArray[np.int64]:
+    """Runs of local positions, written out."""
+    return np.r_[rows(runs)]
+
+
+def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]) -> Table:
+    """Positions for every device along `axes`, padded to `width` with VOID."""
+    devices = mesh.group(0, axes)
+    result = np.full((len(devices), width), VOID, np.int64)
+    for at, device in enumerate(devices):
+        found = rows_of(device)
+        result[at, : len(found)] = found
+    return result
+
+
+def inverse(found: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Where each of `length` positions stands among `found`, VOID where it does not."""
+    result = np.full(length, VOID, np.int64)
+    result[found] = np.arange(len(found))
+    return result
+
+
+def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
+    """Rows of a dim by a table over `axes`: out[i] = x[positions[my index, i]], zero where VOID."""
+    length, width = x.shape[dim], positions.shape[1]
+    if width == length and (positions == np.arange(length)).all():
+        return x
+    if (positions == VOID).all():
+        return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
+    if (positions == positions[:, :1] + np.arange(width)).all() and (positions[:, 0] != VOID).all():
+        return lax.dynamic_slice_in_dim(x, mine(positions[:, 0].astype(np.int32), axes), width, dim)
+    chunk = _chunk(positions, length)
+    chunks = positions[:, ::chunk] // chunk
+    filled = bool((chunks < 0).any())
+    if filled:
+        chunks = np.where(chunks < 0, length // chunk, chunks)  # out of bounds: filled
+    x = x.reshape(*x.shape[:dim], length // chunk, chunk, *x.shape[dim + 1 :])
+    taken = x.at[(slice(None),) * dim + (mine(chunks.astype(np.int32), axes),)].get(
+        mode="fill" if filled else "promise_in_bounds", fill_value=0, wrap_negative_indices=False
+    )
+    return taken.reshape(*x.shape[:dim], width, *x.shape[dim + 2 :])
+
+
+def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
+    """This device's row of a table over `axes`; a constant where all rows are the same."""
+    if (values == values[0]).all():
+        return jnp.asarray(values[0])
+    at = lax.axis_index(tuple(axes))
+    return lax.dynamic_index_in_dim(jnp.asarray(values), at, keepdims=False, allow_negative_indices=False)
+
+
+def valid(sharding: Sharding) -> jax.Array:
+    """Which elements of this device's padded block are the array's."""
+    shape = sharding.max_local_shape
+    found = jnp.ones(shape, bool)
+    for dim, sizes in enumerate(sharding.local_sizes):
+        if len(set(sizes)) > 1:
+            length = mine(np.array(sizes, np.int32), sharding.layout.dims[dim].axes)
+            found &= lax.broadcasted_iota(np.int32, shape, dim) < length
+    return found
+
+
+def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """A padded block with its padding, whatever it held, made zero."""
+    return x if sharding.is_even else jnp.where(valid(sharding), x, jnp.zeros_like(x))
+
+
+def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """A block with the constants that its boundaries say beyond the ends of the array."""
+    mesh = sharding.mesh
+    axes = long_axes(mesh)
+    for dim, length in enumerate(sharding.max_local_shape):
+        values = np.zeros((mesh.n_devices, length))
+        outside = np.zeros(values.shape, bool)
+        for device in range(mesh.n_devices):
+            for d, start, stop, value in filled(sharding, device):
+                if d == dim:
+                    values[device, start:stop], outside[device, start:stop] = value, True
+        if outside.any():
+            along = [1] * x.ndim
+            along[dim] = -1
+            constants = mine(values, axes).astype(x.dtype).reshape(along)
+            x = jnp.where(mine(outside, axes).reshape(along), constants, x)
+    return x
+
+
+def _chunk(positions: Table, length: int) -> int:
+    """The most rows that always move together, aligned at both ends: few large rows copy faster."""
+    jumps = np.ones(positions.shape, bool)
+    last, here = positions[:, :-1], positions[:, 1:]
+    jumps[:, 1:] = np.where(last == VOID, here != VOID, here != last + 1)
+    starts, at = positions[jumps], np.nonzero(jumps)[1]
+    aligned = np.gcd.reduce(starts[starts != VOID]), np.gcd.reduce(at)
+    return math.gcd(length, positions.shape[1], *map(int, aligned))

@@ -1,0 +1,204 @@
+"""How JAX executes a plan: one short rule per step, collectives of `jax.lax` on one device's block.
+
+Decides nothing: what to do is in the plan. A block is padded to the largest (`blocks`), and inside
+a plan every axis it names is varying; what holds replicas at the end is declared once, from the
+layout. Rules go forward only: the gradient is another plan (`autodiff`).
+
+A step works on the normal form of its layouts, so its axes have more than one device each. A rule
+takes the step, the block, and the shardings before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from numpy.typing import NDArray
+
+from jax_bridge.lower.exchange import exchange
+from jax_bridge.lower.row_tables import inverse, numbers, pick, table, without_padding
+from jax_bridge.lower.transports import Transport, permuted
+from jax_bridge.mesh.axis_types import as_bits, invariant, send, varying, varying_axes
+from jax_bridge.mesh.sub_axes import group, spanned
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Shard
+from xshard.plans.plan import Plan
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Embed,
+    Exchange,
+    Mask,
+    Permute,
+    ReduceScatter,
+    Retag,
+    Scale,
+    Slice,
+    Step,
+)
+from xshard.steps.base import axes_of, even_parts, own_part
+from xshard.steps.permute import senders
+
+ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+ALONG = {"max": jnp.max, "min": jnp.min}
+
+
+# Jitted, so that a plan is traced once for all its uses in a model, and compiled once where a
+# shard_map is run without jit.
+@partial(jax.jit, static_argnames=("plan", "wire"), inline=True)
+def run(plan: Plan, x: jax.Array, wire: Transport = permuted) -> jax.Array:
+    """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
+
+    x: of shape `plan.source.max_local_shape`; what its padding holds does not matter. The result
+    is padded with zeros, invariant along the axes that the plan uses and `plan.dst` does not name.
+    wire: how the boxes of an exchange travel.
+    """
+    axes = sorted(varying_axes(x).union(plan.axes))  # along all of them, whatever constants a rule puts in
+    if 0 in plan.shape:  # XLA has no collectives of nothing
+        x = varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
+    else:
+        x = without_padding(varying(x, axes), _normal(plan.source))
+        rules = RULES | {Exchange: partial(exchange, wire=wire)}
+        for step, before, after in plan.stages:
+            x = varying(rules[type(step)](step, x, before, after), axes)
+    return invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
+
+
+def _normal(sharding: Sharding) -> Sharding:
+    return sharding.with_layout(sharding.normal)
+
+
+def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    dim = before.dim_index(step.dim)
+    axes = axes_of(step.shards)
+    # Parts along a first dim of their own: one copy takes them to their places. Along another dim XLA
+    # turns the blocks round before the collective and back after it.
+    x = lax.all_gather(x, **group(before.mesh, axes))
+    x = _merged(jnp.moveaxis(x, 0, dim), dim)
+    return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
+
+
+def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+    for name, shards in step.cuts:
+        dim, (axes, known) = before.dim_index(name), spanned(before.mesh, after.layout.dim(name).axes)
+        rows = partial(_own_rows, before, name, shards)
+        x = pick(x, dim, table(before.mesh, axes, after.max_local_shape[dim], rows), known)
+    return x
+
+
+def _own_rows(before: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> NDArray[np.int64]:
+    return numbers(own_part(before, dim, shards, device))
+
+
+def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+    dim, mesh, axes = before.dim_index(step.dim), before.mesh, before.layout.dim(step.dim).axes
+    length = after.max_local_shape[dim]
+
+    def place_of_own_part(device: int) -> NDArray[np.int64]:
+        return inverse(_own_rows(before, step.dim, step.shards, device), length)
+
+    return pick(x, dim, table(mesh, axes, length, place_of_own_part), axes)
+
+
+def _all_reduce(step: AllReduce, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+    return ALL_REDUCE[step.op](x, step.axes)
+
+
+def _reduce_scatter(step: ReduceScatter, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    dim, axes = before.dim_index(step.dim), axes_of(step.shards)
+    x = _to_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
+    pieces = jnp.moveaxis(_split(x, dim, before.mesh.size(*axes)), dim, 0)
+    if step.op == "sum":
+        return lax.psum_scatter(pieces, axes)
+    # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
+    return ALONG[step.op](as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0)
+
+
+def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
+    axes = axes_of(step.dst_shards)
+    x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
+    # Parts along a dim of their own: one copy takes them to their places, a tiled `all_to_all` makes two.
+    x = _split(x, dst, before.mesh.size(*axes))
+    x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, axes))
+    x = _merged(jnp.moveaxis(x, dst, src), src)
+    return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, axes))
+
+
+def _permute(_: Permute, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+    return send(x, before.mesh, [(s, d) for d, s in enumerate(senders(before, after))])
+
+
+def _mask(step: Mask, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+    return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
+
+
+def _retag(_: Retag, x: jax.Array, __: Sharding, ___: Sharding) -> jax.Array:
+    return x
+
+
+def _scale(step: Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+    n = step.factor.denominator
+    x = x * np.array(step.factor.numerator, x.dtype)
+    if n == 1:
+        return x
+    by = jnp.full_like(x, n)
+    # By what it sees is a constant XLA does not divide: it multiplies by the reciprocal, and does not round
+    # before it adds. With a reciprocal that is rounded, a mean of whole numbers would not be whole.
+    return x / (by if n & (n - 1) == 0 else lax.optimization_barrier(by))
+
+
+def _joined_parts(
+    before: Sharding, dim: str, shards: tuple[Shard, ...], group: tuple[str, ...]
+) -> NDArray[np.int64]:
+    """Rows of a dim's parts under `shards`, part after part as `group` counts its members."""
+    parts = even_parts(before, dim, shards)
+    members = (before.mesh.index(d, axes_of(shards)) for d in before.mesh.group(0, group))
+    return np.concatenate([numbers(parts[member]) for member in members])
+
+
+def _to_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
+    return pick(x, dim, rows[None], ())
+
+
+def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
+    return pick(x, dim, inverse(rows, len(rows))[None], ())
+
+
+def _split(x: jax.Array, dim: int, n: int) -> jax.Array:
+    """A dim -> its `n` parts, and the rows of a part."""
+    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+
+
+def _merged(x: jax.Array, dim: int) -> jax.Array:
+    """A dim and the next -> one dim."""
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
+Rule = Callable[[Any, jax.Array, Sharding, Sharding], jax.Array]
+
+
+def _moves(rule: Rule) -> Rule:
+    """A rule that only moves elements, whatever they are."""
+    return lambda step, x, before, after: as_bits(lambda bits: rule(step, bits, before, after), x)
+
+
+RULES: dict[type[Step], Rule] = {
+    AllGather: _moves(_all_gather),
+    AllReduce: _all_reduce,
+    AllToAll: _moves(_all_to_all),
+    Embed: _moves(_embed),
+    Exchange: partial(exchange, wire=permuted),
+    Mask: _mask,
+    Permute: _permute,
+    ReduceScatter: _reduce_scatter,
+    Retag: _retag,
+    Scale: _scale,
+    Slice: _moves(_slice),
+}

@@ -1,0 +1,216 @@
+"""From a call to a plan: the expression, the block, and the mesh that JAX has around them.
+
+Decides which plan a call inside `shard_map` or `pmap` means, and what a wrong call is told. The
+plan is made on the axes that the expression names; blocks may differ along the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh
+from jax.sharding import Mesh as JaxMesh
+
+from jax_bridge.mesh.axis_types import bound_sizes, is_typed, is_vmapped, varying, varying_axes
+from jax_bridge.versions import manual_type, unreduced_kind
+from xshard import (
+    DtypeError,
+    Layout,
+    Mesh,
+    MeshError,
+    NotationError,
+    Plan,
+    Profile,
+    ShapeError,
+    Sharding,
+    load_profile,
+    planner,
+)
+from xshard.layout.layout import check_axes
+from xshard.notation import parser
+from xshard.notation.parser import marked
+from xshard.plans.expression import Expression, check_block, sides, whole_shape
+
+AnyMesh = JaxMesh | AbstractMesh | Mesh
+
+
+def xshard_mesh(mesh: AnyMesh) -> Mesh:
+    """The mesh by names and sizes alone."""
+    return mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.shape))
+
+
+def as_array(x: Any, expression: Expression) -> jax.Array:
+    """What JAX makes of a block or array that may be numpy's. Raises DtypeError where it would narrow it."""
+    if isinstance(x, jax.Array):
+        return x
+    dtype = np.result_type(x) if isinstance(x, np.ndarray | np.generic) else None
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise DtypeError(
+            f"the block is {dtype.name}, of which JAX would make {jax.dtypes.canonicalize_dtype(dtype).name}",
+            text=sides(expression)[2],
+            hint='jax.config.update("jax_enable_x64", True), or convert it',
+        )
+    return jnp.asarray(x)
+
+
+def plan_here(
+    x: jax.Array,
+    expression: Expression,
+    mesh: AnyMesh | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+) -> Plan:
+    """The plan for this block, made or, where one is given, checked. Raises as `redistribute` does."""
+    src, dst, text = sides(expression)
+    with marked(text):
+        if isinstance(expression, Plan):
+            named = expression.axes
+            if mesh is not None:
+                _named_mesh(xshard_mesh(mesh), named, text)
+            plan = replace(expression, mesh=_named_mesh(expression.mesh, named, text))
+            if x.dtype.name != plan.dtype:
+                raise DtypeError(f"the block is {x.dtype.name}, the plan is for {plan.dtype}")
+            if shape is not None and tuple(shape) != plan.shape:
+                raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
+        else:
+            context = _context(mesh, (src, dst), text)
+            here = _named_mesh(context, _named((src, dst)), text)
+            whole = whole_shape(src, here, x.shape, text) if shape is None else shape
+            # On a part of the mesh devices have other numbers; what connects them stays the same.
+            profile = load_profile(profile).along(here.axes, context)
+            plan = planner.plan(expression, here, whole, x.dtype.name, profile=profile)
+    _check_block(x.shape, plan.source, text, inferred=shape is None)
+    return plan
+
+
+def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
+    """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
+    text = str(layout)
+    with marked(text):
+        found = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
+        return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
+
+
+def block_sharding_here(
+    x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
+) -> Sharding:
+    """What a layout means for this block: of the shape given or, where blocks are even, inferred."""
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    text = str(layout)
+    with marked(text):
+        here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
+        whole = whole_shape(layout, here, x.shape, text) if shape is None else shape
+    sharding = sharding_here(layout, whole, here)
+    _check_block(x.shape, sharding, text, inferred=shape is None)
+    return sharding
+
+
+def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
+    """The block with the types that `apply` wants: varying along the source's axes, invariant along
+    all others that the plan uses."""
+    found = manual_type(x)
+    kind = unreduced_kind(found)
+    for axis in plan.axes:
+        if kind != "sum" and axis in found.unreduced and axis not in plan.src.tagged(kind):
+            raise NotationError(
+                f"the block is unreduced along {axis!r}, where its {kind} is still to be taken",
+                text=text,
+                span=_axis_span(axis, text),
+                hint=f"say so on the left: {kind}({axis})",
+            )
+        if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
+            continue
+        if plan.mesh.size(axis) > 1:
+            raise NotationError(
+                f"the block varies along {axis!r}, where the source holds one value",
+                text=text,
+                span=_axis_span(axis, text),
+                hint=f"if each device has a copy of its own, say so: copy({axis}) on the left",
+            )
+        x = lax.psum(x, axis)  # over one device: it makes the type say so
+    return varying(x, plan.src.axes)
+
+
+def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
+    """The axes that the layouts name, on the mesh given or the one of the context."""
+    return _named_mesh(_context(mesh, layouts, text), _named(layouts), text)
+
+
+def _context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
+    """The mesh given or the one around the call, which has the axes that the layouts name."""
+    named = _named(layouts)
+    if mesh is None:
+        here = bound_sizes(named)
+        context = Mesh({**jax.sharding.get_abstract_mesh().shape, **here})
+        if named and not context.axes:
+            raise _not_manual(named[0], here, text)
+    else:
+        context = xshard_mesh(mesh)
+    for layout in layouts:
+        check_axes(layout, context, text)
+    return context
+
+
+def _named(layouts: Sequence[Layout]) -> tuple[str, ...]:
+    return tuple(axis for layout in layouts for axis in layout.axes)
+
+
+def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
+    """The axes that are named. They must be manual here, unless they have one device."""
+    here = bound_sizes(named)
+    for axis in named:
+        if axis not in mesh.axes:
+            raise MeshError(f"the plan is for a mesh with axis {axis!r}, {mesh!r} has none", text=text)
+        size = mesh.size(axis)
+        if axis not in here and size > 1:
+            raise _not_manual(axis, here, text)
+        if size != here.get(axis, 1):
+            raise MeshError(
+                f"axis {axis!r} has size {size} in {mesh!r}, and {here[axis]} here",
+                text=text,
+                span=_axis_span(axis, text),
+            )
+    found = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
+    long = [axis for axis in found.axes if found.size(axis) > 1]
+    for axis in long:
+        if len(long) > 1 and is_vmapped(axis):
+            raise MeshError(
+                f"axis {axis!r} is a batch of vmap, and the expression names {len(long)} axes",
+                text=text,
+                span=_axis_span(axis, text),
+                hint="JAX has no collectives over several axes under vmap; jax.shard_map has",
+            )
+    return found
+
+
+def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:
+    return MeshError(
+        f"mesh axis {axis!r} is not manual here",
+        text=text,
+        span=_axis_span(axis, text),
+        hint=f"manual are: {Mesh(here).describe()}; redistribute works inside jax.shard_map or jax.pmap "
+        "over the axis, reshard works outside",
+    )
+
+
+def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool) -> None:
+    check_block(
+        "the block",
+        local_shape,
+        sharding.max_local_shape,
+        sharding.layout.names,
+        text,
+        f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}",
+        inferred=inferred,
+    )
+
+
+def _axis_span(axis: str, text: str) -> tuple[int, int] | None:
+    return next((span for name, span in parser.spans(text).axes if name == axis), None)

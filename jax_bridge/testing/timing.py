@@ -1,0 +1,90 @@
+"""`python -m jax_bridge.testing.timing PLANS SECONDS ROUNDS`: the JAX side of `xshard calibrate`.
+
+Reads pickled plans, runs each on as many host devices as its mesh has, forward only, and writes the
+pickled seconds of each. A plan is timed as programs use it: inside one compiled program, which
+calls it in a loop, so that the launch of the program itself hardly counts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import PartitionSpec
+
+from jax_bridge.redistribution import redistribute
+from xshard import Plan
+
+TARGET_S = 0.02  # seconds of a program, about: what the number of calls is chosen for
+MOST_CALLS = 100
+
+
+def main(plans_path: str, seconds_path: str, rounds: str) -> None:
+    """Time the plans of one file and write their seconds to the other: the median of some rounds."""
+    plans: list[Plan] = pickle.loads(Path(plans_path).read_bytes())
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max((plan.mesh.n_devices for plan in plans), default=1))
+    timers = [Timer(plan) for plan in plans]
+    # All are measured once before any is measured again: a slow spell of the machine falls on all alike.
+    by_round = [[timer.seconds() for timer in timers] for _ in range(int(rounds))]
+    seconds = [statistics.median(times) for times in zip(*by_round, strict=True)]
+    Path(seconds_path).write_bytes(pickle.dumps(seconds))
+
+
+class Timer:
+    """A plan in a compiled loop, warmed up, and how often the loop goes round."""
+
+    def __init__(self, plan: Plan) -> None:
+        mesh = plan.mesh
+        devices = np.array(jax.devices()[: mesh.n_devices]).reshape(mesh.sizes)
+        blocks = (*mesh.sizes, *plan.source.max_local_shape)  # every device has one, whatever it means
+        self.blocks = jax.device_put(
+            jnp.ones(blocks, plan.dtype),
+            jax.NamedSharding(JaxMesh(devices, mesh.axes), PartitionSpec(*mesh.axes)),
+        )
+        spec = PartitionSpec(*mesh.axes)
+        looped = jax.shard_map(
+            lambda calls, x: _loop(plan, calls, x),
+            mesh=JaxMesh(devices, mesh.axes),
+            in_specs=(PartitionSpec(), spec),
+            out_specs=spec,
+            check_vma=False,
+        )
+        self.program = jax.jit(looped).lower(jnp.int32(1), self.blocks).compile()
+        self.calls = 3
+        self.seconds()
+        self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
+
+    def seconds(self) -> float:
+        """Seconds per call; a program ends when its busiest device does."""
+        calls = jnp.int32(self.calls)
+        start = time.perf_counter()
+        jax.block_until_ready(self.program(calls, self.blocks))
+        return (time.perf_counter() - start) / self.calls
+
+
+def _loop(plan: Plan, calls: jax.Array, stacked: jax.Array) -> jax.Array:
+    """The plan on one device's block, `calls` times, each waiting for the one before."""
+    lead = len(plan.mesh.axes)
+    block = stacked.reshape(stacked.shape[lead:])
+
+    def again(_: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, _ = blocks
+        y = redistribute(x, plan)
+        # All of the result is kept: of one that only an element is read of, XLA makes only the element.
+        return x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]), y
+
+    _, made = lax.fori_loop(0, calls, again, (block, jnp.zeros(plan.target.max_local_shape, block.dtype)))
+    return made.reshape((*stacked.shape[:lead], *made.shape))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""`to_jax` and `to_torch`: what users call, for one array or a tree of them.
+
+Decides what a call means. What it does is in `handover`, whole trees are in `trees`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh as JaxMesh
+from torch import Tensor
+
+from jax_bridge.torch_interop import trees
+from jax_bridge.torch_interop.devices import TorchMesh, ends_of
+from jax_bridge.torch_interop.options import Options
+from jax_bridge.torch_interop.route import Profiles
+from jax_bridge.torch_interop.to_jax import prepare_to_jax
+from jax_bridge.torch_interop.to_torch import prepare_to_torch
+from jax_bridge.torch_interop.trees import Rules
+from xshard import Layout
+from xshard.plans.expression import Expression
+
+
+def to_jax(
+    x: Any,
+    layout: Layout | Expression | Rules,
+    mesh: JaxMesh,
+    *,
+    torch_mesh: TorchMesh | None = None,
+    shape: Sequence[int] | None = None,
+    copy: bool | None = None,
+    profile: Profiles = "h100",
+    via: str | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """This process's tensors under a layout -> one global `jax.Array` with a `NamedSharding`.
+
+    x: the block of this process, or a list with one for each of its devices in the mesh, in the mesh's
+    order, or a DTensor; or a tree of these. All processes of the mesh call it.
+    layout: of blocks that stay as they are; `"layout -> layout"` brings them from the one that they have
+    to the one of the array. For a tree: by pattern of the leaves' names (as in `"layers.*.weight"`; a
+    compiled regular expression is taken too), the first that fits.
+    A dim in zigzag or another order stands in storage order in the array, as with `reshard`.
+    torch_mesh: where the blocks are, if it is not the same as `mesh`: a `DeviceMesh`, or an
+    `xshard.Mesh`. A DTensor brings its own.
+    shape: the global shape, where blocks differ in size.
+    copy: None shares memory where layout, dtype and alignment allow it and logs a copy with its reason
+    in "xshard.interop", True copies always, False raises where a copy cannot be avoided.
+    A write to shared memory, `x.add_(1)`, changes the array that JAX takes for immutable: `copy=True`
+    where the tensor is written to afterwards.
+    profile, via: where blocks have to move, the plan is carried out by the side for which it costs less
+    on this machine (or on the ones for "torch" and "jax"), or by the one named.
+    progress: a bar; None shows one for large trees on a terminal.
+
+    Nothing is differentiated: `torch_bridge.from_jax` makes a function of both.
+    Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
+    jax_enable_x64), MeshError (devices, kinds of devices or processes that differ), PlanError,
+    XshardError (a copy that may not be, leaves without a rule).
+
+    >>> import torch
+    >>> x = torch.arange(4.0)
+    >>> array = to_jax(x, "n/dp", jax.make_mesh((1,), ("dp",)))
+    >>> array.sharding.spec, array.unsafe_buffer_pointer() == x.data_ptr()
+    (P('dp',), True)
+    """
+    options = Options(copy=copy, shape=None if shape is None else tuple(shape), profile=profile, via=via)
+    if not isinstance(layout, Mapping):
+        return prepare_to_jax(x, layout, mesh, torch_mesh, options)()
+    several = len(ends_of(mesh).local) > 1
+
+    def is_leaf(value: Any) -> bool:
+        return several and isinstance(value, list) and any(isinstance(block, Tensor) for block in value)
+
+    work, structure = trees.prepared(
+        x, layout, is_leaf, lambda leaf, rule: prepare_to_jax(leaf, rule, mesh, torch_mesh, options)
+    )
+    sizes = [sum(map(_bytes, jax.tree.leaves(leaf))) for leaf in jax.tree.leaves(x, is_leaf=is_leaf)]
+    return jax.tree.unflatten(structure, trees.done(work, sizes, "to JAX", progress))
+
+
+def to_torch(
+    array: Any,
+    layout: Layout | Expression | Rules,
+    mesh: TorchMesh | JaxMesh | None = None,
+    *,
+    dtensor: bool = False,
+    copy: bool | None = None,
+    writable: bool = True,
+    profile: Profiles = "h100",
+    via: str | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """A global `jax.Array` under a layout -> this process's tensor, a list of them, or a DTensor.
+
+    array: sharded as `layout`, or its left side, says; or a tree of such arrays. A process with one
+    device of the mesh gets a tensor, one with several a list of one for each, in the mesh's order.
+    layout, copy, profile, via, progress: as in `to_jax`.
+    mesh: where the tensors are, if it is not the array's own mesh. For an array that has none, JAX's.
+    dtensor: whether the result is a DTensor, on the `DeviceMesh` given.
+    writable: without a copy the tensor's memory is the array's, which JAX takes for immutable: a write
+    changes it. `writable=False` gives a tensor that raises XshardError instead.
+
+    Raises as `to_jax` does; ShapeError for an array that is sharded otherwise, XshardError for one that
+    was donated or deleted, and for a tracer.
+
+    >>> import jax.numpy as jnp
+    >>> mesh = jax.make_mesh((1,), ("dp",))
+    >>> array = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.P("dp")))
+    >>> to_torch(array, "n/dp", writable=False).sum()
+    tensor(6.)
+    """
+    options = Options(copy=copy, writable=writable, dtensor=dtensor, profile=profile, via=via)
+    if not isinstance(layout, Mapping):
+        return prepare_to_torch(array, layout, mesh, options)()
+    work, structure = trees.prepared(
+        array, layout, lambda _: False, lambda leaf, rule: prepare_to_torch(leaf, rule, mesh, options)
+    )
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(array)]
+    return jax.tree.unflatten(structure, trees.done(work, sizes, "to torch", progress))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

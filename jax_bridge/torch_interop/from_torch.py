@@ -1,0 +1,159 @@
+"""`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
+
+Decides what layouts mean for a call, and how the shapes of its results are found before it runs. What
+runs is in `host_call`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import AxisType
+from jax.sharding import Mesh as JaxMesh
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jax_bridge.torch_interop import buffers
+from jax_bridge.torch_interop.devices import Ends, ends_of
+from jax_bridge.torch_interop.handover import layouts_of, named
+from jax_bridge.torch_interop.host_call import Flat, HostCall, torch_dtype
+from jax_bridge.torch_interop.pullback import spread
+from xshard import Layout, Plan, XshardError, plan
+from xshard.plans.expression import Expression, whole_shape
+from xshard.steps.base import without_tags
+
+
+def from_torch(
+    fn: Callable[..., Any] | torch.nn.Module, in_layouts: Any, out_layouts: Any, mesh: JaxMesh
+) -> Callable[..., Any]:
+    """A torch function or module -> a function of global arrays, differentiable, for use in jit and grad.
+
+    fn: gets tensors where the call has arrays, on every device the blocks of that device, and returns
+    tensors or pytrees of them. Of a module the function takes the parameters first, by name, as
+    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them; its buffers are
+    those that it has now.
+    in_layouts, out_layouts: what `fn` gets and returns, one for all or a pytree prefix with one for
+    each. The arrays have the same layouts without tags: `copy(dp)` on a parameter says that every device
+    along dp uses it for itself, so that its gradients are added; `sum(dp)` on an output that the devices'
+    results are. With an arrow, `"layout -> layout"`, arrays come in, or go out, otherwise than `fn` has
+    them. Dims in zigzag or another order stand in storage order in the array, as with `reshard`.
+
+    `fn` is called by XLA, on the devices' own memory: it must be a function of its arguments alone, JAX may
+    call it twice or not at all. Its blocks are copies, which it may write to. Shapes come from a run on
+    fake tensors when it is traced. The backward pass runs it again. There is no forward mode.
+
+    Raises, when it is traced, NotationError, ShapeError, DtypeError, and what `fn` raises on fake tensors;
+    what it raises on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
+
+    >>> mesh = jax.make_mesh((1,), ("dp",))
+    >>> layer = torch.nn.Linear(3, 1)
+    >>> call = from_torch(layer, ("... | copy(dp)", "n/dp i"), "n/dp o", mesh)
+    >>> weights = {"weight": jnp.ones((1, 3)), "bias": jnp.ones(1)}
+    >>> jax.grad(lambda w: call(w, jnp.ones((4, 3))).sum())(weights)["bias"]
+    Array([4.], dtype=float32)
+    """
+    call = TorchCall(_of_module(fn) if isinstance(fn, torch.nn.Module) else fn, in_layouts, out_layouts, mesh)
+
+    def function(*args: Any) -> Any:
+        return call(*args)
+
+    function.__name__ = function.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
+    function.__doc__ = fn.__doc__
+    return function
+
+
+class TorchCall:
+    """A torch function with its layouts, and what has been made of it for arrays of certain shapes."""
+
+    def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
+        self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
+        self._made: dict[Any, tuple[HostCall, Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        arrays = [jnp.asarray(x) for x in leaves]
+        key = tree, tuple((x.shape, x.dtype) for x in arrays)
+        if key not in self._made:
+            self._made[key] = self._make(tree, arrays)
+        host, out_tree = self._made[key]
+        placed = (_placed(x, p, host.ends) for x, p in zip(arrays, host.enters, strict=True))
+        return jax.tree.unflatten(out_tree, host.differentiable(*placed))
+
+    def _make(self, tree: Any, arrays: Sequence[jax.Array]) -> tuple[HostCall, Any]:
+        ends = ends_of(self.mesh)
+        for x in arrays:
+            buffers.torch_dtype(x.dtype)  # refused here, if torch has none
+        enters = tuple(
+            _plan(layout, ends, x.shape, x.dtype.name, enters=True)
+            for layout, x in zip(spread(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
+        )
+        trees: list[Any] = []
+
+        def flat(*tensors: Tensor) -> Sequence[Tensor]:
+            out, structure = jax.tree.flatten(self.fn(*jax.tree.unflatten(tree, tensors)))
+            trees.append(structure)
+            return out
+
+        blocks, out_tree = _results(flat, enters, ends), trees.pop()
+        leaves = []
+        for layout, block in zip(spread(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True):
+            src, _, text = layouts_of(layout)
+            shape = whole_shape(src, ends.axes, block.shape, text)
+            leaves.append(_plan(layout, ends, shape, buffers.jax_name(block.dtype), enters=False))
+
+        def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
+            return jax.tree.leaves(self.fn(*jax.tree.unflatten(tree, tensors)))
+
+        return HostCall(of_tensors, ends, enters, tuple(leaves)), out_tree
+
+
+def _plan(
+    layout: Layout | Expression, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool
+) -> Plan:
+    """How an array becomes a function's blocks or, if it does not enter, blocks become an array."""
+    src, dst, _ = layouts_of(layout)
+    if src == dst:
+        whole = without_tags(src, tuple(axis for _, axes in src.tags for axis in axes))
+        src, dst = (whole, dst) if enters else (src, whole)
+    named(src if enters else dst, ends, shape)  # refused here, before anything is traced
+    return plan((src, dst), ends.jax_axes, shape, dtype)
+
+
+def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
+    """What a function returns for blocks of such shapes and dtypes, without computing it."""
+    device = ends.kind
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        blocks = [torch.empty(p.target.local_shape(0), dtype=torch_dtype(p), device=device) for p in enters]
+        made = fn(*blocks)
+    for x in made:
+        if not isinstance(x, Tensor):
+            raise XshardError(
+                f"the torch function returns {type(x).__name__}", hint="tensors, or pytrees of them"
+            )
+    return made
+
+
+def _placed(x: jax.Array, made: Plan, ends: Ends) -> jax.Array:
+    """The array sharded as it enters: on Explicit axes that is part of its type."""
+    if AxisType.Explicit not in ends.jax_mesh.axis_types:
+        return x
+    return jax.reshard(x, named(made.src, ends, made.shape))
+
+
+def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
+    # While it is called, a module holds the parameters of the call: so devices take turns, and the user's
+    # own is left alone, for which JAX does not wait.
+    own = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    turn = threading.RLock()
+
+    def call(parameters: dict[str, Tensor], *args: Any) -> Any:
+        with turn:
+            return torch.func.functional_call(own, parameters, args)
+
+    return call

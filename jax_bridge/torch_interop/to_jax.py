@@ -1,0 +1,120 @@
+"""Blocks of torch -> one global `jax.Array`: what is checked before anything is sent, and what does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh as JaxMesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from jax_bridge.torch_interop import buffers, handover
+from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, ends_of
+from jax_bridge.torch_interop.execute import assembled, by_jax, by_torch
+from jax_bridge.torch_interop.handover import Arrangement
+from jax_bridge.torch_interop.options import Options
+from torch_bridge.dtensor.placements import local_of
+from xshard import DtypeError, Layout, MeshError, ShapeError, XshardError
+from xshard.plans.expression import Expression
+
+
+def prepare_to_jax(
+    x: Any, layout: Layout | Expression, mesh: JaxMesh, torch_mesh: TorchMesh | None, options: Options
+) -> Callable[[], jax.Array]:
+    """What makes the array. Raises as `to_jax` does."""
+    shape = options.shape
+    if isinstance(x, DTensor):
+        torch_mesh, shape = _of_dtensor(x, torch_mesh, shape)
+    ends = ends_of(mesh, torch_mesh)
+    blocks = _blocks(x, layout, ends)
+    dtype = _common_dtype(blocks)
+    devices = [ends.devices[i] for i in ends.local]
+    _check_kinds(blocks, ends)
+    found = handover.to_jax(layout, ends, tuple(blocks[0].shape), shape, dtype, options.profile, options.via)
+    route = found.route
+    _check_blocks(blocks, found, ends)
+    if route.side is not None:
+        options.check_moved(found)
+    elif options.copy is False:
+        for block, device in zip(blocks, devices, strict=True):
+            buffers.check_shared(block, device)
+
+    def run() -> jax.Array:
+        given, copy = blocks, options.copy if route.side is None else None
+        if route.side == "torch":
+            given = [by_torch(blocks[0], route.plan, ends.numbers(ends.devices))]
+        parts = [buffers.as_array(x, device, copy) for x, device in zip(given, devices, strict=True)]
+        if route.side == "jax":
+            parts = by_jax(parts, route.plan, ends.devices)
+        return assembled(parts, found.shape, found.array)
+
+    return run
+
+
+def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
+    """This process's tensors, one for each of its devices. Raises ShapeError for another number of them."""
+    if isinstance(x, DTensor):
+        check_one_block(ends, "a DTensor has")
+        src, _, text = handover.layouts_of(layout)
+        return [local_of(x, src, text).detach()]
+    blocks = [*x] if isinstance(x, list | tuple) else [x]
+    for block in blocks:
+        if not isinstance(block, Tensor):
+            raise XshardError(
+                f"{type(block).__name__} is no tensor", hint="to_jax takes tensors, or a tree and rules"
+            )
+        buffers.check_dense(block)
+    if len(blocks) != len(ends.local):
+        raise ShapeError(
+            f"{len(blocks)} tensors of torch for {len(ends.local)} devices of JAX's mesh in this process",
+            hint="a tensor where it has one device, a list where it has several, in the mesh's order",
+        )
+    return blocks
+
+
+def _of_dtensor(
+    x: DTensor, torch_mesh: TorchMesh | None, shape: tuple[int, ...] | None
+) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """The mesh and the global shape that a DTensor brings."""
+    if torch_mesh is not None and torch_mesh != x.device_mesh:
+        raise MeshError(
+            f"the DTensor is on {x.device_mesh!r}, not on {torch_mesh!r}", hint="leave torch_mesh out"
+        )
+    if shape is not None and tuple(shape) != tuple(x.shape):
+        raise ShapeError(
+            f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}", hint="leave shape out"
+        )
+    return x.device_mesh, tuple(x.shape)
+
+
+def _common_dtype(blocks: Sequence[Tensor]) -> str:
+    found = {buffers.jax_name(block.dtype) for block in blocks}
+    if len(found) > 1:
+        raise DtypeError(
+            f"the tensors are of several dtypes: {', '.join(sorted(found))}", hint="one array has one"
+        )
+    return found.pop()
+
+
+def _check_kinds(blocks: Sequence[Tensor], ends: Ends) -> None:
+    for block in blocks:
+        if block.device.type != ends.kind:
+            raise MeshError(
+                f"the tensor is on {block.device}, JAX's mesh has {ends.devices[ends.local[0]]}",
+                hint=f"move the tensor: x.to({ends.kind!r}), or make the mesh of other devices",
+            )
+
+
+def _check_blocks(blocks: Sequence[Tensor], found: Arrangement, ends: Ends) -> None:
+    for i, block in zip(ends.local, blocks, strict=True):
+        expected = found.blocks.local_shape(i)
+        if tuple(block.shape) != expected:
+            raise ShapeError(
+                f"torch's tensor for {ends.devices[i]} has shape {tuple(block.shape)}, not {expected}",
+                text=found.text,
+                hint=f"under '{found.blocks.layout}' that is the part of device {i} of {ends.axes!r} "
+                f"of a {found.shape} array; where blocks differ in size, pass shape= (the global shape)",
+            )

@@ -1,0 +1,90 @@
+"""A global `jax.Array` -> blocks of torch: what is checked before anything is sent, and what does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding
+from torch.distributed.device_mesh import DeviceMesh
+
+from jax_bridge.arrays.reshard import are_the_same
+from jax_bridge.torch_interop import buffers, handover
+from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
+from jax_bridge.torch_interop.execute import blocks_of, by_jax, by_torch
+from jax_bridge.torch_interop.options import Options
+from torch_bridge.dtensor.placements import as_dtensor, to_placements
+from xshard import Layout, MeshError, ShapeError, XshardError
+from xshard.plans.expression import Expression
+
+
+def prepare_to_torch(
+    array: jax.Array, layout: Layout | Expression, mesh: TorchMesh | JaxMesh | None, options: Options
+) -> Callable[[], Any]:
+    """What makes the tensors. Raises as `to_torch` does."""
+    check_array(array)
+    own = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    if isinstance(mesh, JaxMesh):
+        own, mesh = mesh, None
+    if not isinstance(own, JaxMesh):
+        raise MeshError(
+            f"the array has no mesh: {array.sharding}", hint="pass the jax.sharding.Mesh that it is on"
+        )
+    ends = ends_of(own, mesh)
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    if device_mesh is not None:
+        check_one_block(ends, "a DeviceMesh has")
+    elif options.dtensor:
+        raise MeshError(
+            "a DTensor is on a DeviceMesh", hint="to_torch(array, layout, device_mesh, dtensor=True)"
+        )
+    buffers.torch_dtype(array.dtype)
+    _ = ends.kind  # refused here, if at all
+    found = handover.to_torch(layout, ends, array.shape, array.dtype.name, options.profile, options.via)
+    route = found.route
+    if not are_the_same(array.sharding, found.array, array.ndim):
+        src, _, text = handover.layouts_of(layout)
+        raise ShapeError(
+            f"the array is not sharded as '{src}' says", text=text, hint=f"it has {array.sharding}"
+        )
+    if device_mesh is not None and options.dtensor:
+        to_placements(found.dst, device_mesh, array.shape)  # refused here, before anything is sent
+    if route.side is not None:
+        options.check_moved(found)
+
+    def run() -> Any:
+        parts = blocks_of(array, ends.jax_devices if route.side == "torch" else ends.devices)
+        if route.side == "jax":
+            parts = by_jax(parts, route.plan, ends.devices)
+        if route.side is None:
+            blocks = [buffers.as_tensor(x, options.copy, options.writable) for x in parts]
+        else:  # what has moved is nobody else's
+            blocks = [buffers.as_tensor(x, copy=None, writable=True) for x in parts]
+        if route.side == "torch":
+            blocks = [by_torch(blocks[0], route.plan, ends.numbers(ends.jax_devices))]
+        if device_mesh is not None and options.dtensor:
+            return as_dtensor(blocks[0], found.dst, device_mesh, array.shape)
+        return blocks[0] if len(blocks) == 1 else blocks
+
+    return run
+
+
+def check_array(array: Any) -> None:
+    """Raise XshardError for what has no memory that torch could read."""
+    if isinstance(array, Tracer):
+        raise XshardError(
+            f"the array is a tracer, {jax.typeof(array)}: it has no memory that torch could read",
+            hint="hand it over outside of jit and grad; inside, jax_bridge.from_torch calls torch",
+        )
+    if not isinstance(array, jax.Array):
+        raise XshardError(
+            f"{type(array).__name__} is no jax.Array", hint="to_torch takes an array, or a tree and rules"
+        )
+    if array.is_deleted():
+        raise XshardError(
+            f"the array, {array.dtype.name}{list(array.shape)}, was donated or deleted: torch cannot read it",
+            hint="hand it over before, and donate a copy: jnp.array(x, copy=True)",
+        )

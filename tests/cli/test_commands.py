@@ -1,0 +1,416 @@
+"""The command line: what it prints, what it refuses, and the exit status a script can rely on."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import xshard as xs
+from xshard.cli.app import app
+from xshard.cli.console import error_lines
+from xshard.cli.options import parse_bytes, parse_shape
+from xshard.plans.table import rows
+from xshard.runtimes import registry
+from xshard.runtimes.examples import EXAMPLES
+from xshard.runtimes.processes import WorkerError
+from xshard.runtimes.processes import run_worker as ask_worker
+from xshard.runtimes.tasks import run_reference
+
+ULYSSES = ("b s/cp c -> b s c/cp", "--mesh", "dp=2,cp=4", "--shape", "2,64,32")
+
+
+@pytest.fixture(autouse=True)
+def _plain_console(monkeypatch):
+    """No colours and room for every table, whatever terminal the tests run in."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def xshard(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def words(text: str) -> str:
+    """Text with every run of white space as one blank, as tables are padded."""
+    return " ".join(text.split())
+
+
+# --- plan
+
+
+def test_plan_prints_the_plan_and_its_backward():
+    told = xshard("plan", *ULYSSES, "--dtype", "bfloat16")
+    assert told.exit_code == 0
+    plan = xs.plan(ULYSSES[0], xs.Mesh(dp=2, cp=4), (2, 64, 32), "bfloat16")
+    for part in (plan, plan.backward):
+        for row in rows(part):
+            assert words(" ".join(row)) in words(told.stdout)
+        assert str(part).splitlines()[0] in told.stdout
+        assert str(part).splitlines()[-1] in told.stdout
+
+
+def test_plan_of_a_max_prints_the_three_plans_of_its_gradient():
+    told = xshard("plan", "n d | max(tp) -> n/tp d", "--mesh", "tp=4", "--shape", "8,8").stdout
+    assert told.count("backward, ") == 3
+
+
+def test_plan_of_a_max_that_stays_one_has_no_backward():
+    told = xshard("plan", "n/a d | max(b) -> n d | max(b)", "--mesh", "a=2,b=2", "--shape", "8,8")
+    assert told.exit_code == 0
+    assert "backward" not in told.stdout
+
+
+def test_plan_json_parses_back():
+    told = xshard("plan", *ULYSSES, "--json", "--profile", "bandwidth")
+    plan = xs.plan(ULYSSES[0], xs.Mesh(dp=2, cp=4), (2, 64, 32), profile="bandwidth")
+    assert xs.Plan.from_json(told.stdout) == plan
+
+
+def test_plan_keeps_the_memory_limit():
+    told = xshard("plan", "n/a -> n", "--mesh", "a=4", "--shape", "1024", "--memory-limit", "4KiB")
+    assert told.exit_code == 2
+    assert "no plan stays within 4.00 KiB per device" in told.stderr
+    assert (
+        xshard("plan", "n/a -> n", "--mesh", "a=4", "--shape", "1024", "--memory-limit", "1MiB").exit_code
+        == 0
+    )
+
+
+def test_plan_of_both_passes_tells_their_sum():
+    told = xshard("plan", *ULYSSES, "--objective", "forward+backward", "--json")
+    plan = xs.plan(ULYSSES[0], xs.Mesh(dp=2, cp=4), (2, 64, 32), objective="forward+backward")
+    assert xs.Plan.from_json(told.stdout) == plan
+    assert "with the backward's" in xshard("plan", *ULYSSES, "--objective", "forward+backward").stdout
+    wrong = xshard("plan", *ULYSSES, "--objective", "backward")
+    assert wrong.exit_code == 2
+    assert "no objective 'backward'" in wrong.stderr
+
+
+# --- show
+
+
+def test_show_draws_the_blocks_of_a_zigzag():
+    told = xshard("show", "b s/zigzag(cp) c | sum(tp)", "--mesh", "cp=2,tp=2", "--shape", "2,8,4")
+    assert told.exit_code == 0
+    assert "s 8 0-1 2-3 4-5 6-7 d0-1 d2-3 d2-3 d0-1" in words(told.stdout)
+    assert "along tp every device holds an addend: the array is their sum" in told.stdout
+    legend = [words(line) for line in told.stdout.splitlines()]
+    assert "0 0 0 2x4x4 0-1, 6-7" in legend
+    assert "3 1 1 2x4x4 2-5" in legend
+
+
+def test_show_draws_a_grid_of_two_dims():
+    lines = xshard("show", "n/a d/b", "--mesh", "a=2,b=2", "--shape", "4,6").stdout.splitlines()
+    assert [words(line) for line in lines[2:5]] == ["n 4 / d 6 0-2 3-5", "0-1 d0 d1", "2-3 d2 d3"]
+
+
+def test_show_marks_overlaps():
+    told = words(xshard("show", "h/sp:halo(1,1)", "--mesh", "sp=2", "--shape", "8").stdout)
+    assert "h 8 0-2 3 4 5-7 d0 d0 +d1 d1 +d0 d1" in told
+    assert "0 0 6 0-3 1 fill, 0-4" in told
+
+
+def test_show_draws_the_dims_it_is_asked_for():
+    told = xshard("show", "a/x b/y c/z", "--mesh", "x=2,y=2,z=2", "--shape", "4,4,4", "--dims", "b, c").stdout
+    assert "b 4 / c 4" in told
+    assert "not drawn: a" in told
+
+
+def test_show_breaks_a_wide_grid_into_bands(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    told = xshard("show", "s/cyclic(cp)", "--mesh", "cp=4", "--shape", "32").stdout
+    grid = [line for line in told.splitlines() if re.match(r" +(s 32 |d\d)", line)]
+    assert len(grid) >= 4
+    assert max(map(len, grid)) <= 60
+    assert [int(d) for d in re.findall(r"d(\d)", " ".join(grid))] == [0, 1, 2, 3] * 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "shape"), [("()", "a=2", ""), ("n/a", "a=2", "0"), ("n", "", "3")]
+)
+def test_show_draws_the_least_arrays(layout, mesh, shape):
+    assert xshard("show", layout, "--mesh", mesh, "--shape", shape).exit_code == 0
+
+
+def test_show_colours_by_owner(monkeypatch):
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    told = xshard("show", "s/zigzag(cp)", "--mesh", "cp=2", "--shape", "8").stdout
+    first, second, third, fourth = re.findall(r"48;5;(\d+)m *d\d", told)
+    assert first == fourth != second == third
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marked"),
+    [
+        (("plan", "b s/cq c -> b s c", "--mesh", "cp=4", "--shape", "2,8,4"), "cq"),
+        (("plan", "b s/cp c -> b s d/cp", "--mesh", "cp=4", "--shape", "2,8,4"), "d"),
+        (("verify", "b s/cp c -> b q c/cp", "--mesh", "cp=4", "--shape", "2,8,4"), "q"),
+        (("show", "b  s/spiral(cp)", "--mesh", "cp=4", "--shape", "2,8"), "spiral"),
+        (("show", "b  s/cq", "--mesh", "cp=4", "--shape", "2,8"), "cq"),
+        (("show", "b s/cp", "--mesh", "cp=4,dp=two", "--shape", "2,8"), "dp=two"),
+        (("show", "b s/cp", "--mesh", "cp=4", "--shape", "2,x8"), "x8"),
+    ],
+)
+@pytest.mark.parametrize("columns", ["160", "60"])
+def test_the_caret_stands_under_what_is_wrong(arguments, marked, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    told = xshard(*arguments)
+    assert told.exit_code == 2
+    assert told.stdout == ""
+    lines = told.stderr.splitlines()
+    caret = next(i for i, line in enumerate(lines) if set(line) == {" ", "^"})
+    span = slice(lines[caret].index("^"), len(lines[caret]))
+    assert lines[caret - 1][span] == marked
+    assert len(lines[caret - 1]) <= int(columns)
+    assert "Traceback" not in told.stderr
+
+
+def test_a_long_line_gives_the_text_a_line_of_its_own():
+    error = xs.NotationError("something is wrong", text="n/a -> m", span=(7, 8), hint="as in n")
+    assert "".join(error_lines(error, 80)) == f"NotationError: {error}"
+    assert "".join(error_lines(error, 40)).splitlines() == [
+        "NotationError: something is wrong in",
+        "  n/a -> m",
+        "         ^",
+        "  as in n",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify",),
+        ("verify", "n/a -> n"),
+        ("verify", "--all", "--mesh", "a=2"),
+        ("plan", "n/a -> n"),
+        ("no-such-command",),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments):
+    assert xshard(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "verify"])
+def test_help_has_one_sentence_and_an_example_that_runs(command):
+    told = xshard(command, "--help").stdout
+    example = re.search(rf"Example: xshard {command} \"(.+?)\" (.+)", told)
+    numpy_only = ("--runtime", "numpy") if command == "verify" else ()
+    assert xshard(command, example[1], *example[2].split(), *numpy_only).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "n"), [("1024", 1024), ("512 B", 512), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("0", 0)]
+)
+def test_bytes_are_read(text, n):
+    assert parse_bytes(text) == n
+
+
+@pytest.mark.parametrize("text", ["", "2GB", "two", "-1", "1 2"])
+def test_what_is_no_number_of_bytes(text):
+    with pytest.raises(xs.XshardError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_shapes_are_read():
+    assert [parse_shape(text) for text in ("", "3", " 2, 64 ,0")] == [(), (3,), (2, 64, 0)]
+    for text in ("3,", "-1", "2x3"):
+        with pytest.raises(xs.ShapeError):
+            parse_shape(text)
+
+
+@pytest.mark.parametrize("package", ["rich", "typer"])
+def test_without_the_extra_the_script_says_what_to_install(package):
+    code = f"import sys; sys.modules[{package!r}] = None; from xshard.cli.main import main; main()"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr == f"xshard: the command line needs {package}: pip install 'xshard[cli]'\n"
+
+
+def test_the_library_needs_neither_typer_nor_rich():
+    code = "import sys, xshard, xshard.runtimes.registry, xshard.cli.picture; print({'typer', 'rich'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+
+
+# --- verify
+
+
+def verify_one(*options: str):
+    return xshard("verify", "n/dp d -> n d | copy(dp)", "--mesh", "dp=2", "--shape", "4,3", *options)
+
+
+def answer_with(monkeypatch, change):
+    """Let every worker answer as the reference does, changed by `change`; returns the calls."""
+    calls = []
+
+    def run_worker(module, tasks, *options, **_):
+        calls.append((module, options, len(tasks)))
+        return [change(run_reference(task)) for task in tasks]
+
+    monkeypatch.setattr(registry, "run_worker", run_worker)
+    monkeypatch.setattr(registry, "find_spec", lambda _: object())
+    return calls
+
+
+def one_off(blocks):
+    """Blocks with one element of the last device changed."""
+    last = blocks[-1].copy()
+    last.flat[-1] += 1
+    return (*blocks[:-1], last)
+
+
+def test_verify_on_numpy_alone():
+    told = verify_one("--runtime", "numpy")
+    assert told.exit_code == 0
+    assert "numpy 0 0 -/24 B -/24 B" in words(told.stdout)
+    assert "1 expression on numpy: all equal" in told.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "bfloat16"])
+def test_verify_knows_dtypes(dtype):
+    assert verify_one("--runtime", "numpy", "--dtype", dtype).exit_code == 0
+
+
+def test_verify_asks_every_worker_and_shows_what_it_measured(monkeypatch):
+    calls = answer_with(monkeypatch, lambda o: replace(o, forward_bytes=24, backward_bytes=48))
+    told = verify_one()
+    assert told.exit_code == 0
+    assert calls == [(r.module, r.options, 1) for r in registry.RUNTIMES if r.module]
+    for runtime in registry.RUNTIMES[1:]:
+        assert f"{runtime.name} 0 0 24 B/24 B 48 B/24 B" in words(told.stdout)
+
+
+@pytest.mark.parametrize(
+    ("change", "told_row"),
+    [
+        (lambda o: replace(o, outputs=one_off(o.outputs)), "torch 1 0 "),
+        (lambda o: replace(o, gradients=one_off(o.gradients)), "torch 0 1 "),
+        (lambda o: replace(o, outputs=o.outputs[:1]), "torch inf 0 "),
+        (lambda o: replace(o, outputs=tuple(b.astype("float64") for b in o.outputs)), "torch inf 0 "),
+        (lambda o: replace(o, gradients=tuple(b * np.nan for b in o.gradients)), "torch 0 inf "),
+    ],
+)
+def test_verify_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, told_row):
+    answer_with(monkeypatch, change)
+    told = verify_one("--runtime", "numpy,torch")
+    assert told.exit_code == 1
+    assert told_row in words(told.stdout)
+    assert "DIFFERENT" in told.stdout
+    assert "1 different, 0 failed, of 2 runs" in told.stdout
+
+
+@pytest.mark.parametrize("where", ["outputs", "gradients"])
+def test_verify_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
+    right = run_reference
+    monkeypatch.setattr(
+        registry, "run_reference", lambda t: replace(o := right(t), **{where: one_off(getattr(o, where))})
+    )
+    assert verify_one("--runtime", "numpy").exit_code == 1
+
+
+def test_verify_exits_with_1_where_a_runtime_fails(monkeypatch):
+    broken = registry.Runtime("torch", "numpy", "xshard.no_such_worker")
+    monkeypatch.setattr(registry, "RUNTIMES", (registry.RUNTIMES[0], broken))
+    told = verify_one()
+    assert told.exit_code == 1
+    assert "numpy 0 0" in words(told.stdout)
+    assert re.search(r"torch( -)+ failed", words(told.stdout))
+    assert "WorkerError: xshard.no_such_worker failed with status 1" in told.stderr
+    assert "No module named xshard.no_such_worker" in told.stderr
+
+
+def test_a_worker_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+    (tmp_path / "hanging.py").write_text(
+        "import os, pathlib, time\n"
+        "child = os.fork()\n"
+        "if child: pathlib.Path('child').write_text(str(child))\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkerError, match="hanging did not finish within 2 s"):
+        ask_worker("hanging", [], timeout_s=2)
+    child = int((tmp_path / "child").read_text())
+    status = Path("/proc", str(child), "stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_verify_does_not_skip_a_package_that_is_missing(monkeypatch):
+    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "jax" else object())
+    told = verify_one()
+    assert told.exit_code == 2
+    assert "jax is not installed" in told.stderr
+    assert "leave jax-vma out with --runtime" in told.stderr
+
+
+def test_verify_refuses_runtimes_that_do_not_exist_or_cannot_take_the_mesh():
+    assert "no runtime 'tpu'" in verify_one("--runtime", "tpu").stderr
+    two_axes = ("n/a/b -> n", "--mesh", "a=2,b=2", "--shape", "8")
+    told = xshard("verify", *two_axes, "--runtime", "jax-pmap")
+    assert told.exit_code == 2
+    assert "jax-pmap cannot run on Mesh(a=2, b=2)" in told.stderr
+
+
+def test_verify_all_asks_each_worker_once(monkeypatch):
+    calls = answer_with(monkeypatch, lambda o: o)
+    told = xshard("verify", "--all")
+    assert told.exit_code == 0
+    one_axis = sum(len(e.mesh.axes) == 1 for e in EXAMPLES)
+    assert [n for _, _, n in calls] == [len(EXAMPLES)] * 3 + [one_axis]
+    for example in EXAMPLES:
+        assert f"{example.expression}   float32" in told.stdout
+    assert f"jax-pmap ({one_axis} of them): all equal" in told.stdout
+
+
+def test_there_are_ten_examples_and_each_is_canonical():
+    assert len({e.expression for e in EXAMPLES}) == 13
+    for example in EXAMPLES:
+        assert " -> ".join(map(str, xs.parse_expression(example.expression))) == example.expression
+        assert example.mesh.n_devices <= 4
+
+
+def test_verify_end_to_end():
+    """Every runtime in its own process, for real."""
+    told = xshard("verify", "b s/zigzag(cp) c -> b s c/cp", "--mesh", "cp=2", "--shape", "2,8,4")
+    assert told.exit_code == 0, told.output
+    for runtime in registry.RUNTIMES:
+        assert f"{runtime.name} 0 0 " in words(told.stdout)
+
+
+# --- bench
+
+
+def test_bench_times_every_way_forward_and_backward_on_both_backends():
+    told = xshard("bench", "n/a d -> n d/a", "--mesh", "a=2", "--shape", "8,6", "--rounds", "1")
+    assert told.exit_code == 0
+    forward, backward = told.stdout.split("backward  ")
+    assert "n/a d -> n d/a" in forward and "n d/a -> n/a d" in backward
+    for part in (forward, backward):
+        assert "predicted torch jax received" in words(part)
+        rows = [line for line in part.splitlines() if line.startswith((" the plan", " all-gather and slice"))]
+        for row, received in zip(rows, ("48 B", "96 B"), strict=True):
+            assert len(re.findall(r"[\d.]+ (?:us|ms|s)\b", row)) == 3 and received in row
+
+
+def test_bench_of_a_max_has_no_plan_of_the_gradient():
+    arguments = ("--mesh", "tp=2", "--shape", "4,4", "--backend", "jax", "--rounds", "1")
+    told = xshard("bench", "n d | max(tp) -> n/tp d", *arguments)
+    assert told.exit_code == 0
+    assert (
+        "reduce_scatter max" in told.stdout and "backward" not in told.stdout and "torch" not in told.stdout
+    )
+
+
+def test_bench_refuses_a_backend_that_does_not_exist():
+    told = xshard("bench", *ULYSSES, "--backend", "tensorflow")
+    assert told.exit_code == 2
+    assert "no backend 'tensorflow'" in told.stderr and "backends are: torch, jax" in told.stderr

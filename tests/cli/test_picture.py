@@ -1,0 +1,177 @@
+"""The picture of a layout shows, for every element, exactly the devices that have it."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import xshard as xs
+from tests import oracle
+from xshard.cli.picture import Picture, devices_text, picture, rows_text
+from xshard.layout.runs import FILL, Run
+from xshard.notation.overlap import Fold
+from xshard.notation.parser import Dim, Shard
+from xshard.testing.strategies import layouts, meshes, overlaps, shapes
+
+
+def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
+    return xs.Sharding(xs.Layout.parse(layout), xs.Mesh.parse(mesh), shape)
+
+
+@st.composite
+def overlapped(draw, dim):
+    """A dim as it is, or in contiguous blocks that overlap."""
+    overlap = draw(st.none() | overlaps().filter(lambda o: "pole" not in str(o)))  # has wishes for a next dim
+    return dim if overlap is None else Dim(dim.name, tuple(Shard(s.axes) for s in dim.shards), overlap)
+
+
+@st.composite
+def drawable(draw):
+    """A sharding with or without overlaps, and one or two of its dims."""
+    mesh, shape = draw(meshes()), draw(shapes())
+    layout = draw(layouts(mesh, len(shape)))
+    dims = tuple(draw(overlapped(dim)) if n else dim for dim, n in zip(layout.dims, shape, strict=True))
+    names = draw(st.lists(st.sampled_from(layout.names), unique=True, max_size=2)) if shape else []
+    return xs.Sharding(xs.Layout(dims, layout.tags), mesh, shape), names
+
+
+@given(drawable())
+def test_every_element_is_drawn_with_its_owners_and_guests(case):
+    made, names = case
+    drawn = picture(made, names)
+    drawn_dims = [made.dim_index(strip.dim.name) for strip in drawn.strips]
+    devices = range(made.mesh.n_devices)
+    owned, held = (
+        {(d, i): set(rows_of(made, d, i)) for d in drawn_dims for i in devices} for rows_of in (_owned, _held)
+    )
+    for element in itertools.product(*(range(made.shape[d]) for d in drawn_dims)):
+        owns = {i for i in devices if all(x in owned[d, i] for d, x in zip(drawn_dims, element, strict=True))}
+        has = {i for i in devices if all(x in held[d, i] for d, x in zip(drawn_dims, element, strict=True))}
+        cell = _cell_of(drawn, element)
+        assert (set(cell.owners), set(cell.guests)) == (owns & has, has - owns)
+
+
+def _owned(made, d, device):
+    return oracle.owned_rows(made.layout.dims[d], made.shape[d], made.mesh, device)
+
+
+def _held(made, d, device):
+    dim = made.layout.dims[d]
+    if isinstance(dim.overlap, Fold):  # the same rows as the overlap that it folds
+        dim = Dim(dim.name, dim.shards, dim.overlap.of)
+    return oracle.held_rows(dim, made.shape[d], made.mesh, device)
+
+
+def _cell_of(drawn: Picture, element: tuple[int, ...]):
+    """The cell of the grid where an element stands."""
+    at = [
+        next(i for i, (start, stop) in enumerate(strip.blocks) if start <= x < stop)
+        for strip, x in zip(drawn.strips, element, strict=True)
+    ]
+    row, column = [0, 0, *at][-2:]
+    return drawn.cells[row][column]
+
+
+def test_zigzag_blocks():
+    drawn = picture(sharding("b s/zigzag(cp) c", "cp=2", 2, 8, 4))
+    assert [strip.dim.name for strip in drawn.strips] == ["s"]
+    assert drawn.strips[0].blocks == ((0, 2), (2, 4), (4, 6), (6, 8))
+    assert [cell.owners for cell in drawn.cells[0]] == [(0,), (1,), (1,), (0,)]
+
+
+def test_parts_tell_coordinates_shape_and_rows():
+    part = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).parts[3]
+    assert part.coords == (("dp", 1), ("sp", 1))
+    assert part.local_shape == (6, 3)
+    assert (rows_text(part.owned[0]), rows_text(part.held[0])) == ("4-7", "3-7, 1 fill")
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("a/x b c", ("a",)),
+        ("a b/x c/y", ("b", "c")),
+        ("a/x b/y c/z", ("a", "b")),
+        ("a b c", ("a",)),
+    ],
+)
+def test_the_first_two_cut_dims_are_drawn(layout, names):
+    drawn = picture(sharding(layout, "x=2,y=2,z=2", 4, 4, 4))
+    assert tuple(strip.dim.name for strip in drawn.strips) == names
+
+
+def test_a_scalar_is_one_cell():
+    assert [[cell.owners for cell in row] for row in picture(sharding("()", "a=2")).cells] == [[(0, 1)]]
+
+
+def test_an_empty_array_has_no_cells():
+    assert picture(sharding("n/a m", "a=2", 0, 4), ["n", "m"]).cells == ()
+
+
+def test_long_dims_are_cut_off_and_say_so():
+    strip = picture(sharding("s/cyclic(cp)", "cp=4", 8192), max_blocks=8).strips[0]
+    assert len(strip.blocks) == 8
+    assert strip.hidden == 8192 - 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "note"),
+    [
+        ("n d | sum(a)", "along a every device holds an addend: the array is their sum"),
+        ("n d | mean(a)", "along a every device holds an addend: the array is their mean"),
+        ("n d | max(a)", "along a every device holds a candidate: the array is their maximum"),
+        (
+            "n d | copy(a)",
+            "along a every device has a copy of its own, and the gradients of the copies add up",
+        ),
+        ("n d/b", "along a all devices hold the same values (replicas)"),
+        ("n/(b,a) d", "n is cut over b x a, in contiguous chunks"),
+        ("n/a:fold(halo(1,1)) d", "n overlaps: rows of neighbours are contributions, added at their owner"),
+    ],
+)
+def test_notes_say_what_every_axis_does(layout, note):
+    assert any(told.startswith(note) for told in picture(sharding(layout, "a=2,b=2", 4, 4)).notes)
+
+
+@pytest.mark.parametrize(
+    ("dims", "reason"),
+    [(["q"], "no dim 'q' in 'a b c'"), (["a", "b", "c"], "one or two dims"), (["a", "a"], "one or two dims")],
+)
+def test_wrong_dims_raise(dims, reason):
+    with pytest.raises(xs.ShapeError, match=reason):
+        picture(sharding("a b c", "x=2", 4, 4, 4), dims)
+
+
+@pytest.mark.parametrize(
+    ("runs", "text"),
+    [
+        ((), "none"),
+        ((Run(3, 1),), "3"),
+        ((Run(0, 2), Run(2, 2)), "0-3"),
+        ((Run(6, 2), Run(0, 2)), "6-7, 0-1"),
+        ((Run(1, 1, 4, 4),), "1-13 step 4"),
+        ((Run(0, 2, 3, 8),), "0-1, 8-9, 16-17"),
+        ((Run(3, 1, 3, -1), Run(1, 4)), "3-1 step -1, 1-4"),
+        ((Run(0, 1, 2, 0), Run(0, 3)), "0 x2, 0-2"),
+        ((Run(FILL, 2), Run(0, 3)), "2 fill, 0-2"),
+        ((Run(0, 2, 100, 8),), "0-1, 8-9, 16-17, 24-25, 32-33, 40-41, ..."),
+    ],
+)
+def test_rows_are_written_in_local_order(runs, text):
+    assert rows_text(runs) == text
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ((3,), "3"),
+        ((0, 1), "0-1"),
+        ((0, 1, 2), "0-2"),
+        ((1, 3, 5), "1-5 step 2"),
+        ((0, 1, 4, 5), "0-1,4-5"),
+        ((0, 3, 4, 7, 9), "0,3-4,7,..."),
+    ],
+)
+def test_devices_are_joined(devices, text):
+    assert devices_text(devices) == text

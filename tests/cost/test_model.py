@@ -1,0 +1,155 @@
+"""The alpha-beta model, and the profiles it reads its constants from."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import xshard as xs
+from xshard.layout.sub_axes import SubAxisMesh
+from xshard.steps import Traffic
+from xshard.steps.traffic import Hop
+
+SLOW, FAST = xs.Link(1e-5, 1e9), xs.Link(1e-6, 1e11)
+MACHINE = xs.Profile(
+    "machine",
+    "made up",
+    SLOW,
+    axes=(("tp", FAST),),
+    launch_s=(("exchange", 3e-5), ("other", 2e-5)),
+    copy_bytes_per_s=1e12,
+)
+MESH = xs.Mesh(dp=2, tp=4)
+GOOD = {
+    "name": "mine",
+    "source": "measured",
+    "default": {"latency_s": 1e-6, "bytes_per_s": 1e9},
+    "axes": {"tp": {"latency_s": 0.0, "bytes_per_s": 1e11}},
+    "launch_s": {"other": 1e-6},
+    "copy_bytes_per_s": None,
+}
+
+
+def test_a_step_pays_its_launch_its_messages_its_bytes_and_its_copies():
+    traffic = Traffic(5000, 700, (Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)))
+    over_dp = 1 * 1e-5 + 1000 * 2 / 1e9
+    over_tp = 3 * 1e-6 + 4000 * 2 / 1e11
+    copied = 700 * 2 / 1e12
+    assert math.isclose(MACHINE.seconds("all_gather", traffic, 2, MESH), 2e-5 + over_dp + over_tp + copied)
+    assert math.isclose(MACHINE.seconds("exchange", traffic, 2, MESH), 3e-5 + over_dp + over_tp + copied)
+
+
+def test_an_exchange_in_rounds_starts_one_for_every_message_and_leaves_in_place_what_is_kept():
+    rounds = replace(MACHINE, rounds=True)
+    traffic = Traffic(5000, 700, (Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)), kept=100)
+    more = rounds.seconds("exchange", traffic, 2, MESH) - MACHINE.seconds("exchange", traffic, 2, MESH)
+    assert math.isclose(more, 3 * 3e-5 - 100 * 2 / 1e12)
+    assert rounds.seconds("exchange", Traffic(copied=700, kept=100), 2, MESH) == 3e-5 + 600 * 2 / 1e12
+    other = Traffic(5000, 700, traffic.hops)
+    assert rounds.seconds("all_gather", other, 2, MESH) == MACHINE.seconds("all_gather", other, 2, MESH)
+
+
+def test_a_local_step_pays_its_copies_only():
+    assert MACHINE.seconds("slice", Traffic(copied=700), 2, MESH) == 700 * 2 / 1e12
+
+
+def test_levels_are_links_the_slowest_first():
+    lanes = MACHINE.lanes(xs.Mesh(tp=4, dp=2, pp=3))
+    assert [(lane.axis, lane.size, lane.level) for lane in lanes] == [
+        ("dp", 2, 0),
+        ("pp", 3, 0),
+        ("tp", 4, 1),
+    ]
+    assert {lane.level for lane in xs.load_profile("bandwidth").lanes(MESH)} == {0}
+
+
+def test_axes_that_leave_a_node_have_the_link_between_nodes():
+    nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=8)
+    mesh = xs.Mesh(dp=4, cp=2, tp=4)
+    assert [nodes.link(axis, mesh) for axis in mesh.axes] == [SLOW, FAST, FAST]
+    assert [(lane.axis, lane.level) for lane in nodes.lanes(mesh)] == [("dp", 0), ("cp", 1), ("tp", 1)]
+
+
+def lanes_with_links(profile, mesh, axes):
+    fabric = profile.fabric(mesh)
+    return [
+        (lane.axis, lane.size, lane.stride, fabric.links[lane.level])
+        for lane in fabric.lanes
+        if lane.axis in axes
+    ]
+
+
+@pytest.mark.parametrize("node_devices", [2, 4, 8, 16])
+@pytest.mark.parametrize("axes", [("dp",), ("cp", "tp"), ("dp", "tp"), ("pp", "dp", "cp")])
+def test_axes_on_their_own_keep_their_links_and_the_ends_of_nodes(axes, node_devices):
+    nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=node_devices)
+    mesh = xs.Mesh(pp=2, dp=4, cp=2, tp=4)
+    alone = xs.Mesh({axis: mesh.size(axis) for axis in axes})
+    part = nodes.along(axes, mesh)
+    assert lanes_with_links(part, alone, axes) == lanes_with_links(nodes, mesh, axes)
+    assert part.along(axes, alone) == part
+    split = tuple((a, (2, 2)) for a in axes if mesh.size(a) == 4)  # and divided, where the devices are alike
+    if split:
+        fine = [SubAxisMesh(at, split) for at in (alone, mesh)]
+        assert lanes_with_links(part, fine[0], fine[0].axes) == lanes_with_links(nodes, fine[1], fine[0].axes)
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth"), [(-1.0, 1e9), (math.inf, 1e9), (math.nan, 1e9), (0.0, 0.0)]
+)
+def test_links_that_cannot_be(latency, bandwidth):
+    with pytest.raises(xs.ProfileError) as caught:
+        xs.Link(latency, bandwidth)
+    assert str(caught.value) == (
+        f"no such link: {latency} s, {bandwidth} bytes/s\n  a latency is >= 0 and a bandwidth > 0"
+    )
+
+
+@pytest.mark.parametrize("name", ["h100", "bandwidth"])
+def test_shipped_profiles_state_their_source(name):
+    profile = xs.load_profile(name)
+    assert profile.name == name
+    assert len(profile.source) > 40
+
+
+def test_a_profile_from_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD))
+    profile = xs.load_profile(path)
+    assert (profile.name, profile.link("tp", MESH), profile.copy_bytes_per_s) == (
+        "mine",
+        xs.Link(0.0, 1e11),
+        math.inf,
+    )
+    assert xs.plan("n/tp -> n", MESH, (8,), profile=str(path)).profile == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is malformed: "),
+        ("[]", "is malformed: "),
+        (
+            json.dumps({k: v for k, v in GOOD.items() if k != "default"}),
+            "has no link for axes that it does not name",
+        ),
+        (json.dumps({**GOOD, "default": {"latency_s": 0.0}}), "is malformed: "),
+        (json.dumps({**GOOD, "default": {"latency_s": 0.0, "bytes_per_s": -1}}), "no such link"),
+        (json.dumps({**GOOD, "axes": [1]}), "is malformed: "),
+    ],
+)
+def test_malformed_profiles(tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(xs.ProfileError) as caught:
+        xs.load_profile(path)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_profile_names_those_that_are_shipped():
+    with pytest.raises(xs.ProfileError) as caught:
+        xs.load_profile("h1000")
+    shipped = sorted(path.stem for path in (Path(xs.__file__).parent / "cost" / "profiles").glob("*.json"))
+    assert str(caught.value) == (f"no profile 'h1000'\n  shipped are: {', '.join(shipped)}; or give a file")

@@ -1,0 +1,129 @@
+"""A function of a cut array, run on host devices and on one: values and gradients of both.
+
+What every block's padding holds on the way in, and that of every cotangent, is NaN: nothing that is
+compared here can have come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+from numpy.typing import NDArray
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge import nn
+from jax_bridge.testing.stacked import padded, unpadded
+
+Layers = Callable[..., nn.Placed]  # (placed block, *parameters)
+
+
+class Results(NamedTuple):
+    """Global arrays: the output, the gradients of the input and of every parameter."""
+
+    output: NDArray
+    gradients: tuple[NDArray, ...]
+    sharding: xs.Sharding | None = None
+
+
+def device_mesh(mesh: xs.Mesh) -> jax.sharding.Mesh:
+    kinds = (AxisType.Auto,) * len(mesh.axes)
+    return jax.make_mesh(mesh.sizes, mesh.axes, kinds, devices=jax.devices()[: mesh.n_devices])
+
+
+def sharded(local: Callable, mesh: jax.sharding.Mesh, axis: str) -> Callable:
+    """A function of one block, for an array of blocks [device, *block]; its results are such arrays."""
+
+    def one(x: jax.Array):
+        return jax.tree.map(lambda y: y[None], local(x[0]))
+
+    spec = PartitionSpec(axis)
+    return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def on_devices(
+    layers: Layers,
+    x: NDArray,
+    parameters: tuple[NDArray, ...],
+    layout: str,
+    mesh: xs.Mesh,
+    *,
+    mode: str = "vma",
+) -> Results:
+    """The layers on blocks; their cotangent is `cotangent_of` the output. mode: vma, novma or pmap."""
+    source = xs.Sharding(xs.Layout.parse(layout), mesh, x.shape)
+    everywhere, nowhere = PartitionSpec(mesh.axes), PartitionSpec()
+
+    def apply(block, *parameters):
+        if mode != "vma":
+            parameters = [xj.copy_to(p, source.layout.axes) for p in parameters]
+        return layers(nn.place(block, layout, x.shape), *parameters)
+
+    def forward(block, *parameters):
+        y = apply(block[0], *parameters)
+        return nn.Placed(y.block[None], y.sharding)
+
+    def both(block, cotangent, *parameters):
+        y, pull = jax.vjp(lambda *given: apply(*given).block, block[0], *parameters)
+        gradient, *others = pull(cotangent[0])
+        return y[None], gradient[None], tuple(others)
+
+    def mapped(local, ins, outs):
+        return jax.shard_map(
+            local, mesh=device_mesh(mesh), in_specs=ins, out_specs=outs, check_vma=mode == "vma"
+        )
+
+    given = (nowhere,) * len(parameters)
+    blocks = padded(xs.reference.scatter(x, layout, mesh), source, fill=np.nan)
+    target = jax.eval_shape(mapped(forward, (everywhere, *given), everywhere), blocks, *parameters).sharding
+    cotangent = cotangent_of(target.shape, x.dtype)
+    cut = padded(xs.reference.scatter(cotangent, str(target.layout), mesh), target, fill=np.nan)
+    if mode == "pmap":
+        axis = next(a for a in mesh.axes if mesh.size(a) == mesh.n_devices)
+        program = jax.pmap(both, axis, in_axes=(0, 0, *[None] * len(parameters)))
+        y, gradient, others = program(blocks[:, None], cut[:, None], *parameters)
+        y, gradient, others = y[:, 0], gradient[:, 0], tuple(g[0] for g in others)
+    else:
+        ins, outs = (everywhere, everywhere, *given), (everywhere, everywhere, given)
+        y, gradient, others = jax.jit(mapped(both, ins, outs))(blocks, cut, *parameters)
+    return Results(_whole(y, target), (_whole(gradient, source), *(np.asarray(g) for g in others)), target)
+
+
+def on_one(function: Callable[..., jax.Array], x: NDArray, parameters: tuple[NDArray, ...]) -> Results:
+    """The same, of the global array."""
+
+    @jax.jit
+    def both(cotangent, x, *parameters):
+        y, pull = jax.vjp(function, x, *parameters)
+        return y, pull(cotangent)
+
+    # As an argument: of a constant XLA would compute the gradient while it compiles.
+    target = jax.eval_shape(function, x, *parameters)
+    y, gradients = both(cotangent_of(target.shape, x.dtype), x, *parameters)
+    return Results(np.asarray(y), tuple(map(np.asarray, gradients)))
+
+
+def cotangent_of(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    return np.random.default_rng(7).integers(-4, 5, shape).astype(dtype)
+
+
+def difference(found: Results, expected: Results) -> float:
+    """The largest, relative to the largest expected number of its array; infinite for another shape."""
+    worst = 0.0
+    for a, b in zip((found.output, *found.gradients), (expected.output, *expected.gradients), strict=True):
+        if a.shape != b.shape:
+            return np.inf
+        worst = max(worst, float(np.abs(a - b).max(initial=0) / max(1, np.abs(b).max(initial=0))))
+    return worst
+
+
+def _whole(blocks: jax.Array, sharding: xs.Sharding) -> NDArray:
+    """The global array; the padding of every block is zero."""
+    blocks = np.asarray(blocks)
+    own = unpadded(blocks, sharding)
+    assert np.array_equal(blocks, padded(own, sharding, fill=0)), "something is left in the padding"
+    return xs.reference.gather(own, str(sharding.layout), sharding.mesh, sharding.shape)

@@ -1,0 +1,241 @@
+"""Plans in JAX: what its three modes make of them, and what the compiled program moves.
+
+The table of cases that all runtimes share is in `test_case_table.py`; here is what only JAX has:
+padding, the order of axes in ppermute, and HLO.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from jax_bridge.lower.rules import RULES
+from jax_bridge.lower.schedule import edge_colours, rounds
+from jax_bridge.testing.hlo import collectives
+from tests.jax_bridge.helpers import in_jax
+from xshard.runtimes.processes import run_worker
+from xshard.runtimes.tasks import make_task, run_reference
+from xshard.runtimes.verdict import difference
+from xshard.steps import Exchange, Step
+
+MODES = ("vma", "novma", "pmap")
+
+# Expression, mesh, shape. The mesh is never in the order that the expression names its axes in.
+CASES = (
+    ("n/a/b/c d -> n/c/a/b d", "a=2,b=2,c=2", (16, 2)),
+    ("n/(c,a) d/b -> n/b d/(a,c)", "a=2,b=2,c=2", (8, 8)),
+    ("n/b d/a -> n/a d/b", "a=2,b=4", (8, 8)),
+    ("n/zigzag(b,a) d -> n/(a,b) d", "a=2,b=4", (32, 2)),
+    ("n/zigzag(b,a) d -> n d/zigzag(a,b)", "a=2,b=2", (16, 16)),
+    ("n/cyclic(a) d/zigzag(b) -> n d | copy(a,b)", "a=2,b=2", (6, 8)),
+    ("n d | sum(a,b) -> n/zigzag(b,a) d", "a=2,b=2", (16, 3)),
+    ("n d | max(a,b) -> n/zigzag(b) d | copy(a)", "a=2,b=2", (8, 3)),
+    ("n/b d | mean(a) -> n d/a", "a=4,b=2", (4, 8)),
+    ("n d/a -> n/b d | mean(a)", "a=4,b=2", (6, 9)),
+    ("n d | mean(a) -> n d | copy(a)", "a=3", (4, 16)),
+    ("n | mean(a,b) -> n/a", "a=5,b=1", (50,)),
+    ("n/b d | min(a) -> n d", "a=2,b=3", (6, 3)),
+    ("n/b d | max(a) -> n/a d/b", "a=2,b=3", (7, 5)),
+    ("() | max(a) -> () | copy(a)", "a=8", ()),
+    ("() -> () | sum(a)", "a=8", ()),
+    ("n/a d -> n d | sum(a)", "a=8", (5, 2)),
+    ("n/a/b d -> n d/b/a", "a=4,b=2", (9, 10)),
+    ("n/balanced(a) d -> n/cyclic(a) d", "a=8", (21, 2)),
+    ("n/zigzag(a) d -> n d/a", "a=8", (37, 9)),
+)
+INTEGERS = (
+    ("n/a d -> n d/a", "a=4", (8, 8), "int32"),
+    ("n d | sum(a) -> n/a d", "a=4", (8, 2), "int64"),
+    ("n/a -> n", "a=4", (8,), "bool"),
+    ("n | sum(a) -> n/a", "a=4", (8,), "uint8"),
+    ("n/a d -> n/cyclic(a) d", "a=4", (7, 2), "bool"),
+    ("n | sum(a) -> n", "a=4", (8,), "complex64"),
+    ("n/a -> n | sum(a)", "a=4", (8,), "float16"),
+    ("n/a d -> n/b d", "a=4,b=2", (8, 2), "float16"),
+    ("n/a d -> n d/a", "a=4", (8, 4), "float8_e4m3fn"),
+    ("n/a d -> n d", "a=4", (8, 4), "bfloat16"),
+)
+# What the planner has better steps for, and an exchange must do all the same.
+EXCHANGES = (
+    ("() | max(a) -> ()", "a=4", ()),
+    ("() | min(a) -> () | copy(a)", "a=3,b=2", ()),
+    ("n/b d | max(a) -> n d", "a=2,b=3", (7, 2)),
+    ("n d | sum(a) -> n d", "a=4", (5, 2)),
+    ("n d -> n d | sum(a)", "a=4", (5, 2)),
+    ("() -> () | sum(a)", "a=4", ()),
+)
+# Replicas in the receiver's node of three devices are the senders.
+NEAR = (
+    ("n/b d -> n/a d", "a=4,b=2", (8, 2)),
+    ("n/b d/a -> n d", "a=2,b=4", (7, 3)),
+    ("n/zigzag(b) d -> n d/a", "a=2,b=2", (9, 4)),
+)
+
+
+def plans():
+    for expression, mesh, shape in CASES:
+        yield xs.plan(expression, xs.Mesh.parse(mesh), shape)
+    for expression, mesh, shape, dtype in INTEGERS:
+        yield xs.plan(expression, xs.Mesh.parse(mesh), shape, dtype)
+    for expression, mesh, shape in EXCHANGES:
+        src, dst = xs.parse_expression(expression)
+        yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst),))
+    for expression, mesh, shape in NEAR:
+        src, dst = xs.parse_expression(expression)
+        yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst, 3),))
+    yield from map(random_plan, range(12))
+
+
+def random_plan(seed: int) -> xs.Plan:
+    """Two layouts of one array, drawn without regard for what is easy."""
+    draw = random.Random(seed)
+    axes = dict(draw.sample([("a", 2), ("b", 2), ("c", 2), ("d", 3), ("e", 1)], draw.randint(1, 3)))
+    n_dims = draw.randint(1, 3)
+
+    def layout() -> str:
+        dims: list[list[str]] = [[] for _ in range(n_dims)]
+        tags = []
+        for axis in draw.sample(list(axes), len(axes)):
+            use = draw.choice(["cut", "cut", "cut", "whole", "sum", "copy"])
+            if use == "cut":
+                order = draw.choice(["{}", "{}", "zigzag({})", "cyclic({})", "balanced({})"])
+                draw.choice(dims).append("/" + order.format(axis))
+            elif use != "whole":
+                tags.append(f"{use}({axis})")
+        text = " ".join(f"d{i}{''.join(cuts)}" for i, cuts in enumerate(dims))
+        return f"{text} | {' '.join(tags)}" if tags else text
+
+    shape = tuple(draw.choice([1, 2, 5, 7, 8, 12]) for _ in range(n_dims))
+    return xs.plan(f"{layout()} -> {layout()}", xs.Mesh(axes), shape)
+
+
+TASKS = [make_task(plan, seed) for seed, plan in enumerate(plans())]
+
+
+def takes(mode: str, mesh: xs.Mesh) -> bool:
+    return mode != "pmap" or sum(n > 1 for n in mesh.sizes) <= 1
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What JAX made of every task, by mode; None where a mode cannot take the mesh."""
+    found = {}
+    for mode in MODES:
+        tasks = [task for task in TASKS if takes(mode, task.plan.mesh)]
+        answers = iter(run_worker("jax_bridge.testing.worker", tasks, "--mode", mode, timeout_s=300))
+        found[mode] = [next(answers) if takes(mode, task.plan.mesh) else None for task in TASKS]
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_and_gradients_are_those_of_the_reference(outcomes, mode) -> None:
+    wrong = []
+    for task, outcome in zip(TASKS, outcomes[mode], strict=True):
+        if outcome is not None:
+            expected = run_reference(task)
+            forward = difference(outcome.outputs, expected.outputs)
+            backward = difference(outcome.gradients, expected.gradients)
+            if forward or backward:
+                wrong.append((str(task.plan), forward, backward))
+    assert not wrong, "\n\n".join(f"off by {f}, {b}:\n{plan}" for plan, f, b in wrong)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_program_moves_what_the_plan_says(outcomes, mode) -> None:
+    """Exactly, where blocks are even. XLA:CPU widens 16-bit floats to add them; those that move are bits."""
+    for task, outcome in zip(TASKS, outcomes[mode], strict=True):
+        plan = task.plan
+        steps = [stage.after.is_even for stage in plan.stages]
+        if outcome is None or not plan.source.is_even or not all(steps):
+            continue
+        assert outcome.forward_bytes == plan.bytes_received, plan
+        widened = plan.dtype == "float16"  # backward, where its plan adds
+        if plan.src.is_linear and all(s.after.is_even for s in plan.backward.stages) and not widened:
+            assert outcome.backward_bytes == plan.backward.bytes_received, plan.backward
+
+
+def test_every_step_has_a_rule_and_runs_here() -> None:
+    assert not (missing := set(Step.registry.values()) - set(RULES)), f"no rule in jax_bridge for {missing}"
+    run = {type(step) for task in TASKS for step in task.plan.steps}
+    run |= {type(s) for t in TASKS if t.plan.src.is_linear for s in t.plan.backward.steps}
+    assert run == set(RULES), f"no case here runs {set(RULES) - run}"
+
+
+def test_uneven_rounds_cost_little_more_than_the_plan() -> None:
+    """A round is as long as its longest message: on arrays of some size hardly longer than the others."""
+    plan = xs.plan("n/a d -> n d/a", xs.Mesh(a=8), (1001, 999))
+    (stage,) = plan.stages
+    sent = rounds(stage.step, stage.before).sent
+    padded = sum(np.prod(np.max([m.shape for m in r], axis=0)) for r in sent)
+    assert padded * plan.itemsize <= 1.01 * plan.bytes_received
+
+
+def test_rounds_of_very_different_messages_are_not_padded() -> None:
+    """Blocks of thirds onto fifths: messages of one shape go together, in more rounds than the fewest."""
+    plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=3, b=5), (90, 90))
+    ((step, before, _),) = plan.stages
+    for messages in rounds(step, before).every:
+        assert len({m.shape for m in messages}) == 1
+
+
+def test_collectives_are_read_in_every_spelling_of_their_groups() -> None:
+    for groups in (
+        "replica_groups={{0,1,2,3},{4,5,6,7}}",
+        "replica_groups=[2,4]<=[8]",
+        "replica_groups=mesh['a'=2,'b'=4] {'b'}",
+        "replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}",
+        "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+    ):
+        line = f"  %x = f32[8]{{0}} all-gather(%y), channel_id=1, {groups}, dimensions={{0}}"
+        (found,) = collectives(line, 8)
+        assert found == ("all-gather", (24,) * 8)
+    pairs = "  %x = bf16[4]{0} collective-permute(%y), source_target_pairs={{0,1},{1,0},{2,2}}"
+    assert [*collectives(pairs, 3)] == [("collective-permute", (8, 8, 0))]
+    with pytest.raises(ValueError, match="cannot read"):
+        [*collectives("  %x = f32[8]{0} all-gather(%y), replica_groups=new", 8)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rounds_are_as_few_as_the_busiest_device_has_messages(seed) -> None:
+    draw = random.Random(seed)
+    n = draw.randint(1, 12)
+    edges = [(s, d) for s in range(n) for d in range(n) if draw.random() < draw.choice([0.2, 0.9])]
+    draw.shuffle(edges)
+    colours = edge_colours(edges)
+    for end in (0, 1):
+        assert max(Counter((e[end], c) for e, c in zip(edges, colours, strict=True)).values(), default=1) == 1
+    degrees = [Counter(e[end] for e in edges).values() for end in (0, 1)]
+    assert len(set(colours)) == max((max(d, default=0) for d in degrees), default=0)
+
+
+@in_jax
+def test_picked_rows() -> None:
+    """Against numpy, for tables with and without chunks, voids, and rows that all devices share."""
+    import jax
+
+    from jax_bridge.lower.row_tables import VOID, pick
+
+    tables = [
+        [[4, 5, 6, 7], [0, 1, 2, 3]],
+        [[0, 1, 6, 7], [2, 3, 4, 5]],
+        [[VOID, VOID, 0, 1], [2, 3, VOID, VOID]],
+        [[VOID, 0, 1, 2], [7, VOID, VOID, 0]],
+        [[7, 6, 5, 4], [7, 6, 5, 4]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+        [[0, 0, 0, 0], [VOID] * 4],
+        [[VOID] * 4, [VOID] * 4],
+        [[0, 1, 2, 3, 4, 5, 6, 7]] * 2,
+        [[], []],
+    ]
+    x = np.arange(1, 2 * 3 * 8 * 2 + 1).reshape(2, 3, 8, 2)
+    for table in map(np.array, tables):
+        table = table.astype(int)
+        found = jax.pmap(lambda x, t=table: pick(x, 1, t, ("a",)), "a", devices=jax.devices()[:2])(x)
+        for device in (0, 1):
+            expected = x[device][:, table[device]]
+            expected[:, table[device] == VOID] = 0
+            assert np.array_equal(found[device], expected), (table, found[device], expected)

@@ -1,0 +1,300 @@
+"""`redistribute` and the named ops: where they can be called, what they accept, what they refuse."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.planning import plan_here
+from jax_bridge.testing.stacked import padded, unpadded
+from tests.jax_bridge.helpers import in_jax
+
+X = np.arange(1.0, 1 + 8 * 8, dtype=np.float32).reshape(8, 8)
+
+
+def mesh(**axes: int) -> jax.sharding.Mesh:
+    n = int(np.prod(list(axes.values())))
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=jax.devices()[:n])
+
+
+def mapped(local, specs, **options):
+    return jax.shard_map(local, mesh=mesh(a=2, b=4), in_specs=specs[0], out_specs=specs[1], **options)
+
+
+def error_of(local, x=X, **options) -> tuple[str, str]:
+    try:
+        jax.eval_shape(mapped(local, (P("a"), P("a")), **options), x)
+    except xs.XshardError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+# Each named op, the expression it stands for, and that of its gradient.
+NAMED = [
+    (partial(xj.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
+    (partial(xj.all_gather, dim=-1, axis="a", grad="replicated"), "d0 d1/a -> d0 d1"),
+    (partial(xj.all_gather, dim=0, axis=("b", "a"), grad="sum"), "d0/(b,a) d1 -> d0 d1 | copy(a,b)"),
+    (partial(xj.reduce_scatter, dim=1, axis="a"), "d0 d1 | sum(a) -> d0 d1/a"),
+    (partial(xj.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
+    (partial(xj.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
+    (partial(xj.all_reduce, axis="a", op="mean", grad="replicated"), "d0 d1 | mean(a) -> d0 d1"),
+    (partial(xj.all_to_all, split_dim=1, concat_dim=0, axis="b"), "d0/b d1 -> d0 d1/b"),
+    (
+        partial(xj.all_to_all, split_dim=1, concat_dim=0, axis="a", concat_order="zigzag"),
+        "d0/zigzag(a) d1 -> d0 d1/a",
+    ),
+    (partial(xj.slice, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
+    (partial(xj.slice, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
+    (
+        partial(xj.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
+        "d0 d1/b -> d0 d1/b:halo(1,2,periodic)",
+    ),
+    (
+        partial(xj.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
+        "d0 d1/(b,a) -> d0 d1/(b,a):halo(2,2,edge,zero)",
+    ),
+    (partial(xj.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
+    (partial(xj.reduce_from, axis="a"), "d0 d1 | sum(a) -> d0 d1"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(NAMED)), ids=[f"{f.func.__name__}-{e}" for f, e in NAMED])
+@in_jax
+def test_a_named_op_is_its_expression(case) -> None:
+    """The same program, forward and backward."""
+    op, expression = NAMED[case]
+
+    def program(move):
+        def local(x):
+            y, pull = jax.vjp(move, x)
+            return y, pull(y)[0]
+
+        everywhere = P(("a", "b"))
+        both = mapped(local, (everywhere, (everywhere, everywhere)), check_vma=False)
+        return str(jax.make_jaxpr(both)(np.zeros((8 * 16, 16), np.float32)))
+
+    assert program(op) == program(lambda x: xj.redistribute(x, expression))
+
+
+@in_jax
+def test_halos_of_another_width_for_every_part() -> None:
+    """Heat's, which stay inside the array: the shorter blocks are padded."""
+
+    def widened(x):
+        return xj.halo_exchange(x, ([0, 2, 1, 3], [1, -1, 2, 0]), 0, "b", shape=(8, 8))
+
+    found = np.asarray(mapped(widened, (P("b"), P("b")))(X)).reshape(4, 5, 8)
+    for block, (start, stop) in zip(found, [(0, 3), (0, 3), (3, 8), (3, 8)], strict=True):
+        assert np.array_equal(block[: stop - start], X[start:stop])
+        assert not block[stop - start :].any()
+
+
+@in_jax
+def test_axes_that_the_expression_does_not_name_are_left_alone() -> None:
+    """Blocks differ along `b`, and keep doing so; replicas along `a` are declared where they are."""
+    gathered = mapped(lambda x: xj.redistribute(x, "n/a d -> n d"), (P("a", "b"), P(None, "b")))
+    assert np.array_equal(gathered(X), X)
+    assert np.array_equal(jax.grad(lambda x: (gathered(x) ** 2).sum())(X), 2 * X)
+    permuted = mapped(lambda x: xj.redistribute(x, "n/a d -> n/cyclic(a) d"), (P("a", "b"), P("a", "b")))
+    assert np.array_equal(permuted(X), X[[0, 2, 4, 6, 1, 3, 5, 7]])
+
+
+@in_jax
+def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None:
+    """Two devices along `a` are of two nodes, though a mesh of two devices would be within one."""
+    nodes = xs.Profile("nodes", "made up", xs.Link(0.0, 1e12), across=xs.Link(0.0, 1e9), node_devices=4)
+    made = []
+
+    def local(x):
+        made.append(plan_here(x, "n/a d -> n d", None, None, nodes))
+        return x
+
+    jax.eval_shape(mapped(local, (P("a"), P("a"))), X)
+    assert [plan.cost for plan in made] == [4 * 8 * 4 / 1e9]  # half of the rows, between nodes
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@in_jax
+def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
+    moved = mapped(
+        lambda x: xj.redistribute(x * 2, "n/a d -> n d/a"),
+        (P("a"), P(None, "a")),
+        axis_names={"a"},
+        check_vma=check_vma,
+    )
+    assert np.array_equal(jax.jit(moved)(X), 2 * X)
+
+
+@in_jax
+def test_every_kind_of_mesh() -> None:
+    """Whatever the order of its axes: `ppermute` has one of its own, which an exchange must follow."""
+    here, expression = mesh(a=2, b=4), "n/b d/a -> n/a d/b"
+    assert [step.kind for step in xs.plan(expression, xs.Mesh(b=4, a=2), X.shape).steps] == ["exchange"]
+    meshes = (None, here, here.abstract_mesh, xs.Mesh(a=2, b=4), xs.Mesh(b=4, a=2), xs.Mesh(b=4, z=1, a=2))
+    for given in meshes:
+        moved = mapped(lambda x, m=given: xj.redistribute(x, expression, m), (P("b", "a"), P("a", "b")))
+        assert np.array_equal(moved(X), X), given
+    plan = xs.plan(expression, xs.Mesh(c=1, b=4, a=2), X.shape)
+    moved = mapped(lambda x: xj.redistribute(x, plan), (P("b", "a"), P("a", "b")))
+    assert np.array_equal(moved(X), X)
+
+
+@in_jax
+def test_axes_of_one_device() -> None:
+    one = mesh(a=1, b=4)
+    for src, dst, specs in [
+        ("n/a d/b", "n d/b", (P("a", "b"), P(None, "b"))),
+        ("n d/b", "n/a d/b", (P("a", "b"), P("a", "b"))),  # varying where the source holds one value
+        ("n d/b | sum(a)", "n d", (P("a", "b"), P())),
+        ("n/a/b d", "n/b d/a", (P(("a", "b")), P("b", "a"))),
+    ]:
+        moved = jax.shard_map(
+            lambda x, e=f"{src} -> {dst}": xj.redistribute(x, e),
+            mesh=one,
+            in_specs=specs[0],
+            out_specs=specs[1],
+        )
+        assert np.array_equal(moved(X), X)
+        assert np.array_equal(jax.grad(lambda x, f=moved: (f(x) * X).sum())(X), X)
+    alone = jax.pmap(lambda x: xj.redistribute(x, "n/a/b d -> n d | copy(a)", xs.Mesh(a=1, b=2)), "b")
+    assert np.array_equal(alone(X.reshape(2, 4, 8))[1], X)  # `a` is not bound: nothing to move along it
+
+
+@in_jax
+def test_pmap_inside_jit_and_with_gradients() -> None:
+    blocks = X.reshape(4, 2, 8)
+    moved = jax.pmap(lambda x: xj.all_to_all(x, 1, 0, "p"), "p", devices=jax.devices()[:4])
+    assert np.array_equal(np.concatenate(moved(blocks), axis=1), X)
+    assert np.array_equal(np.concatenate(jax.jit(moved)(blocks), axis=1), X)
+    assert np.array_equal(jax.grad(lambda x: (moved(x) ** 2).sum())(blocks), 2 * blocks)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "n/b d -> n d",
+        "n/b d -> n d/b",
+        "n d/b -> n/b d",
+        "n/zigzag(b) d -> n/b d",
+        "n/b d -> n d | sum(b)",
+        "n/b d | sum(a) -> n/b d",
+        "n/b d -> n/b d",
+        "n/b d -> n/a d",
+        "n/b d | max(a) -> n/b d | copy(a)",
+    ],
+)
+@in_jax
+def test_padding_does_not_leak(expression) -> None:
+    """NaN in the padding of blocks and of cotangents reaches no value and no gradient."""
+    plan = xs.plan(expression, xs.Mesh(a=2, b=4), (7, 5))
+
+    def local(x, g):
+        y, pull = jax.vjp(lambda x: xj.redistribute(x, plan), x[0])
+        return y[None], pull(g[0])[0][None]
+
+    everywhere = P(("a", "b"))
+    both = mapped(local, ((everywhere, everywhere), (everywhere, everywhere)), check_vma=False)
+    y, g = jax.jit(both)(padded_with_nan(plan.source), padded_with_nan(plan.target))
+    for found, sharding in ((np.asarray(y), plan.target), (np.asarray(g), plan.source)):
+        assert np.array_equal(found, padded(unpadded(found, sharding), sharding, fill=0))
+
+
+def padded_with_nan(sharding: xs.Sharding) -> np.ndarray:
+    return padded([np.ones(sharding.local_shape(d), np.float32) for d in range(8)], sharding, fill=np.nan)
+
+
+@in_jax
+def test_errors_mark_the_expression() -> None:
+    def using(expression, given=None, **options):
+        return lambda x: xj.redistribute(x, expression, given, **options)
+
+    assert error_of(using("n/c d -> n d")) == (
+        "NotationError",
+        "unknown mesh axis 'c' in 'n/c d -> n d'\n"
+        + " " * (len("NotationError: unknown mesh axis 'c' in '") + 2)
+        + "^\n  the mesh has: a=2, b=4",
+    )
+    kind, text = error_of(using("n/b d -> n d"), axis_names={"a"})
+    assert kind == "MeshError" and "mesh axis 'b' is not manual here in 'n/b d -> n d'" in text
+    assert "manual are: a=2" in text
+
+    kind, text = error_of(using("n/a d -> n d", xs.Mesh(a=4)))
+    assert kind == "MeshError" and "axis 'a' has size 4" in text and "and 2 here" in text
+
+    kind, text = error_of(using("n/a -> n"))
+    assert kind == "ShapeError" and "in 'n/a -> n'" in text
+
+    kind, text = error_of(using("n/zigzag(a) d -> n d"), x=X[:6])
+    assert kind == "ShapeError" and "the block has shape (3, 8), not (4, 8)" in text and "shape=" in text
+    assert text.splitlines()[1].index("^") == len("ShapeError: the block has shape (3, 8), not (4, 8) in '")
+
+    kind, text = error_of(using("n/a d -> n d", shape=(12, 8)))
+    assert kind == "ShapeError" and "not (6, 8)" in text and "a (12, 8) array" in text
+
+    plan = xs.plan("n/a d -> n d", xs.Mesh(a=2), (8, 8), "bfloat16")
+    kind, text = error_of(using(plan))
+    assert kind == "DtypeError" and "float32" in text and "bfloat16" in text
+
+    kind, text = error_of(using("n d | mean(a) -> n d"), x=X.astype("int32"))
+    assert kind == "DtypeError" and "in 'n d | mean(a) -> n d'" in text
+
+    kind, text = error_of(using("n d -> n/a d"))
+    assert kind == "NotationError" and "the block varies along 'a'" in text and "copy(a)" in text
+
+    kind, text = error_of(lambda x: xj.all_gather(x, 0, "a", grad="both"))
+    assert kind == "XshardError" and "replicated" in text
+    kind, text = error_of(lambda x: xj.all_gather(x, 2, "a", grad="sum"))
+    assert kind == "ShapeError" and "no dim 2" in text
+
+
+@in_jax
+def test_outside_of_shard_map() -> None:
+    with pytest.raises(xs.MeshError, match="not manual here") as caught:
+        xj.redistribute(X, "n/a d -> n d")
+    assert "reshard works outside" in str(caught.value)
+    with pytest.raises(xs.MeshError, match="not manual here"):
+        xj.redistribute(X, "n/a d -> n d", mesh(a=2))
+
+
+@in_jax
+def test_a_maximum_that_stays_has_no_gradient() -> None:
+    everywhere, expression = P(("a", "b")), "n/b d | max(a) -> n d/b | max(a)"
+    kept = mapped(lambda x: xj.redistribute(x, expression), (everywhere, everywhere))
+    jax.eval_shape(kept, np.zeros((32, 16), np.float32))
+    with pytest.raises(xs.LinearityError):
+        jax.eval_shape(jax.grad(lambda x: kept(x).sum()), np.zeros((32, 16), np.float32))
+
+
+@in_jax
+def test_unreduced_and_reduced_values_are_accepted() -> None:
+    """JAX's own types for addends and copies enter as `sum` and `copy`."""
+
+    def local(x):
+        addends = jax.lax.pcast(x, "a", to="unreduced")
+        copies = jax.lax.all_gather(x, "a", axis=0, tiled=True, to="reduced")
+        total = xj.redistribute(addends, "n d | sum(a) -> n d")
+        mine = xj.redistribute(copies, "n d | copy(a) -> n/a d")
+        return total, mine
+
+    moved = jax.jit(mapped(local, (P("a"), (P(), P("a")))))
+    total, mine = moved(X)
+    assert np.array_equal(total, X[:4] + X[4:]) and np.array_equal(mine, X)
+    gradient = jax.jit(jax.grad(lambda x: (moved(x)[0] * X[:4]).sum() + (moved(x)[1] * X).sum()))(X)
+    assert np.array_equal(gradient, np.concatenate([X[:4], X[:4]]) + X)
+
+
+@pytest.mark.parametrize("module", ["hlo", "ops", "positions", "reshard", "rounds", "sharding"])
+@in_jax
+def test_examples_in_docstrings(module) -> None:
+    tried = doctest.testmod(importlib.import_module(f"jax_bridge.{module}"))
+    assert tried.attempted and not tried.failed

@@ -1,0 +1,237 @@
+"""`reshard` on global arrays, and layouts as PartitionSpecs."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.testing.hlo import received_bytes
+from jax_bridge.testing.timing import Timer
+from tests.jax_bridge.helpers import in_jax
+from xshard.notation.parser import Shard
+from xshard.steps import AllGather, AllToAll, Exchange, Permute, Slice
+
+X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh(kind: str = "auto") -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("a", "b"), (KINDS[kind],) * 2)
+
+
+def on(kind: str, *spec, x=X) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+
+
+CASES = [
+    (P("a", "b"), "n/a d/b -> n/b d/a", P("b", "a")),
+    (P(("a", "b")), "n/(a,b) d -> n d/b/a", P(None, ("b", "a"))),
+    (P("a"), "n/a ... -> n ...", P()),
+    (P(), "n d -> n/b d", P("b")),
+    (P("b"), "n/b d -> n/a d", P("a")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "expression", "after"), CASES)
+@in_jax
+def test_arrays_stay_the_same_and_get_the_sharding(kind, before, expression, after) -> None:
+    y = xj.reshard(on(kind, *before), expression)
+    assert np.array_equal(y, X)
+    assert y.sharding == NamedSharding(mesh(kind), P(*after, *[None] * (X.ndim - len(after))))
+    for shard in y.addressable_shards:
+        assert np.array_equal(shard.data, X[shard.index])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_jax
+def test_under_jit_and_differentiated(kind) -> None:
+    weights = on(kind, "b", "a", x=X % 7)
+
+    @jax.jit
+    def loss(x):
+        return (xj.reshard(x * 2, "n/a d/b -> n/b d/a", mesh(kind)) * weights).sum()
+
+    with jax.set_mesh(mesh(kind)):
+        gradient = jax.grad(loss)(on(kind, "a", "b"))
+    assert np.array_equal(gradient, 2 * (X % 7))
+
+
+@in_jax
+def test_storage_order() -> None:
+    """A zigzag dim is held as the devices keep it: rank 0 has the first and the last of 8 chunks."""
+    y = xj.reshard(on("auto", "b"), "n/b d -> n/zigzag(b) d")
+    kept = np.concatenate(xs.reference.scatter(X, "n/zigzag(b) d", xs.Mesh(b=4)))
+    assert np.array_equal(y, kept) and not np.array_equal(y, X)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh(), P("b")), 2)
+    assert np.array_equal(xj.reshard(y, "n/zigzag(b) d -> n d/b"), X)
+
+
+@in_jax
+def test_compiled_once() -> None:
+    x, compiled = on("auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    for _ in range(2):
+        first = len(compiled)
+        xj.reshard(x, "n/a d/b -> n/b d/a")
+    named = [name for name in compiled[first:] if "compile" in name or "trace" in name]
+    assert not named and any("compile" in name for name in compiled)
+
+
+@in_jax
+def test_the_program_moves_what_the_plan_says() -> None:
+    plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=4), X.shape)
+    text = jax.jit(lambda x: xj.reshard(x, plan)).lower(on("auto", "a", "b")).compile().as_text()
+    assert received_bytes(text, 8) == plan.bytes_received > 0
+
+
+OVER_B = (Shard(("b",)),)
+MOVES = [
+    (P("b"), "n/b d -> n d", AllGather("n", OVER_B)),
+    (P("b"), "n/b d -> n d/b", AllToAll("n", OVER_B, "d", OVER_B)),
+    (P(), "n d -> n/b d", Slice((("n", OVER_B),))),
+    (P(("a", "b")), "n/a/b d -> n/b/a d", Permute(xs.Layout.parse("n/b/a d"))),
+    (P("b"), "n/b d -> n d/b", Exchange(xs.Layout.parse("n d/b"))),
+    (P("b", "a"), "n/zigzag(b) d/a -> n/cyclic(b) d", Exchange(xs.Layout.parse("n/cyclic(b) d"))),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("spec", "expression", "step"), MOVES, ids=[f"{e}, {s.kind}" for _, e, s in MOVES])
+@in_jax
+def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dtype) -> None:
+    """XLA would make them wider on CPUs: not only in collectives, slices and concatenations too."""
+    src, dst = xs.parse_expression(expression)
+    plan = xs.Plan(src, dst, xs.Mesh(a=2, b=4), X.shape, dtype, (step,))
+    x = on("auto", *spec, x=X.astype(dtype))
+    compiled = jax.jit(lambda x: xj.reshard(x, plan)).lower(x).compile()
+    y, held = compiled(x), {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    expected = xs.reference.run(plan, [held[device] for device in mesh().devices.flat])
+    found = {shard.device: np.asarray(shard.data) for shard in y.addressable_shards}
+    for device, block in zip(mesh().devices.flat, expected, strict=True):
+        assert found[device].dtype == dtype and np.array_equal(found[device], block)
+    assert not re.findall(r"\b(?:f16|f32|f64)\[", compiled.as_text())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_jax
+def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
+    """Here it takes a slice over it and gathers that again."""
+    mesh_3d = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (KINDS[kind],) * 3)
+    src, dst = xs.parse_expression("n/a d -> n/a d")
+    steps = (Slice((("d", (Shard(("c",)),)),)), AllGather("d", (Shard(("c",)),)))
+    plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2, c=2), X.shape, "float32", steps)
+    x = jax.device_put(X, NamedSharding(mesh_3d, P("a")))
+    y = xj.reshard(x, plan)
+    assert np.array_equal(y, X) and y.sharding == NamedSharding(mesh_3d, P("a", None))
+    with jax.set_mesh(mesh_3d):
+        gradient = jax.grad(lambda x: (xj.reshard(x, plan) ** 2).sum())(x)
+    assert np.array_equal(gradient, 2 * X)
+
+
+@in_jax
+def test_partial_sums_on_explicit_meshes() -> None:
+    """An unreduced product is reduce-scattered by its name, and so is its gradient gathered."""
+    with jax.set_mesh(mesh("explicit")):
+        a, b = jax.reshard(X, P(None, "b")), jax.reshard(X.T, P("b", None))
+
+        def product(a, b):
+            return jnp.einsum("ik,kj->ij", a, b, out_sharding=P(unreduced={"b"}))
+
+        @jax.jit
+        def loss(a, b):
+            return (xj.reshard(product(a, b), "i j | sum(b) -> i/b j") ** 2).sum()
+
+        partial = jax.jit(product)(a, b)
+        assert np.array_equal(xj.reshard(partial, "i j | sum(b) -> i/b j"), X @ X.T)
+        assert np.allclose(jax.grad(loss)(a, b), jax.grad(lambda a: ((a @ X.T) ** 2).sum())(X), rtol=1e-5)
+        there = xj.reshard(a, "n d/b -> n d | copy(b)")
+        assert jax.typeof(there).sharding.spec.reduced == {"b"}
+        assert np.array_equal(xj.reshard(there, "n d | copy(b) -> n/b d"), X)
+        with pytest.raises(xs.ShapeError, match=r"not sharded as 'n d' says in 'n d -> n/b d'"):
+            xj.reshard(there, "n d -> n/b d")
+        addends = xj.reshard(a, "n d/b -> n d | sum(b)")
+        assert jax.typeof(addends).sharding.spec.unreduced == {"b"}
+        assert np.array_equal(xj.reshard(addends, "n d | sum(b) -> n d"), X)
+
+
+@in_jax
+def test_idle_replicas_take_shares_of_a_sum() -> None:
+    """The plan uses an axis that the expression does not name: its replicas are the same values."""
+    plan = xs.plan("n d | sum(b) -> n d", xs.Mesh(a=2, b=4), X.shape, profile="bandwidth")
+    assert "a" in plan.axes
+    with jax.set_mesh(mesh("explicit")):
+        addends = xj.reshard(jax.reshard(X, P(None, None)), "n d -> n d | sum(b)")
+        whole = xj.reshard(addends, "n d | sum(b) -> n d", profile="bandwidth")
+        assert np.array_equal(whole, X)
+        assert jax.typeof(whole).sharding.spec == P(None, None)
+
+
+@in_jax
+def test_errors() -> None:
+    x = on("auto", "a", "b")
+    with pytest.raises(xs.ShapeError, match="the array is not sharded as 'n/b d' says in 'n/b d -> n d'"):
+        xj.reshard(x, "n/b d -> n d")
+    with pytest.raises(xs.ShapeError, match=r"\(14, 8\) does not divide under 'n/b d' in 'n/a d -> n/b d'"):
+        xj.reshard(X[:14], "n/a d -> n/b d", mesh())
+    with pytest.raises(xs.MeshError, match="Explicit axes only") as caught:
+        xj.reshard(x, "n/a d/b -> n d/b | copy(a)")
+    assert "in 'n/a d/b -> n d/b | copy(a)'" in str(caught.value)
+    with pytest.raises(xs.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
+        xj.reshard(X, "n/a d -> n d")
+    with pytest.raises(xs.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
+        jax.jit(lambda x: xj.reshard(x, "n/a d -> n d"))(X)  # and JAX knows no sharding either
+    with pytest.raises(xs.MeshError, match="the mesh given has none"):
+        xj.reshard(x, "n/a d/b -> n d", mesh().abstract_mesh)
+    with pytest.raises(xs.NotationError, match="unknown mesh axis 'c'"):
+        xj.reshard(x, "n/c d -> n d")
+
+
+@pytest.mark.parametrize(
+    "text", ["d0/a d1", "d0 d1/(b,a)", "d0 d1", "d0/a d1/b", "d0/a d1 | sum(b)", "d0 d1 | sum(a) copy(b)"]
+)
+def test_specs_and_back(text) -> None:
+    layout = xs.Layout.parse(text)
+    assert xj.from_partition_spec(xj.to_partition_spec(layout), 2) == layout
+
+
+def test_specs() -> None:
+    assert xj.to_partition_spec("n/a/b d") == P(("a", "b"), None)  # nested and grouped cuts are one to JAX
+    assert xj.to_partition_spec("n/a ... c/b", ndim=4) == P("a", None, None, "b")
+    assert str(xj.from_partition_spec(P("a"), 3, names="xyz")) == "x/a y z"
+    for text, reason in [
+        ("n/zigzag(a) d", "order 'zigzag"),
+        ("n | mean(a)", "no reduction but sum"),
+        ("n/a:halo(1,1)", "no overlap"),
+    ]:
+        with pytest.raises(xs.PlanError, match=reason):
+            xj.to_partition_spec(text)
+    with pytest.raises(xs.ShapeError, match="has 2 dims, the array has 1"):
+        xj.from_partition_spec(P("a", "b"), 1)
+    with pytest.raises(xs.PlanError, match="names no axes"):
+        xj.from_partition_spec(P(P.UNCONSTRAINED), 1)
+
+
+@in_jax
+def test_named_shardings() -> None:
+    sharding = xj.to_named_sharding("n/a d | sum(b)", mesh("explicit"))
+    assert sharding == NamedSharding(mesh("explicit"), P("a", None, unreduced={"b"}))
+    with pytest.raises(xs.MeshError, match="Explicit axes only"):
+        xj.to_named_sharding("n/a d | sum(b)", mesh("auto"))
+
+
+@in_jax
+def test_what_a_calibration_times_makes_all_of_the_result() -> None:
+    """XLA makes no more than is read: with one element read, a gather would leave out its copy."""
+    plan = xs.plan("n d/b -> n d", xs.Mesh(a=2, b=4), X.shape)
+    timer = Timer(plan)
+    y = timer.program(jnp.int32(2), timer.blocks)
+    assert np.array_equal(y, np.ones((2, 4, *plan.target.local_shape(0))))

@@ -1,0 +1,167 @@
+"""`reshard` of whole pytrees: one program, memory handed over, progress told; and wrong ones refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.testing.hlo import received_bytes
+from tests.jax_bridge.helpers import in_jax
+
+X = np.arange(1.0, 1 + 16 * 8, dtype=np.float32).reshape(16, 8)
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("a", "b"), (kind,) * 2)
+
+
+def on(*spec, x=X, kind: AxisType = AxisType.Auto) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+
+
+def model() -> dict[str, object]:
+    return {"w": on("a", "b"), "layers": [(on("b"), on("b", x=X[:, 0])), (on("b"), on("b", x=X[:, 1]))]}
+
+
+MOVES = {"w": "n/a d/b -> n/b d/a", "layers": [("n/b d -> n d", "n/b -> n/a")] * 2}
+
+
+@in_jax
+def test_a_tree_of_expressions() -> None:
+    before = model()
+    after = xj.reshard(before, MOVES)
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert jax.tree.map(lambda x: x.sharding.spec, after) == {
+        "w": P("b", "a"),
+        "layers": [(P(None, None), P("a"))] * 2,
+    }
+
+
+@in_jax
+def test_one_expression_for_all_and_a_prefix() -> None:
+    two = {"p": on("a"), "q": [on("a"), on("a")]}
+    for expression in ("n/a d -> n d/b", ("n/a d", "n d/b"), {"p": "n/a d -> n d/b", "q": "n/a d -> n d/b"}):
+        for moved in jax.tree.leaves(xj.reshard(two, expression)):
+            assert np.array_equal(moved, X) and moved.sharding.spec == P(None, "b")
+    pair = (on("a"), on("b"))  # a pair of expressions is one for each, a pair of layouts one for all
+    assert [x.sharding.spec for x in xj.reshard(pair, ("n/a d -> n d/b", "n/b d -> n/a d"))] == [
+        P(None, "b"),
+        P("a", None),
+    ]
+    assert xj.reshard({}, "n -> n") == {} and xj.reshard(None, "n -> n") is None
+
+
+@in_jax
+def test_one_program_that_moves_what_the_plans_say() -> None:
+    text = jax.jit(lambda t: xj.reshard(t, MOVES)).lower(model()).compile().as_text()
+    axes, vector = xs.Mesh(a=2, b=4), (16,)
+    plans = [xs.plan(MOVES["w"], axes, X.shape)]
+    plans += [xs.plan("n/b d -> n d", axes, X.shape), xs.plan("n/b -> n/a", axes, vector)] * 2
+    assert received_bytes(text, 8) == sum(plan.bytes_received for plan in plans) > 0
+
+
+@in_jax
+def test_donated_arrays_are_gone_and_their_memory_used() -> None:
+    before = model()
+    held = {s.data.unsafe_buffer_pointer() for s in before["w"].addressable_shards}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # JAX warns of what it was given and could not use
+        after = xj.reshard(before, MOVES, donate=True)
+    jax.block_until_ready(after)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    assert held & {s.data.unsafe_buffer_pointer() for s in after["w"].addressable_shards}
+    jax.tree.map(np.testing.assert_array_equal, after, model())
+    kept = model()
+    xj.reshard(kept, MOVES)
+    jax.tree.map(np.testing.assert_array_equal, kept, model())
+
+
+@in_jax
+def test_gradients_through_a_tree() -> None:
+    def loss(tree):
+        moved = xj.reshard(tree, {"p": "n/a d -> n d/b", "q": "n/b d -> n/a d"}, mesh())
+        return (moved["p"] * X).sum() + (moved["q"] ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss))({"p": on("a"), "q": on("b")})
+    assert np.array_equal(gradient["p"], X) and np.array_equal(gradient["q"], 2 * X)
+
+
+@in_jax
+def test_progress_is_logged() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("xshard")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        pair = [on("a", x=X[:8]), on("b", x=X[:8])]  # of a shape that no other test has
+        for _ in range(2):
+            xj.reshard(pair, ["n/a d -> n d/b", "n/b d -> n/b d"])
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert said[0].startswith("array 1 of 2: n/a d -> n d/b, float32[8, 8]: ")
+    assert (
+        said[1] == "array 2 of 2: n/b d -> n/b d, float32[8, 8]: 0 steps, 0 B received by the busiest device"
+    )
+    assert said[2:] == ["tracing one program for 2 arrays"]  # and nothing the second time
+
+
+@in_jax
+def test_wrong_trees() -> None:
+    with pytest.raises(xs.XshardError, match="do not fit the arrays"):
+        xj.reshard({"p": on("a")}, {"q": "n/a d -> n d"})
+    with pytest.raises(xs.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
+        xj.reshard([on("a"), on("a")], ["n/a d -> n d", "n/b d -> n d"])
+    other = jax.make_mesh((8,), ("c",), (AxisType.Auto,))
+    elsewhere = jax.device_put(X, NamedSharding(other, P("c")))
+    with pytest.raises(xs.MeshError, match="on several meshes"):
+        xj.reshard([on("a"), elsewhere], ["n/a d -> n d", "n/c d -> n d"])
+    with pytest.raises(xs.XshardError, match="a traced array cannot be donated in 'n/a d -> n d'"):
+        jax.jit(lambda x: xj.reshard(x, "n/a d -> n d", mesh(), donate=True))(on("a"))
+    kept = on("a")
+    with pytest.raises(xs.ShapeError):
+        xj.reshard(kept, "n/b d -> n d", donate=True)
+    assert not kept.is_deleted()
+
+
+@in_jax
+def test_wide_numbers_are_not_narrowed_in_silence() -> None:
+    for dtype in ("float64", "int64", "complex128"):
+        with pytest.raises(
+            xs.DtypeError, match=f"the block is {dtype}, of which JAX would make .*n/a d -> n d"
+        ):
+            xj.reshard(X.astype(dtype), "n/a d -> n d", mesh())
+    with pytest.raises(xs.DtypeError, match="jax_enable_x64"):
+        xj.redistribute(X.astype("float64"), "n/a d -> n d", mesh())
+
+
+@in_jax
+def test_a_traced_array_of_an_explicit_mesh_is_sharded_as_its_type_says() -> None:
+    explicit = mesh(AxisType.Explicit)
+    x = on("a", kind=AxisType.Explicit)
+    with jax.set_mesh(explicit):
+        for given in (None, explicit, explicit.abstract_mesh):
+            moved = jax.jit(lambda x, m=given: xj.reshard(x, "n/a d -> n d/b", m))(x)
+            assert np.array_equal(moved, X) and moved.sharding == NamedSharding(explicit, P(None, "b"))
+        with pytest.raises(xs.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
+            jax.jit(lambda x: xj.reshard(x, "n/b d -> n d"))(x)
+
+
+@in_jax
+def test_the_mesh_of_the_context_may_have_no_devices() -> None:
+    """A program made for an abstract mesh runs on the devices of whichever mesh is set."""
+    with jax.set_mesh(mesh()):
+        abstract = mesh().abstract_mesh
+        moved = jax.jit(lambda x: xj.reshard(x, "n/a d -> n d/b", abstract))(on("a"))
+    assert np.array_equal(moved, X) and moved.sharding.is_equivalent_to(on(None, "b").sharding, 2)

@@ -1,0 +1,312 @@
+"""A plan under every transformation of JAX: a row each, with and without types.
+
+Moving blocks leaves the global array as it is. So whatever a transformation makes of a moved array, it
+makes of an array that is not moved; a row is a program, run with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.jet import jet
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from tests.jax_bridge.helpers import in_jax
+
+X = np.arange(1.0, 1 + 8 * 4, dtype=np.float32).reshape(8, 4)
+T = (X * 5) % 7 - 3  # tangents
+W = (X * 7) % 5 - 2  # weights and cotangents
+
+
+class Moved:
+    """What a row is given: a function on blocks, and how it is run on all devices."""
+
+    def __init__(self, expression: str, src: P, dst: P, check_vma: bool, ad: str = "linear") -> None:
+        self.expression, self.check_vma, self.ad = expression, check_vma, ad
+        self.specs = {"src": src, "dst": dst, "all": P()}
+
+    def op(self, x):
+        """On one device's block."""
+        return xj.redistribute(x, self.expression, ad=self.ad)
+
+    def spread(self, local, in_specs, out_specs):
+        """On all devices. A spec: "src" or "dst"."""
+        mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
+        specs = jax.tree.map(self.specs.get, (in_specs, out_specs))
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=self.check_vma
+        )
+
+    @property
+    def whole(self):
+        """On the global array."""
+        return self.spread(self.op, ("src",), "dst")
+
+
+class Unmoved(Moved):
+    """The same programs on an array that stays where it is, on one device."""
+
+    def __init__(self) -> None:
+        pass
+
+    def op(self, x):
+        return x
+
+    def spread(self, local, in_specs, out_specs):
+        return local
+
+
+ROWS: dict[str, Callable[[Moved], object]] = {}
+
+
+def row(program):
+    ROWS[program.__name__] = program
+    return program
+
+
+@row
+def eager(m):
+    return m.whole(X)
+
+
+@row
+def jit(m):
+    return jax.jit(m.whole)(X)
+
+
+@row
+def grad_outside(m):
+    return jax.grad(lambda x: (m.whole(x) ** 2 * W).sum())(X)
+
+
+@row
+def grad_of_jit(m):
+    return jax.jit(jax.grad(jax.jit(lambda x: (m.whole(x) ** 2 * W).sum())))(X)
+
+
+@row
+def grad_inside(m):
+    local = jax.grad(lambda x, w: (m.op(x) ** 2 * w).sum())
+    return m.spread(local, ("src", "dst"), "src")(X, W)
+
+
+@row
+def grad_inside_of_jit(m):
+    local = jax.grad(lambda x, w: jax.jit(m.op)(x * w[0, 0]).sum())
+    return jax.jit(m.spread(local, ("src", "all"), "src"))(X, W[:1, :1])
+
+
+@row
+def vjp_outside(m):
+    y, pull = jax.vjp(m.whole, X)
+    return y, pull(jnp.asarray(W))
+
+
+@row
+def vjp_inside(m):
+    def local(x, w):
+        y, pull = jax.vjp(m.op, x)
+        return y, *pull(w)
+
+    return m.spread(local, ("src", "dst"), ("dst", "src"))(X, W)
+
+
+@row
+def jvp_outside(m):
+    return jax.jvp(lambda x: m.whole(x) ** 2, (X,), (T,))
+
+
+@row
+def jvp_inside(m):
+    def local(x, t):
+        return jax.jvp(lambda x: m.op(x) ** 2, (x,), (t,))
+
+    return m.spread(local, ("src", "src"), ("dst", "dst"))(X, T)
+
+
+@row
+def jacfwd(m):
+    return jax.jacfwd(lambda x: m.whole(x) * W)(X)
+
+
+@row
+def jacrev(m):
+    return jax.jacrev(lambda x: m.whole(x) * W)(X)
+
+
+@row
+def hessian(m):
+    return jax.hessian(lambda x: (m.whole(x) ** 3 * W).sum())(X)
+
+
+@row
+def grad_of_grad(m):
+    first = jax.grad(lambda x: (m.whole(x) ** 3 * W).sum())
+    return jax.grad(lambda x: (first(x) * T).sum())(X)
+
+
+@row
+def jvp_of_grad(m):
+    return jax.jvp(jax.grad(lambda x: (m.whole(x) ** 3 * W).sum()), (X,), (T,))
+
+
+@row
+def grad_of_jvp(m):
+    return jax.grad(lambda x: (jax.jvp(lambda x: m.whole(x) ** 3, (x,), (T,))[1] * W).sum())(X)
+
+
+@row
+def linearize(m):
+    y, push = jax.linearize(lambda x: m.whole(x) ** 2, X)
+    return y, push(T)
+
+
+@row
+def linear_transpose(m):
+    return jax.linear_transpose(m.whole, jax.ShapeDtypeStruct(X.shape, X.dtype))(jnp.asarray(W))
+
+
+@row
+def vmap_outside(m):
+    return jax.vmap(m.whole, in_axes=2, out_axes=1)(np.stack([X, T, W], axis=2))
+
+
+@row
+def vmap_inside(m):
+    specs = ("src",), "dst"
+    batched = m.spread(jax.vmap(m.op, in_axes=2, out_axes=2), *specs)
+    return batched(np.stack([X, T, W], axis=2))
+
+
+@row
+def vmap_of_grad(m):
+    return jax.vmap(jax.grad(lambda x: (m.whole(x) ** 2 * W).sum()))(np.stack([X, T, W]))
+
+
+@row
+def remat(m):
+    body = jax.checkpoint(lambda x: m.whole(x) ** 2)
+    return jax.grad(lambda x: (body(x) * W).sum())(X)
+
+
+@row
+def scan(m):
+    def steps(x):
+        return jax.lax.scan(lambda c, t: (m.whole(c) * 2 - t, c.sum()), x, np.stack([X, T, W]))
+
+    return steps(X), jax.grad(lambda x: (steps(x)[0] * W).sum())(X)
+
+
+@row
+def cond_and_while(m):
+    def loop(x):
+        step = jax.lax.cond(x[0, 0] > 0, lambda x: m.whole(x) * 2, lambda x: x, x)
+        return jax.lax.fori_loop(0, 3, lambda _, x: m.whole(x) + 1, step)
+
+    return loop(X), jax.grad(lambda x: (loop(x) * W).sum())(X)
+
+
+@row
+def export(m):
+    def loss(x):
+        return (m.whole(x) ** 2 * W).sum()
+
+    exported = jax.export.export(jax.jit(jax.grad(loss)))(X)
+    # It runs on as many devices as it was made for.
+    sizes = {8: (4, 2), 1: (1, 1)}[exported.nr_devices]
+    mesh = jax.make_mesh(sizes, ("a", "b"), devices=jax.devices()[: exported.nr_devices])
+    return jax.jit(exported.call)(jax.device_put(X, jax.NamedSharding(mesh, P())))
+
+
+@row
+def taylor_series(m):
+    def local(x, t):
+        y, (first, second) = jet(lambda x: m.op(x) * m.op(x), (x,), ((t, jnp.zeros_like(t)),))
+        return y, first, second
+
+    return m.spread(local, ("src", "src"), ("dst", "dst", "dst"))(X, T)
+
+
+# Without types, the gradient outside of a gathered value is that of copies: see `jax_bridge.autodiff.function`.
+MOVES = {
+    "all-to-all": ("n/a d -> n d/a", P("a"), P(None, "a"), True),
+    "exchange": ("n/b d/a -> n/a d/b", P("b", "a"), P("a", "b"), True),
+    "exchange-untyped": ("n/b d/a -> n/a d/b", P("b", "a"), P("a", "b"), False),
+    "gather": ("n/a d -> n d", P("a"), P(), True),
+    "gather-untyped": ("n/a d -> n d | copy(a)", P("a"), P(), False),
+}
+# Every device has a loss of its own there, of its own copy: their gradients add up.
+ADD_UP = ("grad_inside", "grad_inside_of_jit", "vjp_inside")
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("move", MOVES)
+@in_jax
+def test_a_moved_array_is_as_good_as_one_that_is_not(move, name) -> None:
+    *values, last = jax.tree.leaves(ROWS[name](Moved(*MOVES[move])))
+    *expected_values, expected = jax.tree.leaves(ROWS[name](Unmoved()))
+    if move == "gather-untyped" and name in ADD_UP:
+        expected = 4 * expected
+    for found, wanted in zip([*values, last], [*expected_values, expected], strict=True):
+        assert found.dtype == wanted.dtype and np.array_equal(found, wanted)
+
+
+# What a rule for reverse mode cannot do. (JAX takes no function with a rule of its own through `jet`.)
+FORWARD = ("jvp_outside", "jvp_inside", "jacfwd", "grad_of_jvp", "linearize", "linear_transpose")
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in (*FORWARD, "taylor_series")])
+@pytest.mark.parametrize("move", MOVES)
+@in_jax
+def test_a_rule_for_reverse_mode_is_as_good_there(move, name) -> None:
+    found = jax.tree.leaves(ROWS[name](Moved(*MOVES[move], ad="custom_vjp")))
+    for one, other in zip(found, jax.tree.leaves(ROWS[name](Moved(*MOVES[move]))), strict=True):
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("move", MOVES)
+@in_jax
+def test_what_it_cannot_do_names_the_mode_that_can(move, name) -> None:
+    with pytest.raises(xs.XshardError, match='ad="linear"'):
+        ROWS[name](Moved(*MOVES[move], ad="custom_vjp"))
+
+
+def test_there_are_26_and_a_rule_passes_19() -> None:
+    assert (len(ROWS), len(ROWS) - len((*FORWARD, "taylor_series"))) == (26, 19)
+
+
+@in_jax
+def test_with_a_rule_jaxprs_name_the_collectives() -> None:
+    for ad, named in (("custom_vjp", True), ("linear", False)):
+        moved = Moved(*MOVES["all-to-all"], ad=ad)
+        text = str(jax.make_jaxpr(jax.grad(lambda x, m=moved: (m.whole(x) ** 2).sum()))(X))
+        assert text.count("all_to_all[") == (2 if named else 0)
+        assert ("xshard_move" in text) != named
+
+
+@in_jax
+def test_a_maximum_has_a_rule_for_reverse_mode() -> None:
+    def loss(x, ad):
+        local = lambda x: xj.redistribute(x, "n/a d | max(b) -> n/a d", ad=ad)  # noqa: E731
+        mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
+        highest = jax.shard_map(local, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a"))
+        return (highest(x) ** 2).sum()
+
+    found, expected = (jax.grad(loss)(jnp.asarray(X), ad) for ad in ("custom_vjp", "linear"))
+    assert expected.any() and np.array_equal(found, expected)
+    with pytest.raises(xs.XshardError, match='ad="linear"'):
+        jax.jvp(lambda x: loss(x, "custom_vjp"), (X,), (T,))
+
+
+@in_jax
+def test_other_derivatives_are_refused() -> None:
+    with pytest.raises(xs.XshardError, match="there are: linear, custom_vjp"):
+        xj.redistribute(jnp.ones(2), "n -> n", ad="jvp")

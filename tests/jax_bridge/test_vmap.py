@@ -1,0 +1,82 @@
+"""`vmap(axis_name=)`: a batch as the devices of one axis, without devices."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.testing.stacked import padded
+from tests.cases import CASES
+from tests.jax_bridge.helpers import in_jax
+from xshard.runtimes.tasks import make_task, run_reference
+
+ONE_AXIS = [
+    case
+    for case in CASES
+    # Means of three: fused into one loop, XLA multiplies by a third and adds before it rounds.
+    if case.has_single_axis and case.dtype == "float32" and case.name != "mean-of-three"
+]
+X = np.arange(1.0, 1 + 8 * 4, dtype=np.float32).reshape(8, 4)
+W = (X * 7) % 5 - 2
+
+
+@pytest.mark.parametrize("ad", ["linear", "custom_vjp"])
+@in_jax
+def test_every_case_of_one_axis(ad) -> None:
+    """Values, and gradients inside: as on devices without types."""
+    assert len(ONE_AXIS) > 30
+    for seed, case in enumerate(ONE_AXIS):
+        plan = case.plan()
+        task = make_task(plan, seed)
+        expected = run_reference(task)
+
+        def local(x, g, plan=plan):
+            y, pull = jax.vjp(lambda x: xj.redistribute(x, plan, ad=ad), x)
+            return y, pull(g)[0]
+
+        inputs, cotangents = padded(task.inputs, plan.source), padded(task.cotangents, plan.target)
+        y, g = jax.jit(jax.vmap(local, axis_name="a"))(inputs, cotangents)
+        assert np.array_equal(y, padded(expected.outputs, plan.target)), case.name
+        assert np.array_equal(g, padded(expected.gradients, plan.source)), case.name
+
+
+@pytest.mark.parametrize(
+    ("expression", "in_axes", "out_axes", "factor"),
+    [
+        ("n/a d -> n d | copy(a)", 0, None, 1),
+        ("n d | copy(a) -> n/a d", None, 0, 1),
+        ("n/a d -> n d", 0, None, "first"),
+        ("n d -> n/a d", None, 0, 4),
+    ],
+)
+@in_jax
+def test_gradients_outside(expression, in_axes, out_axes, factor) -> None:
+    """Copies are right on both sides; what the convention makes of a replica at the border."""
+
+    def whole(x):
+        blocks = x.reshape(4, 2, 4) if in_axes == 0 else x
+        out = jax.vmap(lambda x: xj.redistribute(x, expression), in_axes, 0, axis_name="a", axis_size=4)(
+            blocks
+        )
+        return out[0] if out_axes is None else out.reshape(8, 4)
+
+    assert np.array_equal(whole(X), X)
+    gradient = jax.grad(lambda x: (whole(x) * W).sum())(X)
+    if factor == "first":  # a replica's cotangent is that of one device, and the others have none
+        assert np.array_equal(gradient[:2], W[:2]) and not gradient[2:].any()
+    else:
+        assert np.array_equal(gradient, factor * W)
+
+
+@in_jax
+def test_several_axes_are_refused() -> None:
+    def both(x):
+        return xj.redistribute(x, "n/a/b -> n")
+
+    with pytest.raises(
+        xs.MeshError, match="a batch of vmap, and the expression names 2 axes in 'n/a/b -> n'"
+    ):
+        jax.vmap(jax.vmap(both, axis_name="b"), axis_name="a")(X)

@@ -1,0 +1,192 @@
+"""The orders of context parallelism elsewhere, each written down after that system's own index formula.
+
+docs/context_parallel.md names the layout here that each of them is; this is the proof. A formula says which
+rows of a sequence a rank holds, in the order in which it holds them.
+"""
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from xshard.layout.providers import as_runs
+
+SIZES = [1, 2, 3, 4, 8]
+
+
+def positions(text, mesh, length):
+    """The rows of every device, as the layout has them."""
+    layout = xs.Layout.parse(text)
+    return [layout.positions(mesh, (length,), "s", device).tolist() for device in range(mesh.n_devices)]
+
+
+def ring_flash_attention(rows, rank, n):
+    """zhuzilin/ring-flash-attention, EasyContext: `chunk(2n)`, then the rank's from either end."""
+    chunks = np.split(rows, 2 * n)
+    return np.concatenate([chunks[rank], chunks[2 * n - rank - 1]])
+
+
+def megatron(rows, rank, n):
+    """Megatron-LM get_batch_on_this_cp_rank: a view of 2n chunks and an index_select."""
+    return rows.reshape(2 * n, -1)[[rank, 2 * n - rank - 1]].ravel()
+
+
+def transformer_engine_thd(rows, rank, n, ends=None):
+    """TransformerEngine thd_partition_indices_kernel: the rows of one token after another."""
+    ends = [0, len(rows)] if ends is None else ends
+    starts = [end // n for end in ends]
+    found = []
+    for token in range(len(rows) // n):
+        document = np.searchsorted(starts, token, side="right") - 1
+        length, index = starts[document + 1] - starts[document], token - starts[document]
+        offset = rank if index < length // 2 else 2 * (n - 1) - rank
+        found.append(index + starts[document] * n + length // 2 * offset)
+    return rows[found]
+
+
+def transformer_engine_jax(rows, rank, n):
+    """TransformerEngine's reorder_causal_load_balancing in JAX, MaxText's reorder_sequence: pairs of chunks.
+
+    That is their code; their docstrings show another order.
+    """
+    chunks = rows.reshape(2 * n, -1)
+    pairs = np.stack([chunks[[r, 2 * n - 1 - r]] for r in range(n)])
+    return pairs.reshape(n, -1)[rank]
+
+
+def transformer_engine_jax_from_zigzag(stored, n):
+    """Its inverse, to_contiguous=True: every second chunk going up, then the others going down."""
+    chunks = stored.reshape(2 * n, -1)
+    return chunks[[*range(0, 2 * n, 2), *range(2 * n - 1, 0, -2)]].ravel()
+
+
+def hyena(rows, rank, n):
+    """savanna, NeMo, nvSubquadratic: chunks by zz[2k] = k, zz[2k + 1] = 2n - 1 - k, then contiguous parts."""
+    order = [k // 2 if k % 2 == 0 else 2 * n - 1 - k // 2 for k in range(2 * n)]
+    return np.split(rows.reshape(2 * n, -1)[order].ravel(), n)[rank]
+
+
+def torch_head_tail(rows, rank, n):
+    """torch's _HeadTailLoadBalancer: heads beside their tails, then contiguous parts."""
+    chunks, head = rows.reshape(2 * n, -1), np.arange(n)
+    paired = np.stack([chunks[head], chunks[2 * n - 1 - head]], axis=1)
+    return np.split(paired.ravel(), n)[rank]
+
+
+def torch_per_document(lengths, n):
+    """torch's _PerDocumentHeadTailLoadBalancer: head and tail of every rank, document after document; then
+    contiguous parts."""
+    found, start = [], 0
+    for length in lengths:
+        chunk = length // (2 * n)
+        for rank in range(n):
+            end = start + chunk * (2 * n - rank)
+            found += [*range(start + chunk * rank, start + chunk * (rank + 1)), *range(end - chunk, end)]
+        start += length
+    return [part.tolist() for part in np.split(np.array(found), n)]
+
+
+ZIGZAGS = [
+    ring_flash_attention,
+    megatron,
+    transformer_engine_thd,
+    transformer_engine_jax,
+    hyena,
+    torch_head_tail,
+]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("formula", ZIGZAGS)
+def test_zigzag_is_that_of_many_systems(formula, n):
+    rows = np.arange(6 * n)
+    expected = [formula(rows, rank, n).tolist() for rank in range(n)]
+    assert positions("s/zigzag(cp)", xs.Mesh(cp=n), len(rows)) == expected
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_its_inverse_puts_a_gathered_zigzag_in_order(n):
+    stored = np.concatenate(positions("s/zigzag(cp)", xs.Mesh(cp=n), 4 * n))
+    assert transformer_engine_jax_from_zigzag(stored, n).tolist() == list(range(4 * n))
+
+
+DOCUMENTS = [(4, 8, 4), (8, 24, 16), (16,)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("lengths", DOCUMENTS)
+def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_attentions_varlen(lengths, n):
+    ends, rows = np.cumsum([0, *lengths]), np.arange(sum(lengths))
+    text = f"s/zigzag(cp,{','.join(map(str, lengths))})"
+    found = positions(text, xs.Mesh(cp=n), len(rows))
+    assert found == [transformer_engine_thd(rows, rank, n, ends).tolist() for rank in range(n)]
+    documents = np.split(rows, ends[1:-1])  # rfa's varlen: the same of each, one after the other
+    each = [[ring_flash_attention(d, rank, n) for d in documents] for rank in range(n)]
+    assert found == [np.concatenate(rank).tolist() for rank in each]
+
+
+def test_torchs_per_document_order_is_another_and_can_be_written_in_intervals():
+    """It is document-major: ranks get what happens to stand in their part, and work is not balanced."""
+    lengths, n = [4, 8, 4], 2
+    expected = torch_per_document(lengths, n)
+    assert expected[0] == [0, 3, 1, 2, 4, 5, 10, 11]
+    assert expected != positions("s/zigzag(cp,4,8,4)", xs.Mesh(cp=n), 16)
+    parts = [
+        ",".join(f"{run.start},{run.start + run.length}" for run in as_runs(np.array(rank)))
+        for rank in expected
+    ]
+    text = "s/intervals(cp," + ",".join(f"[{part}]" for part in parts) + ")"
+    assert positions(text, xs.Mesh(cp=n), 16) == expected
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_cyclic_is_striped_attention(n):
+    rows = np.arange(6 * n)
+    found = positions("s/cyclic(cp)", xs.Mesh(cp=n), len(rows))
+    # ring-flash-attention's stripe: stack(split(n), dim).transpose, and the rank's row
+    assert found == np.stack(np.split(rows, 6)).T.tolist()
+    # TransformerEngine JAX Striped with its stripe size: reshape, swap, reshape
+    for stripe in (1, 2, 3):
+        striped = rows.reshape(-1, n, stripe).swapaxes(0, 1).reshape(n, -1).tolist()
+        assert positions(f"s/cyclic(cp,{stripe})", xs.Mesh(cp=n), len(rows)) == striped
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1), (2, 3), (1, 4)])
+def test_yunchang_cuts_twice(ring, ulysses):
+    """Its ranks run over the ring, then over Ulysses, whose devices are next to each other."""
+    n, mesh = ring * ulysses, xs.Mesh(ring=ring, ulysses=ulysses)
+    rows = np.arange(6 * n)
+    strip = rows.reshape(-1, ring).T.ravel()  # "strip": the whole sequence by stripes of the ring
+    assert positions("s/cyclic(ring)/ulysses", mesh, len(rows)) == [p.tolist() for p in np.split(strip, n)]
+    zigzag = [
+        part.tolist()
+        for rank in range(ring)
+        for part in np.split(ring_flash_attention(rows, rank, ring), ulysses)
+    ]
+    assert positions("s/zigzag(ring)/ulysses", mesh, len(rows)) == zigzag
+    assert (zigzag == positions("s/zigzag(ring,ulysses)", mesh, len(rows))) == (ulysses == 1)
+    basic = [p.tolist() for p in np.split(rows, n)]
+    assert positions("s/(ring,ulysses)", mesh, len(rows)) == basic
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_fpdt_gives_chunks_in_turn(n):
+    """DeepSpeed FPDT: chunk c of the sequence to rank c mod n."""
+    chunk, rows = 3, np.arange(12 * n)
+    chunks = np.split(rows, len(rows) // chunk)
+    expected = [np.concatenate(chunks[rank::n]).tolist() for rank in range(n)]
+    assert positions(f"s/cyclic(cp,{chunk})", xs.Mesh(cp=n), len(rows)) == expected
+
+
+def causal_work(text, n, length):
+    """Keys that every device's queries look at."""
+    return [sum(row + 1 for row in rows) for rows in positions(text, xs.Mesh(cp=n), length)]
+
+
+@pytest.mark.parametrize(
+    ("text", "balance"),
+    [("s/cp", 1.75), ("s/zigzag(cp)", 1.0), ("s/cyclic(cp)", 1.0), ("s/cyclic(cp,64)", 1.047)],
+)
+def test_the_busiest_of_four_devices_against_the_mean(text, balance):
+    work = causal_work(text, 4, 4096)
+    assert max(work) / np.mean(work) == pytest.approx(balance, rel=0.001)
+    assert (min(work) == max(work)) == ("zigzag" in text)

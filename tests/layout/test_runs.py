@@ -1,0 +1,253 @@
+"""Interval algebra against lists of single rows."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import xshard as xs
+from tests import oracle
+from xshard.layout.layout import Layout
+from xshard.layout.partition import owned
+from xshard.layout.runs import FILL, common, rows, size
+from xshard.notation.overlap import BOUNDARIES
+from xshard.notation.parser import ORDERS, Dim, Shard
+from xshard.testing.strategies import layouts, meshes, overlaps
+
+HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
+
+
+def expanded(runs):
+    """Runs -> the list of rows they stand for, None for fill."""
+    return [
+        None if run.start == FILL else run.start + i * run.stride + j
+        for run in runs
+        for i in range(run.repeats)
+        for j in range(run.length)
+    ]
+
+
+def held(text, length, mesh):
+    """The rows of every device's block of a one-dim array."""
+    sharding = xs.Sharding(Layout.parse(text), mesh, (length,))
+    return [expanded(sharding.held(0, device)) for device in range(mesh.n_devices)]
+
+
+@given(st.data(), meshes(), st.integers(0, 40))
+def test_owned_rows_of_any_layout(data, mesh, length):
+    layout = data.draw(layouts(mesh, 1))
+    sharding = xs.Sharding(layout, mesh, (length,))
+    for device in range(mesh.n_devices):
+        rows_ = oracle.owned_rows(layout.dims[0], length, mesh, device)
+        assert expanded(sharding.owned(0, device)) == rows_
+        assert sharding.local_shape(device) == layout.local_shape(mesh, (length,), device) == (len(rows_),)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("inner", ORDERS)
+@pytest.mark.parametrize("length", [0, 1, 5, 12, 13, 24, 37])
+def test_every_order_inside_every_other(order, inner, length):
+    mesh = xs.Mesh(a=2, b=3)
+    dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
+    for device in range(mesh.n_devices):
+        runs = owned(dim, length, (2, 3), mesh.coords(device))
+        assert expanded(runs) == oracle.owned_rows(dim, length, mesh, device)
+        assert size(runs) == len(expanded(runs))
+
+
+@given(st.data(), meshes(), st.integers(0, 40))
+def test_normal_form_has_the_same_blocks(data, mesh, length):
+    layout = data.draw(layouts(mesh, 1))
+    dim = replace(layout.dims[0], overlap=data.draw(st.none() | overlaps()))
+    sharding = xs.Sharding(replace(layout, dims=(dim,)), mesh, (length,))
+    plain = sharding.with_layout(sharding.normal)
+    for device in range(mesh.n_devices):
+        assert expanded(plain.owned(0, device)) == expanded(sharding.owned(0, device))
+        assert expanded(plain.held(0, device)) == expanded(sharding.held(0, device))
+    assert plain.normal == plain.layout
+    assert sharding.means_the_same_as(plain)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_contiguous_cuts_are_torch_chunk_at_every_level(n):
+    mesh = xs.Mesh(a=n, b=2)
+    for length in range(1, 30):
+        pieces = [piece.chunk(2) for piece in torch.arange(length).chunk(n)]
+        expected = [[half.tolist() for half in piece] + [[]] * (2 - len(piece)) for piece in pieces]
+        expected += [[[], []]] * (n - len(pieces))
+        assert held("n/a/b", length, mesh) == [half for piece in expected for half in piece]
+
+
+def test_nested_and_grouped_cuts_differ_where_uneven():
+    mesh = xs.Mesh(a=2, b=2)
+    assert held("n/a/b", 5, mesh) == [[0, 1], [2], [3], [4]]
+    assert held("n/(a,b)", 5, mesh) == [[0, 1], [2, 3], [4], []]
+    assert held("n/(b,a)", 5, mesh) == [[0, 1], [4], [2, 3], []]
+    assert held("n/b/a", 5, mesh) == [[0, 1], [3], [2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "expected"),
+    [
+        # Rank-major, as ring-flash-attention's varlen and TransformerEngine's THD have it.
+        ("s/zigzag(a,4,8,4)", 16, [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]]),
+        ("s/zigzag(a,3,5)", 8, [[0, 3, 4], [1, 2, 5, 6, 7]]),
+        ("s/cyclic(a,3)", 14, [[0, 1, 2, 6, 7, 8, 12, 13], [3, 4, 5, 9, 10, 11]]),
+        ("s/cyclic(a,4)", 3, [[0, 1, 2], []]),
+        ("s/sizes(a,0,3)", 3, [[], [0, 1, 2]]),
+        ("s/intervals(a,[4,6,0,2],[2,4,6,7])", 7, [[4, 5, 0, 1], [2, 3, 6]]),
+    ],
+)
+def test_orders_that_are_written_in_numbers(text, length, expected):
+    assert held(text, length, xs.Mesh(a=2)) == expected
+    mesh, dim = xs.Mesh(a=2), Layout.parse(text).dims[0]
+    assert [oracle.owned_rows(dim, length, mesh, device) for device in (0, 1)] == expected
+
+
+def test_one_part_is_the_whole_in_its_order():
+    assert held("s/intervals(a,[0,2,2,4])", 4, xs.Mesh(a=1)) == [[0, 1, 2, 3]]
+    with pytest.raises(xs.ShapeError, match="one part holds its rows in order"):
+        held("s/intervals(a,[2,4,0,2])", 4, xs.Mesh(a=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s/zigzag(a,4,8)", "'zigzag(a,4,8)' adds up to 12 rows, not 16 in 's/zigzag(a,4,8)'"),
+        ("s/sizes(a,4,8,4)", "3 sizes for 2 parts"),
+        ("s/b/sizes(a,4,8)", "adds up to 12 rows, not 8"),
+        ("s/intervals(a,[0,8],[8,12])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,9],[8,16])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,16])", "1 intervals for 2 parts"),
+    ],
+)
+def test_numbers_that_do_not_fit(text, message):
+    with pytest.raises(xs.ShapeError) as caught:
+        xs.Sharding(Layout.parse(text), xs.Mesh(a=2, b=2), (16,))
+    assert message in str(caught.value)
+
+
+def test_zigzag_and_cyclic_are_few_runs_however_long_the_dim():
+    mesh = xs.Mesh(cp=64)
+    for order, runs in (("zigzag", 2), ("cyclic", 1)):
+        sharding = xs.Sharding(Layout.parse(f"s/{order}(cp)"), mesh, (2**40,))
+        assert [len(sharding.owned(0, device)) for device in range(64)] == [runs] * 64
+        assert sharding.max_local_shape == (2**34,)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(0, 2), st.integers(1, 24))
+def test_overlaps(data, n, order, length):
+    """Halos and windows of every boundary, reaching over several neighbours and both ends."""
+    mesh = xs.Mesh(a=n)
+    shards = (Shard(("a",), ("block", "balanced", "block")[order]),)
+    dim = Dim("h", shards, data.draw(overlaps(folded=False)))
+    sharding = xs.Sharding(xs.Layout((dim,)), mesh, (length,))
+    for device in range(n):
+        assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
+
+
+@given(overlaps(folded=False), st.integers(0, 24))
+def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
+    mesh = xs.Mesh(a=3)
+    assert held(f"h/a:fold({overlap})", length, mesh) == held(f"h/a:{overlap}", length, mesh)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_halo_wider_than_every_block(boundary):
+    """Blocks of two rows, six rows of halo: three neighbours away and over the ends."""
+    outside = {
+        "zero": ([None] * 6, [None] * 6),
+        "constant": ([None] * 6, [None] * 6),
+        "none": ([], []),
+        "periodic": ([2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5]),
+        "reflect": ([6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]),
+        "edge": ([0] * 6, [7] * 6),
+        "pole": ([5, 4, 3, 2, 1, 0], [7, 6, 5, 4, 3, 2]),
+    }[boundary]
+    first, second, _, last = held(f"h/a:halo(6,6,{boundary})", 8, xs.Mesh(a=4))
+    before, after = outside
+    assert first == [*before, *range(8)]
+    assert second == [*before[2:], *range(8), *after[:2]]
+    assert last == [*range(8), *after]
+
+
+def test_every_chunk_of_a_zigzag_has_its_own_halo():
+    assert held("s/zigzag(a):halo(2,0)", 8, xs.Mesh(a=2)) == [
+        [None, None, 0, 1, 4, 5, 6, 7],
+        [0, 1, 2, 3, 2, 3, 4, 5],
+    ]
+
+
+def test_negative_widths_leave_rows_out():
+    assert held("h/a:halo(-1,2)", 8, xs.Mesh(a=2)) == [[1, 2, 3, 4, 5], [5, 6, 7, None, None]]
+    assert held("h/a:halo(-3,-3)", 8, xs.Mesh(a=2)) == [[], []]
+
+
+def conv_dims():
+    """(name, length, parts, window text, shard sizes + halo widths) of every cut dim of a window case."""
+    for case in HALO_CASES:
+        op = re.fullmatch(r"(?:conv|maxpool|avgpool) k=(.*) s=(.*) d=(.*) p=(.*)", case["op"])
+        if op is None or case["name"] == "run-empty-shard":  # cut 3, 0, 3, 2: no order of ours
+            continue
+        options = [json.loads(text) for text in op.groups()]
+        boundary = {"zero": "zero", "circular": "periodic"}[case["boundary"]]
+        first = len(case["global_shape"]) - len(options[0])
+        for i, at in enumerate(case["sharded_dims"]):
+            k, s, d, p = (option[at - first] for option in options)
+            widths = zip(case["shard_sizes"][i], case["halo_before"][i], case["halo_after"][i], strict=True)
+            yield pytest.param(
+                case["global_shape"][at],
+                f"window(k={k},s={s},d={d},p={p},{boundary})",
+                [sum(w) for w in widths],
+                id=f"{case['name']}-{at}",
+            )
+
+
+@pytest.mark.parametrize(("length", "window", "widths"), [*conv_dims()])
+def test_windows_span_what_a_convolution_reads(length, window, widths):
+    """Input ranges of other libraries' test suites, whose outputs are cut in balanced parts."""
+    spans = held(f"h/balanced(a):{window}", length, xs.Mesh(a=len(widths)))
+    assert [len(rows_) for rows_ in spans] == widths
+
+
+def test_windows_hold_the_rows_that_torch_reads():
+    """A block convolved without padding is the device's part of the whole convolution."""
+    x = torch.arange(1.0, 24.0)
+    mesh = xs.Mesh(a=4)
+    for k, s, d, p in [(3, 1, 1, 1), (3, 2, 1, 1), (2, 2, 1, 0), (5, 4, 1, 2), (3, 1, 4, 4), (4, 3, 2, 0)]:
+        weight = torch.arange(1.0, k + 1).reshape(1, 1, k)
+        whole = torch.conv1d(x[None, None], weight, stride=s, dilation=d, padding=p).flatten()
+        blocks = xs.reference.scatter(x.numpy(), f"h/balanced(a):window(k={k},s={s},d={d},p={p})", mesh)
+        parts = [
+            torch.conv1d(torch.tensor(b)[None, None], weight, stride=s, dilation=d).flatten() for b in blocks
+        ]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@given(
+    st.sampled_from(ORDERS), st.sampled_from(ORDERS), st.integers(0, 40), st.integers(1, 5), st.integers(1, 5)
+)
+def test_common_finds_every_shared_row_once(src_order, dst_order, length, n_src, n_dst):
+    for i in range(n_src):
+        src = owned(Dim("n", (Shard(("a",), src_order),)), length, (n_src,), (i,))
+        have = {row: at for at, row in enumerate(expanded(src))}
+        for j in range(n_dst):
+            dst = owned(Dim("n", (Shard(("a",), dst_order),)), length, (n_dst,), (j,))
+            expected = [(have[row], at) for at, row in enumerate(expanded(dst)) if row in have]
+            found = [(s.src + k, s.dst + k) for s in common(src, dst) for k in range(s.length)]
+            assert found == expected
+
+
+@given(st.sampled_from(ORDERS), st.sampled_from(ORDERS), st.integers(0, 40))
+def test_rows_index_numpy_arrays(order, inner, length):
+    mesh = xs.Mesh(a=2, b=3)
+    dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
+    for device in range(6):
+        runs = owned(dim, length, (2, 3), mesh.coords(device))
+        assert np.arange(length)[rows(runs)].tolist() == expanded(runs)

@@ -1,0 +1,139 @@
+"""What transposed windows and resampling read, against torch on one device."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import xshard as xs
+from xshard.nn.receptive_fields import dilated, transposed
+from xshard.nn.resample import resampled, taps
+from xshard.nn.windows import pool_window
+from xshard.notation.overlap import Window
+from xshard.notation.parser import Dim, Shard
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "cubic"])
+@pytest.mark.parametrize(("length", "outputs"), [(17, 24), (24, 17), (5, 5), (3, 11), (8, 16), (1, 4)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_taps_interpolate_as_torch_does(mode, length, outputs, align_corners):
+    if mode.startswith("nearest") and align_corners:
+        return
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=length))
+    found = taps(mode, length, outputs, align_corners=align_corners)
+    mine = (x.numpy()[found.inputs] * found.weights).sum(axis=1)
+    corners = None if mode.startswith("nearest") else align_corners
+    if mode == "cubic":  # torch has it in two dims only
+        whole = x[None, None, :, None].expand(1, 1, length, 2)
+        theirs = torch.nn.functional.interpolate(whole, (outputs, 2), mode="bicubic", align_corners=corners)
+        theirs = theirs[0, 0, :, 0]
+    else:
+        theirs = torch.nn.functional.interpolate(x[None, None], outputs, mode=mode, align_corners=corners)[
+            0, 0
+        ]
+    assert np.abs(mine - theirs.numpy()).max() < 1e-14
+
+
+def test_no_such_mode():
+    with pytest.raises(xs.XshardError, match="modes are: nearest"):
+        taps("lanczos", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("k", "s", "d", "p", "extra"),
+    [(4, 2, 1, 0, 0), (3, 2, 1, 1, 1), (3, 1, 1, 1, 0), (3, 3, 2, 2, 2), (2, 4, 1, 0, 0)],
+)
+@pytest.mark.parametrize(
+    ("length", "shard"),
+    [(8, Shard(("sp",))), (7, Shard(("sp",), "balanced")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
+)
+def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
+    n = 3 if shard.numbers else 4
+    found = transposed(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+    x = torch.arange(1.0, length + 1, dtype=torch.float64)
+    weight = torch.arange(1.0, k + 1, dtype=torch.float64)[None, None]
+    whole = torch.conv_transpose1d(x[None, None], weight, None, s, p, extra, 1, d).flatten()
+    assert len(whole) == found.length
+    blocks = xs.reference.scatter(x.numpy(), str(found.source), xs.Mesh(sp=n))
+    for block, (first, last), (start, stop) in zip(blocks, found.inputs, found.outputs, strict=True):
+        assert block.tolist() == x[first:last].tolist()
+        if start == stop:
+            continue
+        local = np.zeros(stop - start)
+        for i, value in enumerate(block, first):
+            for j in range(k):
+                o = i * s - p + d * j
+                if start <= o < stop:
+                    local[o - start] += value * weight[0, 0, j]
+        assert local.tolist() == whole[start:stop].tolist()
+    if shard.numbers:  # an output is its owner's whose input begins it
+        assert next(stop for _, stop in found.outputs) == -(-3 * found.length // 7)
+    else:
+        assert max(last - first for first, last in found.inputs) < length  # no more than is needed
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_resampled_blocks_hold_every_tap(mode):
+    found = taps(mode, 17, 24)
+    shape = resampled(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
+    for (first, last), (start, stop) in zip(shape.inputs, shape.outputs, strict=True):
+        inputs = found.inputs[start:stop]
+        assert (inputs.min(), inputs.max() + 1) == (first, last)
+    assert [b for _, b in shape.outputs] == [5, 10, 15, 20, 24]
+
+
+def test_parts_that_are_no_intervals_are_refused():
+    with pytest.raises(xs.ShapeError, match="not cut into intervals"):
+        transposed(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
+
+
+@pytest.mark.parametrize("out", ["", "balanced", "aligned"])
+@pytest.mark.parametrize(
+    ("k", "s", "d", "base", "p"),
+    [
+        (3, 1, 1, 2, (1, 2)),
+        (2, 3, 1, 1, (-2, 4)),
+        (3, 2, 2, 3, (5, 0)),
+        (4, 1, 1, 5, (-1, -3)),
+        (1, 1, 1, 4, (0, 0)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("length", "shard"),
+    [(8, Shard(("sp",))), (7, Shard(("sp",), "zigzag")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
+)
+def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
+    """From the first to the last row that a tap of its outputs can meet; beyond the ends stands the fill."""
+    n = len(shard.numbers) or 4
+    dim = Dim("h", (shard,))
+    if shard.order == "zigzag":
+        with pytest.raises(xs.ShapeError, match="not cut into intervals"):
+            dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
+        return
+    found = dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
+    outputs = np.arange(((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1)
+    assert found.length == len(outputs)
+    assert [o for start, stop in found.outputs for o in range(start, stop)] == outputs.tolist()
+    blocks = xs.reference.scatter(np.arange(length), str(found.source), xs.Mesh(sp=n))
+    for block, (start, stop) in zip(blocks, found.outputs, strict=True):
+        taps = [o * s - p[0] + d * j for o in range(start, stop) for j in (0, k - 1)]
+        rows = range(-(-min(taps) // base), max(taps) // base + 1) if taps else ()
+        assert block.tolist() == [i if 0 <= i < length else 77 for i in rows]
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+def test_pools_have_as_many_outputs_as_in_torch(ceil):
+    found = 0
+    for length, k, s, p, d in itertools.product(range(1, 8), range(1, 5), range(1, 5), (0, 1, 2), (1, 2)):
+        if p > k // 2:
+            continue
+        x = torch.zeros(1, 1, length)
+        try:
+            outputs = torch.nn.functional.max_pool1d(x, k, s, p, d, ceil).shape[-1]
+        except RuntimeError:  # no window fits, which torch refuses
+            outputs = 0
+        window = pool_window(length, Window(k, s, d, (p, p)), ceil=ceil)
+        assert max(0, window.output_length(length)) == outputs, (length, k, s, p, d)
+        found += outputs > 0
+    assert found > 300

@@ -1,0 +1,81 @@
+"""180 reshardings from the test suites of others (tests/data/reshard.json), on the reference."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from tests import oracle
+from xshard.notation.parser import Dim, Shard
+from xshard.plans.explain import alternatives
+
+DATA = Path(__file__).parents[1] / "data" / "reshard.json"
+PUBLIC_CASES = [case for case in json.loads(DATA.read_text()) if math.prod(case["mesh"].values()) <= 64]
+
+
+def layout_of(cuts, partial):
+    dims = tuple(Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts))
+    return xs.Layout(dims, (("sum", tuple(partial)),))
+
+
+def small(length, parts):
+    """A length with the same remainder by every divisor of `parts`, at least twice as long as it."""
+    return length if length <= 3 * parts else 2 * parts + length % parts
+
+
+def move_of(case):
+    """A case as arguments of `xs.plan`, its shape scaled down where it is large."""
+    ends = [layout_of(case[end], case[f"{end}_partial"]) for end in ("src", "dst")]
+    mesh = xs.Mesh(case["mesh"])
+    parts = [
+        math.lcm(*(mesh.size(*layout.dims[d].axes) for layout in ends)) for d in range(len(case["shape"]))
+    ]
+    shape = tuple(small(n, max(p, 4)) for n, p in zip(case["shape"], parts, strict=True))
+    return tuple(ends), mesh, shape
+
+
+def is_even(case):
+    ends, mesh, shape = move_of(case)
+    return all(xs.Sharding(layout, mesh, shape).is_even for layout in ends)
+
+
+def test_the_file_is_whole():
+    assert (len(json.loads(DATA.read_text())), len(PUBLIC_CASES)) == (180, 168)
+
+
+@pytest.mark.parametrize("profile", ["bandwidth", "h100", "host"])
+def test_no_other_way_is_cheaper(profile):
+    """Of those that `explain` compares; on meshes of many axes as well, where not every path is looked at."""
+    for case in PUBLIC_CASES:
+        ends, mesh, shape = move_of(case)
+        plan = xs.plan(ends, mesh, shape, profile=profile)
+        for way in alternatives(plan):
+            cheaper = way.plan is not None and not way.plan.swells and way.cost < plan.cost * (1 - 1e-9)
+            assert not cheaper, f"{case['name']}: {way.name}, {way.cost} s instead of {plan.cost}"
+
+
+@pytest.mark.parametrize("case", PUBLIC_CASES, ids=lambda case: case["name"])
+def test_values(case):
+    """Arbitrary addends, as planned for bandwidth alone and for real latencies."""
+    ends, mesh, shape = move_of(case)
+    blocks = oracle.random_blocks(ends[0], mesh, shape, np.random.default_rng(0))
+    value = oracle.gather(blocks, ends[0], mesh, shape)
+    plans = [xs.plan(ends, mesh, shape, profile=profile) for profile in ("bandwidth", "h100")]
+    for plan in dict.fromkeys(plans):
+        result = xs.reference.run(plan, blocks)
+        assert np.array_equal(oracle.gather(result, ends[1], mesh, shape), value)
+        assert plan.bytes_received >= plan.bytes_lower_bound
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in PUBLIC_CASES if is_even(c) and not c["src_partial"] and not c["dst_partial"]],
+    ids=lambda case: case["name"],
+)
+def test_no_byte_more_than_needed(case):
+    """Planned for bandwidth, an even move without a reduction receives the lower bound."""
+    plan = xs.plan(*move_of(case), case["dtype"], profile="bandwidth")
+    assert plan.bytes_received == plan.bytes_lower_bound

@@ -1,0 +1,287 @@
+"""A plan between two meshes as a value: how it prints, what it survives, what it refuses."""
+
+import json
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from tests.two_meshes import crossing
+from xshard.cost.device_links import located
+from xshard.plans.transfer_plan import find_transfer
+
+TABLE = """\
+n/a d -> n d   float32[8, 4] from a=2 to b=2,c=2, devices 0-1 -> 2-5
+
+step                  on       layout after  local shape  received  time    peak
+                      a=2      n/a d         4x4
+transfer, 4 messages  b=2,c=2  n/b/c d       2x4          32 B      0.1 us  128 B
+all_gather n/b/c      b=2,c=2  n d           8x4          96 B      0.1 us  160 B
+
+received 128 B (1.00x the bound of 128 B), sent between meshes 64 B, 0.2 us, peak 160 B, \
+priced for bandwidth"""
+
+LISTING = """\
+from  rows        to  rows
+0     [0:2, 0:4]  2   [0:2, 0:4]
+0     [2:4, 0:4]  3   [0:2, 0:4]
+1     [0:2, 0:4]  4   [0:2, 0:4]
+1     [2:4, 0:4]  5   [0:2, 0:4]"""
+
+
+def gathered(**options):
+    options = {"dst_devices": range(2, 6), "dtype": "float32", **options}
+    return crossing("n/a d", "n d", "a=2", "b=2,c=2", (8, 4), **options)
+
+
+def test_it_prints_as_a_table():
+    assert str(gathered()) == TABLE
+    assert gathered().transfer.listing() == LISTING
+
+
+def test_a_long_listing_is_cut_short():
+    plan = crossing("n/cyclic(a)", "n/b", "a=8", "b=8", (64,), dst_devices=range(8, 16))
+    assert plan.transfer.listing().splitlines()[-2:] == ["7     [3:4]  11  [7:8]", "... and 32 more"]
+
+
+def test_a_memory_limit_holds():
+    free = gathered()
+    assert gathered(memory_limit=free.peak_bytes).cost == free.cost
+    with pytest.raises(xs.PlanError) as caught:
+        gathered(memory_limit=100)
+    least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
+    assert str(caught.value) == (
+        f"no plan stays within 100 B per device\n  the least of those weighed is {least} B ({least} bytes)"
+    )
+    plan = gathered(memory_limit=least)
+    assert (plan.peak_bytes, plan.memory_limit) == (least, least)
+    with pytest.raises(xs.PlanError) as caught:  # nor may the gradient hold more
+        _ = plan.backward
+    assert str(caught.value) == (
+        "no plan stays within 160 B per device\n  the least of those weighed is 192 B (192 bytes)"
+    )
+
+
+A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"mesh": A2},
+            xs.MeshError,
+            "one mesh and two\n  pass the mesh, or src_mesh= and dst_mesh=",
+        ),
+        (
+            {"dst_mesh": None},
+            xs.MeshError,
+            "no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh=",
+        ),
+        (
+            {"src_mesh": None, "dst_mesh": None},
+            xs.MeshError,
+            "no src_mesh and no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh=",
+        ),
+        (
+            {"src_mesh": None, "dst_mesh": None, "mesh": A2, "relabel": True},
+            xs.MeshError,
+            "src_devices, dst_devices and relabel are for two meshes\n"
+            "  pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
+        ),
+        (
+            {"src_mesh": None, "dst_mesh": None, "mesh": A2, "dst_devices": (0, 1)},
+            xs.MeshError,
+            "src_devices, dst_devices and relabel are for two meshes\n"
+            "  pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
+        ),
+        (
+            {"shape": None},
+            xs.ShapeError,
+            "no shape\n  shape= is the global shape of the array, as in shape=(8, 4)",
+        ),
+        (
+            {"shape": (4, 4)},
+            xs.ShapeError,
+            "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
+            "  write one name per dim, or '...' for any number of whole dims",
+        ),
+        (
+            {"shape": (4.0,)},
+            xs.ShapeError,
+            "shape (4.0,) has 4.0 where a length >= 0 belongs in 'n/a -> n/b'",
+        ),
+        (
+            {"src_devices": (0,)},
+            xs.MeshError,
+            "1 devices for the source, whose mesh Mesh(a=2) has 2\n"
+            "  one number per device, in the order of the mesh",
+        ),
+        (
+            {"dst_devices": (3, 3)},
+            xs.MeshError,
+            "device 3 twice in the destination\n  a device has one place in a mesh",
+        ),
+        (
+            {"dst_devices": (0, -1)},
+            xs.MeshError,
+            "device -1 of the destination\n  devices are whole numbers >= 0",
+        ),
+        (
+            {"src_devices": (0, 1.0)},
+            xs.MeshError,
+            "device 1.0 of the source\n  devices are whole numbers >= 0",
+        ),
+        (
+            {"relabel": True, "dst_devices": (1, 2)},
+            xs.MeshError,
+            "relabel=True is for two meshes over the same devices\n  the source has 0-1, the destination 1-2",
+        ),
+        (
+            {"expression": "n/b -> n/b"},
+            xs.NotationError,
+            "unknown mesh axis 'b' in 'n/b -> n/b'\n" + " " * 43 + "^\n  the mesh has: a=2",
+        ),
+        (
+            {"expression": "n/a -> n/a"},
+            xs.NotationError,
+            "unknown mesh axis 'a' in 'n/a -> n/a'\n" + " " * 50 + "^\n  the destination's mesh has: b=2",
+        ),
+        (
+            {"expression": ("n/a", "m/b")},
+            xs.NotationError,
+            "dim names differ: 'n/a' and 'm/b'\n  same names, same order",
+        ),
+        (
+            {"expression": "n/a -> n/b:halo(1,1)", "dst_devices": (2, 3)},
+            xs.PlanError,
+            "'n/b:halo(1,1)' overlaps, and overlaps move on one mesh\n  trim or fold before, widen after",
+        ),
+        (
+            {"expression": "n/a -> n | max(b)", "dst_devices": (2, 3)},
+            xs.PlanError,
+            "'n | max(b)' holds a max or min over b, which no transfer brings there\n"
+            "  reduce it: write copy(b)",
+        ),
+        (
+            {"expression": "n | sum(a) -> n", "dtype": "bool", "dst_devices": (2, 3)},
+            xs.DtypeError,
+            "dtype bool has no sum\n  cast to an integer, or use max (any) or min (all)",
+        ),
+        (
+            {
+                "expression": "n | sum(a) -> n",
+                "src_mesh": xs.Mesh(a=1),
+                "dtype": "bool",
+                "dst_devices": (2, 3),
+            },
+            xs.DtypeError,
+            "dtype bool has no sum\n  cast to an integer, or use max (any) or min (all)",
+        ),
+        (
+            {"dtype": "float33"},
+            xs.DtypeError,
+            "unknown dtype 'float33'\n  as in float32, bfloat16, int64, bool, complex64",
+        ),
+    ],
+)
+def test_wrong_input(options, error, message):
+    request = {"expression": "n/a -> n/b", "src_mesh": A2, "dst_mesh": B2, "shape": (4,), **options}
+    with pytest.raises(error) as caught:
+        xs.plan(**request)
+    assert str(caught.value) == message
+
+
+def test_a_block_that_does_not_fit():
+    with pytest.raises(xs.ShapeError) as caught:
+        xs.reference.run(gathered(), [np.zeros((4, 4))] * 4)
+    assert str(caught.value) == "4 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major"
+
+
+def test_a_wrong_plan_cannot_be_built():
+    plan = gathered()
+    other = xs.plan("n d/b/c -> n d", plan.dst_mesh, (8, 4))
+    assert replace(plan, dst_plan=other).bytes_received == plan.bytes_received
+    for wrong in (
+        {"dst_plan": xs.plan("n/b/c d -> n/b d", plan.dst_mesh, (8, 4))},
+        {"dst_plan": xs.plan("n/b/c d -> n d", plan.dst_mesh, (8, 4), "int8")},
+        {"dst_plan": xs.plan("n/b/c d -> n d", plan.dst_mesh, (16, 4))},
+        {"src_plan": xs.plan("n d -> n/a d", plan.src_mesh, (8, 4))},
+    ):
+        with pytest.raises(xs.PlanError, match=r"is no part of 'n/a d -> n d' of float32\[8, 4\]"):
+            replace(plan, **wrong)
+    with pytest.raises(xs.PlanError, match="the steps scale by 1, the plan says 1/2"):
+        replace(plan, scale=Fraction(1, 2))
+
+
+GOOD = json.loads(gathered().to_json())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "this is no plan: TypeError"),
+        ({"src": "n/c d"}, "this is no plan: unknown mesh axis 'c'"),
+        ({"dst_devices": [1, 2]}, "this is no plan: 2 devices for the destination"),
+        ({"dst_devices": None}, "this is no plan: TypeError"),
+        ({"scale": "2"}, "this is no plan: the steps scale by 1, the plan says 2"),
+        ({"shape": [8, -4]}, "this is no plan: shape (8, -4) has -4"),
+        ({"profile": "h1000"}, "this is no plan: no profile 'h1000'"),
+        ({"dst_plan": {}}, "this is no plan: KeyError: 'mesh'"),
+        ({"dst_plan": [7]}, "this is no plan: TypeError"),
+        ({"dst_plan": {"mesh": {"b": 4}}}, "this is no plan: this is no plan: KeyError: 'src'"),
+        ({"memory_limit": 64}, "this is no plan: the steps hold 160 bytes, the limit is 64"),
+    ],
+)
+def test_malformed_json(changes, message):
+    text = "[]" if changes is None else json.dumps({**GOOD, **changes})
+    with pytest.raises(xs.PlanError) as caught:
+        xs.TransferPlan.from_json(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_the_same_question_gets_the_same_object():
+    assert gathered() is gathered()
+    assert find_transfer.cache_info().hits > 0
+
+
+def test_devices_that_do_not_begin_at_a_node_cross_it():
+    """Nodes of four: a mesh on 4-7 is inside one, a mesh on 2-5 is not, and pays for that."""
+    near, far = xs.Link(0.0, 8e9), xs.Link(0.0, 1e9)
+    machine = xs.Profile("nodes", "made up", near, far, 4)
+    at = lambda *devices: located(machine, xs.Mesh(x=2, y=2), devices)  # noqa: E731
+    assert at(0, 1, 2, 3) is at(4, 5, 6, 7) is machine
+    assert dict(at(2, 3, 4, 5).axes) == {"x": far, "y": near}
+    assert dict(at(0, 4, 1, 5).axes) == {"x": near, "y": far}
+    # Halves of eight devices are nodes where they begin at one, and not where they begin inside.
+    eight = xs.Mesh(x=8)
+    for first, sizes in ((8, [2, 4]), (2, [8])):
+        profile = located(machine, eight, tuple(range(first, first + 8)))
+        assert [lane.size for lane in profile.lanes(eight)] == sizes
+    plans = [
+        crossing("n", "n", "a=1", "b=4", (4096,), dst_devices=range(k, k + 4), profile=machine)
+        for k in (4, 6)
+    ]
+    assert [p.dst_plan.prices[0].seconds for p in plans] == [3 * 8192 / 8e9, 3 * 8192 / 1e9]
+    assert xs.TransferPlan.from_json(plans[1].to_json(), machine) == plans[1]
+
+
+def test_both_passes_count_where_they_are_asked_for():
+    forward, both = gathered(), gathered(objective="forward+backward")
+    assert both.steps == forward.steps
+    assert both.cost == forward.cost + forward.backward.cost
+    assert "with the backward's" in str(both)
+    assert xs.TransferPlan.from_json(both.to_json()) == both
+
+
+def test_devices_are_relabelled_for_both_passes_at_once():
+    """One assignment serves both; the sum decides whether it pays."""
+    mesh = xs.Mesh(a=2, b=2)
+    ask = {"src_mesh": mesh, "dst_mesh": mesh, "shape": (1 << 20,), "relabel": True}
+    for objective in ("forward", "forward+backward"):
+        plan = xs.plan("n/a/b -> n/b/a", objective=objective, **ask)
+        assert plan.dst_devices == (0, 2, 1, 3)
+        assert (plan.cost, plan.backward.cost, plan.objective) == (0, 0, objective)

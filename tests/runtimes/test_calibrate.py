@@ -1,0 +1,274 @@
+"""Calibration: the fit finds the constants that made the times, and profiles come back from files.
+
+No test looks at a clock but the last, which only asks that the whole way runs.
+"""
+
+import builtins
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+import xshard as xs
+from xshard.cli.app import app
+from xshard.runtimes import calibrate as calibration
+from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans
+from xshard.runtimes.fit import CalibrationError, Sample, fit, median_error
+from xshard.steps import Step
+
+MESH = xs.Mesh(dp=2, cp=4)
+LAUNCHES = {
+    "all_gather": 1.5e-5,
+    "all_reduce": 4e-5,
+    "all_to_all": 2.5e-5,
+    "exchange": 3e-5,
+    "permute": 1e-5,
+    "reduce_scatter": 2e-5,
+}
+ONE_LINK = xs.Profile(
+    "made",
+    "made up",
+    default=xs.Link(3e-6, 2e9),
+    launch_s=tuple(sorted({**LAUNCHES, "other": 4e-5}.items())),
+    copy_bytes_per_s=1e10,
+)
+SLOW, FAST = xs.Link(9e-6, 1e9), xs.Link(2e-6, 8e9)
+TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
+IN_ROUNDS = replace(ONE_LINK, rounds=True)
+
+
+def timed(profile, plans=None):
+    """Plans with the seconds that they would take on the machine of a profile."""
+    plans = fitted_plans(MESH) if plans is None else plans
+    return [Sample(plan, replace(plan, profile=profile).cost) for plan in plans]
+
+
+# --- the fit
+
+
+@pytest.mark.parametrize("profile", [ONE_LINK, TWO_LINKS, IN_ROUNDS], ids=["one link", "two links", "rounds"])
+def test_the_fit_finds_the_profile_that_made_the_times(profile):
+    """To the last of its digits, whichever axis is slower; the order of levels has to be found too."""
+    assert fit(timed(profile), "made", "made up", rounds=profile.rounds) == profile
+
+
+def test_links_swapped_between_axes_are_found_swapped():
+    swapped = replace(TWO_LINKS, default=SLOW, axes=(("cp", SLOW), ("dp", FAST)))
+    assert fit(timed(swapped), "made", "made up") == swapped
+
+
+def test_times_that_miss_equally_often_above_and_below_move_no_constant():
+    """Twice as long counts like half as long: else all constants would come out too small."""
+    samples = [s._replace(seconds=s.seconds * f) for s in timed(ONE_LINK) for f in (1 / 1.09, 1.09)]
+    found = fit(samples, "made", "made up")
+    assert math.isclose(found.default.bytes_per_s, ONE_LINK.default.bytes_per_s, rel_tol=1e-3)
+    assert math.isclose(found.launch("all_reduce"), ONE_LINK.launch("all_reduce"), rel_tol=1e-3)
+
+
+def test_no_constant_is_negative_where_the_best_fit_would_have_one():
+    """Large messages faster than small ones: a line through these would start below zero."""
+    plans = [p for p in fitted_plans(MESH) if p.steps[0].kind == "all_gather"]
+    found = fit([Sample(p, (p.bytes_received + 1) ** 1.5 * 1e-9) for p in plans], "odd")
+    assert found.default.latency_s >= 0
+    assert all(seconds >= 0 for _, seconds in found.launch_s)
+
+
+def test_the_error_is_the_median_of_absolute_relative_errors():
+    exact = timed(ONE_LINK, held_out_plans(MESH, count=3))
+    samples = [s._replace(seconds=s.seconds * f) for s, f in zip(exact, (2.0, 0.8, 1.0), strict=True)]
+    errors = [s.error(ONE_LINK) for s in samples]
+    assert errors == pytest.approx([-0.5, 0.25, 0.0])
+    assert median_error(samples, ONE_LINK) == pytest.approx(0.25)
+
+
+def test_single_times_that_are_far_too_long_move_no_constant_far():
+    """As on a machine that others use: every tenth plan takes ten times as long."""
+    samples = [s._replace(seconds=s.seconds * (1 if i % 10 else 10)) for i, s in enumerate(timed(ONE_LINK))]
+    found = fit(samples, "made", "made up")
+    assert math.isclose(found.default.bytes_per_s, ONE_LINK.default.bytes_per_s, rel_tol=0.05)
+    assert median_error(samples, found) < 0.02
+
+
+# --- what is measured
+
+
+def test_fitted_plans_are_one_step_each_and_of_every_kind():
+    plans = fitted_plans(MESH)
+    assert {len(plan.steps) for plan in plans} == {1}
+    assert {plan.steps[0].kind for plan in plans} == {*LAUNCHES, "slice", "embed"}
+    assert set(LAUNCHES) < set(Step.registry)
+
+
+def test_fitted_plans_have_blocks_of_the_sizes_asked_for():
+    for size in SIZES:
+        plans = fitted_plans(MESH, (size,))
+        blocks = {max(p.source.max_local_size, p.target.max_local_size) * 4 for p in plans}
+        assert blocks == {size}
+
+
+def test_held_out_plans_are_the_same_every_time_and_other_than_the_fitted():
+    plans = held_out_plans(MESH)
+    assert plans == held_out_plans(MESH)
+    assert plans != held_out_plans(MESH, seed=1)
+    assert len(plans) == 20
+    assert sum(len(plan.steps) > 1 for plan in plans) >= 6
+    assert all(plan.bytes_received for plan in plans)
+    assert not {(p.src, p.dst) for p in plans} & {(p.src, p.dst) for p in fitted_plans(MESH)}
+
+
+@pytest.mark.parametrize("mesh", [xs.Mesh(dp=2), xs.Mesh(dp=3, one=1), xs.Mesh(a=2, b=2, c=2)], ids=str)
+def test_meshes_with_few_plans_have_enough_of_them(mesh):
+    """Over one axis few pairs of layouts communicate; they come again in other sizes."""
+    plans = held_out_plans(mesh, SIZES[:3])
+    assert len(set(plans)) == 20
+    assert all(plan.bytes_received for plan in plans)
+    assert {len(plan.steps) for plan in fitted_plans(mesh)} == {1}
+
+
+def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
+    plans, asked, told = fitted_plans(MESH), [], []
+
+    def worker(module, batch, *options, timeout_s):
+        asked.extend(batch)
+        assert (module, options, timeout_s) == ("torch_bridge.testing.timing", ("3",), 1.0)
+        return [plan.cost for plan in batch]
+
+    monkeypatch.setattr(calibration, "run_worker", worker)
+    seconds = calibration.measure("torch", plans, 3, told=lambda *n: told.append(n), timeout_s=1.0)
+    assert seconds == [plan.cost for plan in plans]
+    assert len(asked) == len(plans) and asked != list(plans)
+    assert told[0] == (0, len(plans)) and told[-1] == (len(plans), len(plans))
+
+
+# --- profiles as files
+
+
+@pytest.mark.parametrize(
+    "profile", [ONE_LINK, TWO_LINKS, IN_ROUNDS, xs.load_profile("h100"), xs.load_profile("tpu_v5p")]
+)
+def test_a_written_profile_loads_and_prices(tmp_path, profile):
+    path = tmp_path / "mine.json"
+    path.write_text(profile.to_json())
+    assert xs.load_profile(path) == profile
+    plan = xs.plan("s/cp c -> s c/cp", MESH, (64, 64), profile=path)
+    assert plan.cost == replace(plan, profile=profile).cost > 0
+
+
+def test_the_shipped_gloo_profile_states_its_errors():
+    source = xs.load_profile("gloo").source
+    assert re.search(r"measured \d{4}-\d\d-\d\d by `xshard calibrate --backend torch", source)
+    error = re.search(r"([\d.]+)% on 20 held-out plans", source)
+    assert error is not None and float(error[1]) < 25
+
+
+# --- what is refused
+
+
+def message(call):
+    with pytest.raises(xs.XshardError) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_no_measurements():
+    assert message(lambda: fit([], "none")) == (
+        "CalibrationError: nothing to fit links to: none of 0 measurements sends anything"
+    )
+
+
+def test_measurements_that_send_nothing():
+    copies = [s for s in timed(ONE_LINK) if s.plan.steps[0].kind in ("slice", "embed")]
+    assert message(lambda: fit(copies, "copies")) == (
+        f"CalibrationError: nothing to fit links to: none of {len(copies)} measurements sends anything"
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_cannot_be(seconds):
+    sample = timed(ONE_LINK)[0]._replace(seconds=seconds)
+    assert message(lambda: fit([sample], "odd")) == (
+        f"CalibrationError: 'n/dp d -> n d' cannot have taken {seconds} s"
+    )
+
+
+def test_a_mesh_of_one_device():
+    for plans in (fitted_plans, held_out_plans):
+        assert message(lambda plans=plans: plans(xs.Mesh(dp=1))) == (
+            "MeshError: nothing to measure on Mesh(dp=1): it has one device\n  as in --mesh dp=2,cp=2"
+        )
+
+
+def test_a_fit_without_scipy(monkeypatch):
+    load = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return load(name, *args, **kwargs)
+
+    samples = timed(ONE_LINK)
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert message(lambda: fit(samples, "none")) == (
+        "CalibrationError: a calibration needs scipy\n"
+        "  pip install scipy, or xshard with its extra 'calibrate'"
+    )
+
+
+def test_a_backend_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(calibration, "find_spec", lambda name: None)
+    assert message(lambda: calibration.check_backend("jax")) == (
+        "CalibrationError: jax is not installed\n  pip install 'xshard[jax]'"
+    )
+    assert issubclass(CalibrationError, xs.XshardError)
+
+
+# --- the command
+
+
+def xshard(*arguments):
+    return CliRunner().invoke(app, ("calibrate", *map(str, arguments)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("--backend", "mpi", "--mesh", "dp=2"),
+            "CalibrationError: no backend 'mpi'\n  backends are: torch, jax\n",
+        ),
+        (
+            ("--backend", "torch", "--mesh", "dp=1"),
+            "MeshError: nothing to measure on Mesh(dp=1): it has one device\n  as in --mesh dp=2,cp=2\n",
+        ),
+        (
+            ("--backend", "torch", "--mesh", "dp=2", "--largest", "1KiB"),
+            "XshardError: 1.00 KiB is too small a largest block: sizes start at 1.00 KiB\n"
+            "  at least 16.00 KiB\n",
+        ),
+        (
+            ("--backend", "torch", "--mesh", "dp=2", "--output", "/no/such/folder/mine.json"),
+            "XshardError: no folder '/no/such/folder' to write 'mine.json' to\n",
+        ),
+    ],
+)
+def test_what_the_command_refuses(arguments, told):
+    refused = xshard(*arguments)
+    assert (refused.exit_code, refused.stderr) == (2, told)
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "rounds"), [("torch", "gloo processes", False), ("jax", "host devices", True)]
+)
+def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds):
+    path = tmp_path / "mine.json"
+    small = ("--largest", "16KiB", "--rounds", 2)
+    told = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
+    assert told.exit_code == 0, told.stderr
+    for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
+        assert line in told.stdout
+    profile = xs.load_profile(path)
+    assert (profile.name, profile.rounds) == ("mine", rounds)
+    assert f"2 {devices} " in profile.source
+    assert xs.plan("n/dp -> n", xs.Mesh(dp=2), (8,), profile=path).cost > 0

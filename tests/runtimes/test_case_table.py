@@ -1,0 +1,124 @@
+"""The table of cases on every runtime: values and gradients equal to the last bit.
+
+A runtime runs the whole table once, in a process of its own; what it made of each case is a
+test. A runtime that is missing or dies fails all of its tests. Each has a class, which
+pytest-xdist keeps in one process (--dist=loadscope), so that none is started twice.
+"""
+
+import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
+import numpy as np
+import pytest
+
+import xshard as xs
+from jax_bridge.lower.schedule import rounds
+from tests import oracle
+from tests.cases import CASES
+from xshard.runtimes.registry import RUNTIMES
+from xshard.runtimes.tasks import make_task, run_reference
+from xshard.runtimes.verdict import difference
+from xshard.steps import AllReduce, ReduceScatter, Step
+
+TASKS = {case.name: make_task(case.plan(), seed) for seed, case in enumerate(CASES)}
+RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
+
+
+def names_for(runtime):
+    return [case.name for case in CASES if runtime.takes(case.mesh)]
+
+
+def sends_what_is_planned(runtime, plan):
+    """JAX pads uneven blocks and messages to the largest, and XLA on CPUs adds no bfloat16."""
+    plans = [plan, plan.backward] if plan.src.is_linear else [plan]
+    stages = [stage for p in plans for stage in p.stages]
+    even = all(end.is_even for stage in stages for end in (stage.before, stage.after))
+    adds = any(isinstance(step, AllReduce | ReduceScatter) for p in plans for step in p.steps)
+    exact = even and not (adds and plan.dtype == "bfloat16") and not any(map(pads, stages))
+    return runtime.package == "torch" or exact
+
+
+def pads(stage):
+    """Whether a round of an exchange is as long as a message that the busiest device does not get."""
+    if stage.step.kind != "exchange":
+        return False
+    sent = rounds(stage.step, stage.before).sent
+    return sum(max(m.size for m in r) for r in sent) != stage.step.traffic(stage.before).received
+
+
+def pytest_generate_tests(metafunc):
+    """`name`: every case that the runtime takes; `counted_name`: those whose bytes are the plan's."""
+    runtime = getattr(metafunc.cls, "runtime", None)
+    if runtime is not None:
+        names = names_for(runtime)
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", names)
+        else:
+            exact = [name for name in names if sends_what_is_planned(runtime, TASKS[name].plan)]
+            metafunc.parametrize("counted_name", exact)
+
+
+@pytest.fixture(scope="class")
+def outcomes(request):
+    """What a runtime made of every case it takes, by the name of the case."""
+    runtime = request.cls.runtime
+    names = names_for(runtime)
+    return dict(zip(names, runtime.run([TASKS[name] for name in names], timeout_s=500), strict=True))
+
+
+class Table:
+    """What holds on every runtime."""
+
+    def test_values_and_gradients(self, outcomes, name):
+        found, expected = outcomes[name], run_reference(TASKS[name])
+        assert difference(found.outputs, expected.outputs) == 0
+        assert difference(found.gradients, expected.gradients) == 0
+
+    def test_bytes_are_those_planned(self, outcomes, counted_name):
+        """Counted at torch's process groups and in XLA's optimised programs."""
+        found, plan = outcomes[counted_name], TASKS[counted_name].plan
+        assert found.forward_bytes == plan.bytes_received
+        if plan.src.is_linear:
+            assert found.backward_bytes == plan.backward.bytes_received
+
+
+class TestTorch(Table):
+    runtime = RUNTIME["torch"]
+
+
+class TestJaxVma(Table):
+    runtime = RUNTIME["jax-vma"]
+
+
+class TestJaxNovma(Table):
+    runtime = RUNTIME["jax-novma"]
+
+
+class TestJaxPmap(Table):
+    runtime = RUNTIME["jax-pmap"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_reference_does_what_the_layouts_say(name):
+    """Forward the array stays as it is; backward is the adjoint. For winners see core/test_max_min.py."""
+    task, plan = TASKS[name], TASKS[name].plan
+    outcome, given = run_reference(task), (plan.mesh, plan.shape)
+    expected = oracle.gather(task.inputs, plan.src, *given)
+    assert np.array_equal(oracle.gather(outcome.outputs, plan.dst, *given), expected)
+    if plan.src.is_linear:
+        linear = xs.reference.run(plan.tangent, task.inputs)  # without what a boundary fills in
+        forward = oracle.paired(linear, task.cotangents, plan.dst, plan.mesh)
+        assert forward == oracle.paired(task.inputs, outcome.gradients, plan.src, plan.mesh)
+
+
+def test_the_table_has_a_row_for_every_step():
+    plans = [task.plan for task in TASKS.values()]
+    plans += [plan.backward for plan in plans if plan.src.is_linear]
+    used = {step.kind for plan in plans for step in plan.steps}
+    assert Step.registry.keys() - used == set()
+
+
+def test_every_runtime_has_a_class_and_cases_of_every_size():
+    tested = {table.runtime.name for table in Table.__subclasses__()}
+    assert RUNTIME.keys() - tested == {"numpy"}
+    sizes = {case.mesh.n_devices for case in CASES}
+    assert {4, 8} <= sizes and max(sizes) == 8
+    assert sum(case.has_single_axis for case in CASES) >= 40

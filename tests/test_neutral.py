@@ -1,0 +1,79 @@
+"""xshard is neutral: no framework is loaded before its bridge is."""
+
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xshard
+
+FRAMEWORKS = {"torch", "jax", "jaxlib", "ml_dtypes"}
+COMFORTS = {"typer", "rich", "matplotlib", "scipy"}
+MODULES = [
+    m.name for m in pkgutil.walk_packages(xshard.__path__, "xshard.") if not m.name.endswith("__main__")
+]
+
+
+def loaded(code):
+    """The top-level packages that a fresh process has loaded after some code."""
+    code += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_import_xshard_loads_numpy_alone():
+    packages = loaded("import xshard")
+    assert "numpy" in packages
+    assert packages & (FRAMEWORKS | COMFORTS) == set()
+
+
+def test_planning_and_running_load_no_framework():
+    code = """
+import numpy as np, xshard as xs
+plan = xs.plan("n/a d -> n d/a | sum(b)", xs.Mesh(a=2, b=2), (4, 4), "bfloat16")
+xs.reference.run(plan.backward, xs.reference.scatter(np.ones((4, 4)), plan.backward.src, plan.mesh))
+print(plan, plan.to_json())
+"""
+    assert loaded(code) & (FRAMEWORKS | COMFORTS) == set()
+
+
+def test_no_module_of_xshard_loads_a_framework():
+    """The command line included, which may load its comforts only."""
+    assert "xshard.cli.main" in MODULES
+    packages = loaded("\n".join(f"import {name}" for name in MODULES))
+    assert packages & FRAMEWORKS == set()
+
+
+@pytest.mark.parametrize(
+    ("bridge", "own", "other"), [("torch_bridge", "torch", "jax"), ("jax_bridge", "jax", "torch")]
+)
+def test_a_bridge_loads_its_framework_and_not_the_other(bridge, own, other):
+    """Which also shows that the tests above would see one."""
+    packages = loaded(f"import {bridge}")
+    assert own in packages
+    assert other not in packages
+
+
+@pytest.mark.parametrize(
+    ("bridge", "name", "other"), [("torch_bridge", "from_jax", "jax"), ("jax_bridge", "from_torch", "torch")]
+)
+def test_the_other_framework_is_loaded_by_what_needs_both(bridge, name, other):
+    """Only when it is asked for by name."""
+    assert other not in loaded(f"import {bridge}\nassert {name!r} in {bridge}.__all__")
+    assert other in loaded(f"from {bridge} import {name}")
+
+
+def test_one_package_imports_both_frameworks():
+    """All other files of the bridges import one, or neither."""
+    root = Path(xshard.__file__).parents[1]
+    imports = re.compile(r"^\s*(?:from|import) (torch|jax)\b", re.MULTILINE)
+    both = {
+        path.parent.name if path.parent.name == "torch_interop" else str(path)
+        for bridge in ("torch_bridge", "jax_bridge")
+        for path in (root / bridge).rglob("*.py")
+        if set(imports.findall(path.read_text())) == {"torch", "jax"}
+    }
+    assert both == {"torch_interop"}

@@ -1,0 +1,190 @@
+"""The reference interpreter: blocks in, blocks out, and what it refuses."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import xshard as xs
+from tests import oracle
+from xshard.layout.layout import Layout
+from xshard.testing.strategies import layouts, meshes, shapes
+
+NUMPY_DTYPES = sorted({np.dtype(code).name for code in "?bBhHiIlLqQefdgFDG"})
+EXTENDED_DTYPES = [
+    "bfloat16",
+    *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")),
+]
+
+
+@given(st.data(), meshes(), shapes())
+def test_scatter_and_gather_are_inverse(data, mesh, shape):
+    layout = data.draw(layouts(mesh, len(shape)))
+    x = np.arange(1.0, np.prod(shape) + 1).reshape(shape) * 64 * 9
+    blocks = xs.reference.scatter(x, layout, mesh)
+    assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), x)
+    assert np.array_equal(oracle.gather(blocks, layout, mesh, shape), x)
+
+
+@given(st.data(), meshes(), shapes())
+def test_gather_of_arbitrary_addends(data, mesh, shape):
+    layout = data.draw(layouts(mesh, len(shape)))
+    blocks = oracle.random_blocks(layout, mesh, shape, np.random.default_rng(0), unit=64 * 9)
+    expected = oracle.gather(blocks, layout, mesh, shape)
+    assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), expected)
+
+
+def test_scatter_under_tags():
+    mesh, x = xs.Mesh(a=2), np.array([3, 4])
+    held = {
+        kind: [b.tolist() for b in xs.reference.scatter(x, f"n | {kind}(a)", mesh)]
+        for kind in ("sum", "mean", "max", "min", "copy")
+    }
+    both = [[3, 4], [3, 4]]
+    assert held == {"sum": [[3, 4], [0, 0]], "mean": both, "max": both, "min": both, "copy": both}
+
+
+def test_scatter_and_gather_with_halos():
+    """A zero boundary is filled with zeros, and gathering reads every row at its owner."""
+    mesh, x = xs.Mesh(a=2), np.arange(1, 7)
+    blocks = xs.reference.scatter(x, "h/a:halo(2,1)", mesh)
+    assert [b.tolist() for b in blocks] == [[0, 0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 0]]
+    blocks[1][:2] = -1  # the neighbour's rows
+    assert xs.reference.gather(blocks, "h/a:halo(2,1)", mesh, (6,)).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("dtype", [*NUMPY_DTYPES, *EXTENDED_DTYPES])
+def test_every_dtype_moves(dtype):
+    x = np.arange(24).reshape(8, 3).astype(dtype)
+    mesh = xs.Mesh(a=2, b=2)
+    plan = xs.plan("n/a d -> n/zigzag(b) d | copy(a)", mesh, x.shape, dtype)
+    assert plan.dtype == dtype and plan.itemsize == x.dtype.itemsize
+    result = xs.reference.run(plan, xs.reference.scatter(x, plan.src, mesh))
+    assert {block.dtype for block in result} == {x.dtype}
+    gathered = xs.reference.gather(result, plan.dst, mesh, x.shape)
+    assert gathered.dtype == x.dtype and gathered.tobytes() == x.tobytes()  # a nan moves too
+
+
+@pytest.mark.parametrize("dtype", [d for d in [*NUMPY_DTYPES, "bfloat16"] if d != "bool"])
+def test_every_dtype_but_bool_and_float8_is_summed(dtype):
+    mesh, x = xs.Mesh(a=4), np.arange(4).astype(dtype)
+    plan = xs.plan("n | sum(a) -> n/a", mesh, (4,), dtype)
+    result = xs.reference.run(plan, [x] * 4)
+    assert [b.tolist() for b in result] == [[4 * i] for i in range(4)]
+    assert {block.dtype for block in result} == {x.dtype}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_means_keep_the_dtype(dtype):
+    plan = xs.plan("n | mean(a) -> n", xs.Mesh(a=4), (2,), dtype)
+    result = xs.reference.run(plan, [np.array([4 * i, -8]).astype(plan.dtype) for i in range(4)])
+    assert {block.dtype.name for block in result} == {dtype}
+    assert [block.astype(complex).tolist() for block in result] == [[6, -8]] * 4
+
+
+@pytest.mark.parametrize(
+    ("tag", "dtype", "message"),
+    [
+        ("sum", "bool", "dtype bool has no sum\n  cast to an integer, or use max (any) or min (all)"),
+        ("mean", "bool", "dtype bool has no mean\n  cast to an integer, or use max (any) or min (all)"),
+        ("mean", "int32", "dtype int32 has no mean\n  a mean of integers is no integer: cast, or use sum"),
+        ("max", "complex64", "dtype complex64 has no max\n  complex numbers have no order"),
+        (
+            "sum",
+            "float8_e5m2",
+            "dtype float8_e5m2 cannot be reduced\n  8-bit floats only move; cast before the sum",
+        ),
+        ("sum", "str", "unknown dtype 'str'\n  as in float32, bfloat16, int64, bool, complex64"),
+        ("sum", "float33", "unknown dtype 'float33'\n  as in float32, bfloat16, int64, bool, complex64"),
+    ],
+)
+def test_dtypes_that_cannot_be_reduced(tag, dtype, message):
+    with pytest.raises(xs.DtypeError) as caught:
+        xs.plan(f"n | {tag}(a) -> n", xs.Mesh(a=2), (4,), dtype)
+    assert str(caught.value) == message
+
+
+def test_bool_has_any_and_all():
+    blocks = [np.array([True, True, False]), np.array([True, False, False])]
+    for kind, expected in (("max", [True, True, False]), ("min", [True, False, False])):
+        plan = xs.plan(f"n | {kind}(a) -> n", xs.Mesh(a=2), (3,), "bool")
+        assert [b.tolist() for b in xs.reference.run(plan, blocks)] == [expected] * 2
+
+
+def test_the_dtype_of_the_blocks_decides_what_may_be_reduced():
+    plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,), "float32")
+    with pytest.raises(xs.DtypeError, match="bool has no sum"):
+        xs.reference.run(plan, [np.ones(4, bool)] * 2)
+
+
+PLAN = xs.plan("n/a d -> n d/a", xs.Mesh(a=2), (5, 4))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "message"),
+    [
+        (
+            [np.zeros((3, 4)), np.zeros((3, 4))],
+            xs.ShapeError,
+            "the block of device 1 has shape (3, 4)\n"
+            "  under 'n/a d' a (5, 4) array on Mesh(a=2) gives it (2, 4)",
+        ),
+        (
+            [np.zeros((3, 4))],
+            xs.ShapeError,
+            "1 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major",
+        ),
+        (
+            [np.zeros((3, 4)), np.zeros((2, 4), np.float32)],
+            xs.DtypeError,
+            "device 1 holds float32, device 0 holds float64",
+        ),
+    ],
+)
+def test_blocks_that_do_not_fit(blocks, error, message):
+    for use in (
+        lambda: xs.reference.run(PLAN, blocks),
+        lambda: xs.reference.gather(blocks, PLAN.src, PLAN.mesh, PLAN.shape),
+    ):
+        with pytest.raises(error) as caught:
+            use()
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "n/a d -> n d/a",
+        "n d -> n d | copy(a)",
+        "n d -> n/block(a) d",
+        "n/a d -> n/a d",
+        "n d | sum(a) -> n d",
+        "n d | mean(a) -> n d | copy(a)",
+        "n d | copy(a) -> n d | sum(a)",
+    ],
+)
+def test_results_share_no_memory_with_inputs_or_each_other(expression):
+    mesh = xs.Mesh(a=2, b=2)
+    plan = xs.plan(expression, mesh, (4, 6), "float64")
+    blocks = xs.reference.scatter(np.arange(24.0).reshape(4, 6), plan.src, mesh)
+    given_ = [block.copy() for block in blocks]
+    results = xs.reference.run(plan, blocks)
+    for block in results:
+        block += 1  # a user's own in-place update
+    assert all(np.array_equal(a, b) for a, b in zip(blocks, given_, strict=True))
+    assert not any(np.shares_memory(a, b) for i, a in enumerate(results) for b in results[:i])
+
+
+def test_extended_dtypes_have_the_sizes_of_ml_dtypes():
+    for name in EXTENDED_DTYPES:
+        plan = xs.plan("n/a -> n", xs.Mesh(a=2), (4,), getattr(ml_dtypes, name))
+        assert (plan.dtype, plan.itemsize) == (name, np.dtype(getattr(ml_dtypes, name)).itemsize)
+
+
+def test_blocks_are_made_from_text_or_layout_alike():
+    mesh, x = xs.Mesh(a=2), np.arange(4)
+    for a, b in zip(
+        xs.reference.scatter(x, "n/a", mesh), xs.reference.scatter(x, Layout.parse("n/a"), mesh), strict=True
+    ):
+        assert np.array_equal(a, b)

@@ -1,0 +1,86 @@
+"""Which axes hold one value, how far replicas may be apart, and what is said where they are further."""
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from xshard import replicas
+from xshard.environment import is_on
+from xshard.replicas import ReplicaCheck, are_checked
+
+MESH = xs.Mesh(dp=2, tp=2, one=1)
+
+
+def held(layout, dtype="float32", cotangents=True):
+    sharding = xs.Sharding(xs.Layout.parse(layout), MESH, (4, 4))
+    return ReplicaCheck(sharding, MESH, dtype, f"n d -> {layout}", cotangents)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ("n d", ("dp", "tp")),
+        ("n/tp d", ("dp",)),
+        ("n d | sum(dp)", ("tp",)),
+        ("n/one d | copy(dp) mean(tp)", ("dp",)),
+        ("n/tp d:halo(1,1) | max(dp)", ()),
+    ],
+)
+def test_axes_along_which_blocks_are_equal(layout, axes):
+    assert held(layout).axes == axes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float64", 2**-26), ("bfloat16", 2**-3.5), ("complex64", 2**-11.5), ("int64", 0), ("bool", 0)],
+)
+def test_tolerance_is_the_root_of_the_precision(dtype, tolerance):
+    assert held("n d", dtype).tolerance == tolerance
+
+
+def table(*differences, largest=2.0):
+    """Of four devices along `dp` and `tp`."""
+    found = np.full((4, 2, 2), largest)
+    found[..., 0] = np.reshape(differences, (4, 2))
+    return found
+
+
+def test_the_verdict():
+    replicas = held("n d")
+    assert replicas.fault(table(*[0] * 8)) is None
+    assert replicas.fault(table(*[6e-4] * 8)) is None  # 2 * 2**-11.5 is 6.9e-4
+    error = replicas.fault(table(0, 0, 0, 8e-4, 0, 0, 0, 0), names=(10, 11, 12, 13))
+    assert isinstance(error, xs.ReplicaError)
+    assert str(error).splitlines() == [
+        "cotangents differ along 'tp', where one value is meant in 'n d -> n d'",
+        " " * (len("ReplicaError: cotangents differ along 'tp', where one value is meant in '") + 7) + "^^^",
+        "  by 0.0008 on ranks 10, 11, where the largest value is 2",
+        "  if each device uses its result in its own way, say so: copy(tp) on the right",
+    ]
+    assert "devices 1, 3" in str(replicas.fault(table(0, 0, np.inf, 0, 0, 0, np.inf, 0)))
+
+
+def test_the_way_out_of_each():
+    different = table(*[1] * 8)
+    assert "copy(dp) on the right" in held("n d/tp").fault(different[:, :1]).hint
+    assert "reduce sum(dp) before" in held("n d/tp | copy(dp)").fault(different[:, :1]).hint
+    entering = held("n d", cotangents=False).fault(different)
+    assert "sum(dp) or mean(dp) on the left" in entering.hint
+    assert entering.text[slice(*entering.span)] == "n d"
+
+
+def test_a_call_overrules_the_environment(monkeypatch):
+    for always in (True, False):
+        monkeypatch.setattr(replicas, "ALWAYS", always)
+        assert are_checked(None) is always
+        assert are_checked(True) and not are_checked(False)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False), (None, False)]
+)
+def test_what_switches_a_check_on(monkeypatch, value, on):
+    monkeypatch.delenv("XSHARD_A_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("XSHARD_A_CHECK", value)
+    assert is_on("XSHARD_A_CHECK") is on

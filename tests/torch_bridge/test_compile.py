@@ -1,0 +1,233 @@
+"""Redistributions inside torch.compile and torch.export: one graph, the values and gradients of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks
+
+MESH = xs.Mesh(a=2, b=2)
+EVERY_STEP = [  # with a leading dim that is whole
+    "s n/a d -> s n d | copy(a)",
+    "s n d -> s n/a d",
+    "s n d | sum(a) -> s n/a d",
+    "s n d | sum(a,b) -> s n d",
+    "s n/a d -> s n d/a",
+    "s n/zigzag(a) d -> s n d/zigzag(a)",
+    "s n/a/b d -> s n/b/a d",
+    "s n/zigzag(b) d -> s n/b d",
+    "s n/b d -> s n/b:halo(1,2,periodic) d",
+    "s n/a d/b -> s n/a:halo(1,1,constant(5)) d/b:halo(1,1,edge)",
+    "s n/a d -> s n d | sum(a)",
+    "s n d -> s n d | sum(b)",
+    "s n d | mean(a) -> s n d | copy(a)",
+    "s n d | max(a) -> s n d",
+]
+
+
+def _agrees(compiled, plain, x: Tensor) -> None:
+    """The same values, and the same gradient of a weighted sum."""
+    y, expected = compiled(x), plain(x)
+    assert torch.equal(y, expected)
+    weights = torch.arange(float(y.numel()), dtype=y.dtype).view(y.shape) % 7
+    found, wanted = (torch.autograd.grad(out, x, weights)[0] for out in (y, expected))
+    assert torch.equal(found, wanted)
+
+
+def _user(expression: str, mesh):
+    return lambda x: xt.redistribute(x * 2, expression, mesh) * 3
+
+
+def _one_graph(expression: str) -> None:
+    src = xs.parse_expression(expression)[0]
+    for mesh in (MESH, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))):
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(_user(expression, mesh), backend=backend, fullgraph=True)
+        for i in range(10):
+            x = block_of(numbers(3, 8, 8) % (i + 5), str(src), MESH).requires_grad_()
+            _agrees(compiled, _user(expression, mesh), x)
+        assert backend.frame_count == 1
+
+
+def test_every_step_is_one_graph_and_is_not_compiled_again() -> None:
+    on_ranks(4, for_each, EVERY_STEP, _one_graph)
+
+
+def _any_batch(expression: str) -> None:
+    src = xs.parse_expression(expression)[0]
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_user(expression, MESH), backend=backend, fullgraph=True)
+    for n in (4, 3, 7, 2, 9, 16):
+        x = block_of(numbers(n, 8, 8) % 11, str(src), MESH).requires_grad_()
+        torch._dynamo.mark_dynamic(x, 0)
+        _agrees(compiled, _user(expression, MESH), x)
+    assert backend.frame_count == 1
+
+
+def test_the_length_of_a_whole_dim_may_change() -> None:
+    on_ranks(4, for_each, EVERY_STEP, _any_batch)
+
+
+def _specialised() -> None:
+    """A dim that is cut is planned for as the number that it is: another length is compiled again."""
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_user("n/a d -> n d/a", MESH), backend=backend, fullgraph=True)
+    for rows in (4, 6, 5):
+        x = torch.arange(rows * 8.0).view(rows, 8).requires_grad_()
+        _agrees(compiled, _user("n/a d -> n d/a", MESH), x)
+    assert backend.frame_count == 3
+
+
+def test_the_length_of_a_cut_dim_is_compiled_for() -> None:
+    on_ranks(4, _specialised)
+
+
+def _options() -> None:
+    x = block_of(numbers(5, 8) % 9, "n d/a", MESH, torch.float32).requires_grad_()
+    uneven = block_of(numbers(5, 8) % 9, "n/b d", MESH, torch.float32).requires_grad_()
+
+    def narrowed(v: Tensor) -> Tensor:
+        y = xt.redistribute(v, "n d/a -> n d", MESH, comm_dtype=(torch.bfloat16, None), async_op=True)
+        return y.wait() + 1
+
+    def split(v: Tensor) -> Tensor:
+        return xt.redistribute(v, "n/b d -> n d/b", MESH, shape=(5, 8))
+
+    for function, block in ((narrowed, x), (split, uneven)):
+        _agrees(torch.compile(function, backend="aot_eager", fullgraph=True), function, block)
+
+
+def test_options_are_taken_along() -> None:
+    on_ranks(4, _options)
+
+
+def _inductor() -> None:
+    """Values of the whole way down: an exchange with empty messages, a reduction, a move."""
+
+    def step(x: Tensor) -> Tensor:
+        wide = xt.redistribute(torch.sin(x), "s n/b d -> s n/b:halo(1,1) d", MESH)
+        mixed = xt.redistribute(wide[:, 1:-1] * 2, "s n/b d -> s n d/b", MESH)
+        return xt.redistribute(mixed, "s n d/b | sum(a) -> s n/a d/b", MESH)
+
+    x = block_of(numbers(2, 8, 4) % 5, "s n/b d", MESH).requires_grad_()
+    compiled = torch.compile(step, fullgraph=True)
+    y, expected = compiled(x), step(x)
+    assert torch.allclose(y, expected)
+    assert torch.allclose(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, expected)))
+
+
+def test_inductor() -> None:
+    on_ranks(4, _inductor, timeout_s=300)
+
+
+class Turn(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return xt.redistribute(x, "s n/zigzag(a) d -> s n d/a", MESH)
+
+
+def _exported() -> None:
+    x = block_of(numbers(3, 8, 8), "s n/zigzag(a) d", MESH)
+    sizes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(Turn(), (x,), dynamic_shapes=sizes)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert sum("all_to_all_single" in name for name in names) == 1
+    for n in (3, 5):
+        block = block_of(numbers(n, 8, 8), "s n/zigzag(a) d", MESH)
+        assert torch.equal(program.module()(block), Turn()(block))
+
+
+def test_export() -> None:
+    on_ranks(4, _exported)
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+def _not_exported() -> None:
+    x = block_of(numbers(3, 8, 8), "s n/a d", MESH)
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    def compares(v: Tensor) -> Tensor:
+        return xt.redistribute(v, "s n/a d -> s n d/a", MESH, check_replicated=True)
+
+    placed = DTensor.from_local(x, named, [Shard(1), Replicate()], run_check=False)
+    for call, given, reason in (
+        (compares, x, "compares on the host"),
+        (lambda v: xt.redistribute(v, "s n/a d -> s n d/a"), placed, "no redistribution of a DTensor"),
+    ):
+        with pytest.raises(xs.PlanError, match=reason):
+            torch.export.export(Calling(call), (given,))
+
+
+def test_what_cannot_be_exported_is_refused() -> None:
+    on_ranks(4, _not_exported)
+
+
+def _between_graphs() -> None:
+    """What is not recorded runs as it is, where more than one graph is allowed."""
+    x = block_of(numbers(8, 8), "n/a d", MESH, torch.float32).requires_grad_()
+    pair = tuple(xs.parse_expression("n/a d -> n d/a"))
+
+    def by_layouts(v: Tensor) -> Tensor:
+        return xt.redistribute(v * 2, pair, MESH) + 1
+
+    def many(v: Tensor) -> Tensor:
+        return sum(xt.redistribute_many([v * 2, v * 3], "n/a d -> n d/a", MESH)) + 1
+
+    for function in (by_layouts, many):
+        _agrees(torch.compile(function, backend="aot_eager"), function, x)
+
+
+def test_what_is_not_recorded_runs_between_two_graphs() -> None:
+    on_ranks(4, _between_graphs)
+
+
+def _refused() -> list[str]:
+    x = torch.ones(4, 8)
+
+    def compiled(function):
+        torch._dynamo.reset()
+        return error_of(lambda: torch.compile(function, backend="aot_eager", fullgraph=True)(x))[1]
+
+    def turn(v: Tensor) -> Tensor:
+        return xt.redistribute(v, "n/a d -> n d/a", MESH)
+
+    found = [
+        compiled(lambda v: xt.redistribute(v, "n/q d -> n d", MESH)),
+        compiled(lambda v: xt.redistribute(v, ("n/a d", "n d"), MESH)),
+        compiled(lambda v: torch.func.jvp(turn, (v,), (v,))),
+        compiled(torch.func.grad(lambda v: turn(v).sum())),
+        compiled(torch.func.vmap(turn, in_dims=0)),
+        compiled(lambda v: xt.redistribute_many([v], "n/a d -> n d/a", MESH)),
+    ]
+    assert torch.equal(torch.compile(turn, backend="aot_eager")(x), turn(x)), "nothing is left behind"
+    assert dist.get_world_size() == 4
+    return found
+
+
+def test_what_torch_cannot_do_is_refused() -> None:
+    """In all of these torch itself says nothing, or something else."""
+    parts = ["unknown mesh axis 'q' in 'n/q d -> n d'", "whose expression is text"]
+    parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
+    for found in on_ranks(4, _refused):
+        for part, text in zip(parts, found, strict=True):
+            assert part in text, text

@@ -1,0 +1,110 @@
+"""Nothing is written to that is not ours, and nothing piles up."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import on_ranks
+from tests.torch_bridge.test_transforms import CHAINS, MESH, array, moves, shape_of
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, every other one in memory, the dims the other way round."""
+    turned = x.permute(*reversed(range(x.ndim))).contiguous()
+    return torch.stack([turned, turned + 1], dim=-1)[..., 0].permute(*reversed(range(x.ndim)))
+
+
+def _untouched() -> None:
+    for step, chain in CHAINS.items():
+        shape = shape_of(step)
+        block = array(shape, 1)
+        for expression in moves(chain):
+            x = block.clone().requires_grad_()
+            y = xt.redistribute(x, expression, MESH, shape=shape)
+            cotangent = torch.ones_like(y)
+            kept, versions = x.detach().clone(), (x._version, cotangent._version)
+            (gradient,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
+            assert (x._version, cotangent._version) == versions and torch.equal(x, kept), expression
+            assert cotangent.eq(1).all()
+
+            odd = strided(block).requires_grad_()
+            assert odd.numel() < 2 or not odd.is_contiguous()
+            z = xt.redistribute(odd, expression, MESH, shape=shape)
+            assert torch.equal(z, y), f"a strided block, in {expression}"
+            one = torch.ones((), dtype=z.dtype).expand(z.shape)  # a single element, seen everywhere
+            (again,) = torch.autograd.grad(z, odd, one)
+            assert torch.equal(again, gradient), f"a strided gradient, in {expression}"
+            # What comes out shares no memory with what went in: both may be written to.
+            with torch.no_grad():
+                gradient.fill_(-1)
+                x.fill_(-1)
+            assert cotangent.eq(1).all() and torch.equal(z, y), expression
+            block = y.detach()
+
+
+def test_blocks_and_gradients_are_left_alone() -> None:
+    on_ranks(4, _untouched)
+
+
+def resident_kib() -> int:
+    """The memory of this process that is in use now."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def _many_calls() -> tuple[int, int]:
+    mesh = xs.Mesh(a=2)
+    placed = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = torch.ones(4, 6, requires_grad=True)
+    dtensor = DTensor.from_local(torch.ones(4, 6), placed, [Shard(0)]).requires_grad_()
+    expressions = ("n/a d -> n d", "n/a d -> n d/a", "n/a d -> n/zigzag(a) d", "n d | max(a) -> n d")
+
+    def calls(rounds: int) -> None:
+        for _ in range(rounds):
+            for expression in expressions:
+                torch.autograd.grad(xt.redistribute(x, expression, mesh).sum(), x)
+
+    def dtensor_calls(rounds: int) -> None:
+        for _ in range(rounds):
+            torch.autograd.grad(xt.redistribute_dtensor(dtensor, [Replicate()]).sum(), dtensor)
+
+    used = []
+    for _ in range(2):  # the first calls make what is kept: plans, groups, pools of threads and memory
+        calls(1200)
+        dtensor_calls(200)
+        gc.collect()
+        used.append(resident_kib())
+    return used[0], used[1]
+
+
+def test_memory_is_flat_over_10000_calls() -> None:
+    for half, whole in on_ranks(2, _many_calls):
+        assert whole - half < 1024, f"5,000 calls took {whole - half} KiB more"
+
+
+def _meetings() -> tuple[int, int]:
+    store: Callable[[], int] = c10d._get_default_store().num_keys
+    x, mesh = torch.ones(2, 2), xs.Mesh(a=2)
+    xt.redistribute(x, "n/a d -> n d", mesh, debug=True)
+    dist.barrier()
+    before = store()
+    for _ in range(20):
+        xt.redistribute(x, "n/a d -> n d", mesh, debug=True)
+    dist.barrier()
+    return before, store()
+
+
+def test_comparisons_leave_nothing_in_the_store() -> None:
+    for before, after in on_ranks(2, _meetings):
+        assert after <= before + 2

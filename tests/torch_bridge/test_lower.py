@@ -1,0 +1,178 @@
+"""The parts of lowering that need no second process: rules, packing, counting."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import xshard as xs
+from tests.torch_bridge.helpers import on_ranks
+from torch_bridge import RankError
+from torch_bridge.lower.packing import Packing
+from torch_bridge.lower.rules import RULES, lower
+from torch_bridge.lower.subarray import MAX_SLICES, Subarray, message
+from torch_bridge.mesh.process_mesh import ProcessMesh, process_mesh
+from torch_bridge.testing.byte_counter import Meter
+from xshard.layout.partition import cut_nested
+from xshard.layout.runs import Run, Runs, rows
+from xshard.notation.parser import Shard
+from xshard.steps import Step
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("step", Step.registry.values(), ids=Step.registry)
+def test_every_step_has_a_rule(step: type[Step]) -> None:
+    assert step in RULES, f"add a rule for {step.kind} to torch_bridge/lower/rules.py"
+
+
+def test_no_rule_is_left_over() -> None:
+    assert set(RULES) == set(Step.registry.values())
+
+
+def _packing(shape: tuple[int, ...], dim: int, order: str, n: int, op: str | None = None) -> Packing:
+    parts = [cut_nested(shape[dim], (Shard(("a",), order),), (n,), (i,)) for i in range(n)]
+    return Packing(shape, tuple(message(shape, {dim: part}, CPU) for part in parts), op=op)
+
+
+def _cells(m: Subarray, block: np.ndarray) -> np.ndarray:
+    return block[_index(m, block.shape)]
+
+
+def _index(m: Subarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    return np.ix_(*(range(n) if r is None else np.r_[rows(r)] for r, n in zip(m.rows, shape, strict=True)))
+
+
+@pytest.mark.parametrize("order", ["block", "balanced", "zigzag", "cyclic"])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((16,), 0), ((16, 3), 0), ((3, 16), 1), ((2, 16, 3), 1), ((2, 5), 1)]
+)
+def test_packing_and_back(shape: tuple[int, ...], dim: int, order: str) -> None:
+    packing = _packing(shape, dim, order, 4)
+    block = torch.arange(np.prod(shape)).view(shape)
+    packed = packing.pack(block)
+    expected = [_cells(m, block.numpy()).ravel() for m in packing.messages]
+    assert packed.tolist() == np.concatenate(expected).tolist()
+    assert torch.equal(packing.unpack(packed.clone().view(packing.arriving)), block)
+    assert torch.equal(packing.pack(block.mT.contiguous().mT if block.ndim > 1 else block), packed)
+
+
+def test_nothing_is_copied_that_lies_in_place() -> None:
+    block = torch.arange(32.0).view(16, 2)
+    leading = _packing((16, 2), 0, "block", 4)
+    assert leading.pack(block).data_ptr() == block.data_ptr()
+    assert leading.unpack(block).data_ptr() == block.data_ptr()
+    assert not _packing((16, 2), 1, "block", 2).is_flat and not _packing((16, 2), 0, "zigzag", 4).is_flat
+    behind_ones = _packing((1, 1, 8, 3), 2, "block", 4)
+    assert behind_ones.is_flat
+
+
+def test_messages_that_overlap_are_packed_although_their_sizes_add_up() -> None:
+    """Two receivers may want the same rows: column 0, then row 1."""
+    messages = (message((2, 2), {1: (Run(0, 1),)}, CPU), message((2, 2), {0: (Run(1, 1),)}, CPU))
+    assert Packing((2, 2), messages).pack(torch.tensor([[1, 2], [3, 4]])).tolist() == [1, 3, 3, 4]
+
+
+def test_many_rows_are_listed_once() -> None:
+    """More intervals than slices are worth: rows listed along one dim, and along two."""
+    scattered = tuple(Run(start, 2) for start in range(0, 5 * (MAX_SLICES + 4), 5))
+    shape = (scattered[-1].start + 2,) * 2
+    block = torch.arange(shape[0] * shape[1]).view(shape)
+    for chosen in ({0: scattered}, {1: scattered}, {0: scattered, 1: scattered}):
+        m = message(shape, chosen, CPU)
+        assert len(m.boxes) == 1 and any(isinstance(i, torch.Tensor) for _, i in m.boxes[0].block)
+        cells = _cells(m, block.numpy())
+        assert np.array_equal(m.read(block), cells)
+        alone = Packing(shape, (m,)).place(torch.from_numpy(cells), [torch.from_numpy(cells)])
+        expected = np.zeros_like(block.numpy())
+        expected[_index(m, shape)] = cells
+        assert np.array_equal(alone, expected)
+        twice = Packing(shape, (m, m), op="sum").place(torch.from_numpy(cells), [torch.from_numpy(cells)] * 2)
+        assert np.array_equal(twice, 2 * expected)
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
+    shape = (6, 4)
+    top: dict[int, Runs] = {0: (Run(0, 2),)}
+    rest: dict[int, Runs] = {0: (Run(2, 3),)}
+    messages = tuple(message(shape, part, CPU) for part in (top, rest, top, rest, top))
+    rng = random.Random(0)
+    values = [torch.tensor([[rng.randint(-5, 5)] * 4] * m.shape[0]) for m in messages]
+    out = Packing(shape, messages, op=op).place(values[0], values)
+    reduce = {"sum": sum, "max": max, "min": min}[op]
+    for part, start, stop in ((values[::2], 0, 2), (values[1::2], 2, 5)):
+        assert out[start:stop].unique().tolist() == [reduce(int(v[0, 0]) for v in part)]
+    assert out[5].tolist() == [0] * 4, "a row that nobody sends is zero, not a leftover"
+
+
+def _reduce_scatters(op: str) -> None:
+    x = torch.arange(24.0).view(12, 2) * (1 - 2 * (dist.get_rank() % 2)) + dist.get_rank()
+    plan = xs.plan(f"n d | {op}(a) -> n/a d", xs.Mesh(a=4), (12, 2))
+    ours, native = ProcessMesh(**vars(process_mesh(plan.mesh)) | {"_groups": {}}), process_mesh(plan.mesh)
+    native.group(("a",)).__dict__["backends"] = "cpu:another"  # any but gloo: the backend's own
+    both = [lower(plan, processes, CPU) for processes in (ours, native)]
+    kinds = [move.collective.kind for executable in both for move in executable.moves]
+    assert kinds == ["all_to_all", "reduce_scatter"]
+    with Meter() as meter:
+        assert torch.equal(*(executable(x) for executable in both))
+    assert meter.received == [72, 72]
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
+    on_ranks(4, _reduce_scatters, op)
+
+
+def _slices() -> None:
+    mesh = xs.Mesh(x=2, y=2)
+    for text, kinds, is_copied in (
+        ("n/y d -> n/x/y d", ["slice", "permute"], False),
+        ("n d -> n/x d", ["slice"], True),
+        ("n d -> n/x d | copy(y)", ["slice", "retag"], True),
+    ):
+        plan = xs.plan(text, mesh, (8, 4))
+        assert [step.kind for step in plan.steps] == kinds
+        executable = lower(plan, process_mesh(mesh), CPU)
+        block = torch.ones(plan.source.local_shape(dist.get_rank()))
+        part, result = executable.moves[0](block), executable(block)
+        memory = [t.untyped_storage().data_ptr() for t in (block, part, result)]
+        assert (memory[1] != memory[0]) is is_copied and memory[2] != memory[0], text
+    dist.barrier()
+
+
+def test_a_slice_is_copied_only_where_it_is_the_result() -> None:
+    on_ranks(4, _slices)
+
+
+def _counted() -> list[int]:
+    x = torch.ones(6, dtype=torch.float64)
+    with Meter() as meter:
+        dist.all_to_all_single(torch.empty(6, dtype=torch.float64), x)
+        sizes = [0, 1, 2] if dist.get_rank() == 0 else [0, 0, 0]
+        sent = [[0, 0, 0], [1, 0, 0], [2, 0, 0]][dist.get_rank()]
+        dist.all_to_all_single(torch.empty(sum(sizes)), torch.ones(sum(sent)), sizes, sent)
+        dist.all_reduce(x)
+        dist.barrier()
+    return meter.received
+
+
+def test_the_meter_counts_what_arrives() -> None:
+    """Two of three equal pieces; 3 elements on rank 0 alone; and by convention 2 * 2/3 of an all-reduce."""
+    first, *others = on_ranks(3, _counted)
+    assert first == [32, 12, 64]
+    assert all(found == [32, 0, 64] for found in others)
+
+
+def _broadcast() -> None:
+    with Meter():
+        dist.broadcast(torch.ones(1), 0)
+
+
+def test_the_meter_counts_nothing_by_guessing() -> None:
+    with pytest.raises(RankError, match="KeyError: 'broadcast_'"):
+        on_ranks(2, _broadcast)

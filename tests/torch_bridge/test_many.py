@@ -1,0 +1,160 @@
+"""Several redistributions together: what each is alone, with fewer collectives."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from torch_bridge.testing.byte_counter import Meter
+
+MESH = xs.Mesh(a=2, b=2)
+# Moves of every kind, each twice and at another size or order, some that travel through two collectives.
+MOVES = [
+    ("n/a d -> n d | copy(a)", (8, 8)),
+    ("n d/a -> n d | copy(a)", (4, 8)),
+    ("n d | sum(a) -> n/a d", (8, 4)),
+    ("n d | sum(a) -> n d/a", (8, 8)),
+    ("n d | sum(b) -> n d", (3, 5)),
+    ("n | sum(b) -> n", (7,)),
+    ("n/b d -> n d/b", (8, 8)),
+    ("n/zigzag(b) d -> n d/b", (8, 4)),
+    ("n/b d -> n/b:halo(1,1) d", (8, 8)),
+    ("n/b d -> n/b:halo(2,1,periodic) d", (8, 3)),
+    ("n/a/b d -> n/b/a d", (8, 8)),
+    ("n/a d/b -> n/b d/a", (8, 8)),
+    ("n d -> n/a d", (8, 8)),
+    ("() | sum(a) -> ()", ()),
+    ("n d | mean(a) -> n d", (2, 4)),
+    ("n d | max(a) -> n d", (2, 4)),
+    ("n/(a,b) d -> n d/(b,a)", (8, 8)),
+]
+
+
+def _blocks(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[str]]:
+    texts = [text for text, _ in MOVES]
+    sources = [str(xs.parse_expression(text)[0]) for text in texts]
+    arrays = [numbers(*shape) % 9 for _, shape in MOVES]
+    values = [block_of(x, src, MESH, dtype) for x, src in zip(arrays, sources, strict=True)]
+    return [x.requires_grad_(dtype.is_floating_point) for x in values], texts
+
+
+def _alone_and_together() -> None:
+    xs_, texts = _blocks()
+    for most in (None, 300, 1):
+        alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
+        together = xt.redistribute_many(xs_, texts, MESH, bucket_bytes=most)
+        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+        losses = (sum((y**2).sum() for y in ys) for ys in (together, alone))
+        first, second = (torch.autograd.grad(loss, xs_, create_graph=True) for loss in losses)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        third, fourth = (torch.autograd.grad(sum((g**2).sum() for g in gs), xs_) for gs in (first, second))
+        assert all(torch.equal(a, b) for a, b in zip(third, fourth, strict=True))
+    alone = [xt.redistribute(x, text, MESH) for x, text in zip(xs_, texts, strict=True)]
+    together = xt.redistribute_many(xs_, texts, MESH)
+    for y in together:
+        y.add_(1)  # a tensor of its own
+    assert all(torch.equal(a, b + 1) for a, b in zip(together, alone, strict=True))
+
+
+def test_values_and_gradients_are_those_alone() -> None:
+    on_ranks(4, _alone_and_together)
+
+
+def _counted() -> tuple[list[int], ...]:
+    names = [f"layer{i}" for i in range(6)]
+    model = {name: torch.ones(4, 2 + i, requires_grad=True) for i, name in enumerate(names)}
+    with Meter() as forward:
+        moved = xt.redistribute_many(model, "n/a d -> n d | copy(a)", MESH)
+    assert list(moved) == names and all(moved[name].shape == (8, 2 + i) for i, name in enumerate(names))
+    with Meter() as backward:
+        sum(y.sum() for y in moved.values()).backward()
+    assert all(torch.equal(x.grad, torch.full_like(x, 2)) for x in model.values())
+    with Meter() as bucketed:
+        xt.redistribute_many(model, "n/a d -> n d | copy(a)", MESH, bucket_bytes=300)
+    mixed = [torch.ones(4, 2), torch.ones(4, 2, dtype=torch.int64), torch.ones(4, 3)]
+    with Meter() as by_dtype:
+        ys = xt.redistribute_many(mixed, ["n/a d -> n d", "n/a d -> n d", "n/b d -> n d"], MESH)
+    assert [y.dtype for y in ys] == [x.dtype for x in mixed]
+    return forward.received, backward.received, bucketed.received, by_dtype.received
+
+
+def test_what_shares_processes_and_dtype_shares_its_collectives() -> None:
+    """6 tensors of 4 x 2..7 floats: 432 bytes, once each way instead of six times."""
+    for forward, backward, bucketed, by_dtype in on_ranks(4, _counted):
+        assert forward == backward == [432]
+        assert sum(bucketed) == 432 and len(bucketed) == 2
+        assert by_dtype == [32, 64, 48]
+
+
+def _functional() -> None:
+    texts = ["n/a d -> n d | copy(a)", "n/b d -> n d/b"]
+    values = [block_of(numbers(8, 4) % 5, text.partition(" ->")[0], MESH) for text in texts]
+
+    def together(*blocks: Tensor) -> Tensor:
+        return sum((y**2).sum() for y in xt.redistribute_many(blocks, texts, MESH))
+
+    def alone(*blocks: Tensor) -> Tensor:
+        return sum((xt.redistribute(x, t, MESH) ** 2).sum() for x, t in zip(blocks, texts, strict=True))
+
+    for argnums in (0, 1, (0, 1)):
+        both = (torch.func.grad(f, argnums)(*values) for f in (together, alone))
+        assert all(map(torch.equal, *(g if isinstance(g, tuple) else (g,) for g in both)))
+    tangents = [x + 1 for x in values]
+    assert torch.equal(*(torch.func.jvp(f, tuple(values), tuple(tangents))[1] for f in (together, alone)))
+    batch = [torch.stack([x, 2 * x], 1) for x in values]
+    assert torch.equal(*(torch.func.vmap(f, in_dims=1)(*batch) for f in (together, alone)))
+    in_dims = (1, None)
+    assert torch.equal(*(torch.func.vmap(f, in_dims)(batch[0], values[1]) for f in (together, alone)))
+
+
+def test_torch_func_goes_through() -> None:
+    on_ranks(4, _functional)
+
+
+def _uneven() -> None:
+    rank = dist.get_rank()
+    rows = [2, 2, 2, 1][rank]
+    x, y = torch.arange(rows * 3.0).view(rows, 3), torch.arange(4.0).view(1, 4) + rank
+    mesh = xs.Mesh(a=4)
+    moved = xt.redistribute_many([x, y], "n/a d -> n d", mesh, shapes=[(7, 3), None])
+    assert torch.equal(moved[0], xt.redistribute(x, "n/a d -> n d", mesh, shape=(7, 3)))
+    assert torch.equal(moved[1], xt.redistribute(y, "n/a d -> n d", mesh))
+    narrow = xt.redistribute_many([y / 3], ["n/a d -> n d"], mesh, comm_dtype=torch.bfloat16)[0]
+    assert torch.equal(narrow, xt.redistribute(y / 3, "n/a d -> n d", mesh, comm_dtype=torch.bfloat16))
+    assert xt.redistribute_many([], [], mesh) == [] and xt.redistribute_many({}, {}, mesh) == {}
+
+
+def test_uneven_blocks_and_casts() -> None:
+    on_ranks(4, _uneven)
+
+
+def _errors() -> list[tuple[str, str]]:
+    x = torch.ones(4, 4)
+    found = [
+        error_of(lambda: xt.redistribute_many([x, x], ["n/a d -> n d"], MESH)),
+        error_of(lambda: xt.redistribute_many({"w": x}, {"v": "n/a d -> n d"}, MESH)),
+        error_of(lambda: xt.redistribute_many([x], "n/a d -> n d", MESH, shapes=[(8, 4), (8, 4)])),
+    ]
+    try:
+        xt.redistribute_many({"w": x, "bias": x}, {"w": "n/a d -> n d", "bias": "n/a -> n"}, MESH)
+    except xs.XshardError as error:
+        found.append((type(error).__name__, "".join(error.__notes__)))
+    assert still_connected()
+    return found
+
+
+def test_errors_say_which() -> None:
+    first, *others = on_ranks(4, _errors)
+    assert all(found == first for found in others)
+    expected = [
+        ("PlanError", "1 expressions for 2 tensors"),
+        ("PlanError", "tensors and expressions differ at 'w'"),
+        ("PlanError", "2 shapes for 1 tensors"),
+        ("ShapeError", "tensor 'bias'"),
+    ]
+    for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
+        assert kind == expected_kind and part in text

@@ -1,0 +1,236 @@
+"""Models made domain-parallel on ranks: code between layers is followed, or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, same, scattered, weights_of, whole_gradients
+
+ROW = xs.Mesh(sp=4)
+PAIR = xs.Mesh(sp=2)
+GRID = xs.Mesh(x=2, y=2)
+
+
+class Gate(nn.Module):
+    """Squeeze and excite: a whole tensor, of whose gradient every block has a share."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.pool, self.mix = nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, channels, 1)
+        self.scale = nn.Parameter(torch.rand(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.mix(self.pool(x))) * self.scale + (1 - x) / 2
+
+
+class UNet(nn.Module):
+    """Strides, skips, cat along channels, norms of all kinds, a time that every device has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrap = {"padding_mode": "circular"}
+        self.enter = nn.Conv2d(2, 4, 3, padding=1, **wrap)
+        self.mix = nn.Conv2d(4, 4, 1)
+        self.down = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(inplace=True), nn.Conv2d(4, 6, 3, 2, 1))
+        self.time, self.bands = nn.Linear(3, 6), nn.Parameter(torch.rand(4, 1, 1))
+        self.middle = nn.Sequential(nn.BatchNorm2d(6), nn.PReLU(6), nn.MaxPool2d(3, 1, 1), Gate(6))
+        self.up = nn.ConvTranspose2d(6, 4, 4, 2, 1)
+        self.leave = nn.Sequential(
+            nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 2, 3, padding=1)
+        )
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        first = self.enter(x) + self.mix(x[:, :1] * self.bands)
+        low = self.down(first) + self.time(time)[:, :, None, None]
+        low = low + self.middle(low)
+        y = torch.cat([self.up(low), first], 1)
+        a, b = y[:, :4], y[..., 4:, :, :]
+        return self.leave(torch.cat((a + 2 * b, F.relu(b - 1)), dim=1)) / 3
+
+
+def _unet() -> None:
+    torch.manual_seed(0)
+    model = UNet().double()
+    alone = copy.deepcopy(model)
+    every = torch.randn(2, 2, 24, 12, dtype=torch.float64)
+    time = torch.randn(2, 3, dtype=torch.float64)
+    for overlap, (layout, mesh, rows) in enumerate(
+        # The last two: blocks of two rows and one, or of two and none; half of that further down.
+        (
+            ("b c h/sp w", ROW, 24),
+            ("b c h/x w/y", GRID, 24),
+            ("b c h/balanced(sp) w", ROW, 6),
+            ("b c h/sp w", ROW, 6),
+        )
+    ):
+        x = every[:, :, :rows].clone()
+        alone.zero_grad()
+        model.zero_grad()
+        y, of_x, of_parameters = whole_gradients(alone, x, time)
+        parallel = xt.nn.domain_parallel(model, mesh, layout, shape=x.shape, overlap=overlap % 2 == 1)
+        assert parallel.state_dict().keys() == model.state_dict().keys()
+        assert all(p is q for p, q in zip(parallel.parameters(), model.parameters(), strict=True))
+        block = scattered(x, layout, mesh).requires_grad_()
+        mine = parallel(block, time=time)
+        sharding = xt.nn.sharding_of(mine)
+        assert str(sharding.layout) == layout and sharding.shape == y.shape
+        same(mine, scattered(y, layout, mesh), "outputs")
+        (mine * scattered(weights_of(y), layout, mesh)).sum().backward()
+        same(block.grad, scattered(of_x, layout, mesh), "gradient of the input")
+        for (name, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
+            same(p.grad, wanted, f"gradient of {name}")
+        for a, b in zip(model.buffers(), alone.buffers(), strict=True):
+            same(a, b, "statistics")
+        elsewhere = pickle.loads(pickle.dumps(mine.detach())), copy.deepcopy(mine.detach())
+        assert torch.equal(*elsewhere)
+        assert not hasattr(x, "_xshard_placed") and not hasattr(block, "_xshard_placed")
+    # The ordinary model is as it was, and by now has the statistics that it would have had on one device.
+    assert type(model.enter) is nn.Conv2d and not model._forward_pre_hooks
+    assert (model.eval()(x, time) - alone.eval()(x, time)).abs().max() <= TOLERANCE
+
+
+def test_a_model_with_code_between_its_layers() -> None:
+    on_ranks(4, _unet)
+
+
+class Recomputed(nn.Module):
+    """Checkpoints of a module and of a function with code around a module."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = Gate(2), nn.Conv2d(2, 2, (3, 5), padding=(1, 2))
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.checkpoint(self.first, x))
+        return self.checkpoint(lambda x, by: torch.sin(self.second(x * by) + x), y, by=2)
+
+
+def _checkpoints() -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = Recomputed(xt.nn.checkpoint).double()
+    check_layer(model, (1, 2, 8, 6), "b c h/sp w", PAIR)
+    # torch's own computes again outside of the model, where nothing is followed.
+    model.checkpoint = lambda *given, **named: torch.utils.checkpoint.checkpoint(
+        *given, use_reentrant=False, **named
+    )
+    parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w")
+    y = parallel(torch.ones(1, 2, 4, 6, dtype=torch.float64, requires_grad=True))
+    return error_of(lambda: y.sum().backward())
+
+
+def test_activations_that_are_computed_again() -> None:
+    for _, told in on_ranks(2, _checkpoints):
+        assert "second: nothing is known of an input" in told and "xt.nn.checkpoint" in told
+
+
+def _inference() -> None:
+    """What is kept between calls serves a backward pass that comes later."""
+    model = nn.Sequential(
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.Upsample(scale_factor=2, mode="bilinear")
+    )
+    parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w")
+    with torch.inference_mode():
+        parallel(torch.ones(1, 1, 2, 4, dtype=torch.float64))
+    check_layer(model, (1, 1, 4, 4), "b c h/sp w", PAIR)
+
+
+def test_inference_before_training() -> None:
+    on_ranks(2, _inference)
+
+
+NO_LAYER: dict[str, tuple[Callable[[], Any], str]] = {
+    "a layer of no kind": (
+        lambda: nn.Sequential(nn.ReLU(), nn.ModuleDict({"rnn": nn.LSTM(2, 2)})),
+        "1.rnn (LSTM) has no exact form",
+    ),
+    "channel dropout": (lambda: nn.Sequential(nn.Dropout2d(0.1)), "0 (Dropout2d) has no exact form"),
+    "adaptive pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2)), "0: output_size=2"),
+    "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "0: return_indices=True"),
+    "a kind of its own": (
+        lambda: nn.Sequential(type("Periodic", (nn.Conv2d,), {})(1, 1, 3)),
+        "0 (Periodic) is a Conv2d of its own kind",
+    ),
+}
+
+
+class Code(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.function, self.conv = function, nn.Conv2d(2, 2, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "rows of a block": (lambda x: x[:, :, ::2], "a slice needs dim 'h' whole"),
+    "a mean of rows": (lambda x: x.mean((2, 3)), "mean() needs dim 'h' whole"),
+    "a mean of all": (lambda x: x.mean(), "mean() needs dim 'h' whole"),
+    "cat of rows": (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
+    "cat with rows": (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
+    "padding of rows": (lambda x: F.pad(x, (1, 1, 1, 1)), "pad() needs dim 'h' whole"),
+    "a function of neighbours": (lambda x: F.max_pool2d(x, 2), "of a block is not that of the array"),
+    "a flip": (lambda x: x.flip(2), "flip() of a block"),
+    "rows of unknown origin": (
+        lambda x: x + torch.ones(4, 1),
+        "4 rows, of which nothing is known, meet dim 'h/sp'",
+    ),
+    "a view": (lambda x: x.view(-1), "view() of a block"),
+    "a sum over rows": (lambda x: x.cumsum(2), "cumsum() of a block"),
+}
+
+
+def _refusals() -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (model, _) in NO_LAYER.items():
+        found[name] = error_of(lambda model=model: xt.nn.domain_parallel(model(), PAIR, "b c h/sp w"))
+    x = torch.ones(1, 2, 4, 6)
+    for name, (function, _) in NO_FUNCTION.items():
+        model = xt.nn.domain_parallel(nn.Sequential(Code(function)), PAIR, "b c h/sp w")
+        found[name] = error_of(lambda model=model: model(x))
+    conv = xt.nn.Conv2d.from_module(nn.Conv2d(2, 2, 9), PAIR, "b c h/sp w")
+    found["a kernel larger than the array"] = error_of(lambda: conv(x))
+    found["channels"] = error_of(lambda: conv(torch.ones(1, 3, 8, 6)))
+    wide = nn.Conv2d(2, 2, 3, padding=(1, 7), padding_mode="circular")
+    wide = xt.nn.Conv2d.from_module(wide, PAIR, "b c h/sp w")
+    found["padding wider than the array"] = error_of(lambda: wide(x))
+    cut = xt.nn.Conv2d.from_module(nn.Conv2d(4, 2, 3), PAIR, "b c/sp h w")
+    found["channels that are cut"] = error_of(lambda: cut(x))
+    lost = nn.Sequential(Code(lambda x: x.data), nn.Conv2d(2, 2, 3))
+    lost = xt.nn.domain_parallel(lost, PAIR, "b c h/sp w")
+    found["a lost record"] = error_of(lambda: lost(x))
+    assert still_connected()
+    return found
+
+
+REFUSED = {name: text for name, (_, text) in (*NO_LAYER.items(), *NO_FUNCTION.items())} | {
+    "a kernel larger than the array": "Conv2d: no output: kernel (9, 9) over (8, 6) in 'b c h/sp w'",
+    "padding wider than the array": "Conv2d: circular padding 7 of 6 rows",
+    "channels": "Conv2d: 3 channels, the layer has 2",
+    "channels that are cut": "Conv2d: this layer needs dim 'c' whole",
+    "a lost record": "1: nothing is known of an input of shape (1, 2, 4, 6)",
+}
+
+
+def test_what_has_no_exact_form_is_refused_on_every_rank() -> None:
+    for found in on_ranks(2, _refusals):
+        assert found.keys() == REFUSED.keys()
+        for name, text in REFUSED.items():
+            assert text in found[name][1], name
+        for name in NO_FUNCTION:
+            assert "0: " in found[name][1], "the path in the model"

@@ -1,0 +1,154 @@
+"""The named ops: what they do, and what is refused. Their gradients are in test_torch_conventions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
+
+N = 4
+MESH = xs.Mesh(tp=N)
+
+
+def _all_to_all() -> None:
+    rank = dist.get_rank()
+    mesh = xs.Mesh(dp=2, cp=2)
+    x = torch.from_numpy(numbers(8, 4))
+    coords = mesh.coords(rank)
+    # Over one axis; over both, in both orders; and from zigzag to plain.
+    y = xt.all_to_all(x.chunk(2)[coords[1]], -1, 0, "cp", mesh)
+    assert torch.equal(y, x.chunk(2, 1)[coords[1]])
+    for axes in (("dp", "cp"), ("cp", "dp")):
+        index = mesh.index(rank, axes)
+        y = xt.all_to_all(x.chunk(4)[index], 1, 0, axes, mesh)
+        assert torch.equal(y, x.chunk(4, 1)[index])
+    chunks = x.chunk(8)
+    index = mesh.index(rank, ("dp", "cp"))
+    zigzag = torch.cat([chunks[index], chunks[7 - index]])
+    y = xt.all_to_all(zigzag, 1, 0, ("dp", "cp"), mesh, concat_order="zigzag")
+    assert torch.equal(y, x.chunk(4, 1)[index])
+    assert torch.equal(xt.all_to_all(y, 0, 1, ("dp", "cp"), mesh, split_order="zigzag"), zigzag)
+    # Blocks of different sizes, where the global shape is told.
+    x = x[:7, :3]
+    blocks, columns = x.split([4, 3]), x.split([2, 1], 1)
+    y = xt.all_to_all(blocks[coords[1]], 1, 0, "cp", mesh, shape=(7, 3))
+    assert torch.equal(y, columns[coords[1]])
+
+
+def test_all_to_all() -> None:
+    on_ranks(4, _all_to_all)
+
+
+def _float8_gradient() -> Tensor:
+    x = torch.ones(2).to(torch.float8_e4m3fn)
+    assert xt.redistribute(x, "n/tp -> n | copy(tp)", MESH).float().sum() == 8
+    return xt.redistribute(x.requires_grad_(), "n/tp -> n | copy(tp)", MESH)
+
+
+def _other_plan(expression: str, mesh: xs.Mesh, dtype: str) -> Tensor:
+    return xt.redistribute(torch.ones(2, 4), xs.plan(expression, mesh, (8, 4), dtype), MESH)
+
+
+X = torch.ones(2, 4)
+REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
+    "unknown axis": (
+        lambda: xt.redistribute(X, "b s/cq -> b s", MESH),
+        "NotationError",
+        ("unknown mesh axis 'cq' in 'b s/cq -> b s'", "           ^^\n", "the mesh has: tp=4"),
+    ),
+    "rank": (
+        lambda: xt.redistribute(X, "n/tp -> n", MESH),
+        "ShapeError",
+        ("has 1 dims, the array has 2", "'n/tp -> n'", "one name per dim"),
+    ),
+    "local shape": (
+        lambda: xt.redistribute(X, "n/tp d -> n d", MESH, shape=(8, 5)),
+        "ShapeError",
+        ("has shape (2, 4), not (2, 5) in 'n/tp d -> n d'", "under 'n/tp d'", "a (8, 5) array"),
+    ),
+    "no such even block": (
+        lambda: xt.redistribute(torch.ones(3), "n/zigzag(tp) -> n", MESH),
+        "ShapeError",
+        ("has shape (3,), not (", "'n/zigzag(tp) -> n'", "pass shape= (the global shape)"),
+    ),
+    "dtype": (
+        lambda: xt.redistribute(X.bool(), "n d | sum(tp) -> n d", MESH),
+        "DtypeError",
+        ("dtype bool has no sum", "cast to an integer"),
+    ),
+    "dtype that only moves": (
+        lambda: xt.all_reduce(X.to(torch.uint16), "tp", MESH, grad="sum"),
+        "DtypeError",
+        ("torch has no 'all_reduce sum(tp)' of uint16", "cast before the reduction"),
+    ),
+    "gradient that cannot be added": (
+        _float8_gradient,
+        "DtypeError",
+        ("float8_e4m3fn cannot be reduced",),
+    ),
+    "plan for another mesh": (
+        lambda: _other_plan("n/tp d -> n d", xs.Mesh(tp=2), "float32"),
+        "MeshError",
+        ("the plan is for Mesh(tp=2), this is Mesh(tp=4)",),
+    ),
+    "plan for another dtype": (
+        lambda: _other_plan("n/tp d -> n d", MESH, "float64"),
+        "DtypeError",
+        ("the plan is for float64, the block has float32",),
+    ),
+    "grad": (
+        lambda: xt.all_gather(X, 0, "tp", MESH, grad="mean"),  # type: ignore[arg-type]
+        "XshardError",
+        ("grad='mean'", '"replicated": they are equal'),
+    ),
+    "dim": (
+        lambda: xt.all_gather(X, 2, "tp", MESH, grad="sum"),
+        "ShapeError",
+        ("no dim 2 in a block of shape (2, 4)",),
+    ),
+}
+
+
+def _refusals() -> list[tuple[str, str]]:
+    found = [error_of(REFUSED[name][0]) for name in REFUSED]
+    assert still_connected()
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict[str, tuple[str, str]]]:
+    return [dict(zip(REFUSED, found, strict=True)) for found in on_ranks(N, _refusals)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank_before_anything_is_sent(
+    name: str, refusals: list[dict[str, tuple[str, str]]]
+) -> None:
+    _, kind, parts = REFUSED[name]
+    for found in refusals:
+        assert found[name][0] == kind
+        for part in parts:
+            assert part in found[name][1]
+
+
+def test_examples_of_the_docstrings() -> None:
+    """In a process of their own, since they fork."""
+    script = (
+        "import doctest, importlib\n"
+        "for name in ('dtensor', 'launch', 'nn.domain', 'nn.halo', 'nn.layers', 'ops', 'positions',\n"
+        "             'redistribution'):\n"
+        "    found = doctest.testmod(importlib.import_module('torch_bridge.' + name))\n"
+        "    assert found.attempted and not found.failed, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,122 @@
+"""Plans on gloo ranks against the numpy reference: values, gradients, and bytes as measured.
+
+The shared table of cases runs elsewhere; here are the rows that are about torch: every way of
+packing, every dtype, groups that are a part of the mesh.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  (tells numpy of bfloat16 and 8-bit floats)
+import pytest
+
+import xshard as xs
+from xshard.runtimes.processes import run_worker
+from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
+from xshard.runtimes.verdict import difference
+from xshard.steps import Exchange, Permute
+
+EXPRESSIONS = [
+    # what is sent and what arrives lies in memory as it is, is cut in the middle, or is in pieces
+    ("n/a d -> n d | copy(a)", "a=4", (8, 3)),
+    ("n d/a -> n d | copy(a)", "a=4", (3, 8)),
+    ("n d/zigzag(a) -> n d | copy(a)", "a=4", (3, 16)),
+    ("n d/cyclic(a) m -> n d m | copy(a)", "a=4", (2, 160, 2)),
+    ("n d | sum(a) -> n/zigzag(a) d", "a=8", (16, 2)),
+    ("n d | sum(a) -> n d/cyclic(a)", "a=4", (2, 160)),
+    ("b s/zigzag(a) c -> b s c/a", "a=8", (2, 32, 8)),
+    ("b s/zigzag(a) c -> b s c/cyclic(a)", "a=4", (1, 16, 160)),
+    ("n d/zigzag(a) -> n d/cyclic(a)", "a=4", (2, 200)),
+    ("n/cyclic(a) d/cyclic(b) -> n/zigzag(b) d/zigzag(a)", "a=2,b=2", (160, 140)),
+    # uneven and empty blocks
+    ("n/a d -> n d/a", "a=4", (7, 5)),
+    ("n d | sum(a) -> n/a d", "a=4", (6, 3)),
+    ("n d | sum(a) -> n/b d/a", "a=4,b=2", (6, 5)),
+    ("n d | max(a) -> n/a d", "a=4", (6, 3)),
+    ("n d -> n/a d", "a=8", (5, 2)),
+    ("n/a d -> n d | sum(a)", "a=4", (3, 2)),
+    ("n/a -> n", "a=4", (0,)),
+    # several axes, their order, and groups that leave an axis out
+    ("n/(a,b) d -> n d/(b,a)", "a=2,b=4", (16, 8)),
+    ("n/(b,a) d -> n d | copy(a,b)", "a=2,b=4", (16, 3)),
+    ("n/a/b d -> n/b/a d", "a=2,b=4", (16, 3)),
+    ("n/a/b d/c -> n/c d/b/a", "a=2,b=2,c=2", (8, 8)),
+    ("n/b d -> n d/b", "a=2,b=2,c=2", (4, 4)),
+    ("n/b d | sum(c) -> n/b d/c", "a=2,b=2,c=2", (4, 4)),
+    ("n d | mean(a,b) -> n d", "a=2,b=2", (2, 3)),
+    ("n d | max(a) -> n d | copy(a)", "a=2,b=2", (2, 3)),
+    ("() | sum(a) -> ()", "a=4", ()),
+]
+MOVED = ["float64", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int16", "int8"]
+MOVED += ["uint8", "uint16", "uint32", "uint64", "bool"]
+ADDED = [d for d in MOVED if d not in ("int16", "uint16", "uint32", "uint64", "bool")]
+
+TASKS = {
+    f"{expression} on {mesh} {shape}": make_task(xs.plan(expression, xs.Mesh.parse(mesh), shape, "float32"))
+    for expression, mesh, shape in EXPRESSIONS
+}
+for expression, shape, names in (
+    ("b s/zigzag(a) c -> b s c/a", (1, 8, 4), MOVED),
+    ("n/a d -> n d/a", (5, 3), MOVED),
+    ("n/a d -> n d", (8, 1), [*MOVED, "float8_e4m3fn", "float8_e5m2"]),
+    ("n d | sum(a) -> n d", (4, 2), ADDED),
+    ("n d | sum(a) -> n/a d", (4, 2), ADDED),
+    ("n d | max(a) -> n/a d", (4, 2), ["float16", "bfloat16"]),
+):
+    for name in names:
+        TASKS[f"{name} {expression}"] = make_task(xs.plan(expression, xs.Mesh(a=4), shape, name))
+
+# Exchanges that add up as they arrive, which a planner rarely prefers.
+for text in (
+    "n d | sum(a) -> n/a d",
+    "n/b d | sum(a) -> n d/a",
+    "n d | max(a) -> n d/b",
+    "n d | min(a,b) -> n/a d",
+):
+    src, dst = xs.parse_expression(text)
+    plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2), (7, 5), "float32", (Exchange(dst),))
+    TASKS[f"exchange {text}"] = make_task(plan)
+
+# Exchanges whose senders are replicas in the receiver's node, of three devices.
+for text, mesh in (
+    ("n/b d -> n/a d", "a=4,b=2"),
+    ("n/b d/a -> n d", "a=2,b=4"),
+    ("n/zigzag(b) d -> n d/a", "a=2,b=2"),
+):
+    src, dst = xs.parse_expression(text)
+    plan = xs.Plan(src, dst, xs.Mesh.parse(mesh), (9, 4), "float32", (Exchange(dst, 3),))
+    TASKS[f"near exchange {text} on {mesh}"] = make_task(plan)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    found = run_worker("torch_bridge.testing.worker", list(TASKS.values()), timeout_s=300)
+    return dict(zip(TASKS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_values_gradients_and_bytes(name: str, outcomes: dict[str, Outcome]) -> None:
+    task, found = TASKS[name], outcomes[name]
+    expected = run_reference(task)
+    assert difference(found.outputs, expected.outputs) == 0
+    assert difference(found.gradients, expected.gradients) == 0
+    assert found.forward_bytes == task.plan.bytes_received
+    if task.plan.src.is_linear:
+        assert found.backward_bytes == task.plan.backward.bytes_received
+
+
+def test_a_wrong_answer_is_seen(outcomes: dict[str, Outcome]) -> None:
+    """The comparison above can fail: one element off is a difference."""
+    name = next(iter(TASKS))
+    outputs = [block.copy() for block in outcomes[name].outputs]
+    outputs[-1].flat[-1] += 1
+    assert difference(outputs, run_reference(TASKS[name]).outputs) == 1
+
+
+def test_bytes_of_an_uneven_permutation_are_at_most_planned() -> None:
+    """Its price is that of the largest block, which need not be one that moves."""
+    plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=2), (7, 5))
+    assert [type(step) for step in plan.steps] == [Permute]
+    task: Task = make_task(plan)
+    (found,) = run_worker("torch_bridge.testing.worker", [task], timeout_s=120)
+    assert found.forward_bytes is not None and 0 < found.forward_bytes <= plan.bytes_received
+    assert difference(found.outputs, run_reference(task).outputs) == 0

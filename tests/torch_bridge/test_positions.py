@@ -1,0 +1,56 @@
+"""Positions in torch: as xshard says, on every rank and mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import error_of, on_ranks
+
+MESH = xs.Mesh(dp=2, cp=2)
+
+
+def _positions() -> None:
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    rank = dist.get_rank()
+    for text in ("b/dp s/zigzag(cp,4,8)", "b s/(cp,dp)", "b s/cyclic(dp,3)/cp:halo(1,1)"):
+        layout = xs.Layout.parse(text)
+        expected = layout.positions(MESH, (2, 12), "s", rank)
+        for found in (
+            xt.positions(text, MESH, (2, 12), "s"),
+            xt.positions(layout, device_mesh, (2, 12), 1),
+            xt.positions(text, device_mesh, (2, 12), -1, device="cpu"),
+        ):
+            assert found.dtype == torch.int64 and found.tolist() == expected.tolist()
+    part = device_mesh["cp"]  # a mesh of two of the four ranks
+    assert xt.positions("s/cp", part, (4,), "s").tolist() == [[0, 1], [2, 3]][rank % 2]
+    assert xt.positions("s/cp", part, (4,), 0, device="meta").device.type == "meta"
+
+    kind, text = error_of(lambda: xt.positions("b s/tp", device_mesh, (2, 12), "s"))
+    assert kind == "NotationError" and "unknown mesh axis 'tp'" in text
+    kind, text = error_of(lambda: xt.positions("b s/cp", MESH, (2, 12), "c"))
+    assert kind == "ShapeError" and "no dim 'c' in 'b s/cp'" in text
+
+
+def test_positions() -> None:
+    on_ranks(4, _positions)
+
+
+def _reshard() -> None:
+    """Live activations between contiguous and zigzag: positions tell which rows arrived, gradients return."""
+    mesh, shape = xs.Mesh(cp=4), (2, 16, 3)
+    whole = torch.arange(96.0, dtype=torch.float64).reshape(shape)
+    for there, back in (("cp", "zigzag(cp)"), ("zigzag(cp)", "cyclic(cp,2)"), ("zigzag(cp,4,12)", "cp")):
+        before, after = (xt.positions(f"b s/{cut} c", mesh, shape, "s") for cut in (there, back))
+        x = whole[:, before].clone().requires_grad_()
+        y = xt.redistribute(x, f"b s/{there} c -> b s/{back} c", mesh, shape=shape)
+        assert torch.equal(y, whole[:, after])
+        (y * (7 * whole[:, after] + 1)).sum().backward()
+        assert torch.equal(x.grad, 7 * whole[:, before] + 1)
+
+
+def test_contiguous_to_zigzag_and_back_on_live_activations() -> None:
+    on_ranks(4, _reshard)

@@ -1,0 +1,204 @@
+"""`check_replicated`: gradients that should be one and are not are told on every rank; others pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
+from xshard import replicas
+
+MESH = xs.Mesh(dp=2, tp=2)
+
+
+def _gradient(expression: str, weight: float, **options: object) -> Tensor:
+    """Of the loss `weight * sum(y)`: where ranks have their own weight, each uses y in its own way."""
+    src, _ = xs.parse_expression(expression)
+    x = block_of(numbers(4, 4), str(src), MESH).requires_grad_()
+    y = xt.redistribute(x, expression, MESH, **options)
+    (weight * y).sum().backward()
+    return x.grad
+
+
+def _silent_bug() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    found = []
+    for axis, weight in (("tp", 1.0 + rank % 2), ("dp", 1.0 + rank // 2)):
+        gather = f"n/{axis} d -> n d"
+        _gradient(gather, weight)  # silent: the gradient lacks what the other rank's loss adds
+        found.append(error_of(lambda e=gather, w=weight: _gradient(e, w, check_replicated=True)))
+        assert still_connected()
+        right = _gradient(f"{gather} | copy({axis})", weight, check_replicated=True)
+        assert (right == 3).all()
+        assert (_gradient(gather, 5.0, check_replicated=True) == 5).all()
+    # One group of two is right, the other is not: all four ranks are told, whatever axes are named.
+    for expression in ("n/dp d -> n d", "n d/tp | sum(dp) -> n d/tp"):
+        found.append(error_of(lambda e=expression: _gradient(e, float(rank == 3), check_replicated=True)))
+        assert still_connected()
+    return found
+
+
+@pytest.fixture(scope="module")
+def told() -> list[list[tuple[str, str]]]:
+    return on_ranks(4, _silent_bug)
+
+
+def test_the_silent_bug_is_told_on_every_rank_alike(told: list[list[tuple[str, str]]]) -> None:
+    assert all(errors == told[0] for errors in told)
+    assert [kind for kind, _ in told[0]] == ["ReplicaError"] * 4
+
+
+# For every error: along which axis, on which ranks first, the largest value, and what is marked.
+TOLD = [
+    ("tp", "0, 1", 2, "n d"),
+    ("dp", "0, 2", 2, "n d"),
+    ("dp", "1, 3", 1, "n d"),
+    ("dp", "1, 3", 1, "n d/tp"),
+]
+
+
+@pytest.mark.parametrize("at", range(len(TOLD)))
+def test_what_is_told(told: list[list[tuple[str, str]]], at: int) -> None:
+    axis, ranks, largest, side = TOLD[at]
+    first, carets, differ, way_out = told[0][at][1].splitlines()
+    assert first.startswith(f"cotangents differ along {axis!r}, where one value is meant in '")
+    assert ("ReplicaError: " + first)[carets.index("^") : carets.rindex("^") + 1] == side
+    assert differ.strip() == f"by 1 on ranks {ranks}, where the largest value is {largest}"
+    assert way_out.endswith(f"say so: copy({axis}) on the right")
+
+
+def _blocks() -> None:
+    rank = dist.get_rank()
+    x = torch.full((2, 2), rank)
+    kind, text = error_of(lambda: xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=True))
+    assert kind == "ReplicaError" and "blocks differ along 'tp'" in text and "sum(tp)" in text
+    xt.redistribute(x // 2, "n d -> n/tp d", MESH, check_replicated=True)
+    kind, text = error_of(lambda: xt.redistribute(x, "n d | copy(dp) -> n/dp d", MESH, check_replicated=True))
+    assert kind == "ReplicaError" and "'dp'" in text
+    kind, text = error_of(lambda: _gradient("n d -> n d | sum(tp)", 1.0 + rank, check_replicated=True))
+    assert kind == "ReplicaError" and "reduce sum(tp) before" in text
+    assert still_connected()
+
+
+def test_blocks_that_go_in_and_cotangents_of_addends() -> None:
+    on_ranks(4, _blocks)
+
+
+def _values() -> None:
+    """What counts as equal: rounding, infinities and NaN on all ranks; what does not: NaN on one."""
+    odd = dist.get_rank() % 2
+
+    def move(x: Tensor) -> None:
+        xt.redistribute(x, "n -> n/tp", MESH, check_replicated=True)
+
+    for same in (
+        torch.tensor([1.0, 1.0 + odd * 1e-6]),
+        torch.tensor([1e6, odd * 10.0]),
+        torch.tensor([torch.inf, torch.nan]),
+        torch.tensor([1.0, 1.0 + odd * 0.0078125]).bfloat16(),
+        torch.tensor([1 + 2j, 3]),
+        torch.tensor([True, False]),
+        torch.zeros(0),
+    ):
+        move(same)
+    for other in (
+        torch.tensor([1.0, 1.0 + odd * 1e-3]),
+        torch.tensor([1.0, torch.nan if odd else 1.0]),
+        torch.tensor([1.0, torch.inf if odd else 1.0]),
+        torch.tensor([1, 2**62 + odd]),
+        torch.tensor([-(2**63) if odd else 0, 0]),
+        torch.tensor([1 + 2j, 3 + odd * 1j]),
+        torch.tensor([True, bool(odd)]),
+        torch.tensor([1.0, 2.0 if odd else 1.0]).to(torch.float8_e4m3fn),
+    ):
+        assert error_of(lambda x=other: move(x))[0] == "ReplicaError", other
+    assert still_connected()
+
+
+def test_what_counts_as_equal() -> None:
+    on_ranks(4, _values)
+
+
+EVERY = [
+    "n/tp d -> n d",
+    "n d -> n/tp d",
+    "n d | sum(tp) -> n d",
+    "n d -> n d | copy(tp)",
+    "n d | copy(tp) -> n/tp d",
+    "n d | mean(dp) -> n/tp d",
+    "n/dp d -> n d/dp",
+]
+
+
+def _unchanged(expression: str) -> None:
+    """With the check, the same values and derivatives of every order and mode."""
+    src, dst = xs.parse_expression(expression)
+    x = block_of(numbers(4, 4) % 5, str(src), MESH)
+    weight = block_of(numbers(4, 4) % 3, str(dst.dual), MESH)
+
+    def plain(v: Tensor) -> Tensor:
+        return xt.redistribute(v, expression, MESH)
+
+    def checked(v: Tensor) -> Tensor:
+        return xt.redistribute(v, expression, MESH, check_replicated=True)
+
+    def all_of(move) -> list[Tensor]:
+        def loss(v: Tensor) -> Tensor:
+            return (weight * move(v) ** 2).sum()
+
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        # Paired with what is legal beside it: a function of addends alone has no one gradient.
+        (second,) = torch.autograd.grad((first * x).sum(), leaf)
+        batch = torch.stack([x, 2 * x])
+        return [
+            move(x),
+            first.detach(),
+            second,
+            torch.func.grad(loss)(x),
+            *torch.func.jvp(move, (x,), (x,)),
+            torch.func.vmap(torch.func.grad(loss))(batch),
+        ]
+
+    for found, expected in zip(all_of(checked), all_of(plain), strict=True):
+        assert torch.equal(found, expected)
+    y = checked(x.clone().requires_grad_())
+    y *= 2  # a tensor of its own, as without the check
+
+
+def test_nothing_else_changes() -> None:
+    on_ranks(4, for_each, EVERY, _unchanged)
+
+
+def _switch() -> None:
+    replicas.ALWAYS = True  # as the environment variable XSHARD_CHECK_REPLICATED does
+    x = torch.full((2, 2), float(dist.get_rank()))
+    for named in (
+        lambda: xt.slice(x, 0, "tp", MESH, grad="replicated"),
+        lambda: xt.copy_to(x, "tp", MESH),
+    ):
+        assert error_of(named)[0] == "ReplicaError"
+    xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)
+    replicas.ALWAYS = False
+    xt.slice(x, 0, "tp", MESH, grad="replicated")
+
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placed = DTensor.from_local(x, named, [Replicate(), Replicate()])
+    xt.redistribute(placed, "n d -> n/tp d")
+    found = error_of(lambda: xt.redistribute(placed, "n d -> n/tp d", check_replicated=True))
+    assert found[0] == "ReplicaError"
+
+    compiled = torch.compile(
+        lambda v: xt.redistribute(v, "n d -> n/tp d", MESH, check_replicated=True), backend="eager"
+    )
+    assert error_of(lambda: compiled(x))[0] == "ReplicaError"  # compared between two graphs
+
+
+def test_the_environment_switches_it_for_every_call() -> None:
+    on_ranks(4, _switch)

@@ -1,0 +1,316 @@
+"""Redistribution between two meshes of gloo ranks, forward and backward, against the numpy reference."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import xshard as xs
+from tests import oracle
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from torch_bridge import between, redistribute_between
+
+
+class TransferExecutable(NamedTuple):
+    """An expression between two meshes, on these ranks, for an array of a shape."""
+
+    expression: str
+    src_mesh: str
+    dst_mesh: str
+    shape: tuple[int, ...]
+    src_ranks: tuple[int, ...]
+    dst_ranks: tuple[int, ...]
+    dtype: str = "float64"
+    relabel: bool = False
+
+    def plan(self, profile="bandwidth"):
+        meshes = {"src_mesh": xs.Mesh.parse(self.src_mesh), "dst_mesh": xs.Mesh.parse(self.dst_mesh)}
+        devices = {"src_devices": self.src_ranks, "dst_devices": self.dst_ranks}
+        options = {"dtype": self.dtype, "relabel": self.relabel, "profile": profile}
+        return xs.plan(self.expression, **meshes, shape=self.shape, **devices, **options)
+
+
+CROSSINGS = [
+    # two ranks to two others
+    TransferExecutable("n/a d -> n d/b", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    TransferExecutable("n/a d -> n d/b", "a=2", "b=2", (5, 3), (0, 1), (2, 3)),
+    TransferExecutable("n/a d -> n d | copy(b)", "a=2", "b=2", (4, 6), (0, 1), (3, 2)),
+    TransferExecutable("n d | sum(a) -> n d", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    TransferExecutable("n d | mean(a) -> n/b d", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    TransferExecutable("n d | copy(a) -> n d | sum(b)", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    TransferExecutable("n/zigzag(a) -> n/cyclic(b)", "a=2", "b=2", (80,), (0, 1), (2, 3)),
+    TransferExecutable("() | sum(a) -> ()", "a=2", "b=2", (), (0, 1), (2, 3)),
+    TransferExecutable("n/a -> n/b", "a=2", "b=2", (0,), (0, 1), (2, 3)),
+    # four to two, which are among them, and back
+    TransferExecutable("n/a d/c -> n d/b", "a=2,c=2", "b=2", (4, 6), (0, 1, 2, 3), (1, 3)),
+    TransferExecutable("n/a d | sum(c) -> n d", "a=2,c=2", "b=2", (4, 6), (0, 1, 2, 3), (1, 3)),
+    TransferExecutable("n d/b -> n d", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
+    TransferExecutable("n d -> n d | copy(a) sum(c)", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
+    TransferExecutable("n -> n", "b=1", "a=3", (7,), (3,), (0, 1, 2)),
+    # the same devices: a refined plan, other places
+    TransferExecutable("n/a d -> n/b d/c", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
+    TransferExecutable("n/a d -> n d | copy(b)", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
+    TransferExecutable("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (3, 1, 0, 2)),
+    TransferExecutable(
+        "n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3), relabel=True
+    ),
+]
+
+
+def share(case, plan, inputs, cotangents):
+    """This rank's output and gradient; None at the end where it has no block."""
+    rank = dist.get_rank()
+    x = torch.from_numpy(inputs[case.src_ranks.index(rank)]) if rank in case.src_ranks else None
+    leaf = None if x is None else x.clone().requires_grad_()
+    quiet = redistribute_between(x, plan, xs.Mesh.parse(case.src_mesh), xs.Mesh.parse(case.dst_mesh))
+    y = redistribute_between(leaf, plan, requires_grad=True)
+    dst = plan.dst_devices if isinstance(plan, xs.TransferPlan) else case.dst_ranks
+    if rank in dst:
+        assert torch.equal(y.detach(), quiet)
+        y.backward(torch.from_numpy(cotangents[dst.index(rank)]))
+    else:
+        assert quiet is None and y.shape == (0,)
+        y.sum().backward()
+    assert x is None or torch.equal(leaf.detach(), x)
+    return (
+        y.detach().numpy() if rank in dst else None,
+        None if leaf is None else leaf.grad.numpy(),
+    )
+
+
+def all_shares(cases):
+    return [share(*case) for case in cases]
+
+
+def prepared(case, profile):
+    """A case with its plan, whole-number blocks and cotangents."""
+    plan, rng = case.plan(profile), np.random.default_rng(0)
+    src, dst = xs.parse_expression(case.expression)
+    meshes = xs.Mesh.parse(case.src_mesh), xs.Mesh.parse(case.dst_mesh)
+    inputs = oracle.random_blocks(src, meshes[0], case.shape, rng, 4)
+    cotangents = oracle.random_blocks(dst.dual, meshes[1], case.shape, rng, 4)
+    return case, plan, [*map(np.asarray, inputs)], [*map(np.asarray, cotangents)]
+
+
+PREPARED = [prepared(case, profile) for case in CROSSINGS for profile in ("bandwidth", "h100")]
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Per case, what every rank has."""
+    return list(zip(*on_ranks(4, all_shares, PREPARED), strict=True))
+
+
+def assert_like_the_reference(shares, case, plan, inputs, cotangents):
+    """What the ranks have, against the reference."""
+    takers = plan.dst_devices if isinstance(plan, xs.TransferPlan) else case.dst_ranks
+    outputs = [shares[rank][0] for rank in takers]
+    gradients = [shares[rank][1] for rank in case.src_ranks]
+    expected = xs.reference.run(plan, inputs)
+    pulled = xs.reference.pullback(plan, inputs, cotangents)
+    for found, wanted in ((outputs, expected), (gradients, pulled)):
+        for have, want in zip(found, wanted, strict=True):
+            assert (have.dtype, have.shape) == (want.dtype, want.shape)
+            assert np.array_equal(have, want)
+    assert all(shares[rank][0] is None for rank in range(len(shares)) if rank not in takers)
+
+
+@pytest.mark.parametrize("at", range(len(PREPARED)), ids=lambda at: str(PREPARED[at][0].expression))
+def test_values_and_gradients(results, at):
+    assert_like_the_reference(results[at], *PREPARED[at])
+
+
+def test_the_same_devices_without_a_refinement():
+    """3x2 -> 2x3: every rank sends and receives straight."""
+    ranks = tuple(range(6))
+    case = TransferExecutable("n/x d/y -> n/x d/y", "x=3,y=2", "x=2,y=3", (6, 6), ranks, ranks)
+    everything = prepared(case, "bandwidth")
+    assert isinstance(everything[1], xs.TransferPlan)
+    shares = [share for (share,) in on_ranks(6, all_shares, [everything])]
+    assert_like_the_reference(shares, *everything)
+
+
+def test_the_cases_cover_every_kind_of_plan():
+    plans = [plan for _, plan, _, _ in PREPARED]
+    transfers = [plan for plan in plans if isinstance(plan, xs.TransferPlan)]
+    assert len(plans) > len(transfers)
+    assert any(p.src_plan for p in transfers) and any(p.dst_plan for p in transfers)
+    assert any(p.transfer is None for p in transfers) and any(p.transfer and p.transfer.op for p in transfers)
+    assert any(p.dst_devices == (0, 2, 1, 3) for p in transfers)
+
+
+def through_device_meshes():
+    """Expressions and DeviceMeshes that are parts of the world, twice, so that groups are made once."""
+    src_mesh, dst_mesh = (
+        DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        for ranks, names in (([[0, 1], [2, 3]], ("dp", "tp")), ([3, 1], ("ep",)))
+    )
+    rank, shape = dist.get_rank(), (4, 6)
+    whole = torch.arange(24.0).reshape(shape)
+    x = whole[2 * (rank // 2) :][:2, 3 * (rank % 2) :][:, :3]
+    for expression, dst in (("n/dp d/tp -> n d/ep", (whole[:, 3:], whole[:, :3])),) * 2:
+        y = redistribute_between(x, expression, src_mesh, dst_mesh, shape=shape)
+        assert y is None if rank in (0, 2) else torch.equal(y, dst[rank // 2])
+    back = redistribute_between(
+        y, "n d/ep -> n/dp d/tp", dst_mesh, src_mesh, shape=shape, dtype=torch.float32
+    )
+    assert torch.equal(back, x)
+    same = redistribute_between(x, "n/dp d/tp -> n/x d", src_mesh, xs.Mesh(x=4), shape=shape)
+    assert torch.equal(same, whole[rank : rank + 1])
+    return still_connected()
+
+
+def test_device_meshes():
+    assert all(on_ranks(4, through_device_meshes))
+
+
+def every_dtype(names):
+    mesh, other = xs.Mesh(a=2), xs.Mesh(b=3)
+    plan = lambda name: xs.plan(  # noqa: E731
+        "n/a d -> n/b d", src_mesh=mesh, dst_mesh=other, dst_devices=(1, 2, 3), shape=(5, 2), dtype=name
+    )
+    for name in names:
+        whole = torch.arange(10).reshape(5, 2).to(getattr(torch, name))
+        rank = dist.get_rank()
+        y = redistribute_between(whole[3 * rank :][:3] if rank < 2 else None, plan(name))
+        wanted = whole[2 * (rank - 1) :][:2] if rank else None
+        assert y is wanted is None or (
+            y.dtype == wanted.dtype
+            and torch.equal(y.view(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+        ), name
+    return True
+
+
+def test_every_dtype_moves():
+    names = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn"]
+    assert all(on_ranks(4, every_dtype, names))
+
+
+def twice():
+    """The second derivative of sum((A x)^3 / 6), at each end through the other."""
+    rank = dist.get_rank()
+    plan = xs.plan(
+        "n/a -> n | copy(b)",
+        src_mesh=xs.Mesh(a=2),
+        dst_mesh=xs.Mesh(b=2),
+        dst_devices=(2, 3),
+        shape=(4,),
+        dtype="float64",
+    )
+    x = torch.arange(1.0, 5, dtype=torch.float64)[2 * rank :][:2].requires_grad_() if rank < 2 else None
+    leaf = torch.empty(0, dtype=torch.float64, requires_grad=True) if x is None else x
+    y = redistribute_between(x, plan, requires_grad=True)
+    loss = (y**3).sum() / 6
+    loss.backward()
+    return None if x is None else leaf.grad.tolist()
+
+
+def test_a_loss_on_the_other_mesh():
+    """Two copies that are used apart: their gradients x^2 / 2 add up."""
+    assert on_ranks(4, twice) == [[1, 4], [9, 16], None, None]
+
+
+def refused():
+    """Each of these raises on all ranks, before anything is sent."""
+    rank, a, b = dist.get_rank(), xs.Mesh(a=1), xs.Mesh(b=2)
+    x = torch.ones(4) if rank == 0 else None
+
+    def move(*args, **options):
+        options = {"dtype": torch.float32, "shape": (4,), **options}
+        return lambda: redistribute_between(x, *args, **options)
+
+    plan = lambda **options: xs.plan(  # noqa: E731
+        "n -> n/b", src_mesh=a, dst_mesh=b, **{"shape": (4,), "dst_devices": (1, 2), **options}
+    )
+    maximum = xs.plan("n | max(a) -> n", src_mesh=xs.Mesh(a=2), dst_mesh=a, dst_devices=(2,), shape=(4,))
+    found = [
+        error_of(move("n -> n/b")),
+        error_of(move("n -> n/b", a)),
+        error_of(move("n -> n/b", a, b, shape=None)),
+        error_of(move("n -> n/c", a, b)),
+        error_of(move("n -> n/b", a, xs.Mesh(b=8))),
+        error_of(move(plan(dst_devices=(1, 9)))),
+        error_of(move(plan(dtype="int64"), requires_grad=True)),
+        error_of(move(maximum, requires_grad=True)),
+    ]
+    if rank == 0:
+        local = [
+            error_of(lambda: redistribute_between(None, plan())),
+            error_of(lambda: redistribute_between(torch.ones(3), plan())),
+        ]
+        local += [error_of(lambda: redistribute_between(torch.ones(4).double(), plan()))]
+    else:
+        local = [error_of(lambda: redistribute_between(torch.ones(4), plan()))]
+    return found, local, still_connected()
+
+
+def test_wrong_input():
+    ranks = on_ranks(3, refused)
+    assert all(connected for _, _, connected in ranks)
+    assert ranks[0][0] == ranks[1][0] == ranks[2][0]
+    assert ranks[0][0] == [
+        (
+            "MeshError",
+            "two meshes are needed\n  redistribute_between(x, expression, src_mesh, dst_mesh)",
+        ),
+        (
+            "MeshError",
+            "two meshes are needed\n  redistribute_between(x, expression, src_mesh, dst_mesh)",
+        ),
+        (
+            "ShapeError",
+            "no shape\n  shape= and dtype= of the global array: processes without a block know neither",
+        ),
+        (
+            "NotationError",
+            "unknown mesh axis 'c' in 'n -> n/c'\n" + " " * 48 + "^\n  the destination's mesh has: b=2",
+        ),
+        (
+            "MeshError",
+            "the meshes have a rank 7, the world has 3 processes\n"
+            "  device numbers of a plan are global ranks",
+        ),
+        (
+            "MeshError",
+            "the meshes have a rank 9, the world has 3 processes\n"
+            "  device numbers of a plan are global ranks",
+        ),
+        ("DtypeError", "int64 has no gradient\n  floats and complex numbers have one"),
+        (
+            "LinearityError",
+            "'n | max(a)' has no dual: max and min are not linear\n"
+            "  their gradient goes to the winners; the bridges do that for a max -> redistribution",
+        ),
+    ]
+    part = "\n  under 'n' on Mesh(a=1) that is its part of a (4,) array"
+    assert ranks[0][1] == [
+        ("ShapeError", f"rank 0 is in the source and brings no block{part}"),
+        ("ShapeError", f"the block of rank 0 has shape (3,), not (4,){part}"),
+        ("DtypeError", "the block of rank 0 is torch.float64, the plan is for float32"),
+    ]
+    assert ranks[1][1] == [("ShapeError", "rank 1 is not in the source and has no block\n  pass None there")]
+
+
+def test_without_a_process_group():
+    with pytest.raises(xs.MeshError, match="no process group is initialised"):
+        redistribute_between(torch.ones(4), "n -> n", xs.Mesh(a=1), xs.Mesh(b=1), shape=(4,))
+
+
+def run_its_example():
+    return doctest.testmod(between)
+
+
+def test_the_example_runs():
+    assert on_ranks(1, run_its_example) == [(0, 2)]
+
+
+def test_plans_travel_to_ranks():
+    plan = PREPARED[0][1]
+    assert pickle.loads(pickle.dumps(plan)) == plan

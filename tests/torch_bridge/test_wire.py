@@ -1,0 +1,157 @@
+"""Blocks that travel in another dtype: what is rounded, what is not, and how many bytes that takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
+from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
+from torch_bridge.testing.byte_counter import Meter
+
+MESH = xs.Mesh(a=4)
+FLOAT8 = torch.float8_e4m3fn
+EXPRESSIONS = [
+    "n/a d -> n d | copy(a)",
+    "n d | sum(a) -> n/a d",
+    "n d | sum(a) -> n d",
+    "n/zigzag(a) d -> n d/a",
+    "n/a d -> n/a:halo(1,1) d",
+    "n d | mean(a) -> n d",
+    "n d | max(a) -> n d | copy(a)",
+]
+
+
+def _narrow(expression: str) -> None:
+    """The same as casting by hand before and after, forward and backward."""
+    src, dst = xs.parse_expression(expression)
+    x = (block_of(numbers(8, 8), str(src), MESH, torch.float32) / 7).requires_grad_()
+    by_hand = xt.redistribute(x.bfloat16(), expression, MESH).float()
+    with Meter() as meter:
+        y = xt.redistribute(x, expression, MESH, comm_dtype=torch.bfloat16)
+    assert y.dtype == torch.float32 and torch.equal(y, by_hand)
+    with Meter() as plain:
+        xt.redistribute(x, expression, MESH)
+    assert sum(meter.received) * 2 == sum(plain.received)
+    weights = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
+    found, expected = (torch.autograd.grad(out, x, weights)[0] for out in (y, by_hand))
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    if dst.is_linear and src.is_linear:
+        values = x.detach()
+
+        def move(v: Tensor) -> Tensor:
+            return xt.redistribute(v, expression, MESH, comm_dtype=torch.bfloat16)
+
+        assert torch.equal(torch.func.jvp(move, (values,), (values,))[1], by_hand)
+        found = torch.func.vmap(move, in_dims=1)(torch.stack([values, values], 1))
+        assert torch.equal(found, torch.stack([by_hand, by_hand]))
+
+
+def test_a_narrow_dtype_is_a_cast_before_and_after() -> None:
+    on_ranks(4, for_each, EXPRESSIONS, _narrow)
+
+
+def _separately() -> None:
+    x = (block_of(numbers(8, 8), "n/a d", MESH, torch.float32) / 3).requires_grad_()
+    rounded = x.detach().bfloat16().float()
+    for pair, exact_values, exact_gradient in (
+        ((torch.bfloat16, None), False, True),
+        ((None, torch.bfloat16), True, False),
+    ):
+        with Meter() as forward:
+            y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=pair)
+        there = xt.redistribute(x.detach() if exact_values else rounded, "n/a d -> n d/a", MESH)
+        assert torch.equal(y, there)
+        weights = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
+        with Meter() as backward:
+            (gradient,) = torch.autograd.grad(y, x, weights, create_graph=True)
+        sent = weights if exact_gradient else weights.bfloat16().float()
+        assert torch.equal(gradient, xt.redistribute(sent, "n d/a -> n/a d", MESH))
+        assert [forward.received, backward.received] == ([[24], [48]] if exact_gradient else [[48], [24]])
+    # What travels forward, travels so in the second derivative too.
+    y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=(torch.bfloat16, None))
+    (first,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    with Meter() as meter:
+        torch.autograd.grad(first.sum(), x)
+    assert meter.received == [24, 48]
+
+
+def test_forward_and_backward_may_differ() -> None:
+    on_ranks(4, _separately)
+
+
+def _exact_sums() -> None:
+    """1 + 3 * 2^-9 in bfloat16: each addend is lost when the sum is rounded after every one of them."""
+    small = torch.full((4,), 2.0**-8 if torch.distributed.get_rank() else 1.0, dtype=torch.bfloat16)
+    exact = torch.tensor(1 + 3 * 2.0**-8).bfloat16()
+    y = xt.redistribute(small, "n | sum(a) -> n", MESH, comm_dtype=torch.float32)
+    assert y.dtype == torch.bfloat16 and (y == exact).all()
+
+
+def test_a_wide_dtype_adds_exactly() -> None:
+    on_ranks(4, _exact_sums)
+
+
+def _eight_bits() -> None:
+    x = (block_of(numbers(8, 8) % 8, "n/a d", MESH, torch.bfloat16)).requires_grad_()
+    with Meter() as meter:
+        y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=FLOAT8)
+    assert meter.received == [12]
+    assert torch.equal(y, xt.redistribute(x, "n/a d -> n d/a", MESH))  # these numbers have 8-bit forms
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    # A gather's gradient is a sum, which 8 bits cannot hold: it travels in another dtype.
+    y = xt.redistribute(x, "n/a d -> n d | copy(a)", MESH, comm_dtype=(FLOAT8, None))
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.full_like(x, 4))
+    kind, text = error_of(lambda: xt.redistribute(x, "n/a d -> n d | copy(a)", MESH, comm_dtype=FLOAT8))
+    assert kind == "DtypeError" and "float8" in text
+    values = x.detach().to(FLOAT8)
+    moved = xt.redistribute(values, "n/a d -> n d/a", MESH).float()
+    assert torch.equal(moved, xt.redistribute(values.float(), "n/a d -> n d/a", MESH))
+    pair = (None, torch.float32)
+    kind, text = error_of(lambda: xt.redistribute(x, "n d | max(a) -> n d", MESH, comm_dtype=pair))
+    assert kind == "DtypeError" and "comm_dtype=torch.bfloat16" in text
+    assert still_connected()
+
+
+def test_eight_bits_move_as_bytes() -> None:
+    on_ranks(4, _eight_bits)
+
+
+def _begun() -> None:
+    x = (block_of(numbers(8, 8), "n/a d", MESH, torch.float32) / 3).requires_grad_()
+    y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=torch.bfloat16, async_op=True)
+    assert y.dtype == torch.float32
+    assert torch.equal(y.wait(), xt.redistribute(x.detach().bfloat16(), "n/a d -> n d/a", MESH).float())
+
+
+def test_it_can_be_begun_and_ended_in_two_places() -> None:
+    on_ranks(4, _begun)
+
+
+@pytest.mark.parametrize(
+    ("comm_dtype", "block", "reason"),
+    [
+        (torch.int8, torch.float32, "blocks of torch.float32 do not travel as torch.int8"),
+        (torch.float32, torch.complex64, "blocks of torch.complex64 do not travel as torch.float32"),
+        (torch.int32, torch.int64, "blocks of torch.int64 do not travel as torch.int32"),
+        ("bfloat16", torch.float32, "comm_dtype is 'bfloat16'"),
+        ((torch.float32,), torch.float32, "comm_dtype is (torch.float32,)"),
+    ],
+)
+def test_dtypes_of_another_kind_are_refused(comm_dtype, block: torch.dtype, reason: str) -> None:
+    with pytest.raises(xs.DtypeError) as refused:
+        comm_dtype_of(comm_dtype, block)
+    assert reason in str(refused.value)
+
+
+def test_what_is_said_for_both_ways() -> None:
+    assert comm_dtype_of(torch.float16, torch.float32) == CommDtype(torch.float16, torch.float16)
+    assert comm_dtype_of((None, torch.complex64), torch.complex128) == CommDtype(
+        torch.complex128, torch.complex64
+    )
+    assert comm_dtype_of(None, torch.int8) == CommDtype(torch.int8, torch.int8)

@@ -1,0 +1,135 @@
+"""The one differentiable wrapper: a plan forward, the plan of its adjoint backward.
+
+Decides how executables and autograd meet. It holds no gradient rule: `executable.backward` is what the
+plan between the dual layouts becomes, and runs through the same Function, so that derivatives of any
+order work.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torch_bridge.lower.executable import Executable
+
+
+class Map(Protocol):
+    """What runs: tensors -> a tensor, or as many as there are results, and the maps that are its derivatives.
+
+    A map that is not linear is one of `plan`, from one tensor to one, and has `winners`.
+    """
+
+    def __call__(self, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]: ...
+
+    @property
+    def is_linear(self) -> bool: ...
+
+    @property
+    def backward(self) -> Map: ...
+
+    @property
+    def tangent(self) -> Map: ...
+
+    def batched(self, n: int) -> Map: ...
+
+
+class _AsGiven(inspect.Signature):
+    """The signature of a function without defaults, to which arguments are bound as they are.
+
+    `Function.apply` binds at every call, which takes longer than all else that it does.
+    """
+
+    def bind(self, /, *args: Any, **kwargs: Any) -> Any:
+        return _Bound(args, kwargs)
+
+
+class _Bound(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply_defaults(self) -> None:
+        """There are none."""
+
+
+def _bound_as_given(forward: Any) -> Any:
+    forward.__signature__ = _AsGiven.from_callable(forward)
+    return forward
+
+
+class Redistribute(torch.autograd.Function):
+    """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable.
+
+    Works under torch.func (grad, jvp, vmap). A max or min has the derivatives of its winners, in equal
+    shares.
+    """
+
+    @staticmethod
+    @_bound_as_given
+    def forward(executable: Map, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return executable(*blocks)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.executable = inputs[0]
+        if not ctx.executable.is_linear:
+            ctx.save_for_backward(inputs[1], output)
+            ctx.save_for_forward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        executable = ctx.executable
+        if executable.is_linear:
+            return None, *_as_tuple(Redistribute.apply(executable.backward, *gradients))
+        cotangent = executable.winners[2]
+        return None, Redistribute.apply(cotangent, *gradients) * _shares(executable, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor | tuple[Tensor, ...]:
+        executable = ctx.executable
+        if not executable.is_linear:
+            (tangent,) = tangents
+            shared = tangent * _shares(executable, *ctx.saved_tensors)
+            return Redistribute.apply(executable.winners[3], shared)
+        return Redistribute.apply(executable.tangent, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], executable: Map, *blocks: Tensor) -> tuple[Any, Any]:
+        n = info.batch_size
+        leading = [
+            block.expand(n, *block.shape) if dim is None else block.movedim(dim, 0)
+            for dim, block in zip(in_dims[1:], blocks, strict=True)
+        ]
+        results = Redistribute.apply(executable.batched(n), *leading)
+        return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
+
+
+def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
+    """1 where the block holds the max or min that came out, divided by how many processes do; else 0."""
+    result, count, *_ = executable.winners
+    won = (block == Redistribute.apply(result, output)).to(block.dtype)
+    return won / Redistribute.apply(count, won)
+
+
+def apply(executable: Executable, block: Tensor) -> Tensor:
+    """A plan on one block, differentiable. What travelled is what a max or min compares with."""
+    if not (block.requires_grad and torch.is_grad_enabled()) and not _is_transformed():
+        return executable(block)  # autograd has nothing to record, which takes as long as a small move
+    if executable.is_linear or executable.casts is None:
+        return Redistribute.apply(executable, block)
+    uncast = replace(executable, casts=None)
+    return Redistribute.apply(uncast, block.to(executable.casts.wire)).to(block.dtype)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward mode is at work, whose tensors require no gradient."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return (found,) if isinstance(found, Tensor) else found

@@ -1,0 +1,49 @@
+"""In which dtype blocks travel.
+
+Decides which dtypes may stand in for a block's own: those of its kind, real or complex.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from xshard import DtypeError
+
+
+class CommDtype(NamedTuple):
+    """The dtype in which blocks travel, and the one in which their gradients do."""
+
+    forward: torch.dtype
+    backward: torch.dtype
+
+
+# One dtype for both ways, or one for each; None for the block's own.
+CommDtypeLike = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+
+
+def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
+    """What `comm_dtype=` says for blocks of a dtype. Raises DtypeError where values would become others.
+
+    >>> comm_dtype_of((torch.bfloat16, None), torch.float32)
+    CommDtype(forward=torch.bfloat16, backward=torch.float32)
+    """
+    pair = comm_dtype if isinstance(comm_dtype, tuple) else (comm_dtype, comm_dtype)
+    if len(pair) != 2 or not all(d is None or isinstance(d, torch.dtype) for d in pair):
+        raise DtypeError(
+            f"comm_dtype is {comm_dtype!r}",
+            hint="a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)",
+        )
+    found = CommDtype(*(block if d is None else d for d in pair))
+    for dtype in found:
+        if dtype != block and _kind(dtype) != _kind(block):
+            raise DtypeError(
+                f"blocks of {block} do not travel as {dtype}",
+                hint="floats travel as floats, complex numbers as complex ones, all else as it is",
+            )
+    return found
+
+
+def _kind(dtype: torch.dtype) -> object:
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype

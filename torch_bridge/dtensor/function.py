@@ -1,0 +1,247 @@
+"""DTensors that move: blocks by a plan, and their gradients by the plan from wherever they are placed.
+
+Decides what the gradient of a DTensor is, and runs it. A DTensor's gradient is that of the array, however
+it is placed: whatever placements it arrives with, it goes straight to those that the source's
+gradient has. Which layouts placements are is decided in `dtensor`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_bridge.between import plan_between
+from torch_bridge.dtensor.placements import dtensor_of, from_placements, with_sums
+from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.transfer import TransferExecutable, cross
+from torch_bridge.mesh.process_groups import group_of
+from torch_bridge.mesh.process_mesh import ProcessMesh, callers, dtensor_axes, dtensor_mesh
+from torch_bridge.planning import executable_of
+from xshard import Layout, MeshError, Profile, ShapeError, Sharding, dtypes
+from xshard.layout.layout import NONLINEAR
+from xshard.steps.base import without_tags
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a DTensor is placed on a mesh, and the layout of its blocks."""
+
+    mesh: DeviceMesh
+    placements: Placements
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a DTensor goes through.
+
+    op_dtype: what travels. out_dtype: of the result. backward_dtype: what travels backwards; None: the
+    input's dtype. gradient: where the input's gradient goes; None: where the input is placed, with
+    replicas for addends. by_block: whether its blocks, not the array, are what is differentiated, as
+    where `DTensor.from_local` made it of blocks that have a gradient.
+    """
+
+    src: End
+    dst: End
+    op_dtype: torch.dtype
+    out_dtype: torch.dtype
+    profile: str | Path | Profile
+    backward_dtype: torch.dtype | None = None
+    gradient: Placements | None = None
+    by_block: bool = False
+
+
+class RedistributeDTensor(torch.autograd.Function):
+    """`RedistributeDTensor.apply(x, move)`: a DTensor after a move, differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, move: Move) -> DTensor:
+        block = block_of(x)
+        ctx.move, ctx.dtype = move, block.dtype
+        if move.by_block and move.src.layout.tagged(*NONLINEAR):
+            ctx.save_for_backward(block)
+        block = block.to(move.op_dtype)
+        for executable in executables(move, tuple(x.shape), tuple(block.shape), block.device):
+            block = executable(block)
+        return dtensor_of(block.to(move.out_dtype), move.dst.mesh, move.dst.placements, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        move: Move = ctx.move
+        here = _end_like(move.dst, gradient.device_mesh, gradient.placements)
+        there = _gradient_end(move, here)
+        back = Move(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
+        found = RedistributeDTensor.apply(gradient, back)
+        if move.by_block:
+            averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
+            if averaged > 1:
+                found = found / averaged
+            if ctx.saved_tensors:
+                shares = _shares(ctx.saved_tensors[0], move, tuple(gradient.shape))
+                found = found * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
+        return found, None
+
+
+def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **options: Any) -> Move:
+    """A move of a DTensor in its own dtype, or as the options say."""
+    made_of_blocks = x.grad_fn is not None and x.grad_fn.name() == "_FromTorchTensorBackward"
+    dtypes_ = {"op_dtype": x.dtype, "out_dtype": x.dtype}
+    return Move(src, dst, **{**dtypes_, **options}, profile=profile, by_block=made_of_blocks)
+
+
+def block_of(x: DTensor) -> Tensor:
+    """This process's block, arrived, without its history."""
+    with torch.no_grad():
+        block = x.to_local()
+    return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
+
+
+def check(move: Move, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
+    """Raise unless the meshes are of the same processes, and this one's block is what its layout says.
+
+    MeshError, ShapeError.
+    """
+    if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
+        raise MeshError(
+            f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",
+            hint="redistribute_between moves plain tensors between any two",
+        )
+    processes = dtensor_mesh(move.src.mesh)
+    expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
+    if local_shape != expected:
+        raise ShapeError(
+            f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}",
+            hint=f"that is its part of a {shape} array under '{move.src.layout}'; blocks of other sizes "
+            "need src_layout=, as 'n/sizes(a,2,3) d'",
+        )
+
+
+def executables(
+    move: Move, shape: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
+) -> tuple[Executable | TransferExecutable, ...]:
+    """What carries out a move: one plan, or two where a max ends before a sum begins.
+
+    Raises what `redistribute` raises, and MeshError where the meshes are of different processes.
+    """
+    return _executables(move, shape, local_shape, device, dist.group.WORLD)
+
+
+@lru_cache(maxsize=1024)
+def _executables(
+    move: Move,
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    device: torch.device,
+    world: dist.ProcessGroup | None,
+) -> tuple[Executable | TransferExecutable, ...]:
+    """Cached by the world too: its groups end with it."""
+    check(move, shape, local_shape)
+    src, dst = dtensor_mesh(move.src.mesh), dtensor_mesh(move.dst.mesh)
+    same = move.src.mesh == move.dst.mesh
+    found: list[Executable | TransferExecutable] = []
+    legs = _legs(move.src.layout, move.dst.layout, same)
+    for start, stop in itertools.pairwise(legs):
+        last = stop is legs[-1]
+        if same or not last:
+            found.append(
+                executable_of((start, stop), src, local_shape, move.op_dtype, device, shape, move.profile)
+            )
+            local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
+        else:
+            found.append(_crossing(start, stop, src, dst, shape, move, device))
+    return tuple(found)
+
+
+def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
+    """The layouts that a move passes: both ends, and what lies between a max that ends and a sum that begins.
+
+    Equal values are their own max, so a max begins as replicas do.
+    """
+    kept = {(kind, a) for kind, a in _tags(src) if kind in NONLINEAR} if same else set()
+    kept &= set(_tags(dst))
+    ended, begun = (
+        [a for kind, a in _tags(end) if kind in NONLINEAR and (kind, a) not in kept] for end in (src, dst)
+    )
+    target = without_tags(dst, tuple(begun))
+    if ended and target.tags:
+        return [src, without_tags(src, tuple(ended)), target]
+    return [src, target]
+
+
+def _crossing(
+    start: Layout,
+    stop: Layout,
+    src: ProcessMesh,
+    dst: ProcessMesh,
+    shape: tuple[int, ...],
+    move: Move,
+    device: torch.device,
+) -> TransferExecutable:
+    name = dtypes.name_of(move.op_dtype)
+    made = plan_between((start, stop), src, dst, shape, name, False, move.profile)
+    return cross(made, device, group_of(tuple(sorted(src.ranks))))
+
+
+def _gradient_end(move: Move, here: End) -> End:
+    """Where the gradient of a move's input goes that arrives as `here`."""
+    src, placements = move.src, move.gradient
+    if placements is None:
+        # Addends of a gradient stay addends where the input is one: whoever needs their sum adds them.
+        arrives = here.placements if here.mesh == src.mesh else [Replicate()] * len(src.placements)
+        placements = tuple(
+            _of_addend(of, g, move.by_block) if isinstance(of, Partial) else of
+            for of, g in zip(src.placements, arrives, strict=True)
+        )
+    return _end_like(src, src.mesh, placements)
+
+
+def _end_like(value: End, mesh: DeviceMesh, placements: Placements) -> End:
+    """Where a gradient is: its cuts are the value's own where their placements are, which tell no sizes."""
+    layout = _layout(placements, mesh, len(value.layout.dims))
+    if mesh == value.mesh and _cuts(placements) == _cuts(value.placements):
+        layout = replace(value.layout, tags=layout.tags)
+    return End(mesh, placements, layout)
+
+
+def _cuts(placements: Placements) -> list[Placement | None]:
+    return [None if isinstance(p, Partial | Replicate) else p for p in placements]
+
+
+def _of_addend(of: Partial, arrives: Placement, by_block: bool) -> Placement:
+    linear = of.reduce_op in ("sum", "avg")
+    return arrives if isinstance(arrives, Partial) and (linear or not by_block) else Replicate()
+
+
+def _shares(block: Tensor, move: Move, shape: tuple[int, ...]) -> Tensor:
+    """1 where this process's addend of a max is the maximum, shared where several are; else 0."""
+    src, processes = move.src, dtensor_mesh(move.src.mesh)
+    ended = without_tags(src.layout, src.layout.tagged(*NONLINEAR))
+
+    def reduced(layout: Layout, values: Tensor) -> Tensor:
+        arguments = tuple(values.shape), values.dtype, values.device, shape, move.profile
+        return executable_of((layout, ended), processes, *arguments)(values)
+
+    won = (block == reduced(src.layout, block)).to(block.dtype)
+    return won / reduced(with_sums(src.layout), won)
+
+
+def _tags(layout: Layout) -> list[tuple[str, str]]:
+    return [(kind, axis) for kind, axes in layout.tags for axis in axes]
+
+
+@lru_cache(maxsize=4096)
+def _layout(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
+    return from_placements(placements, dtensor_axes(mesh), ndim)

@@ -1,0 +1,168 @@
+"""`redistribute_dtensor`: `DTensor.redistribute`, with every transition, and exact gradients.
+
+Decides what its arguments mean as the two ends of a move, and what is refused. How a DTensor moves is
+decided in `dtensor_moves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_bridge.dtensor.function import End, Move, RedistributeDTensor, block_of, check, move_of
+from torch_bridge.dtensor.placements import from_placements, positional, tag_of, to_placements
+from torch_bridge.mesh import desync
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes
+from xshard import Layout, PlanError, Profile, ShapeError
+from xshard.layout.layout import NONLINEAR
+
+
+def redistribute_dtensor(
+    dtensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    device_mesh: DeviceMesh | None = None,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    src_layout: Layout | str | None = None,
+    dst_layout: Layout | str | None = None,
+    profile: str | Path | Profile = "h100",
+    debug: bool = False,
+) -> DTensor:
+    """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
+
+    Means what `DTensor.redistribute` means, and does also what that refuses: from anything into any
+    `Partial`, to another mesh of the same processes, and from and to blocks of any sizes. The result is
+    a new tensor; its gradient may come in any placements.
+
+    placements: one per dim of the mesh; `Shard(-1)` is the last dim.
+    device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
+    async_op: leave to return before the result has arrived. It is not used: the result has arrived.
+    forward_dtype: what travels, and the result is of. backward_dtype: what the gradient travels as; it
+    comes out in the input's dtype. Default: the input's dtype for both.
+    grad_placements: of the input's gradient. Default: the input's, with `Replicate` for `Partial`. The
+    gradient is that of the array, as everywhere in DTensor. Of a DTensor that `from_local` made it is
+    that of its blocks: `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
+    src_layout, dst_layout: the layout of the blocks where placements do not tell it, as `n/sizes(a,2,3) d` of
+    blocks that are not cut as `torch.chunk` cuts: without it a `Shard` is cut so.
+    profile, debug: as in `redistribute`.
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial`, which no layout is, DTensor ends itself
+    first, by its own rules and with its own gradient.
+
+    Raises, before anything is sent, MeshError (other processes), PlanError (placements that are no layout,
+    or that DTensor cannot hold), ShapeError, NotationError.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> import torch_bridge as xt
+    >>> def turn():
+    ...     mesh = init_device_mesh("cpu", (2,))
+    ...     x = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Shard(0)])
+    ...     return xt.redistribute_dtensor(x, [Shard(1)]).to_local().tolist()
+    >>> xt.run_ranks(2, turn)
+    [[[0, 1], [3, 4]], [[2], [5]]]
+    """
+    mesh = device_mesh or dtensor.device_mesh
+    ended = tuple(Replicate() if _is_no_tag(p) else p for p in dtensor.placements)
+    if ended != tuple(dtensor.placements):  # reductions that no layout has: DTensor ends them
+        dtensor = dtensor.redistribute(placements=ended)
+
+    def prepared() -> Move:
+        shape = tuple(dtensor.shape)
+        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout)
+        dst = _end(mesh, tuple(placements), shape, dst_layout)
+        options = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
+        gradient = None
+        if grad_placements is not None:
+            gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape, None).placements
+        move = move_of(
+            dtensor, src, dst, profile, backward_dtype=backward_dtype, gradient=gradient, **options
+        )
+        _check_gradient(move)
+        return move
+
+    if (debug or desync.ALWAYS) and not torch.compiler.is_compiling():
+        _compare(dtensor, mesh, prepared)
+    return RedistributeDTensor.apply(dtensor, prepared())
+
+
+def _is_no_tag(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and tag_of(placement) is None
+
+
+@lru_cache(maxsize=4096)
+def _end(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], layout: Layout | str | None
+) -> End:
+    """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError."""
+    placed = tuple(_counted_from_0(p, len(shape)) for p in placements)
+    axes = dtensor_axes(mesh)
+    told = from_placements(placed, axes, len(shape))
+    if layout is None:
+        to_placements(told, axes, shape)  # refuses what a DTensor divides otherwise
+        return End(mesh, placed, told)
+    given = positional(Layout.parse(layout) if isinstance(layout, str) else layout, len(shape))
+    for axis, placement in zip(axes.axes, placed, strict=True):
+        cut = next((d for d, dim in enumerate(given.dims) if axis in dim.axes), None)
+        tag = next((kind for kind, tagged in given.tags if axis in tagged and kind != "copy"), None)
+        if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
+            raise PlanError(
+                f"'{layout}' is not what {placement} of axis '{axis}' is",
+                hint="a layout tells sizes and orders of the cuts that the placements name",
+            )
+    return End(mesh, placed, given)
+
+
+def _counted_from_0(placement: Placement, ndim: int) -> Placement:
+    """The placement with its dim from the front. Raises ShapeError for a dim that there is not."""
+    if not isinstance(placement, Shard | _StridedShard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise ShapeError(f"no dim {placement.dim} in a DTensor of {ndim} dims", hint=f"placed as {placement}")
+    dim = placement.dim % ndim
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def _check_gradient(move: Move) -> None:
+    won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
+    axes = dtensor_axes(move.src.mesh).axes
+    partial = {a for a, p in zip(axes, move.gradient or (), strict=False) if isinstance(p, Partial)}
+    if partial & set(won):
+        raise PlanError(
+            f"the gradient of blocks under '{move.src.layout}' goes to the largest, or smallest, of them",
+            hint="grad_placements has Replicate() there",
+        )
+
+
+def _compare(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], Move]) -> None:
+    """Raise on all ranks of the meshes unless all of them can do this and are about to."""
+    ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
+    said = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
+
+    def facts() -> CallFacts:
+        move, block = prepared(), block_of(x)
+        placed = {
+            "placements": f"{move.src.placements} -> {move.dst.placements}",
+            "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
+            "layouts": f"{move.src.layout} -> {move.dst.layout}",
+            "gradient": str(move.gradient),
+            "shape": str(tuple(x.shape)),
+            "dtypes": f"{x.dtype}, {move.op_dtype}, {move.backward_dtype}",
+            "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
+        }
+        check_device(block.device)
+        check(move, tuple(x.shape), tuple(block.shape))
+        return CallFacts(placed, {}, ranks, {"block": str(tuple(block.shape))})
+
+    compare_ranks(ranks, said, facts)

@@ -1,0 +1,194 @@
+"""Collectives of one group of processes on flat dense tensors.
+
+Decides what backends and torch versions differ in: names, dtypes, and which of two equal
+ways is faster; and that a compiler sees functional collectives, which it can reorder. Knows no layouts.
+No argument is written to, and every result is a new tensor, not a view of one: autograd forbids
+writing to views that a Function returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from torch_bridge.mesh.process_mesh import Group
+
+# The methods of a process group, which `dist` wraps in checks that cost as much as all else of a small call.
+# torch 2.13 has new names for them; torch 2.11 has the old ones only.
+_Group = dist.ProcessGroup
+_all_gather = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
+_all_to_all = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base
+_reduce_scatter = getattr(_Group, "reduce_scatter_single", None) or _Group._reduce_scatter_base
+
+# Dtypes that no backend knows, and one of the same size as which their bits travel.
+CARRIERS = {
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+_OPTIONS: dict[str, Any] = {
+    "all_gather": c10d.AllgatherOptions,
+    "all_reduce": c10d.AllreduceOptions,
+    "all_to_all": c10d.AllToAllOptions,
+    "reduce_scatter": c10d.ReduceScatterOptions,
+}
+
+
+# Of messages from rank to rank: a tag, so that they meet no others between the same ranks, and what
+# profiles and meters call all of one permutation.
+TAG, PERMUTE = 7011, "xshard.permute"
+
+
+class _Works(NamedTuple):
+    """Several things under way, to be waited for as one."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+_UNWATCHED = nullcontext()
+
+
+def _is_watched() -> bool:
+    """Whether anything looks at what is called: only then is a name for it worth its 6 us."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
+
+
+def _in_turn(sizes: Sequence[int]) -> list[tuple[int, slice]]:
+    """Where the messages of the ranks lie, one after the other; those of no elements left out."""
+    ends = list(accumulate(sizes, initial=0))
+    return [(rank, slice(ends[rank], ends[rank + 1])) for rank, n in enumerate(sizes) if n]
+
+
+# What is issued -> its result, once it is there.
+Pending = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: what every rank of a group sends in one flat tensor, and what arrives in one.
+
+    kind: all_gather, all_reduce, reduce_scatter, all_to_all, or permute: messages from rank to rank, at most
+    one from every rank, of which a compiler knows nothing. op: sum, max or min, where it reduces.
+    sent, received: elements of the messages in either tensor, in their order: one per rank, or one
+    where all ranks get, or send, the same.
+    """
+
+    kind: str
+    group: Group
+    sent: Sequence[int] = field(compare=False)
+    received: Sequence[int] = field(compare=False)
+    op: str | None = None
+
+    def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
+        """A flat tensor of all messages sent -> all that are received, in a tensor of `shape`."""
+        if self.group.is_traced:
+            return self.begin(messages, shape)()
+        out = messages.new_empty(shape)
+        self._issue(out.view(-1), messages, async_op=False)
+        return out
+
+    def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
+        """`run`, begun -> what waits for its end and returns its result."""
+        if self.group.is_traced:
+            arriving = self._functional(messages)
+            return lambda: torch.ops._c10d_functional.wait_tensor(arriving).view(shape)
+        out = messages.new_empty(shape)
+        work = self._issue(out.view(-1), messages, async_op=True)
+
+        def end(_messages: Tensor = messages) -> Tensor:  # which are kept until they have been sent
+            work.wait()
+            if out.is_cuda:  # the stream that waits need not be the one that `out` was made on
+                out.record_stream(torch.cuda.current_stream(out.device))
+            return out
+
+        return end
+
+    @cached_property
+    def _splits(self) -> tuple[list[int], list[int]]:
+        """What an all-to-all is told: nothing where all messages are of one size, which costs less."""
+        is_even = len({*self.sent, *self.received}) == 1
+        return ([], []) if is_even else (list(self.received), list(self.sent))
+
+    def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
+        """Begin it: what to wait for, or None where nothing is left to wait for."""
+        if self.kind == "all_reduce":
+            out.copy_(messages)
+        if messages.is_complex():
+            out, messages = torch.view_as_real(out), torch.view_as_real(messages)
+        work = self._call(out, messages, async_op)
+        if work is not None and not async_op:
+            work.wait()  # for backends that have not waited yet
+        return work
+
+    def _call(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
+        if self.kind == "permute":
+            return self._sent_directly(out, messages)
+        group, options = self.group.process_group, self._options[async_op]
+        if self.kind == "all_to_all":
+            return _all_to_all(group, out, messages, *self._splits, options)
+        if self.kind == "all_gather":
+            return _all_gather(group, out, messages, options)
+        if self.kind == "all_reduce":
+            return group.allreduce([out], options)
+        return _reduce_scatter(group, out, messages, options)
+
+    def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
+        """The messages from rank to rank."""
+        group = self.group.process_group
+        senders, receivers = self._peers
+        with torch.profiler.record_function(PERMUTE) if _is_watched() else _UNWATCHED:
+            works = [group.send([messages[rows]], rank, TAG) for rank, rows in receivers]
+            works += [group.recv([out[rows]], rank, TAG) for rank, rows in senders]
+        return _Works(works)
+
+    @cached_property
+    def _peers(self) -> tuple[list[tuple[int, slice]], list[tuple[int, slice]]]:
+        """The ranks that anything comes from, and those that anything goes to, and where it lies."""
+        return _in_turn(self.received), _in_turn(self.sent)
+
+    @cached_property
+    def _options(self) -> tuple[Any, Any]:
+        """How to call it: waiting for its end, and not."""
+        return self._made_options(async_op=False), self._made_options(async_op=True)
+
+    def _made_options(self, *, async_op: bool) -> Any:
+        options = _OPTIONS[self.kind]()
+        options.asyncOp = async_op
+        if self.op is not None:
+            options.reduceOp = _OPS[self.op]
+        return options
+
+    def _functional(self, messages: Tensor) -> Tensor:
+        """The collective as a function, whose result is to be waited for."""
+        functional, name = torch.ops._c10d_functional, self.group.process_group.group_name
+        n = len(self.group.devices)
+        if self.kind == "all_to_all":
+            return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)
+        if self.kind == "all_gather":
+            return functional.all_gather_into_tensor(messages, n, name)
+        if self.kind == "all_reduce":
+            return functional.all_reduce(messages, self.op, name)
+        return functional.reduce_scatter_tensor(messages, self.op, n, name)

@@ -1,0 +1,242 @@
+"""A block as a row of messages: packing them, and putting them together to a block.
+
+Decides how elements are copied between a block and a flat buffer: not at all where the
+messages lie in the block one after the other, else every element once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
+from xshard.layout.runs import Runs, common
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """A block of `shape` as messages, in the order in which they are sent or received.
+
+    counts: how many of them are for, or from, every rank, where that is not one each.
+    op: how messages that share rows combine: sum, max or min. For max and min they share all or none.
+    fills: what no message brings, written in this order.
+    """
+
+    shape: tuple[int, ...]
+    messages: tuple[Subarray, ...]
+    counts: tuple[int, ...] | None = None
+    op: str | None = None
+    fills: tuple[Fill, ...] = ()
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of every message."""
+        return [math.prod(m.shape) for m in self.messages]
+
+    @cached_property
+    def sizes_by_rank(self) -> list[int]:
+        """Elements for, or from, every rank."""
+        sizes, counts = iter(self.sizes), self.counts or (1,) * len(self.messages)
+        return [sum(itertools.islice(sizes, n)) for n in counts]
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """The messages, one after the other, are the block as it lies in memory."""
+        at = 0
+        for m, n in zip(self.messages, self.sizes, strict=True):
+            start = _flat_start(m, self.shape)
+            # A number may equal a symbol today and not tomorrow: that is not where the message always lies.
+            if n and (m.sign < 0 or start is None or not statically_known_true(start == at)):
+                return False
+            at += n
+        return at == math.prod(self.shape)
+
+    def pack(self, block: Tensor) -> Tensor:
+        """The block -> its messages in one flat buffer: the block itself where it is that already."""
+        if not self.messages:
+            return block.new_empty(0)
+        if self.is_flat:
+            return block.contiguous().view(-1)
+        if self._tiles is not None:
+            return torch.cat(block.chunk(*self._tiles)).view(-1)
+        if self._stacks:
+            return torch.stack([m.read(block) for m in self.messages]).view(-1)
+        if self._line is not None:
+            boxes = (box for m in self.messages for box in m.boxes)
+            return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
+        if is_symbolic(self.shape):
+            return torch.cat([m.read(block).reshape(-1) for m in self.messages])
+        out = block.new_empty(sum(self.sizes))
+        self._write(block, self.split(out))
+        return out
+
+    def write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy the messages of the block into flat tensors, one per rank."""
+        self._write(block, self.split_each(parts))
+
+    def _write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
+        for m, part in zip(self.messages, parts, strict=True):
+            m.write(block, part)
+
+    @cached_property
+    def arriving(self) -> tuple[int, ...]:
+        """The shape in which to receive the messages: the block's own where nothing is left to do."""
+        return self.shape if self.is_flat else (sum(self.sizes),)
+
+    def unpack(self, received: Tensor) -> Tensor:
+        """All messages, in a tensor of the shape `arriving` -> the block."""
+        return received if self.is_flat else self.place(received, self.split(received))
+
+    def split(self, received: Tensor) -> Sequence[Tensor]:
+        """All messages one after the other -> every one in its shape."""
+        if self._is_uniform:
+            return received.view(len(self.messages), *self.messages[0].shape).unbind()
+        parts = zip(received.view(-1).split_with_sizes(self.sizes), self.messages, strict=True)
+        return [part.view(m.shape) for part, m in parts]
+
+    def split_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The messages of every rank one after the other, a flat tensor each -> every one in its shape."""
+        if self.counts is not None:
+            sizes = iter(self.sizes)
+            by_rank = zip(parts, self.counts, strict=True)
+            parts = [m for part, n in by_rank for m in part.split([next(sizes) for _ in range(n)])]
+        return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
+
+    def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Every message -> the block, a new tensor of the dtype of `like`; zeros where nothing is put."""
+        if self._row is not None:
+            return torch.cat([*parts], self._row)
+        if self._negates:
+            parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
+        if self._joined is not None:
+            dim, order = self._joined
+            pieces = [piece for part, m in zip(parts, self.messages, strict=True) for piece in m.parts(part)]
+            pieces += [self._filling(fill) for fill in self.fills]
+            return torch.cat([pieces[i] for i in order], dim)
+        out = like.new_empty(self.shape) if self._covers else like.new_zeros(self.shape)
+        write = scattered if is_symbolic(self.shape) else put
+        for fill in self.fills:
+            out = write(out, fill.box, self._filling(fill), None)
+        for part, m, met in zip(parts, self.messages, self._met, strict=True):
+            for box, piece in zip(m.boxes, m.parts(part), strict=True):
+                out = write(out, box.block, piece, _COMBINE[str(self.op)] if met else None)
+        return out
+
+    def _filling(self, fill: Fill) -> Tensor:
+        shape = [*self.shape]
+        shape[fill.dim] = fill.stop - fill.start
+        return fill.value.expand(shape)
+
+    @cached_property
+    def _row(self) -> int | None:
+        """The dim along which the messages, as they come, are the block."""
+        if (
+            self._joined is None
+            or self._negates
+            or self.fills
+            or any(len(m.boxes) > 1 for m in self.messages)
+        ):
+            return None
+        dim, order = self._joined
+        return dim if order == sorted(order) else None
+
+    @cached_property
+    def _negates(self) -> bool:
+        return any(m.sign < 0 for m in self.messages)
+
+    @cached_property
+    def _is_uniform(self) -> bool:
+        return bool(self.messages) and all(m.shape == self.messages[0].shape for m in self.messages)
+
+    @cached_property
+    def _stacks(self) -> bool:
+        return self._is_uniform and all(m.is_view for m in self.messages)
+
+    @cached_property
+    def _tiles(self) -> tuple[int, int] | None:
+        """How many messages, along which dim, where they are the block cut into equal parts."""
+        places = [box.block for m in self.messages for box in m.boxes]
+        if not self._stacks or any(len(index) != 1 for index in places):
+            return None
+        (d, _) = places[0][0]
+        rows = self.messages[0].shape[d]
+        ends = [_intervals(index, self.shape)[d] for index in places]
+        in_turn = [(i * rows, (i + 1) * rows) for i in range(len(places))]
+        return (len(places), d) if rows and ends == in_turn and in_turn[-1][1] == self.shape[d] else None
+
+    @cached_property
+    def _line(self) -> int | None:
+        """The dim along which all boxes of all messages, one after the other, are what is sent."""
+        dims = {d for m in self.messages for box in m.boxes for d, _ in box.block}
+        if len(dims) != 1 or any(n != 1 for n in self.shape[: min(dims)]):
+            return None
+        return dims.pop()
+
+    @cached_property
+    def _joined(self) -> tuple[int, list[int]] | None:
+        """The dim along which boxes, and fills after them, in this order are the block."""
+        found = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
+        spans = [_intervals(index, self.shape) for index in found]
+        cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
+        if not spans or not self.shape or len(cut) > 1:
+            return None
+        (dim,), at, order = cut, 0, []
+        for start, stop, i in sorted((*span[dim], i) for i, span in enumerate(spans)):
+            if start != at:
+                return None
+            at = stop
+            order.append(i)
+        return (dim, order) if at == self.shape[dim] else None
+
+    @cached_property
+    def _met(self) -> list[bool]:
+        """Which messages bring rows that an earlier one brought."""
+        rows = [m.rows for m in self.messages]
+        return [any(_meet(r, earlier) for earlier in rows[:i]) for i, r in enumerate(rows)]
+
+    @cached_property
+    def _covers(self) -> bool:
+        """Every element is written before anything is added to it. Fills of two dims are not counted."""
+        first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
+        if len({fill.dim for fill in self.fills}) == 1:
+            rest = math.prod(n for d, n in enumerate(self.shape) if d != self.fills[0].dim)
+            first += [(fill.stop - fill.start) * rest for fill in self.fills]
+        return sum(first) == math.prod(self.shape)
+
+
+def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
+    # All rows of a dim meet any: where there are none nothing is put.
+    return a == b or all(x is None or y is None or bool(common(x, y)) for x, y in zip(a, b, strict=True))
+
+
+def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The ends of the rows along every dim; where they are not unbroken, ends that meet nothing."""
+    ends = [(0, n) for n in shape]
+    for d, rows in index:
+        if isinstance(rows, Tensor) or rows.step is not None:
+            ends[d] = (-1, -1)
+        else:
+            ends[d] = (rows.start, rows.stop)
+    return ends
+
+
+def _flat_start(m: Subarray, shape: tuple[int, ...]) -> int | None:
+    """Where a message begins in a contiguous block, if it lies there in one stretch."""
+    if len(m.boxes) != 1:
+        return None
+    start, begun = 0, False
+    for (first, _), length, whole in zip(_intervals(m.boxes[0].block, shape), m.shape, shape, strict=True):
+        if first < 0 or (begun and length != whole):
+            return None
+        begun = begun or length > 1
+        start = start * whole + first
+    return start

@@ -1,0 +1,187 @@
+"""A message: a dense part of a block, and where its elements stand there.
+
+Decides how rows of a block are reached: as a view where they lie at one stride, piece by piece, or by
+a list of rows. Knows rows of local blocks, no layouts and no processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xshard.layout.runs import Run, Runs, intervals, size
+
+# More intervals than this along one dim are copied by a list of rows, not one by one.
+MAX_SLICES = 16
+
+# Rows along some dims, the others being whole: a slice makes a view, a tensor lists them.
+Index = tuple[tuple[int, slice | Tensor], ...]
+
+
+class Box(NamedTuple):
+    """Where a part of a message stands: in the message, and in the block."""
+
+    message: Index
+    block: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Subarray:
+    """A dense array of `shape`: the rows `rows[d]` of a block along each dim d, box by box.
+
+    rows: None stands for all rows of a dim, however many: their number may be a symbol.
+    sign: what it is multiplied by when it is put into the block.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[Runs | None, ...]
+    boxes: tuple[Box, ...]
+    sign: int = 1
+
+    @cached_property
+    def is_view(self) -> bool:
+        """The block holds it as one strided view."""
+        return len(self.boxes) == 1 and all(isinstance(rows, slice) for _, rows in self.boxes[0].block)
+
+    @cached_property
+    def line(self) -> tuple[int, list[int]] | None:
+        """The dim along which boxes of these lengths are the message, if there is one."""
+        dims = {d for box in self.boxes for d, _ in box.message}
+        if len(dims) != 1:
+            return None
+        spans = [rows for box in self.boxes for _, rows in box.message if isinstance(rows, slice)]
+        return dims.pop(), [rows.stop - rows.start for rows in spans]
+
+    def read(self, block: Tensor) -> Tensor:
+        """The message, as a view of the block where it is one."""
+        return take(block, self.boxes[0].block) if self.is_view else self.copied(block)
+
+    def copied(self, block: Tensor) -> Tensor:
+        """The message as a new tensor."""
+        if self.is_view:
+            return take(block, self.boxes[0].block).clone(memory_format=torch.contiguous_format)
+        out = block.new_empty(self.shape)
+        if len(self.boxes) > 1 and is_symbolic(self.shape):
+            for box in self.boxes:
+                out = scattered(out, box.message, take(block, box.block), None)
+            return out
+        self.write(block, out)
+        return out
+
+    def write(self, block: Tensor, out: Tensor) -> None:
+        """Copy the message into a tensor of its shape."""
+        for box, part in zip(self.boxes, self.parts(out), strict=True):
+            part.copy_(take(block, box.block))
+
+    def parts(self, message: Tensor) -> Sequence[Tensor]:
+        """The message's boxes, as views of it."""
+        if len(self.boxes) == 1:
+            return (message,)
+        if self.line is not None:
+            return message.split_with_sizes(self.line[1], self.line[0])
+        return [take(message, box.message) for box in self.boxes]
+
+
+class Fill(NamedTuple):
+    """Rows [start, stop) of a dim of a block that hold a constant, a tensor without dims."""
+
+    dim: int
+    start: int
+    stop: int
+    value: Tensor
+
+    @property
+    def box(self) -> Index:
+        """Where it stands in a block."""
+        return ((self.dim, slice(self.start, self.stop)),)
+
+
+def message(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Subarray:
+    """The rows `rows[d]` of a block along each dim d, in their order; all rows along dims not named.
+
+    device: where lists of rows are kept.
+    """
+    runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
+    boxes = itertools.product(*(_spans(r, device) for r in runs))
+    return Subarray(
+        tuple(n if r is None else size(r) for r, n in zip(runs, block_shape, strict=True)),
+        runs,
+        tuple(Box(_index(m for m, _ in b), _index(r for _, r in b)) for b in boxes),
+    )
+
+
+def _index(rows: Iterable[slice | Tensor | None]) -> Index:
+    return tuple((d, found) for d, found in enumerate(rows) if found is not None)
+
+
+def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, slice | Tensor | None]]:
+    """Rows of a block, in order -> stretches of the message and the rows of the block they are; None: all."""
+    if runs is None:
+        return [(None, None)]
+    ends = intervals(runs)
+    if len(ends) == 0:
+        return []
+    heads = np.flatnonzero(np.concatenate([[True], ends[1:, 0] != ends[:-1, 1]]))
+    starts, stops = ends[heads, 0], ends[np.append(heads[1:], len(ends)) - 1, 1]
+    lengths, steps = stops - starts, np.diff(starts)
+    if len(starts) > 1 and (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
+        return [(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
+    at = np.concatenate([[0], np.cumsum(lengths)])
+    if len(starts) > MAX_SLICES:
+        listed = np.repeat(starts - at[:-1], lengths) + np.arange(at[-1])
+        return [(None, torch.tensor(listed, device=device))]
+    if len(starts) == 1:
+        return [(None, slice(int(starts[0]), int(stops[0])))]
+    return [
+        (slice(int(a), int(b)), slice(int(start), int(stop)))
+        for a, b, start, stop in zip(at[:-1], at[1:], starts, stops, strict=True)
+    ]
+
+
+def take(block: Tensor, index: Index) -> Tensor:
+    """The rows of a block: a view, or a copy where an index lists rows."""
+    for d, rows in index:
+        if isinstance(rows, Tensor):
+            block = block.index_select(d, rows)
+        elif rows.step is None:  # a narrow costs the host half of what an index costs
+            block = block.narrow(d, rows.start, rows.stop - rows.start)
+        else:
+            block = block[(slice(None),) * d + (rows,)]
+    return block
+
+
+def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
+    """A block, once a value has been written to, or combined with, some of its rows."""
+    found = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
+    lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
+    if not lists:
+        found.copy_(value) if combine is None else combine(found, value, out=found)
+    elif combine is None and len(lists) == 1:
+        found.index_copy_(*lists[0], value)
+    else:
+        (d, rows), *left = lists
+        found.index_copy_(d, rows, put(found.index_select(d, rows), tuple(left), value, combine))
+    return out
+
+
+def is_symbolic(shape: Sequence[int]) -> bool:
+    """Whether a length is a symbol. Torch records no writes to a part of such a tensor."""
+    return not all(isinstance(n, int) for n in shape)
+
+
+def scattered(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
+    """What `put` makes of a block, as a new tensor."""
+    if not index:
+        return value if combine is None else combine(out, value)
+    (d, rows), *rest = index
+    inner = scattered(take(out, ((d, rows),)), tuple(rest), value, combine)
+    if isinstance(rows, Tensor):
+        return out.index_copy(d, rows, inner)
+    return torch.slice_scatter(out, inner, d, rows.start, rows.stop, rows.step or 1)

@@ -1,0 +1,170 @@
+"""A plan between two meshes as one process executes it: steps on its own mesh, and messages.
+
+Decides which parts of its block a process sends to whom, what it puts together, and the groups
+for that. An empty tensor stands for the block of a process that has none, so that autograd
+reaches every process.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.lower.collectives import CARRIERS
+from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.packing import Packing
+from torch_bridge.lower.rules import lower
+from torch_bridge.lower.subarray import Subarray, message
+from torch_bridge.mesh.failures import is_loss, lost
+from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
+from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
+from xshard.layout.runs import Run
+from xshard.steps.exchange.messages import Message as Box
+
+
+@dataclass(frozen=True, eq=False)
+class TransferExecutable:
+    """A plan between two meshes as this process executes it; an empty tensor stands for no block.
+
+    before, after: what it does at either end. sent: ranks and the parts of its block that they get.
+    received: ranks and the parts of its new block that come from them, in the order in which they
+    are put together in `whole`. Its own rank is in both where it keeps a part. None or nothing
+    where it is not at that end.
+    """
+
+    plan: TransferPlan
+    tensor_device: torch.device
+    group: dist.ProcessGroup
+    before: Executable | None
+    sent: tuple[tuple[int, Subarray], ...]
+    received: tuple[tuple[int, Subarray], ...]
+    whole: Packing | None
+    after: Executable | None
+
+    def __call__(self, block: Tensor) -> Tensor:
+        carrier = CARRIERS.get(block.dtype)
+        if carrier is not None:
+            return self._moved(block.view(carrier)).view(block.dtype)
+        return self._moved(block)
+
+    def _moved(self, block: Tensor) -> Tensor:
+        out = self.before(block) if self.before else block
+        if self.plan.transfer:
+            out = self._transferred(out)
+        out = self.after(out) if self.after else out
+        # Where nothing moves the result still is the caller's own, to write to as they like.
+        return block.clone(memory_format=torch.contiguous_format) if out is block else out
+
+    def _transferred(self, block: Tensor) -> Tensor:
+        me, parts, work = dist.get_rank(), {}, []
+        for rank, part in self.sent:
+            if rank == me:
+                parts[me] = part.read(block)
+            else:
+                work.append(dist.P2POp(dist.isend, _as_bytes(part.read(block)), rank, self.group))
+        for rank, part in self.received:
+            if rank != me:
+                parts[rank] = block.new_empty(part.shape)
+                work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank, self.group))
+        try:
+            for pending in dist.batch_isend_irecv(work) if work else ():
+                pending.wait()
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
+            raise lost(self.plan, "the messages between the meshes", ranks, error) from error
+        if self.whole is None:
+            return block.new_empty(0)
+        return self.whole.place(block, [parts[rank] for rank, _ in self.received])
+
+    @property
+    def is_linear(self) -> bool:
+        return self.plan.src.is_linear
+
+    @cached_property
+    def backward(self) -> TransferExecutable:
+        """The plan of the adjoint. Raises LinearityError, DtypeError."""
+        return cross(self.plan.backward, self.tensor_device, self.group)
+
+    @property
+    def tangent(self) -> TransferExecutable:
+        """What tangents take: the same, as nothing overlaps between two meshes."""
+        return self
+
+    def plan_gradient(self) -> None:
+        """Make what the backward pass runs. Raises LinearityError, DtypeError where there is none."""
+        _ = self.backward
+
+    def batched(self, n: int) -> NoReturn:
+        raise PlanError("torch.func.vmap does not reach over two meshes", hint="name the batch as a dim")
+
+
+@functools.lru_cache(maxsize=1024)
+def cross(made: TransferPlan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
+    """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
+
+    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
+    """
+    rank, transfer = dist.get_rank(), made.transfer
+    if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
+        raise DtypeError(
+            f"torch has no {transfer.op} of {made.dtype}",
+            hint="this dtype only moves: cast before the reduction",
+        )
+    before = _at_end(made.src_plan, made.src_devices, tensor_device)
+    after = _at_end(made.dst_plan, made.dst_devices, tensor_device)
+    if transfer is None:
+        return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
+    _connect(tensor_device, group)
+    sent: list[tuple[int, Subarray]] = []
+    received: list[tuple[int, Subarray]] = []
+    for box in transfer.messages:
+        giver, taker = made.src_devices[box.src], made.dst_devices[box.dst]
+        if giver == rank:
+            sent.append((taker, _part(box, 0, transfer.source.local_shape(box.src), tensor_device)))
+        if taker == rank:
+            received.append((giver, _part(box, 1, transfer.target.local_shape(box.dst), tensor_device)))
+    whole = None
+    if rank in made.dst_devices:
+        shape = transfer.target.local_shape(made.dst_devices.index(rank))
+        whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
+    return TransferExecutable(made, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
+
+
+def _at_end(made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device) -> Executable | None:
+    """What this process does before or after the transfer."""
+    if made is None or dist.get_rank() not in ranks:
+        return None
+    return lower(made, _processes(made.mesh, ranks, dist.group.WORLD), tensor_device)
+
+
+@functools.lru_cache(maxsize=256)
+def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
+    """Cached by the world too: its groups end with it."""
+    return mesh_of_ranks(mesh, ranks)
+
+
+@functools.cache
+def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
+    """NCCL wants the whole group in its first call; later some processes may have nothing to send."""
+    dist.all_reduce(torch.zeros(1, device=tensor_device), group=group)
+
+
+def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Subarray:
+    rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
+    return message(shape, rows, tensor_device)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as bytes: whether booleans and complex numbers travel differs by backend.
+
+    A view of it where it is contiguous.
+    """
+    return tensor.contiguous().view(-1).view(torch.uint8)

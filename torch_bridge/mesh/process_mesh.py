@@ -1,0 +1,238 @@
+"""Which process is which device of a mesh, and the process groups along its axes.
+
+Decides how a `DeviceMesh` or an `xshard.Mesh` becomes devices with global ranks, and when
+groups are made. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_bridge.mesh.process_groups import group_of
+from xshard import Mesh, MeshError
+from xshard.layout.sub_axes import Split, SubAxisMesh, undivided
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessMesh:
+    """A mesh whose devices are processes of this program.
+
+    ranks: the global rank of every device. device: this process's own device.
+    process_group: the axes, in mesh order, -> this process's group along them.
+    """
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    device: int
+    process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
+    _divisions: dict[Split, ProcessMesh] = field(default_factory=dict)
+
+    def group(self, axes: Sequence[str]) -> Group:
+        """The processes that differ from this one along `axes` only; all of them call this the first time."""
+        axes = self._in_mesh_order(axes)
+        if axes not in self._groups:
+            process_group = self.process_group(axes)
+            members = dist.get_process_group_ranks(process_group)
+            self._groups[axes] = Group(process_group, tuple(self.ranks.index(r) for r in members))
+        return self._groups[axes]
+
+    def along(self, axes: Sequence[str]) -> ProcessMesh:
+        """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone.
+
+        What the other axes hold (replicas, cuts, anything) is then nobody's business.
+        """
+        axes = self._in_mesh_order(axes)
+        if axes not in self._parts:
+            mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
+            ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
+            device = self.mesh.index(self.device, axes)
+            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
+        return self._parts[axes]
+
+    def divided(self, split: Split) -> ProcessMesh:
+        """The same processes on a mesh with axes divided into parts; itself where none are."""
+        if not split:
+            return self
+        if split not in self._divisions:
+            fine = SubAxisMesh(self.mesh, split)
+
+            def process_group(parts: tuple[str, ...]) -> dist.ProcessGroup:
+                mesh, axes = undivided(fine, parts)
+                if mesh is not fine:
+                    return self.process_group(axes)
+                return group_of(tuple(sorted(self.ranks[d] for d in fine.group(self.device, parts))))
+
+            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, process_group)
+        return self._divisions[split]
+
+    def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(sorted(axes, key=self.mesh.position))
+
+
+MeshLike = DeviceMesh | Mesh | ProcessMesh
+
+
+def process_mesh(mesh: MeshLike) -> ProcessMesh:
+    """A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world -> its processes.
+
+    A `DeviceMesh` may be a part of the world, in any order. Nothing is sent.
+    Raises MeshError where no process group is initialised, the mesh has no names, does not cover
+    the world (an `xshard.Mesh`), or does not hold this process (a `DeviceMesh`).
+    """
+    if isinstance(mesh, ProcessMesh):
+        return mesh
+    _check_initialised()
+    return _process_mesh(mesh, dist.group.WORLD)
+
+
+def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
+    """The processes of a DTensor's mesh, whose dims are m0, m1, ... where they have no names.
+
+    Raises what `process_mesh` raises but for those names.
+    """
+    return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=256)
+def _unnamed(mesh: DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+    return mesh_of_ranks(dtensor_axes(mesh), callers(mesh), mesh)
+
+
+def dtensor_axes(mesh: DeviceMesh) -> Mesh:
+    """The axes and sizes of a DTensor's mesh."""
+    names = mesh.mesh_dim_names or tuple(f"m{i}" for i in range(mesh.ndim))
+    return Mesh(dict(zip(names, mesh.shape, strict=True)))
+
+
+def callers(mesh: object) -> tuple[int, ...]:
+    """The global ranks that call something on a mesh: its own, and all where it is none of some ranks."""
+    if isinstance(mesh, ProcessMesh):
+        return mesh.ranks
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(range(dist.get_world_size()))
+
+
+def check_device(device: torch.device) -> None:
+    """Raise MeshError unless the processes can send what is on such a device."""
+    backends = dist.get_backend_config()
+    if f"{device.type}:" not in backends:
+        raise MeshError(
+            f"the processes cannot send a block that is on '{device}'",
+            hint=f"their backends are {backends}: move it, or initialise the process group for both",
+        )
+
+
+def mesh_of(mesh: MeshLike) -> Mesh:
+    """The axes and sizes of any mesh. Raises MeshError for a `DeviceMesh` without names."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, ProcessMesh):
+        return mesh.mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{mesh!r} is no mesh", hint="it is a torch DeviceMesh or an xshard.Mesh")
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"{mesh!r} has no names for its dims",
+            hint='as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))',
+        )
+    return Mesh(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+
+
+@functools.lru_cache(maxsize=256)
+def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+    """Cached by the world too: its groups end with it, and threads may each have their own."""
+    axes, ranks, size = mesh_of(mesh), callers(mesh), dist.get_world_size()
+    if isinstance(mesh, Mesh) and axes.n_devices != size:
+        raise MeshError(
+            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",
+            hint="an xshard.Mesh covers the world; for a part of it pass a DeviceMesh",
+        )
+    return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
+
+
+def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
+    """A mesh whose device i is the process of global rank `ranks[i]`; this process is one of them.
+
+    device_mesh: the same, whose own groups along single axes are then used. Raises MeshError elsewhere.
+    """
+    ranks, rank = tuple(ranks), dist.get_rank()
+    if rank not in ranks:
+        raise MeshError(
+            f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}",
+            hint=f"only the mesh's ranks call this: {', '.join(map(str, ranks))}",
+        )
+    device = ranks.index(rank)
+
+    @functools.cache
+    def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if device_mesh is not None and len(axes) == 1:
+            return device_mesh.get_group(mesh.position(axes[0]))
+        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))))
+
+    return ProcessMesh(mesh, ranks, device, process_group)
+
+
+def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
+    """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
+
+    Raises MeshError where none is initialised, for what is none, and for one that this process is not in.
+    """
+    _check_initialised()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `dist.new_group` returns to all others
+        raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise MeshError(f"{group!r} is no process group", hint='as in mesh.get_group("cp"), or None')
+    if group is None:  # a mesh that torch.compile can record too
+        return Mesh({axis: dist.get_world_size()})
+    return _group_mesh(group, axis)
+
+
+@functools.lru_cache(maxsize=256)
+def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return ProcessMesh(Mesh({axis: len(ranks)}), ranks, dist.get_rank(group), lambda axes: group)
+
+
+def _check_initialised() -> None:
+    if not dist.is_initialized():
+        raise MeshError(
+            "no process group is initialised",
+            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Processes that communicate: a process group, and the mesh device of each of its ranks.
+
+    is_traced: what it does is recorded by a compiler, for which collectives are functions of tensors.
+    """
+
+    process_group: dist.ProcessGroup
+    devices: tuple[int, ...]
+    is_traced: bool = False
+
+    @cached_property
+    def backends(self) -> str:
+        """Which backend serves which kind of device, as in `cpu:gloo,cuda:nccl`."""
+        return dist.get_backend_config(self.process_group)
+
+    @cached_property
+    def traced(self) -> Group:
+        """The same processes for a compiler."""
+        return replace(self, is_traced=True)
+
+    def serves(self, tensor_device: torch.device, backend: str) -> bool:
+        """Whether that backend carries tensors of such a device."""
+        return f"{tensor_device.type}:{backend}" in self.backends

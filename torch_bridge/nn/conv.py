@@ -1,0 +1,232 @@
+"""Convolutions of blocks, plain and transposed, equal to those of the whole array.
+
+Decides which rows travel (those that a device's outputs read) and what is then left to torch: a convolution
+of the block that pads no dim that is cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from torch_bridge.nn.placed import Placement, check_whole
+from torch_bridge.nn.window import Piece, by_pieces, no_outputs
+from xshard import ShapeError, Sharding, XshardError
+from xshard.nn.receptive_fields import Read, transposed
+from xshard.nn.windows import Windowed, pieces, windowed
+from xshard.notation.overlap import Boundary, Window
+from xshard.notation.parser import Dim
+
+Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
+Ints = tuple[int, ...]
+
+# torch's padding modes, as boundaries.
+BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
+
+_CONV = (F.conv1d, F.conv2d, F.conv3d)
+_CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """All that a convolution is but for its weights: one number, or pair of paddings, per spatial dim."""
+
+    kernel: Ints
+    stride: Ints
+    padding: Pairs
+    dilation: Ints
+    groups: int = 1
+    padding_mode: str = "zeros"
+    out_rule: str = ""
+
+    def windows(self, placed: Placement) -> tuple[tuple[int, Window], ...]:
+        """The window over every spatial dim, which are the last ones."""
+        boundary = Boundary(BOUNDARIES[self.padding_mode])
+        first = len(placed.shape) - len(self.kernel)
+        return tuple(
+            (first + i, Window(k, s, d, p, self.out_rule, boundary, boundary))
+            for i, (k, s, d, p) in enumerate(
+                zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
+            )
+        )
+
+    def padded(self, block: Tensor, placed: Placement) -> Tensor:
+        """The block padded along the spatial dims that are whole."""
+        first = len(placed.shape) - len(self.kernel)
+        pads = [(0, 0) if placed.cuts(first + i) else pair for i, pair in enumerate(self.padding)]
+        flat = list(itertools.chain.from_iterable(reversed(pads)))
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(block, flat, mode=mode) if any(flat) else block
+
+    def __call__(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of rows that are padded already."""
+        rank = len(self.kernel)
+        return _CONV[rank - 1](block, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a process needs to know of one convolution of one array.
+
+    pieces: per cut dim, its stretches of rows and outputs.
+    """
+
+    windowed: Windowed
+    placed: Placement
+    pieces: tuple[tuple[int, tuple[Piece, ...]], ...]
+
+    @property
+    def computes(self) -> bool:
+        """Whether this process has any outputs."""
+        return all(any(n for _, n in found) for _, found in self.pieces)
+
+
+def conv(
+    x: Tensor, placed: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
+) -> tuple[Tensor, Placement]:
+    """A block `(..., c, *spatial)` -> its block of the convolution's outputs, and where that stands.
+
+    weight, bias: whole, as of the ordinary layer; their gradients are summed over the axes that cut the
+    array. Raises, on all processes alike and before anything is sent, NotationError for channels that are
+    cut, ShapeError for channels or outputs that do not fit.
+    """
+    prepared = prepare(placed, convolution, weight.shape)
+    weight_, bias_ = placed.copied(weight, bias)
+    block = placed.moved(x, prepared.windowed.source)
+    assert weight_ is not None
+    if not prepared.computes:
+        return no_outputs(prepared.placed.local_shape, block, weight_, bias_), prepared.placed
+    y = by_pieces(
+        convolution.padded(block, placed), dict(prepared.pieces), lambda b: convolution(b, weight_, bias_)
+    )
+    return y, prepared.placed
+
+
+@lru_cache(maxsize=4096)
+def prepare(placed: Placement, convolution: Convolution, weight_shape: torch.Size) -> Prepared:
+    """Everything about a convolution that shapes decide. Raises NotationError, ShapeError."""
+    channels = len(placed.shape) - len(convolution.kernel) - 1
+    check_channels(placed, channels, weight_shape[1] * convolution.groups)
+    windows = convolution.windows(placed)
+    _check_padding(placed, convolution)
+    found = windowed(placed.sharding, windows)
+    if any(found.result.shape[d] < 1 for d, _ in windows):
+        raise ShapeError(
+            f"no output: kernel {convolution.kernel} over {placed.shape[channels + 1 :]}",
+            text=str(placed.layout),
+            hint="a smaller kernel, or more padding",
+        )
+    own: list[tuple[int, tuple[Piece, ...]]] = []
+    for d, w in windows:
+        if placed.cuts(d):
+            runs = pieces(placed.sharding, d, w, placed.processes.device)
+            own.append((d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in runs)))
+    result = placed.of(found.result).with_length(channels, weight_shape[0])
+    return Prepared(found, result, tuple(own))
+
+
+def _check_padding(placed: Placement, convolution: Convolution) -> None:
+    """Refuse what torch does, also where this process has nothing to pad."""
+    most = {"circular": 0, "reflect": -1}.get(convolution.padding_mode)
+    for n, pair in zip(placed.shape[-len(convolution.padding) :], convolution.padding, strict=True):
+        if most is not None and max(pair) > n + most:
+            raise ShapeError(
+                f"{convolution.padding_mode} padding {max(pair)} of {n} rows",
+                text=str(placed.layout),
+                hint=f"at most {n + most}",
+            )
+
+
+def check_channels(placed: Placement, dim: int, channels: int) -> None:
+    """Raise where channels are cut, or are not as many as a layer wants."""
+    if dim < 0:
+        raise ShapeError(
+            f"a block with {len(placed.shape)} dims", text=str(placed.layout), hint="as in b c h w"
+        )
+    check_whole(placed, (dim,), "this layer")
+    if placed.shape[dim] != channels:
+        raise ShapeError(f"{placed.shape[dim]} channels, the layer has {channels}", text=str(placed.layout))
+
+
+def conv_transpose(
+    x: Tensor,
+    placed: Placement,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    stride: Ints,
+    padding: Ints,
+    output_padding: Ints,
+    dilation: Ints,
+    groups: int = 1,
+) -> tuple[Tensor, Placement]:
+    """A block `(..., c, *spatial)` -> its block of the transposed convolution's outputs, as in `conv`."""
+    rank = weight.ndim - 2
+    channels = len(placed.shape) - rank - 1
+    check_channels(placed, channels, weight.shape[0])
+    reads = _transposed_reads(placed, tuple(weight.shape[2:]), stride, padding, output_padding, dilation)
+    first, device, sharding = channels + 1, placed.processes.device, placed.sharding
+    dims = list(placed.layout.dims)
+    shape = list(placed.shape)
+    results = list(dims)
+    for d, found in reads.items():
+        dims[d], results[d], shape[d] = found.source, found.result, found.length
+    shape[channels] = weight.shape[1] * groups
+    result = placed.of(Sharding(replace(placed.layout, dims=tuple(results)), sharding.mesh, tuple(shape)))
+    weight_, bias_ = placed.copied(weight, bias)
+    assert weight_ is not None
+    block = placed.moved(x, replace(placed.layout, dims=tuple(dims)))
+    if 0 in result.local_shape or 0 in block.shape:
+        y = no_outputs([0], block, weight_).sum().expand(result.local_shape)  # rows that no input reaches
+    else:
+        # Whole dims are cropped like cut ones, from the outputs of all inputs: one rule for both.
+        full = _CONV_TRANSPOSE[rank - 1](block, weight_, None, stride, 0, 0, groups, dilation)
+        crop: list[int] = []
+        for i in reversed(range(rank)):
+            at = sharding.dim_device(first + i, device)
+            (start, _), (begin, end) = reads[first + i].inputs[at], reads[first + i].outputs[at]
+            offset = begin + padding[i] - start * stride[i]
+            crop += [-offset, end - begin + offset - full.shape[first + i]]
+        y = F.pad(full, crop)
+    if bias_ is not None:
+        y = y + bias_.view(-1, *(1,) * rank)
+    return y, result
+
+
+@lru_cache(maxsize=4096)
+def _transposed_reads(
+    placed: Placement, kernel: Ints, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
+) -> dict[int, Read]:
+    first, found = len(placed.shape) - len(kernel), {}
+    options = zip(kernel, stride, padding, output_padding, dilation, strict=True)
+    for i, (k, s, p, extra, d) in enumerate(options):
+        if not 0 <= extra < max(s, d):
+            raise ShapeError(
+                f"output_padding {extra} with stride {s} and dilation {d}", hint="less than one of them"
+            )
+        dim: Dim = placed.layout.dims[first + i]
+        length, sizes = placed.shape[first + i], placed.sharding.mesh.sizes_of(dim.axes)
+        found[first + i] = transposed(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
+        if found[first + i].length < 1:
+            raise ShapeError(
+                f"no output: {length} rows of dim {dim.name!r}, padding {p}", text=str(placed.layout)
+            )
+    return found
+
+
+def paddings(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:
+    """torch's ways to write a convolution's padding -> rows before and after, per spatial dim."""
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if isinstance(padding, str):
+        raise XshardError(f"padding={padding!r}", hint="'same', 'valid' or numbers")
+    return tuple((p, p) for p in padding)

@@ -1,0 +1,196 @@
+"""`domain_parallel`: a model whose activations are cut, made from an ordinary one.
+
+Decides which modules become layers, which may stay since records follow blocks through them, and which are
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.nn import layers
+from torch_bridge.nn.custom_module import Converted
+from torch_bridge.nn.layer import Layer, same_state
+from torch_bridge.nn.placed import Placement, placed_as, record, recorded
+from torch_bridge.nn.propagation import Propagation
+from torch_bridge.nn.propagation_rules import whole
+from xshard import Layout, XshardError
+from xshard.notation.parser import ELLIPSIS
+
+# The torch class of every layer -> the layer.
+LAYERS: dict[type[nn.Module], Any] = {
+    getattr(nn, name): layer
+    for name, layer in vars(layers).items()
+    if isinstance(layer, type) and issubclass(layer, Layer) and hasattr(nn, name)
+} | {nn.UpsamplingNearest2d: layers.Upsample, nn.UpsamplingBilinear2d: layers.Upsample}
+
+# Modules of torch whose functions `propagation` follows.
+FOLLOWED = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
+    nn.Flatten, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.LogSoftmax, nn.ELU, nn.Hardshrink,
+    nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
+    nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
+    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.ReplicationPad1d,
+    nn.ReplicationPad2d, nn.ReplicationPad3d,
+)  # fmt: skip
+
+
+def domain_parallel(
+    model: nn.Module,
+    mesh: MeshLike,
+    layout: Layout | str,
+    *,
+    shape: Sequence[int | None] | None = None,
+    overlap: bool = False,
+    out_rule: str = "",
+    sum_gradients: bool = True,
+    converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
+) -> nn.Module:
+    """A model of whole arrays -> the same model of blocks: outputs and gradients are those of the whole.
+
+    The result shares parameters and buffers with `model`, which stays as it is: one optimiser and one state
+    dict serve both. Every layer that reads neighbours or reduces becomes its counterpart of `xt.nn`; code
+    between them (skip connections, cat along channels, gates) is followed as it runs.
+
+    layout: of every input tensor with so many dims, as in "b c h/sp w"; other inputs are whole. shape: its
+    global shape, where blocks differ in size; a length that is None is the block's times the parts of the
+    dim. overlap, out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
+    of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
+    share. converters: of modules of these classes, which are not looked into: what they return works on a
+    block as it is, and leaves cut dims as long as they are.
+    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. Code that
+    checkpoints activations calls `xt.nn.checkpoint`. The outputs' layout and global shape are
+    `sharding_of(y)`. A loss over blocks is this process's share: all shares together are the loss.
+
+    Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
+    for a function that has none.
+
+    >>> import torch, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> def turn():
+    ...     torch.manual_seed(0)
+    ...     model = torch.nn.Sequential(
+    ...         torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)
+    ...     )
+    ...     parallel = xt.nn.domain_parallel(model, Mesh(sp=2), "b c h/sp w")
+    ...     x = torch.arange(64.0).view(1, 1, 8, 8)
+    ...     y = parallel(x.chunk(2, 2)[torch.distributed.get_rank()])
+    ...     return torch.equal(y, model(x).split([2, 1], 2)[torch.distributed.get_rank()])
+    >>> xt.run_ranks(2, turn)
+    [True, True]
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    paths: dict[int, str] = {}
+    made: dict[int, nn.Module] = {}
+
+    def swapped(module: nn.Module, path: str) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        layer = LAYERS.get(type(module))
+        converter = next((c for kind, c in (converters or {}).items() if isinstance(module, kind)), None)
+        if converter is not None:
+            new = Converted(converter(module), path)
+        elif layer is not None:
+            options = {
+                name: value
+                for name, value in (("overlap", overlap), ("out_rule", out_rule))
+                if name in layer.options
+            }
+            new = layer.from_module(module, mesh, layout, path=path, **options)
+            new.follows = True
+        else:
+            _check_followed(module, path)
+            new = same_state(module, type(module))
+            inside = f"{path}." if path else ""
+            new._modules = {
+                name: child if child is None else swapped(child, inside + name)
+                for name, child in module._modules.items()
+            }
+            paths[id(new)] = path
+        made[id(module)] = new
+        return new
+
+    root = swapped(model, "")
+    _Entrance(layout, mesh, shape, paths, sum_gradients).attach(root)
+    return root
+
+
+class _Entrance:
+    """Where tensors enter a model and leave it: records are made, and followed while it runs."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: MeshLike,
+        shape: Sequence[int | None] | None,
+        paths: dict[int, str],
+        sum_gradients: bool,
+    ) -> None:
+        self.layout, self.mesh, self.paths, self.sum_gradients = layout, mesh, paths, sum_gradients
+        self.shape = None if shape is None else tuple(shape)
+        self.running: list[Propagation] = []
+
+    def attach(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        blocks = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and self._is_cut(x)]
+        if not blocks:
+            raise XshardError(f"no input has the dims of '{self.layout}'")
+        like = self._placed(blocks[0])
+
+        def known(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            placed = recorded(x)
+            if placed is None and self._is_cut(x):
+                placed = self._placed(x)
+            # Of an alias: what the caller has is left as it is.
+            return record(x.view_as(x), placed or whole(x, like))
+
+        args, kwargs = tuple(map(known, args)), {k: known(v) for k, v in kwargs.items()}
+        self.running.append(Propagation(self.paths))
+        self.running[-1].__enter__()
+        return args, kwargs
+
+    def _is_cut(self, x: Tensor) -> bool:
+        """Whether an input has the dims of the layout."""
+        rank = len(self.layout.dims)
+        return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
+
+    def _placed(self, x: Tensor) -> Placement:
+        placed = placed_as(x, self.layout.resolved(x.ndim), self.mesh, self.shape)
+        return placed if self.sum_gradients else replace(placed, copies=False)
+
+    def _leave(self, *_: Any) -> None:
+        if self.running:
+            self.running.pop().__exit__(None, None, None)
+
+
+def _check_followed(module: nn.Module, path: str) -> None:
+    kind, name = type(module), f"{path or 'the model'} ({type(module).__name__})"
+    if kind in FOLLOWED:
+        return
+    if isinstance(module, Layer):
+        raise XshardError(f"{name} is domain-parallel already", hint="pass the ordinary model")
+    known = next((c for c in kind.__mro__ if c in LAYERS), None)
+    if known is not None:
+        raise XshardError(
+            f"{name} is a {known.__name__} of its own kind",
+            hint=f"what it does is not known: use {known.__name__}",
+        )
+    if kind.__module__.startswith("torch.nn."):
+        raise XshardError(
+            f"{name} has no exact form on blocks", hint="redistribute what it needs whole, outside"
+        )
+    if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        raise XshardError(f"{name} is lazy", hint="run the ordinary model once first")

@@ -1,0 +1,76 @@
+"""`python -m torch_bridge.testing.timing PLANS SECONDS ROUNDS`: the torch side of `xshard calibrate`.
+
+Reads pickled plans, runs each on as many gloo ranks as its mesh has devices, forward only, and
+writes the pickled seconds of each. Decides how a time is taken; what to measure is `xshard.runtimes.calibration_plans`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import process_mesh
+from torch_bridge.testing.launch import run_ranks
+from xshard import Plan
+
+TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
+MOST_CALLS = 20
+
+
+def main(plans_path: str, seconds_path: str, rounds: str) -> None:
+    """Time the plans of one file and write their seconds to the other: the median of some rounds."""
+    plans: list[Plan] = pickle.loads(Path(plans_path).read_bytes())
+    seconds: dict[int, float] = {}
+    for n in sorted({plan.mesh.n_devices for plan in plans}):
+        numbers = [i for i, plan in enumerate(plans) if plan.mesh.n_devices == n]
+        by_rank = run_ranks(n, time_plans, [plans[i] for i in numbers], int(rounds), timeout_s=1800.0)
+        for i, *times in zip(numbers, *by_rank, strict=True):
+            # Of every round the busiest rank counts, as in a plan.
+            seconds[i] = statistics.median(map(max, zip(*times, strict=True)))
+    Path(seconds_path).write_bytes(pickle.dumps([seconds[i] for i in range(len(plans))]))
+
+
+def time_plans(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
+    """This rank's seconds per call of every plan, round by round.
+
+    All plans are measured once before any is measured again, so that a slow spell of the machine
+    falls on all of them alike.
+    """
+    timers = [_Timer(plan) for plan in plans]
+    by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
+    return [list(times) for times in zip(*by_round, strict=True)]
+
+
+class _Timer:
+    """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
+
+    def __init__(self, plan: Plan) -> None:
+        processes, here = process_mesh(plan.mesh), torch.device("cpu")
+        self.executable: Executable = lower(plan, processes, here)
+        shape, dtype = plan.source.local_shape(processes.device), getattr(torch, plan.dtype)
+        self.block = torch.ones(shape, dtype=dtype)
+        self.calls = 2
+        self.seconds()  # the first calls make connections
+        slowest = torch.tensor(self.seconds())
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
+        self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
+
+    def seconds(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self.executable(self.block)
+        return (time.perf_counter() - start) / self.calls
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

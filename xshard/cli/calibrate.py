@@ -1,0 +1,115 @@
+"""`xshard calibrate`: a profile of the running machine, and how well it predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from xshard.cli.console import console
+from xshard.cli.options import MeshText, parse_bytes
+from xshard.cost.model import Profile
+from xshard.errors import XshardError
+from xshard.formatting import format_bytes, format_seconds
+from xshard.layout.mesh import Mesh
+from xshard.runtimes.calibrate import BACKENDS, ROUNDS, calibrate, check_backend
+from xshard.runtimes.calibration_plans import SIZES
+from xshard.runtimes.fit import Sample, median_error
+
+_LEAST = 3  # sizes: a launch, a speed, and something to check them by
+
+
+def calibrate_command(
+    backend: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}.")],
+    mesh: MeshText,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the profile; by default nowhere.")
+    ] = None,
+    largest: Annotated[
+        str, typer.Option(metavar="BYTES", help="The largest block that is measured, as in 256KiB.")
+    ] = "16MiB",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often every plan is measured; the median counts.")
+    ] = ROUNDS,
+) -> None:
+    """Measure collectives on this machine, fit a profile, and print predicted beside measured time.
+
+    Example: xshard calibrate --backend torch --mesh dp=2,cp=2 --output mine.json,
+    then: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=2 --shape 2,64,32 --profile mine.json
+    """
+    check_backend(backend)
+    if output is not None and not output.parent.is_dir():
+        raise XshardError(f"no folder {str(output.parent)!r} to write {output.name!r} to")
+    name = backend if output is None else output.stem
+    with _progress() as told:
+        made = calibrate(backend, Mesh.parse(mesh), name, _sizes(largest), rounds, told=told)
+    if output is not None:
+        output.write_text(made.profile.to_json())
+    out = console()
+    for title, samples in (("fitted plans", made.fitted), ("held-out plans", made.held_out)):
+        out.print(Text(title, style="bold"))
+        out.print(_table(samples, made.profile))
+        error = median_error(samples, made.profile)
+        out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
+    out.print(Text(f"profile {name}: {_constants(made.profile)}"), soft_wrap=True)
+    if output is not None:
+        out.print(Text(f"written to {output}"), soft_wrap=True)
+
+
+def _sizes(largest: str) -> tuple[int, ...]:
+    """The sizes up to the largest. Raises XshardError where they are too few."""
+    most = parse_bytes(largest)
+    sizes = tuple(size for size in SIZES if size <= most)
+    if len(sizes) < _LEAST:
+        raise XshardError(
+            f"{format_bytes(most)} is too small a largest block: sizes start at {format_bytes(SIZES[0])}",
+            hint=f"at least {format_bytes(SIZES[_LEAST - 1])}",
+        )
+    return sizes
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, and what moves it: how many are done, of how many."""
+    columns = (TextColumn("plans"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    out = console(stderr=True)
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _table(samples: Sequence[Sample], profile: Profile) -> Table:
+    """A row per plan."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for head in ("steps", "expression", "local shape", "predicted", "measured", "error"):
+        left = head in ("steps", "expression")
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    for sample in samples:
+        plan = sample.plan
+        table.add_row(
+            Text(", ".join(step.kind for step in plan.steps)),
+            Text(f"{plan.src} -> {plan.dst}"),
+            "x".join(map(str, plan.source.max_local_shape)),
+            format_seconds(sample.predicted(profile)),
+            format_seconds(sample.seconds),
+            f"{sample.error(profile):+.0%}",
+        )
+    return table
+
+
+def _constants(profile: Profile) -> str:
+    links = {"every axis": profile.default} if not profile.axes else dict(profile.axes)
+    told = [
+        f"{axis} {format_seconds(link.latency_s)} a message and {link.bytes_per_s / 1e9:.3g} GB/s"
+        for axis, link in links.items()
+    ]
+    launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
+    copies = f"copies {profile.copy_bytes_per_s / 1e9:.3g} GB/s"
+    return f"{'; '.join((*told, copies))}; launches: {', '.join(launches)}"

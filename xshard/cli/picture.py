@@ -1,0 +1,250 @@
+"""A picture of a sharding as data: the blocks of the global array and the devices that hold each.
+
+Decides what a picture shows; a terminal, a document or a plot decides how it looks. Knows
+nothing of any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.errors import ShapeError
+from xshard.layout.runs import FILL, Run, Runs, intervals
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Fold, Halo, Window
+from xshard.notation.parser import Dim
+
+# Blocks drawn along a dim: a cyclic cut of a long dim has as many as rows.
+MAX_BLOCKS = 64
+
+_ORDER_TEXT = {
+    "block": "in contiguous chunks",
+    "balanced": "in contiguous chunks that differ by at most one row",
+    "zigzag": "zigzag: part i of n holds chunks i and 2n-1-i of 2n",
+    "cyclic": "cyclic: part i of n holds every n-th row from i",
+    "sizes": "in contiguous chunks of given sizes",
+    "intervals": "in given intervals",
+}
+_OVERLAP_TEXT = {
+    Halo: "each block holds rows of its neighbours",
+    Window: "each block holds the rows that its outputs read",
+    Fold: "rows of neighbours are contributions, added at their owner",
+}
+_TAG_TEXT = {
+    "sum": "every device holds an addend: the array is their sum",
+    "mean": "every device holds an addend: the array is their mean",
+    "max": "every device holds a candidate: the array is their maximum",
+    "min": "every device holds a candidate: the array is their minimum",
+    "copy": "every device has a copy of its own, and the gradients of the copies add up",
+}
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A drawn dim: its blocks (start, stop) in order, and how many rows after them are not drawn."""
+
+    dim: Dim
+    length: int
+    blocks: tuple[tuple[int, int], ...]
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The devices that own and hold a block of the array, and those that hold it as overlap only."""
+
+    owners: tuple[int, ...]
+    guests: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device has: coordinates, the shape of its block, per dim the rows it owns and holds."""
+
+    device: int
+    coords: tuple[tuple[str, int], ...]
+    local_shape: tuple[int, ...]
+    owned: tuple[Runs, ...]
+    held: tuple[Runs, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Who holds which slice of an array.
+
+    strips: the drawn dims, at most two. cells: one row per block of the first of two strips, one
+    column per block of the last. notes: the roles of the mesh axes, in words.
+    """
+
+    sharding: Sharding
+    strips: tuple[Strip, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+
+
+def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_BLOCKS) -> Picture:
+    """A sharding -> its picture along one or two dims, by default the first two that are cut.
+
+    Raises ShapeError for dims that the layout does not have, or more than two.
+
+    >>> from xshard import Layout, Mesh
+    >>> p = picture(Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3)))
+    >>> [(block, cell.owners) for block, cell in zip(p.strips[0].blocks, p.cells[0])]
+    [((0, 2), (0,)), ((2, 4), (1,)), ((4, 6), (1,)), ((6, 8), (0,))]
+    """
+    drawn = tuple(_drawn(sharding, dims))
+    strips = tuple(_strip(sharding, d, max_blocks) for d in drawn)
+    return Picture(
+        sharding, strips, _cells(sharding, drawn, strips), _parts(sharding), _notes(sharding, drawn)
+    )
+
+
+def rows_text(runs: Runs, most: int = 6) -> str:
+    """Runs in local order, as people write them.
+
+    >>> rows_text((Run(0, 2), Run(6, 2))), rows_text((Run(0, 1, 4, 8),)), rows_text((Run(FILL, 1), Run(0, 3)))
+    ('0-1, 6-7', '0-24 step 8', '1 fill, 0-2')
+    """
+    pieces = [text for run in _joined(runs) for text in _run_texts(run, most)]
+    if len(pieces) > most:
+        pieces = [*pieces[:most], "..."]
+    return ", ".join(pieces) or "none"
+
+
+def devices_text(devices: Sequence[int], most: int = 3) -> str:
+    """Device numbers, ranges and even steps joined.
+
+    >>> devices_text((0, 1, 2, 3)), devices_text((0, 4)), devices_text((0, 4, 8, 12))
+    ('0-3', '0,4', '0-12 step 4')
+    """
+    steps = set(np.diff(devices).tolist())
+    if len(devices) > 2 and len(steps) == 1:
+        runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
+    else:
+        runs = tuple(Run(device, 1) for device in devices)
+    return rows_text(runs, most).replace(", ", ",")
+
+
+def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:
+    names = sharding.layout.names
+    for name in dims:
+        if name not in names:
+            raise ShapeError(f"no dim {name!r} in '{sharding.layout}'", hint=f"dims are: {', '.join(names)}")
+    if len(dims) > 2 or len(set(dims)) < len(dims):
+        raise ShapeError(f"a picture has one or two dims, not {', '.join(dims)}")
+    if dims:
+        return map(names.index, dims)
+    cut = [d for d, dim in enumerate(sharding.layout.dims) if dim.axes]
+    return (cut or range(len(names))[:1])[:2]
+
+
+def _strip(sharding: Sharding, d: int, max_blocks: int) -> Strip:
+    """The blocks between all places where some device's rows begin or end."""
+    length = sharding.shape[d]
+    everyone = itertools.chain.from_iterable(sharding.owners(d) + sharding.holders(d))
+    edges = np.unique(np.append(intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
+    blocks = tuple(itertools.pairwise(edges))
+    return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
+
+
+def _cells(
+    sharding: Sharding, drawn: tuple[int, ...], strips: tuple[Strip, ...]
+) -> tuple[tuple[Cell, ...], ...]:
+    """Per block of the picture, the devices that own it and those that only hold it."""
+    everyone = np.ones((sharding.mesh.n_devices, 1), bool)
+    # A picture has rows and columns; a dim that is not drawn is one block that everyone has.
+    owns, holds = [everyone, everyone], [everyone, everyone]
+    for d, strip in zip(drawn, strips, strict=True):
+        index = [sharding.dim_device(d, device) for device in range(sharding.mesh.n_devices)]
+        owns.append(_covered(sharding.owners(d), strip)[index])
+        holds.append(_covered(sharding.holders(d), strip)[index])
+    own = owns[-2][:, :, None] & owns[-1][:, None, :]
+    hold = holds[-2][:, :, None] & holds[-1][:, None, :]
+    return tuple(
+        tuple(
+            Cell(_numbers(own[:, i, j] & hold[:, i, j]), _numbers(hold[:, i, j] & ~own[:, i, j]))
+            for j in range(own.shape[2])
+        )
+        for i in range(own.shape[1])
+    )
+
+
+def _covered(everyone: Sequence[Runs], strip: Strip) -> NDArray[np.bool_]:
+    """(index along the dim's axes, block of the strip) -> whether the runs have the block."""
+    starts = np.array([start for start, _ in strip.blocks], np.int64)
+    covered = np.zeros((len(everyone), len(starts) + 1), np.int64)
+    for row, runs in zip(covered, everyone, strict=True):
+        # +1 where an interval begins, -1 where it ends: the running sum counts those that are open.
+        for edge, change in zip(intervals(runs).T, (1, -1), strict=True):
+            np.add.at(row, np.searchsorted(starts, edge), change)
+    return covered.cumsum(axis=1)[:, :-1] > 0
+
+
+def _numbers(mask: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(mask).tolist())
+
+
+def _parts(sharding: Sharding) -> tuple[Part, ...]:
+    mesh, dims = sharding.mesh, range(len(sharding.shape))
+    return tuple(
+        Part(
+            device,
+            tuple(zip(mesh.axes, mesh.coords(device), strict=True)),
+            sharding.local_shape(device),
+            tuple(sharding.owned(d, device) for d in dims),
+            tuple(sharding.held(d, device) for d in dims),
+        )
+        for device in range(mesh.n_devices)
+    )
+
+
+def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
+    layout, mesh = sharding.layout, sharding.mesh
+    cuts = [
+        f"{dim.name} is cut over {' x '.join(shard.axes)}, {_ORDER_TEXT[shard.order]}"
+        for dim in layout.dims
+        for shard in dim.shards
+    ]
+    overlaps = [
+        f"{dim.name} overlaps: {_OVERLAP_TEXT[type(dim.overlap)]} ({dim.overlap})"
+        for dim in layout.dims
+        if dim.overlap is not None
+    ]
+    tags = [f"along {', '.join(axes)} {_TAG_TEXT[kind]}" for kind, axes in layout.tags]
+    replicas = [a for a in mesh.axes if a not in layout.axes and mesh.size(a) > 1]
+    whole = [f"along {', '.join(replicas)} all devices hold the same values (replicas)"] if replicas else []
+    others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
+    flat = [f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"]
+    return (*cuts, *overlaps, *tags, *whole, *(flat if others else ()))
+
+
+def _joined(runs: Runs) -> list[Run]:
+    """Plain runs that continue one another as one."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        plain = last is not None and last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
+        if last is not None and plain and last.start + last.length == run.start:
+            joined[-1] = Run(last.start, last.length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _run_texts(run: Run, most: int) -> list[str]:
+    if run.start == FILL:
+        return [f"{run.length * run.repeats} fill"]
+    if run.length == 1 and run.repeats > 1:
+        stop = run.start + run.stride * (run.repeats - 1)
+        if run.stride == 0:
+            return [f"{run.start} x{run.repeats}"]
+        return [f"{run.start}-{stop}" + (f" step {run.stride}" if run.stride != 1 else "")]
+    starts = (run.start + run.stride * i for i in range(run.repeats))
+    ranges = ((start, start + run.length - 1) for start in itertools.islice(starts, most + 1))
+    return [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges]

@@ -1,0 +1,151 @@
+"""`xshard show`: the picture of a layout as a grid in the terminal, and who the devices are.
+
+Every block carries its device numbers, so that the grid can be read without colour too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from xshard.cli.console import console
+from xshard.cli.options import MeshText, ShapeText, parse_shape
+from xshard.cli.picture import Cell, Picture, Strip, devices_text, picture, rows_text
+from xshard.layout.layout import Layout, check_axes
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+
+# Light backgrounds of the 256-colour palette that differ in hue, taken in turn; the text is black.
+_COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)
+
+
+def show(
+    layout: Annotated[
+        str, typer.Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', quoted.")
+    ],
+    mesh: MeshText,
+    shape: ShapeText,
+    dims: Annotated[
+        str, typer.Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
+    ] = "",
+) -> None:
+    """Draw which device of a mesh holds which block of an array.
+
+    Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
+    """
+    parsed, on = Layout.parse(layout), Mesh.parse(mesh)
+    check_axes(parsed, on, layout)  # here the caret can mark the text as it was typed
+    names = tuple(filter(None, (name.strip() for name in dims.split(","))))
+    drawn = picture(Sharding(parsed, on, parse_shape(shape)), names)
+    out = console()
+    out.print(Text(f"{parsed}   {list(drawn.sharding.shape)} on {on}", style="bold"), soft_wrap=True)
+    for grid in _grids(drawn, out):
+        out.print()
+        out.print(grid)
+    out.print()
+    for note in (*_reading(drawn), *drawn.notes):
+        out.print(f"- {note}", soft_wrap=True)
+    out.print(_legend(drawn))
+
+
+def _grids(drawn: Picture, out: Console) -> Iterator[Table]:
+    """The grid, its columns in as many bands as the width of the console asks for."""
+    colour = _colours(drawn)
+    columns, rows = drawn.strips[-1:], drawn.strips[:-1]
+    labels = [_range(block) for strip in columns for block in strip.blocks] if columns else [""]
+    sides = [_range(block) for strip in rows for block in strip.blocks] if rows else [""]
+    corner = " / ".join(_heading(strip) for strip in drawn.strips) or "scalar"
+    texts = [[_cell_text(cell) for cell in row] for row in drawn.cells]
+    widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(labels, *texts, strict=True)]
+    for band in _bands(widths, out.width - max(map(len, (corner, *sides))) - 1):
+        grid = Table(box=None, padding=0)
+        grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
+        for j in band:
+            grid.add_column(Text(labels[j].center(widths[j])), no_wrap=True)
+        for side, row, line in zip(sides, drawn.cells, texts, strict=True):
+            cells = [Text(line[j].center(widths[j]), style=colour.get(row[j].owners, "dim")) for j in band]
+            grid.add_row(Text(f"{side} "), *cells)
+        yield grid
+
+
+def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
+    """Indices of consecutive columns that fit in `room` together; at least one each."""
+    band: list[int] = []
+    for j, width in enumerate(widths):
+        if band and sum(widths[i] for i in band) + width > room:
+            yield band
+            band = []
+        band.append(j)
+    yield band
+
+
+def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
+    """A style for every set of owners, in the order in which they appear."""
+    owners = dict.fromkeys(cell.owners for row in drawn.cells for cell in row if cell.owners)
+    return {
+        devices: f"black on color({number})"
+        for devices, number in zip(owners, itertools.cycle(_COLOURS), strict=False)
+    }
+
+
+def _cell_text(cell: Cell) -> str:
+    """Devices are written d0, d1 ..., so that nobody takes them for rows."""
+    owners = f"d{devices_text(cell.owners)}" if cell.owners else "."
+    return " ".join([owners, *(f"+d{guest}" for guest in cell.guests)])
+
+
+def _heading(strip: Strip) -> str:
+    return f"{strip.dim.name} {strip.length}"
+
+
+def _range(block: tuple[int, int]) -> str:
+    first, last = block[0], block[1] - 1
+    return f"{first}-{last}" if first < last else f"{first}"
+
+
+def _reading(drawn: Picture) -> list[str]:
+    """How to read the marks that this picture uses."""
+    cells = list(itertools.chain.from_iterable(drawn.cells))
+    told = [
+        f"only the first {strip.length - strip.hidden} of {strip.length} rows of {strip.dim.name} are drawn"
+        for strip in drawn.strips
+        if strip.hidden
+    ]
+    if any(cell.guests for cell in cells):
+        told.append("+d: a device that holds the block too, as overlap")
+    if any(not cell.owners for cell in cells):
+        told.append(".: the owner does not hold this block")
+    return told
+
+
+def _legend(drawn: Picture) -> Table:
+    """One line per device: coordinates, local shape, and its rows of every dim that is cut."""
+    colour = {device: style for owners, style in _colours(drawn).items() for device in owners}
+    cut = [(d, dim) for d, dim in enumerate(drawn.sharding.layout.dims) if dim.axes or dim.overlap]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("device", *drawn.sharding.mesh.axes, "local shape"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, dim in cut:
+        table.add_column(f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}")
+        if dim.overlap:
+            table.add_column(f"{dim.name} held")
+    for part in drawn.parts:
+        rows = []
+        for d, dim in cut:
+            rows.append(rows_text(part.owned[d]))
+            if dim.overlap:
+                rows.append(rows_text(part.held[d]))
+        table.add_row(
+            Text(f" {part.device} ", style=colour.get(part.device, "")),
+            *(str(c) for _, c in part.coords),
+            "x".join(map(str, part.local_shape)) or "scalar",
+            *rows,
+        )
+    return table

@@ -1,0 +1,117 @@
+"""How `xshard verify` tells its results: one table, a section per expression, a row per runtime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from xshard.formatting import format_bytes, format_seconds
+from xshard.plans import table
+from xshard.plans.plan import Plan
+from xshard.runtimes.tasks import Outcome
+from xshard.runtimes.verdict import Verdict
+
+_HEAD = (
+    "runtime",
+    "difference\nforward",
+    "\nbackward",
+    "measured/planned\nforward",
+    "\nbackward",
+    "\ntime",
+    "\nresult",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one runtime made of one task, and how far it is off; None where it failed."""
+
+    runtime: str
+    outcome: Outcome | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.verdict is not None and self.verdict.agrees
+
+
+@dataclass(frozen=True)
+class Section:
+    """The rows of one plan; `elsewhere` is what the plan is called in other systems."""
+
+    plan: Plan
+    elsewhere: str
+    rows: tuple[Row, ...]
+
+
+def print_sections(sections: Sequence[Section], out: Console) -> None:
+    """A heading, every section under its expression, and in the end what agreed."""
+    cells = [[_cells(section.plan, row) for row in section.rows] for section in sections]
+    # One table to the eye: tables of equal column widths with a line of text between them.
+    heads = tuple(Text(head, style="bold") for head in _HEAD)
+    widths = [max(_width(cell) for cell in column) for column in zip(heads, *chain(*cells), strict=True)]
+    out.print(_table(widths, [heads]))
+    for section, rows in zip(sections, cells, strict=True):
+        elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
+        out.print()
+        out.print(Text.assemble((table.title(section.plan), "bold cyan"), elsewhere), soft_wrap=True)
+        out.print(_table(widths, rows))
+    out.print()
+    out.print(_summary(sections), soft_wrap=True)
+
+
+def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
+    made = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for i, width in enumerate(widths):
+        made.add_column(width=width, justify="left" if i in (0, len(widths) - 1) else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _width(cell: Text) -> int:
+    return max(len(line) for line in cell.plain.split("\n"))
+
+
+def _cells(plan: Plan, row: Row) -> tuple[Text, ...]:
+    name = Text(row.runtime)
+    if row.outcome is None or row.verdict is None:
+        return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
+    seconds = row.outcome.seconds
+    return (
+        name,
+        _difference(row.verdict.forward),
+        _difference(row.verdict.backward),
+        _bytes(row.outcome.forward_bytes, plan.bytes_received),
+        _bytes(row.outcome.backward_bytes, plan.backward.bytes_received if plan.src.is_linear else None),
+        Text("-" if seconds is None else format_seconds(seconds)),
+        Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
+    )
+
+
+def _difference(value: float | None) -> Text:
+    return Text("-" if value is None else f"{value:g}", style="bold red" if value else "")
+
+
+def _bytes(measured: int | None, planned: int | None) -> Text:
+    """Measured/planned; marked where they differ, which is a matter of the runtime and no error."""
+    told = "/".join("-" if n is None else format_bytes(n) for n in (measured, planned))
+    return Text(told, style="yellow" if measured is not None and measured != planned else "")
+
+
+def _summary(sections: Sequence[Section]) -> Text:
+    rows = [row for section in sections for row in section.rows]
+    failed = sum(row.outcome is None for row in rows)
+    different = len(rows) - failed - sum(row.agrees for row in rows)
+    taken = Counter(row.runtime for row in rows)  # not every runtime knows every mesh
+    names = [name if n == len(sections) else f"{name} ({n} of them)" for name, n in taken.items()]
+    what = f"{len(sections)} expression{'s' * (len(sections) > 1)} on {', '.join(names)}: "
+    if not failed and not different:
+        return Text.assemble(what, ("all equal", "bold green"))
+    return Text.assemble(what, (f"{different} different, {failed} failed, of {len(rows)} runs", "bold red"))

@@ -1,0 +1,129 @@
+"""Verbs of other systems as expressions: what the drop-ins of both bridges check and write.
+
+Decides what each of them means, from shapes and the number of devices alone. Who carries it out, and how a
+system's arguments are read, is the bridges' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from xshard.errors import ShapeError, XshardError
+from xshard.notation.parser import spans
+from xshard.ops import Axes, dims, shard, tag
+
+DIRECTIONS = ("split_to_full", "full_to_split")
+
+
+@lru_cache(maxsize=1024)
+def all_to_all_single(
+    direction: str,
+    shape: tuple[int, ...],
+    n: int,
+    axis: Axes,
+    *,
+    zigzag: bool,
+    channel_dim: int = 1,
+    sequence_dim: int = 2,
+    even: bool = True,
+) -> str:
+    """nvSubquadratic's `all_to_all_single_fn` of a block of `shape` on `n` devices along `axis`.
+
+    The words are about the sequence: "split_to_full" is `c l/axis -> c/axis l`, "full_to_split" the way back.
+    zigzag: device i of n holds chunks i and 2n-1-i of the sequence. even: all blocks are to be equally large;
+    where they may differ, the global shape is known.
+    Raises ShapeError for other than 3 to 5 dims, and for lengths that do not divide; XshardError for another
+    direction.
+
+    >>> all_to_all_single("split_to_full", (2, 4, 6), 2, "cp", zigzag=True)
+    'd0 d1 d2/zigzag(cp) -> d0 d1/cp d2'
+    """
+    if not 3 <= len(shape) <= 5:
+        raise ShapeError(
+            f"{len(shape)} dims, not 3, 4 or 5",
+            hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any",
+        )
+    if direction not in DIRECTIONS:
+        raise XshardError(f"no direction {direction!r}", hint=f"it is {' or '.join(map(repr, DIRECTIONS))}")
+    split = dims(shape, {sequence_dim: shard(axis, "zigzag" if zigzag else "block")})
+    full = dims(shape, {channel_dim: shard(axis)})
+    gathers = direction == DIRECTIONS[0]
+    text = " -> ".join((split, full) if gathers else (full, split))
+    if even:
+        hint = "pass shape= (the global shape): blocks may then differ in size"
+        length, chunks = shape[sequence_dim] * (n if gathers else 1), n * (2 if zigzag else 1)
+        _check_divides("sequence length", length, chunks, text, sequence_dim % len(shape), hint)
+        if gathers:
+            dim = channel_dim % len(shape)
+            _check_divides("number of channels", shape[dim], n, text, dim, hint)
+    return text
+
+
+def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint: str) -> None:
+    if length % parts:
+        raise ShapeError(
+            f"the {what} {length} is not divisible by {parts}",
+            text=text,
+            span=dict(reversed(spans(text).dims))[f"d{dim}"],  # the left side's, which come first
+            hint=hint,
+        )
+
+
+def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
+    """nvSubquadratic's `zigzag_split_across_group_ranks`: each device's two chunks of what all of them have.
+
+    >>> zigzag_split((8, 2), 0, "cp")
+    'd0 d1 | copy(cp) -> d0/zigzag(cp) d1'
+    """
+    return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: shard(axis, 'zigzag')})}"
+
+
+def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
+    """nvSubquadratic's `zigzag_gather_from_group_ranks`: the whole, in its natural order, for every device.
+
+    >>> zigzag_gather((4, 2), 0, "cp")
+    'd0/zigzag(cp) d1 -> d0 d1 | copy(cp)'
+    """
+    return f"{dims(shape, {dim: shard(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
+
+
+def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
+    """credit's `shard_tensor`: each device's part of what all of them have, on `n` devices.
+
+    uneven: a length need not divide. Raises ShapeError where it must.
+
+    >>> shard_whole((1, 8, 4), -2, 2, "domain", uneven=False)
+    'd0 d1 d2 | copy(domain) -> d0 d1/domain d2'
+    """
+    text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: shard(axis)})}"
+    if not uneven:
+        hint = "uneven=True: parts may then differ in size, and others need the global shape (shape=)"
+        _check_divides("length", shape[dim], n, text, dim % len(shape), hint)
+    return text
+
+
+def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
+    """ksuit's `all_gather_nograd_clipped`: samples that a `DistributedSampler` dealt out, in their own order.
+
+    >>> sampler_gather((4, 2), "dp")
+    'd0/cyclic(dp) d1 -> d0 d1'
+    """
+    return f"{dims(shape, {0: shard(axis, 'cyclic')})} -> {dims(shape)}"
+
+
+def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
+    """The shape of a block as `n` equal parts of its leading dim: `(1, n, rows, ...)`.
+
+    The 1 is the block's own place among those of n devices, so that parts and blocks can change places.
+    Raises ShapeError for scalars, and for rows that do not divide.
+
+    >>> equal_parts((6, 2), 3)
+    (1, 3, 2, 2)
+    """
+    if not shape or shape[0] % n:
+        rows = f"{shape[0]} rows" if shape else "a scalar"
+        raise ShapeError(
+            f"{rows} in {n} equal parts", hint="all_to_all and redistribute take parts of any size (shape=)"
+        )
+    return (1, n, shape[0] // n, *shape[1:])

@@ -1,0 +1,138 @@
+"""Lower bounds: the fewest elements that must reach all devices, and the busiest one, whatever the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.layout.runs import common
+from xshard.layout.sharding import Sharding
+from xshard.steps import Exchange
+from xshard.steps.base import REDUCERS
+from xshard.steps.exchange.even_traffic import met_elements
+from xshard.steps.exchange.traffic import begun, cuts_on_lanes, ended, reach
+
+
+def received_elements(src: Sharding, dst: Sharding) -> int:
+    """Fewest elements the busiest device must receive between two shardings in normal form.
+
+    Without a reduction: what its destination block holds beyond its source block; where a sum
+    begins any device of the sum may contribute an element, so there it is their mean. Where a
+    reduction ends it receives at least the mean over all devices.
+    """
+    mesh, begins = dst.mesh, begun(src.layout, dst.layout)
+    if ended(src.layout, dst.layout):
+        return -(-total_elements(src, dst) // mesh.n_devices)
+    if not begins:
+        return Exchange(dst.layout).traffic(src).received
+    total = _lacking(src, dst).sum(axis=tuple(mesh.position(a) for a in begins))
+    return -(-int(total.max()) // mesh.size(*begins))
+
+
+def total_elements(src: Sharding, dst: Sharding) -> int:
+    """Fewest elements that all devices together must receive between two shardings in normal form.
+
+    Without a reduction: what each device lacks. Where a reduction of n addends ends in m copies, every
+    element takes n-1 + m-1 messages: n-1 until some device has the whole reduction, and one more to
+    every other owner, each of which is complete later. One more again where no owner of the element
+    holds an addend of it: then either the first to complete is no owner, or it had all n addends
+    sent. All that once for every addend of the sums that stay.
+    """
+    mesh, ends, begins = dst.mesh, ended(src.layout, dst.layout), begun(src.layout, dst.layout)
+    if not ends:
+        return int(_lacking(src, dst).sum())
+    sums = dst.layout.tagged("sum", "max", "min")
+    cut = [a for dim in dst.layout.dims for a in dim.axes]
+    copies = mesh.n_devices // mesh.size(*cut, *sums)
+    whole = math.prod(dst.shape)
+    messages = whole * (mesh.size(*ends) + copies - 2)
+    if not begins:
+        messages += whole - _met(src, dst)
+    return messages * mesh.size(*(a for a in sums if a not in begins))
+
+
+def _lacking(src: Sharding, dst: Sharding) -> np.ndarray:
+    """What every device needs and does not have, as an array over the mesh."""
+    mesh = dst.mesh
+    lacking = reach(src, dst, ()).elements - reach(src, dst, mesh.axes).elements
+    return np.broadcast_to(lacking, mesh.sizes)
+
+
+def _met(src: Sharding, dst: Sharding) -> int:
+    """Elements that some device holds at both ends; all where that has no closed form."""
+    cuts = [cuts_on_lanes(s, ()) for s in (src, dst)]
+    met = None if cuts[0] is None or cuts[1] is None else met_elements(src.shape, cuts[0], cuts[1])
+    return math.prod(src.shape) if met is None else met
+
+
+def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
+    """(devices of the source, devices of the target): elements of both blocks. Normal forms."""
+    shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
+    for d in range(len(source.shape)):
+        table = np.array(
+            [[sum(s.length for s in common(a, b)) for b in target.holders(d)] for a in source.owners(d)]
+        )
+        rows, columns = (
+            [s.dim_device(d, device) for device in range(s.mesh.n_devices)] for s in (source, target)
+        )
+        shared *= table[np.ix_(rows, columns)]
+    return shared
+
+
+def have_same_blocks(a: Sharding, b: Sharding, places: Sequence[int] | None = None) -> bool:
+    """Whether every device holds the same rows, and is the same addend, under both; meshes may differ.
+
+    places: for every device of `b`, in its order, its place in the mesh of `a`.
+    """
+    if a.shape != b.shape or a.mesh.n_devices != b.mesh.n_devices or _reduced(a) != _reduced(b):
+        return False
+    places = range(b.mesh.n_devices) if places is None else places
+    return all(_block_of(a, i) == _block_of(b, j) for j, i in enumerate(places))
+
+
+def received_elements_between(
+    source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
+) -> int:
+    """Fewest elements that the busiest device must receive, whatever the plan. Normal forms.
+
+    What a device's new block holds beyond its old one; along a new sum, where any device may
+    contribute an element, the mean. Of n addends, more than one, no device has the total before
+    it receives; an element that ends in m blocks takes n-1 + m-1 messages, one more where the
+    devices are disjoint, of which the busiest device receives at least the mean.
+    """
+    positions = {device: at for at, device in enumerate(src_devices)}
+    shared = shared_elements(source, target)
+    needed = np.array([math.prod(target.local_shape(d)) for d in range(target.mesh.n_devices)], np.int64)
+    held = np.array([shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)])
+    addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
+    sums, disjoint = target.layout.tagged(*REDUCERS), not set(positions) & set(dst_devices)
+    if addends > 1 and sums and not disjoint:
+        return 0  # an addend may stay where it is and be one of the new sum
+    if addends > 1:
+        held = np.zeros_like(held)
+    groups = np.array(
+        [target.mesh.group(d, sums) for d in range(len(needed)) if not target.mesh.index(d, sums)]
+    )
+    lacking = np.maximum(needed[groups[:, 0]] - held[groups].sum(axis=1), 0)
+    bound = -(-int(lacking.max()) // target.mesh.size(*sums))
+    if addends > 1:
+        cut = [a for dim in target.layout.dims for a in dim.axes]
+        copies = target.mesh.n_devices // target.mesh.size(*cut, *sums)
+        messages = math.prod(source.shape) * (addends + copies - (1 if disjoint else 2))
+        bound = max(bound, -(-messages // len({*src_devices, *dst_devices})))
+    return bound
+
+
+def _block_of(sharding: Sharding, device: int) -> tuple[object, ...]:
+    """Which addend a device holds, and which rows of it."""
+    sums = sorted(sharding.normal.tagged(*REDUCERS), key=sharding.mesh.position)
+    rows = (sharding.held(d, device) for d in range(len(sharding.shape)))
+    return sharding.mesh.index(device, sums), *rows
+
+
+def _reduced(sharding: Sharding) -> tuple[str, ...]:
+    """The kinds of addends that it holds."""
+    return tuple(kind for kind, _ in sharding.normal.tags if kind != "copy")

@@ -1,0 +1,278 @@
+"""What a step costs: elements -> bytes -> seconds, under an alpha-beta model of the machine.
+
+Decides the model; the constants are data (`profiles/*.json`, each with its source). A step
+pays a launch, one latency per message and its received bytes at the speed of the slowest
+axis it crosses, and memory bandwidth for what it packs locally.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from xshard.errors import XshardError
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.steps import Step, Traffic
+from xshard.steps.traffic import LinkSpan, LinkSpans
+
+DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
+TOPOLOGIES = ("switch", "ring")
+LOCAL = ("slice", "embed", "mask", "retag", "scale")  # kinds of steps that send nothing
+
+
+class ProfileError(XshardError):
+    """A profile that does not exist or makes no sense."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the devices along one axis: seconds per message, bytes per second and device.
+
+    topology: on a "switch" every device reaches every other alike; on a "ring" (an axis of a
+    torus, both ways) what is not passed on to a neighbour travels a quarter of it on average.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    topology: str = "switch"
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ProfileError(f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}")
+        if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
+            raise ProfileError(
+                f"no such link: {self.latency_s} s, {self.bytes_per_s} bytes/s",
+                hint="a latency is >= 0 and a bandwidth > 0",
+            )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The machine a plan is priced for.
+
+    default: the link between devices of one node. across: the link between nodes of `node_devices`
+    consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
+    inside: of axes so named, how many consecutive positions share a node, where that is a part of them.
+    launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
+    copy_bytes_per_s: local packing speed.
+    rounds: whether an exchange is not one collective but a permutation per message, each started for itself;
+    what a device keeps is then not packed.
+    """
+
+    name: str
+    source: str
+    default: Link
+    across: Link | None = None
+    node_devices: int | None = None
+    axes: tuple[tuple[str, Link], ...] = ()
+    launch_s: tuple[tuple[str, float], ...] = ()
+    copy_bytes_per_s: float = math.inf
+    inside: tuple[tuple[str, int], ...] = ()
+    rounds: bool = False
+
+    def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
+        """The profile for some axes of a mesh as a mesh of their own, on which devices have other numbers."""
+        links = tuple((axis, self.link(axis, mesh)) for axis in axes)
+        reached = tuple((axis, self._inside(axis, mesh)) for axis in axes)
+        partly = tuple((axis, n) for axis, n in reached if 1 < n < mesh.size(axis))
+        return replace(self, axes=links, inside=partly)
+
+    def link(self, axis: str, mesh: Mesh) -> Link:
+        """What connects the devices of a mesh along an axis: all of them, nodes apart."""
+        whole = mesh.origin(axis)
+        named, partly = dict(self.axes).get(whole), whole in dict(self.inside)
+        if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
+            return named
+        if self.across is None or self.node_devices is None:
+            return self.default
+        return self.default if self._inside(axis, mesh) == mesh.size(axis) else self.across
+
+    def _inside(self, axis: str, mesh: Mesh) -> int:
+        """Consecutive positions along an axis that are in one node, wherever they begin; 1 if none are.
+
+        Nodes divide the axis where they are whole runs of the positions of the axes after it.
+        """
+        at, whole, nodes = mesh.position(axis), mesh.origin(axis), self.node_devices
+        n, after = mesh.sizes[at], mesh.sizes[at + 1 :]
+        if whole in dict(self.inside):
+            nodes = dict(self.inside)[whole]
+            after = mesh.sizes_of([a for a in mesh.axes[at + 1 :] if mesh.origin(a) == whole])
+        elif self.across is None or nodes is None or whole in dict(self.axes) or mesh.n_devices <= nodes:
+            return n
+        stride = math.prod(after)
+        if nodes % stride:
+            return 1
+        return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
+
+    def splits_groups(self, mesh: Mesh) -> bool:
+        """Whether nodes end in the middle of groups of devices, so that axes do not tell what is near."""
+        nodes = self.node_devices
+        if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
+            return False
+        inside = math.prod(self._inside(axis, mesh) for axis in mesh.axes)
+        return inside != nodes
+
+    def launch(self, kind: str) -> float:
+        """Seconds to start a step of a kind."""
+        known = dict(self.launch_s)
+        return known.get(kind, known.get("other", 0.0))
+
+    def launches(self, kind: str, traffic: Traffic) -> int:
+        """How many collectives a step of a kind starts."""
+        if kind in LOCAL:
+            return 0
+        return max(1, sum(hop.messages for hop in traffic.hops)) if self.rounds and kind == "exchange" else 1
+
+    def copied(self, traffic: Traffic) -> int:
+        """Elements that a step copies locally."""
+        return traffic.copied - traffic.kept if self.rounds else traffic.copied
+
+    def fabric(self, mesh: Mesh) -> Fabric:
+        """The links of a mesh."""
+        return _fabric(self, mesh)
+
+    def seconds(self, kind: str, traffic: Traffic, itemsize: int, mesh: Mesh) -> float:
+        """Predicted time of a step of a kind on the busiest device."""
+        return self.fabric(mesh).seconds(kind, traffic, itemsize)
+
+    def lanes(self, mesh: Mesh) -> LinkSpans:
+        """What each kind of link connects along the axes of a mesh, the slowest first."""
+        return self.fabric(mesh).lanes
+
+    def to_json(self) -> str:
+        """The profile as text; in a file, `load_profile` reads it back."""
+        data = {
+            "name": self.name,
+            "source": self.source,
+            "launch_s": dict(self.launch_s),
+            "copy_bytes_per_s": None if math.isinf(self.copy_bytes_per_s) else self.copy_bytes_per_s,
+            "default": asdict(self.default),
+            "node_devices": self.node_devices,
+            "across": None if self.across is None else asdict(self.across),
+            "axes": {axis: asdict(link) for axis, link in self.axes},
+            "inside": dict(self.inside),
+            "rounds": self.rounds,
+        }
+        return json.dumps(data, indent=2) + "\n"
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A profile on one mesh: which links there are and what they connect.
+
+    links: by level, the slowest first. lanes: what they connect along the axes, in the same order.
+    """
+
+    profile: Profile
+    mesh: Mesh
+    links: tuple[Link, ...]
+    lanes: LinkSpans
+
+    def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
+        """Predicted time of a step of a kind on the busiest device."""
+        total = self.profile.copied(traffic) * itemsize / self.profile.copy_bytes_per_s
+        if kind not in LOCAL:
+            total += self._launches.get(kind, self._other) * self.profile.launches(kind, traffic)
+        for hop in traffic.hops:
+            link = self.links[min(hop.level, len(self.links) - 1)]  # near senders on a machine of one link
+            way = 1.0
+            if link.topology == "ring" and kind in DIRECT:
+                way = max(1.0, self.mesh.size(hop.axis) / 4)
+            total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
+        return total
+
+    @cached_property
+    def _launches(self) -> dict[str, float]:
+        return dict(self.profile.launch_s)
+
+    @cached_property
+    def _other(self) -> float:
+        return self._launches.get("other", 0.0)
+
+
+@lru_cache(maxsize=256)
+def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
+    found: list[tuple[Link, str, int, int]] = []
+    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
+        link, inside = profile.link(axis, mesh), profile._inside(axis, mesh)
+        if inside in (1, n):
+            found.append((link, axis, n, 1))
+        else:
+            found += [(link, axis, n // inside, inside), (profile.default, axis, inside, 1)]
+    # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
+    near = [profile.default] if profile.splits_groups(mesh) else []
+    links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
+    lanes = [
+        LinkSpan(
+            axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis)
+        )
+        for link, axis, size, stride in found
+    ]
+    return Fabric(profile, mesh, tuple(links), tuple(sorted(lanes, key=lambda lane: lane.level)))
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one step costs: seconds, bytes received by the busiest device, most bytes it holds at once."""
+
+    seconds: float
+    received_bytes: int
+    peak_bytes: int
+
+
+def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
+    """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
+    fabric = profile.fabric(before.mesh)
+    traffic = step.traffic(before, fabric.lanes)
+    buffer = traffic.copied if traffic.hops else 0
+    made = 0 if step.kind == "retag" else after.max_local_size  # a block renamed is the same block
+    held = before.max_local_size + made + buffer
+    seconds = fabric.seconds(step.kind, traffic, itemsize)
+    return Price(seconds, traffic.received * itemsize, held * itemsize)
+
+
+def load_profile(profile: str | Path | Profile) -> Profile:
+    """A shipped name, a file or a Profile -> Profile. Raises ProfileError."""
+    return profile if isinstance(profile, Profile) else _load(str(profile))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str) -> Profile:
+    shipped = resources.files("xshard.cost") / "profiles"
+    known = sorted(p.name[: -len(".json")] for p in shipped.iterdir() if p.name.endswith(".json"))
+    if name in known:
+        text = (shipped / f"{name}.json").read_text()
+    elif Path(name).is_file():
+        text = Path(name).read_text()
+    else:
+        raise ProfileError(f"no profile {name!r}", hint=f"shipped are: {', '.join(known)}; or give a file")
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if not data.get("default"):
+            raise ProfileError(
+                f"profile {name!r} has no link for axes that it does not name",
+                hint='give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}',
+            )
+        return Profile(
+            name=data["name"],
+            source=data["source"],
+            default=Link(**data["default"]),
+            across=Link(**data["across"]) if data.get("across") else None,
+            node_devices=data.get("node_devices"),
+            axes=tuple(sorted((axis, Link(**link)) for axis, link in data["axes"].items())),
+            launch_s=tuple(sorted(data["launch_s"].items())),
+            copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
+            inside=tuple(sorted(data.get("inside", {}).items())),
+            rounds=data.get("rounds", False),
+        )
+    except ProfileError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProfileError(f"profile {name!r} is malformed: {error}") from None

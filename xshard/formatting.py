@@ -1,0 +1,31 @@
+"""Bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_bytes(n: int) -> str:
+    """1536 -> '1.50 KiB'."""
+    value, unit = float(n), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{n} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def format_seconds(s: float) -> str:
+    """0.00015 -> '150.0 us'."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if s * factor >= 1:
+            return f"{s * factor:.2f} {unit}"
+    return f"{s * 1e6:.1f} us"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length -> lines with their columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,244 @@
+"""Which rows a block holds under an overlap, and where they come from.
+
+Decides what halos, windows and boundaries mean, by interval algebra on one dim. What is owned
+without them is in `ownership`; who gives a row that several hold in `supply`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from xshard.errors import ShapeError
+from xshard.layout.partition import cut_nested, misfit, owned, owners
+from xshard.layout.runs import FILL, Run, Runs, flat, size
+from xshard.notation.overlap import Boundary, Fold, Halo, Window, rows_of
+from xshard.notation.parser import SIZES, Dim, Shard
+
+Sizes = tuple[int, ...]
+
+
+class RowSpan(NamedTuple):
+    """Rows of a block with one origin.
+
+    own: the device owns them. near: another device of the array does. before, after: they lie
+    beyond that end of the array and are what its boundary says.
+    """
+
+    run: Run
+    origin: str
+
+
+def held(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Global rows that the device's block spans: what it owns, widened by the dim's overlap."""
+    if dim.overlap is None:
+        return owned(dim, length, sizes, coords)
+    return tuple(stretch.run for stretch in stretches(dim, length, sizes, coords))
+
+
+@lru_cache(maxsize=4096)
+def holders(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+    """`held` for every index along the dim's axes, row-major."""
+    return tuple(held(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+def stretches(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[RowSpan, ...]:
+    """The rows of `held` with their origins, in local order."""
+    mine = owned(dim, length, sizes, coords)
+    if dim.overlap is None:
+        return tuple(RowSpan(run, "own") for run in mine)
+    overlap = rows_of(dim.overlap)
+    if isinstance(overlap, Halo):
+        reach = _halo_reach(dim, overlap, length, sizes, coords)
+    else:
+        before, span = overlap.padding[0], overlap.d * (overlap.k - 1) + 1
+        reach = [
+            (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + span)
+            for r in flat(outputs(dim, overlap, length, sizes, coords))
+        ]
+    return tuple(
+        itertools.chain.from_iterable(
+            _stretched(start, stop, mine, length, overlap) for start, stop in reach if start < stop
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def all_stretches(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
+    """`stretches` for every index along the dim's axes, row-major."""
+    return tuple(stretches(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+def outputs(dim: Dim, window: Window, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Which outputs of a window op over `length` rows the device computes."""
+    n = window.output_length(length)
+    rule = window.out or ("aligned" if any(s.order == SIZES for s in dim.shards) else "")
+    if rule == "balanced":
+        return cut_nested(n, (Shard(dim.axes, "balanced"),), sizes, coords)
+    if not rule:
+        return cut_nested(n, dim.shards, sizes, coords)
+    found = []
+    for run in flat(owned(dim, length, sizes, coords)):
+        first, stop = -(-run.start // window.s), -(-(run.start + run.length) // window.s)
+        if run.start + run.length == length:
+            stop = n  # outputs that start beyond the array are the last owner's
+        if first < min(stop, n):
+            found.append(Run(first, min(stop, n) - first))
+    return tuple(found)
+
+
+def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
+    """A dim under a window -> the dim of the outputs, cut as they are, and their number.
+
+    Raises ShapeError where no layout says how they are cut.
+
+    >>> from xshard.layout.layout import Layout
+    >>> dim, n = output_dim(Layout.parse("h/sp:window(k=3,s=2,p=1,out=aligned)").dims[0], 14, (2,))
+    >>> str(dim), n
+    ('h/sp', 7)
+    """
+    window = rows_of(dim.overlap) if dim.overlap is not None else None
+    if not isinstance(window, Window):
+        raise ShapeError(f"'{dim}' has no outputs", hint="a window does: h/sp:window(k=3,p=1)")
+    n = window.output_length(length)
+    every = [tuple(outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))]
+    lengths = tuple(map(size, every))
+    candidates = [dim.shards, (Shard(dim.axes, "balanced"),), (Shard(dim.axes, SIZES, lengths),)]
+    for shards in candidates[:1] if not dim.axes else candidates:
+        plain = Dim(dim.name, shards)
+        if misfit(plain, n, sizes) is None and owners(plain, n, sizes) == tuple(every):
+            return plain, n
+    raise ShapeError(
+        f"no layout says how the {n} outputs of '{dim}' are cut", hint="leave out= away: as the dim is"
+    )
+
+
+def fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
+    """Local rows [start, stop) that lie outside the array, with the value that stands there."""
+    if dim.overlap is None or isinstance(dim.overlap, Fold):
+        return ()  # a contribution to no row is nothing
+    overlap, found, at = rows_of(dim.overlap), [], 0
+    for run, origin in all_stretches(dim, length, sizes)[index]:
+        n = run.length * run.repeats
+        if run.start == FILL:
+            found.append((at, at + n, float(boundary_at(overlap, origin).value)))
+        at += n
+    return tuple(found)
+
+
+def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ...]:
+    """What stands in every row of a block: equal for two dims that mean the same."""
+    beyond = [
+        (stretch.run, boundary_at(rows_of(dim.overlap), stretch.origin))
+        for stretch in all_stretches(dim, length, sizes)[index]
+        if dim.overlap is not None and (stretch.run.start == FILL or is_flipped(stretch, dim))
+    ]
+    return _joined(holders(dim, length, sizes)[index]), tuple(beyond)
+
+
+def length_of_equal_blocks(dim: Dim, rows: int, parts: int) -> int | None:
+    """Length of the dim of which every block has so many rows; None where they do not say.
+
+    >>> length_of_equal_blocks(Dim("h", (Shard(("sp",)),), Halo(1, 1)), 6, 4)
+    16
+    """
+    overlap = None if dim.overlap is None else rows_of(dim.overlap)
+    if overlap is None:
+        return rows * parts
+    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
+    told = [w for w in widths if isinstance(w, int)]
+    contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
+    if len(told) < 2 or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
+        return None
+    return (rows - sum(told)) * parts if rows >= sum(told) else None
+
+
+def boundary_at(overlap: Halo | Window, origin: str) -> Boundary:
+    """The rule of rows that come from beyond an end of the array."""
+    return overlap.before if origin == "before" else overlap.after
+
+
+def is_flipped(stretch: RowSpan, dim: Dim) -> bool:
+    """Whether the rows come from the far side of a pole."""
+    if dim.overlap is None or stretch.origin not in ("before", "after"):
+        return False
+    return stretch.run.stride < 0 and boundary_at(rows_of(dim.overlap), stretch.origin).kind == "pole"
+
+
+def _halo_reach(
+    dim: Dim, halo: Halo, length: int, sizes: Sequence[int], coords: Sequence[int]
+) -> list[tuple[int, int]]:
+    part = 0
+    for n, at in zip(sizes, coords, strict=True):
+        part = part * n + at
+    lo, hi = halo.widths(part)
+    if isinstance(halo.lo, int) and isinstance(halo.hi, int):
+        return [(r.start - lo, r.start + r.length + hi) for r in flat(owned(dim, length, sizes, coords))]
+    # With widths of its own even an empty part has a place: after the parts before it.
+    every = itertools.islice(itertools.product(*map(range, sizes)), part + 1)
+    *earlier, mine = (size(owned(dim, length, sizes, c)) for c in every)
+    return [(sum(earlier) - lo, sum(earlier) + mine + hi)]
+
+
+def _stretched(start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window) -> Iterator[RowSpan]:
+    """[start, stop), which may reach over the ends of the array, by the boundary rules."""
+    if length:
+        yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
+    at, end = max(start, 0), min(stop, length)
+    for run in sorted(flat(mine)):
+        first, last = max(run.start, at), min(run.start + run.length, end)
+        if first < last:
+            if at < first:
+                yield RowSpan(Run(at, first - at), "near")
+            yield RowSpan(Run(first, last - first), "own")
+            at = last
+    if at < end:
+        yield RowSpan(Run(at, end - at), "near")
+    if length:
+        yield from (RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after))
+
+
+def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[Run]:
+    """Positions [start, stop), all before or all after the array."""
+    n = stop - start
+    if n <= 0 or boundary.kind == "none":
+        return ()
+    if boundary.kind == "periodic":
+        return _walked(start, stop, length, length)
+    if boundary.kind == "reflect":  # the edge row is not repeated
+        return _walked(start, stop, length, max(2 * (length - 1), 1))
+    if boundary.kind == "pole":  # the rows beyond a pole are the nearest rows on its other side
+        return _walked(start, stop, length, 2 * length)
+    if boundary.kind == "edge":
+        return (Run(0 if start < 0 else length - 1, 1, n),)
+    return (Run(FILL, n),)
+
+
+def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
+    """Rows start..stop of a walk that climbs the array and, where period > length, comes back down."""
+    runs: list[Run] = []
+    while start < stop:
+        at = start % period
+        if at < length:
+            n = min(stop - start, length - at)
+            runs.append(Run(at, n))
+        else:
+            n = min(stop - start, period - at)
+            # One below the last climbed row for `reflect` (period 2L-2), that row itself for `pole` (2L).
+            runs.append(Run(period - at - (period == 2 * length), 1, n, -1))
+        start += n
+    return runs
+
+
+def _joined(runs: Runs) -> Runs:
+    """Runs with those that go on where another ends as one."""
+    joined: list[Run] = []
+    for run in flat(runs):
+        last = joined[-1] if joined and run.start != FILL else Run(FILL, 0)
+        if last.start != FILL and last.start + last.length == run.start:
+            joined[-1] = Run(last.start, last.length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)

@@ -1,0 +1,284 @@
+"""A layout: where every element of a global array lives on a mesh of named axes.
+
+Decides what makes a layout well-formed, its canonical text and its dual. Knows no shape; a
+layout of one shape on one mesh is a `Sharding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.errors import LinearityError, NotationError, ShapeError
+from xshard.layout.block_rows import held
+from xshard.layout.mesh import Mesh
+from xshard.layout.runs import Runs, numbers, size
+from xshard.layout.validation import check_fit
+from xshard.notation import parser
+from xshard.notation.overlap import Fold, Halo, Overlap, Window
+from xshard.notation.parser import ELLIPSIS, Dim, Tags
+
+NONLINEAR = ("max", "min")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The dims of an array with their cuts, and the tags of the axes that hold no cut.
+
+    Axes not named hold replicas. Tags are kept merged, in the order sum, mean, max, min,
+    copy, their axes sorted, so that equal layouts are equal values.
+    Raises NotationError where an axis or a dim name stands twice.
+
+    >>> layout = Layout.parse("n/tp d | sum(dp)")
+    >>> str(layout), str(layout.dual)
+    ('n/tp d | sum(dp)', 'n/tp d | copy(dp)')
+    """
+
+    dims: tuple[Dim, ...]
+    tags: Tags = ()
+
+    def __post_init__(self) -> None:
+        check_form(self.dims, self.tags)
+        merged = {kind: sorted(a for k, axes in self.tags if k == kind for a in axes) for kind in parser.TAGS}
+        object.__setattr__(self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes))
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Canonical or sloppy text -> layout. Raises NotationError with a caret."""
+        return _parse(text)
+
+    def __str__(self) -> str:
+        return parser.write(self.dims, self.tags)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # layouts key every cache of the planner
+        return hash((self.dims, self.tags))
+
+    def __reduce__(self) -> tuple[object, ...]:  # a hash holds in its own process only
+        return Layout, (self.dims, self.tags)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dim.name for dim in self.dims)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis named, cuts first."""
+        return tuple(a for dim in self.dims for a in dim.axes) + tuple(
+            a for _, axes in self.tags for a in axes
+        )
+
+    def tagged(self, *kinds: str) -> tuple[str, ...]:
+        """Axes under any of the tags."""
+        return tuple(a for kind, axes in self.tags if kind in kinds for a in axes)
+
+    def role(self, axis: str) -> tuple[object, ...]:
+        """What an axis does: `(dim, cuts down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
+        for dim in self.dims:
+            for i, shard in enumerate(dim.shards):
+                if axis in shard.axes:
+                    return dim.name, dim.shards[: i + 1], dim.overlap
+        return next(((kind,) for kind, axes in self.tags if axis in axes and kind != "copy"), ())
+
+    def dim(self, name: str) -> Dim:
+        return self.dims[self.names.index(name)]
+
+    @property
+    def is_linear(self) -> bool:
+        return not self.tagged(*NONLINEAR)
+
+    @property
+    def dual(self) -> Layout:
+        """Layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
+
+        A constant beyond the ends of the array becomes zero: it has no cotangent. `mean` is a sum
+        with a scale: its dual is `copy`, and the plan carries the scale.
+        Raises LinearityError for `max` and `min`, which have no adjoint.
+        """
+        if not self.is_linear:
+            raise LinearityError(
+                f"'{self}' has no dual: max and min are not linear",
+                hint="their gradient goes to the winners; the bridges do that for a max -> redistribution",
+            )
+        swapped = {"sum": "copy", "mean": "copy", "copy": "sum"}
+        return Layout(
+            tuple(replace(dim, overlap=_dual_overlap(dim.overlap)) for dim in self.dims),
+            tuple((swapped[kind], axes) for kind, axes in self.tags),
+        )
+
+    @property
+    def tangent(self) -> Layout:
+        """Layout of a tangent: constants beyond the ends of the array are zeros, the rest is unchanged."""
+        if not any(dim.overlap for dim in self.dims):
+            return self
+        return replace(self, dims=tuple(replace(d, overlap=_tangent_overlap(d.overlap)) for d in self.dims))
+
+    def resolved(self, ndim: int) -> Layout:
+        """The layout with `...` written out as dims `_0`, `_1`, ... for an array of `ndim` dims."""
+        whole = ndim - len(self.dims)
+        if ELLIPSIS not in self.names:
+            if whole:
+                raise ShapeError(
+                    f"'{self}' has {len(self.dims)} dims, the array has {ndim}",
+                    hint="write one name per dim, or '...' for any number of whole dims",
+                )
+            return self
+        whole += 1
+        if whole < 0:
+            raise ShapeError(f"'{self}' needs at least {len(self.dims) - 1} dims, the array has {ndim}")
+        at = self.names.index(ELLIPSIS)
+        anonymous = tuple(Dim(f"_{i}") for i in range(whole))
+        return replace(self, dims=self.dims[:at] + anonymous + self.dims[at + 1 :])
+
+    def local_shape(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[int, ...]:
+        """Global shape -> shape of the block of one device.
+
+        >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
+        (4, 3)
+        """
+        return tuple(size(runs) for runs in self._held(mesh, shape, device))
+
+    def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> NDArray[np.int64]:
+        """Which global row every local row of a dim is: `[rows of the device's block]`, int64.
+
+        What rotary embeddings and causal masks ask for, under every order and overlap. A row that an
+        overlap holds from elsewhere, from beyond the ends too, has the number of the row it is a copy
+        of; -1 where it is none: a constant stands there. Numbers count from the beginning of the array,
+        whatever documents it is made of.
+        shape: global. dim: its name or its index. Raises as `local_shape` does, and ShapeError for a
+        dim that there is not.
+
+        >>> Layout.parse("b s/zigzag(cp)").positions(Mesh(cp=2), (3, 8), "s", 0).tolist()
+        [0, 1, 6, 7]
+        >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
+        [2, 3, 4, 5, -1]
+        """
+        at = self.resolved(len(shape)).dim_index(dim)
+        return numbers(self._held(mesh, shape, device)[at])
+
+    def dim_index(self, dim: int | str) -> int:
+        """Where a dim stands, by its name or an index that may count from the end. Raises ShapeError."""
+        found = range(len(self.dims))
+        if isinstance(dim, str) and dim in self.names:
+            return self.names.index(dim)
+        if isinstance(dim, int) and not isinstance(dim, bool) and -len(found) <= dim < len(found):
+            return found[dim]
+        raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
+
+    def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
+        """For every dim, the global rows of the device's block."""
+        layout, coords = self.resolved(len(shape)), mesh.coords(device)
+        check_axes(layout, mesh)
+        check_fit(layout.dims, shape, mesh)
+        return tuple(
+            held(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
+            for dim, n in zip(layout.dims, shape, strict=True)
+        )
+
+
+def parse_expression(text: str) -> tuple[Layout, Layout]:
+    """`"layout -> layout"` -> (src, dst) over the same dim names. Raises NotationError."""
+    return _parse_expression(text)
+
+
+def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
+    """Every axis and dim at most once, and one kind of reduction.
+
+    text, side: what the error marks, and the part of it where these dims and tags stand.
+    """
+    axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
+    if len(set(axes)) != len(axes):
+        axis = next(a for a in axes if axes.count(a) > 1)
+        text = parser.write(dims, tags) if text is None else text
+        where = range(len(text))[side]
+        found = [span for name, span in parser.spans(text).axes if name == axis and span[0] in where]
+        raise NotationError(
+            f"mesh axis {axis!r} twice",
+            text=text,
+            span=found[1],
+            hint="an axis cuts one dim or carries one tag",
+        )
+    if len({dim.name for dim in dims}) != len(dims):
+        raise NotationError("a dim name twice", text=parser.write(dims, tags))
+    kinds = {kind for kind, _ in tags if kind != "copy"}
+    if len(kinds) > 1 and kinds & set(NONLINEAR):
+        raise NotationError(
+            f"{' and '.join(sorted(kinds))} in one layout",
+            text=text or parser.write(dims, tags),
+            hint="their order matters: reduce one first",
+        )
+
+
+def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
+    """Every axis of the layout exists on the mesh; `text` is what the error marks."""
+    for axis in layout.axes:
+        if axis not in mesh.axes:
+            text = str(layout) if text is None else text
+            found = [span for name, span in parser.spans(text).axes if name == axis]
+            raise NotationError(
+                f"unknown mesh axis {axis!r}",
+                text=text,
+                span=found[0] if found else None,
+                hint=f"the mesh has: {mesh.describe()}",
+            )
+
+
+def divided(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+    """The layout with every axis replaced by the axes it consists of, the slowest first; none drops it."""
+
+    def over(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(factor for axis in axes for factor in factors[axis])
+
+    dims = tuple(
+        replace(d, shards=tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)))
+        for d in layout.dims
+    )
+    return Layout(dims, tuple((kind, over(axes)) for kind, axes in layout.tags))
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Layout:
+    dims, tags = parser.parse_layout(text)
+    check_form(dims, tags, text)
+    return Layout(dims, tags)
+
+
+@lru_cache(maxsize=4096)
+def _parse_expression(text: str) -> tuple[Layout, Layout]:
+    sides = parser.parse_expression(text)
+    arrow = text.index(parser.ARROW)
+    for parsed, side in zip(sides, (slice(arrow), slice(arrow, None)), strict=True):
+        check_form(*parsed, text, side)
+    src, dst = (Layout(*parsed) for parsed in sides)
+    if src.names != dst.names:
+        odd = [s for name, s in parser.spans(text).dims if s[0] > arrow and name not in src.names]
+        raise NotationError(
+            "dim names differ across the arrow",
+            text=text,
+            span=odd[0] if odd else None,
+            hint=f"left: {' '.join(src.names)}   right: {' '.join(dst.names)}   (same names, same order)",
+        )
+    return src, dst
+
+
+def _dual_overlap(overlap: Overlap | None) -> Overlap | None:
+    if overlap is None:
+        return None
+    return _linear(overlap.of) if isinstance(overlap, Fold) else Fold(_linear(overlap))
+
+
+def _tangent_overlap(overlap: Overlap | None) -> Overlap | None:
+    if overlap is None:
+        return None
+    return Fold(_linear(overlap.of)) if isinstance(overlap, Fold) else _linear(overlap)
+
+
+def _linear(overlap: Halo | Window) -> Halo | Window:
+    return replace(overlap, before=overlap.before.linear, after=overlap.after.linear)

@@ -1,0 +1,150 @@
+"""A mesh of devices: ordered named axes with sizes.
+
+Decides how a device number and its coordinates relate (row-major, first axis slowest) and
+which devices form a group. Knows nothing of arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from xshard.errors import MeshError
+
+AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Ordered named axes with sizes; device numbers run row-major over them.
+
+    Raises MeshError for no-name, repeated or empty axes and sizes below 1.
+
+    >>> mesh = Mesh(dp=2, cp=4)
+    >>> mesh.n_devices, mesh.coords(5), mesh.groups(("dp",))[1]
+    (8, (1, 1), (1, 5))
+    >>> Mesh.parse("dp=2,cp=4") == mesh
+    True
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
+        pairs = {**(axes or {}), **named}
+        for name, size in pairs.items():
+            if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
+                raise MeshError(f"{name!r} is no axis name", hint="a name is letters, digits and '_'")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"axis {name!r} has size {size!r}", hint="a size is a whole number >= 1")
+        object.__setattr__(self, "axes", tuple(pairs))
+        object.__setattr__(self, "sizes", tuple(pairs.values()))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """`"dp=2,cp=4"` -> `Mesh(dp=2, cp=4)`."""
+        pairs: dict[str, int] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, size = (p.strip() for p in part.partition("="))
+            at = text.index(part)
+            if not equals or not size.isdecimal():
+                raise MeshError(
+                    "an axis reads NAME=SIZE", text=text, span=(at, at + len(part)), hint="as in dp=2,cp=4"
+                )
+            if name in pairs:
+                raise MeshError(f"axis {name!r} twice", text=text, span=(at, at + len(part)))
+            pairs[name] = int(size)
+        return cls(pairs)
+
+    def __str__(self) -> str:
+        return ",".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{a}={n}' for a, n in zip(self.axes, self.sizes, strict=True))})"
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, *axes: str) -> int:
+        """Number of devices along the axes together."""
+        return math.prod(self.sizes[self.position(a)] for a in axes)
+
+    def sizes_of(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The size of each of the axes."""
+        return tuple(self.sizes[self.position(a)] for a in axes)
+
+    def position(self, axis: str) -> int:
+        """Index of an axis in the mesh's order."""
+        at = self._positions.get(axis)
+        if at is None:
+            raise MeshError(f"unknown mesh axis {axis!r}", hint=f"the mesh has: {self.describe()}")
+        return at
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {axis: i for i, axis in enumerate(self.axes)}
+
+    def origin(self, axis: str) -> str:
+        """The axis that an axis is a part of, on a mesh with divided axes (`fine.SubAxisMesh`); else itself."""
+        return axis
+
+    def describe(self) -> str:
+        return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"
+
+    def coords(self, device: int) -> tuple[int, ...]:
+        """Device number -> its coordinate along every axis."""
+        if not 0 <= device < self.n_devices:
+            raise MeshError(f"no device {device} in {self!r}", hint=f"devices are 0..{self.n_devices - 1}")
+        return _all_coords(self.sizes)[device]
+
+    def place(self, device: int) -> str:
+        """A device by its coordinates.
+
+        >>> Mesh(dp=2, cp=2).place(1)
+        'dp=0,cp=1'
+        """
+        return ",".join(f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True))
+
+    def device(self, coords: Sequence[int]) -> int:
+        """Coordinates, one per axis -> device number."""
+        number = 0
+        for size, c in zip(self.sizes, coords, strict=True):
+            number = number * size + c
+        return number
+
+    def index(self, device: int, axes: Sequence[str]) -> int:
+        """Position of a device within its group along `axes`, the first axis slowest."""
+        coords, number = self.coords(device), 0
+        for axis in axes:
+            at = self.position(axis)
+            number = number * self.sizes[at] + coords[at]
+        return number
+
+    def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The devices that differ from `device` along `axes` only, in the order of `index`."""
+        base = list(self.coords(device))
+        at = [self.position(a) for a in axes]
+        members = []
+        for combo in itertools.product(*(range(self.sizes[i]) for i in at)):
+            for i, c in zip(at, combo, strict=True):
+                base[i] = c
+            members.append(self.device(base))
+        return tuple(members)
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Every group along `axes`, ordered by its first device."""
+        seen: dict[int, tuple[int, ...]] = {}
+        for device in range(self.n_devices):
+            group = self.group(device, axes)
+            seen.setdefault(group[0], group)
+        return tuple(seen[first] for first in sorted(seen))
+
+
+@lru_cache(maxsize=64)
+def _all_coords(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(itertools.product(*(range(n) for n in sizes)))

@@ -1,0 +1,140 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from xshard.layout.runs import Run, Runs, _interval, _pairs, _select, size
+from xshard.notation.parser import INTERVALS, SIZES, Dim, Shard
+
+
+def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
+    """Positions of `range(length)` that part `index` of `n` holds, in its order.
+
+    >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
+    (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
+    """
+    order, numbers = shard.order, shard.numbers
+    if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
+        return _interval(0, length)
+    if order == SIZES:
+        ends = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
+        return _interval(ends[index], ends[index + 1])
+    if order == INTERVALS:
+        return tuple(itertools.chain(*(_interval(a, b) for a, b in _pairs(numbers[index]))))
+    if order == "balanced":
+        each, longer = divmod(length, n)
+        start = index * each + min(index, longer)
+        return _interval(start, start + each + (index < longer))
+    if order == "zigzag":
+        documents = [d for d in numbers if isinstance(d, int)] or [length]
+        starts = itertools.accumulate(documents, initial=0)
+        return tuple(
+            itertools.chain(*(_zigzag(s, d, n, index) for s, d in zip(starts, documents, strict=False)))
+        )
+    if order == "cyclic":
+        return _cyclic(length, int(numbers[0]) if numbers else 1, n, index)  # type: ignore[arg-type]
+    return _chunk(length, -(-length // n), index)
+
+
+def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Positions of `range(length)` that remain after every cut in turn.
+
+    sizes, coords: one number per axis, in the order the shards name them.
+    """
+    runs = _interval(0, length)
+    at = 0
+    for shard in shards:
+        n, index = 1, 0
+        for size_, coord in zip(sizes[at : at + len(shard.axes)], coords[at:], strict=False):
+            n, index = n * size_, index * size_ + coord
+        at += len(shard.axes)
+        parts = cut(size(runs), shard, n, index)
+        runs = tuple(itertools.chain.from_iterable(_select(runs, part) for part in parts))
+    return runs
+
+
+def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
+    """The first cut whose numbers do not fit what it cuts, and why."""
+    at = 0
+    for i, shard in enumerate(dim.shards):
+        outer = Dim(dim.name, dim.shards[:i])
+        n, at = math.prod(sizes[at : at + len(shard.axes)]), at + len(shard.axes)
+        if not shard.numbers or shard.order == "cyclic":
+            continue
+        if shard.order != "zigzag" and len(shard.numbers) != n:
+            return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
+        for rows in {size(runs) for runs in owners(outer, length, tuple(sizes[: len(outer.axes)]))}:
+            if shard.order == INTERVALS:
+                found = [p for part in shard.numbers for p in _pairs(part)]
+                covered = sorted(found)
+                ends = [0, *(b for _, b in covered)]
+                if [a for a, _ in covered] != ends[:-1] or ends[-1] != rows or any(a > b for a, b in covered):
+                    return shard, f"'{shard}' does not hold each of {rows} rows once"
+                if n == 1 and found != covered:
+                    return shard, f"'{shard}': one part holds its rows in order"
+            elif (total := sum(k for k in shard.numbers if isinstance(k, int))) != rows:
+                return shard, f"'{shard}' adds up to {total} rows, not {rows}"
+    return None
+
+
+def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Global rows of a dim of `length` that the device at `coords` owns, in its local order.
+
+    sizes, coords: one number per axis of `dim.axes`.
+    """
+    return cut_nested(length, dim.shards, sizes, coords)
+
+
+@lru_cache(maxsize=65536)
+def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
+    """The most rows that one device owns, and whether all own as many; without looking at devices
+    where every cut divides.
+
+    >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
+    (4, True)
+    """
+    left, at = length, 0
+    even: bool | None = True  # None where the blocks have to be looked at
+    for shard in dim.shards:
+        n = math.prod(sizes[at : at + len(shard.axes)])
+        at += len(shard.axes)
+        if shard.numbers or (shard.order == "zigzag" and left % (2 * n)):
+            even = None
+            break
+        even = even and left % n == 0
+        left = -(-left // n)
+    if even is not None:
+        return left, even
+    lengths = set(map(size, owners(dim, length, sizes)))
+    return max(lengths), len(lengths) == 1
+
+
+@lru_cache(maxsize=4096)
+def owners(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    """`owned` for every index along the dim's axes, row-major."""
+    return tuple(owned(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+def _zigzag(start: int, length: int, n: int, index: int) -> Runs:
+    """Chunks `index` and `2n - 1 - index` of 2n of a document."""
+    chunk = -(-length // (2 * n))
+    both = _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
+    return tuple(run._replace(start=start + run.start) for run in both)
+
+
+def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
+    """Every n-th stretch of so many rows; the last may be shorter."""
+    whole = len(range(index * rows, length - rows + 1, n * rows))
+    rest = index * rows + whole * n * rows
+    tail = _interval(rest, min(length, rest + rows))
+    if whole < 2:
+        return (*_interval(index * rows, index * rows + whole * rows), *tail)
+    return (Run(index * rows, rows, whole, n * rows), *tail)
+
+
+def _chunk(length: int, chunk: int, index: int) -> Runs:
+    return _interval(min(index * chunk, length), min((index + 1) * chunk, length))

@@ -1,0 +1,229 @@
+"""A sharding: one layout of one array shape on one mesh, where every question has an answer.
+
+Decides local shapes, who holds which rows, and when two layouts mean the same. Steps, the
+planner and the bridges ask here and compute no indices of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+from xshard.errors import ShapeError
+from xshard.layout.block_rows import holders, meaning
+from xshard.layout.layout import Layout, check_axes
+from xshard.layout.mesh import Mesh
+from xshard.layout.partition import block_length, cut_nested, owners
+from xshard.layout.runs import Runs, size
+from xshard.layout.validation import check_fit
+from xshard.notation.overlap import Fold, Halo, Overlap, rows_of
+from xshard.notation.parser import SIZES, Dim, Shard
+
+Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A layout applied to a shape on a mesh.
+
+    Raises ShapeError where rank or shape do not fit, NotationError for unknown axes.
+
+    >>> s = Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3))
+    >>> s.local_shape(0), s.owned(0, 0)
+    ((4, 3), (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0)))
+    """
+
+    layout: Layout
+    mesh: Mesh
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", self.layout.resolved(len(self.shape)))
+        check_axes(self.layout, self.mesh)
+        for n in self.shape:
+            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+                raise ShapeError(f"shape {self.shape} has {n!r} where a length >= 0 belongs")
+        check_fit(self.layout.dims, self.shape, self.mesh)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.mesh.sizes, self.shape))
+
+    def __reduce__(self) -> tuple[object, ...]:  # a hash holds in its own process only
+        return Sharding, (self.layout, self.mesh, self.shape)
+
+    def with_layout(self, layout: Layout) -> Sharding:
+        return Sharding(layout, self.mesh, self.shape)
+
+    def dim_index(self, name: str) -> int:
+        return self.layout.names.index(name)
+
+    def dim_device(self, dim: int, device: int) -> int:
+        """Position of a device along the axes that cut a dim, row-major."""
+        return self.mesh.index(device, self.layout.dims[dim].axes)
+
+    def owned(self, dim: int, device: int) -> Runs:
+        """Global rows of a dim that the device owns, in local order."""
+        return self.owners(dim)[self.dim_device(dim, device)]
+
+    def held(self, dim: int, device: int) -> Runs:
+        """Global rows that the device's block spans, overlaps and fill included."""
+        return self.holders(dim)[self.dim_device(dim, device)]
+
+    def owners(self, dim: int) -> tuple[Runs, ...]:
+        d = self.layout.dims[dim]
+        return owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+
+    def holders(self, dim: int) -> tuple[Runs, ...]:
+        d = self.layout.dims[dim]
+        return holders(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+
+    def local_shape(self, device: int) -> tuple[int, ...]:
+        """Shape of the block of one device."""
+        return tuple(size(self.held(d, device)) for d in range(len(self.shape)))
+
+    @cached_property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For every dim, the block's length at every index along the dim's axes."""
+        return tuple(tuple(map(size, self.holders(d))) for d in range(len(self.shape)))
+
+    @cached_property
+    def max_local_shape(self) -> tuple[int, ...]:
+        """The longest block along every dim: the block of a padded (SPMD) runtime."""
+        return tuple(longest for longest, _ in self._lengths)
+
+    @property
+    def max_local_size(self) -> int:
+        """Elements of the largest block."""
+        return math.prod(self.max_local_shape)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Every device's block has the same shape."""
+        return all(even for _, even in self._lengths)
+
+    @cached_property
+    def _lengths(self) -> tuple[tuple[int, bool], ...]:
+        return tuple(
+            self._held_length(d) if dim.overlap else block_length(dim, n, self.mesh.sizes_of(dim.axes))
+            for d, (dim, n) in enumerate(zip(self.layout.dims, self.shape, strict=True))
+        )
+
+    def _held_length(self, dim: int) -> tuple[int, bool]:
+        lengths = set(map(size, self.holders(dim)))
+        return max(lengths), len(lengths) == 1
+
+    @cached_property
+    def even_cuts(self) -> Cuts | None:
+        """The axes (name, size) that cut every dim in turn, if all cuts are contiguous and divide."""
+        plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
+        if not plain or not self.is_even or any(d.overlap for d in self.layout.dims):
+            return None
+        return tuple(tuple((a, self.mesh.size(a)) for a in d.axes) for d in self.layout.dims)
+
+    @cached_property
+    def normal(self) -> Layout:
+        """The plainest layout with the same blocks: size-1 axes dropped, even groups written
+        as nested cuts, orders that change nothing dropped, `mean` as `sum` (see `scale`).
+
+        >>> Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal
+        Layout(dims=(Dim(name='n', shards=(Shard(axes=('a',), order='block'), \
+Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), overlap=None)), tags=())
+        """
+        dims = tuple(_normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
+        tags = tuple(
+            ("sum" if kind == "mean" else kind, tuple(a for a in axes if self.mesh.size(a) > 1))
+            for kind, axes in self.layout.tags
+        )
+        return Layout(dims, tags)
+
+    @property
+    def scale(self) -> Fraction:
+        """Value of the layout = scale * value of its normal layout: 1/n for a mean over n."""
+        return Fraction(1, self.mesh.size(*self.layout.tagged("mean")))
+
+    def means_the_same_as(self, other: Sharding) -> bool:
+        """Same blocks on every device and same tags, whatever the spelling (`mean` read as `sum`)."""
+        if self.normal == other.normal:
+            return True
+        if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
+            return False
+        mine, theirs = (sharding.with_layout(sharding.normal) for sharding in (self, other))
+        return all(
+            isinstance(a.overlap, Fold) == isinstance(b.overlap, Fold)
+            and all(mine._meaning(d, i) == theirs._meaning(d, i) for i in range(self.mesh.n_devices))
+            for d, (a, b) in enumerate(zip(mine.layout.dims, theirs.layout.dims, strict=True))
+        )
+
+    def _meaning(self, dim: int, device: int) -> object:
+        d = self.layout.dims[dim]
+        return meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), self.dim_device(dim, device))
+
+    def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
+        """How `shards`, cut as the innermost of a dim, divide the device's block of it.
+
+        Local positions per index along the axes of `shards`, row-major. Where the dim has the
+        shards already, the block they divide is the one without them.
+        """
+        d = self.layout.dims[dim]
+        if shards and d.shards[-len(shards) :] == tuple(shards):
+            d = replace(d, shards=d.shards[: -len(shards)])
+        length = size(owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)])
+        axes = tuple(a for shard in shards for a in shard.axes)
+        return _parts(length, tuple(shards), self.mesh.sizes_of(axes))
+
+
+@lru_cache(maxsize=4096)
+def _parts(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    return tuple(cut_nested(length, shards, sizes, c) for c in itertools.product(*map(range, sizes)))
+
+
+@lru_cache(maxsize=65536)
+def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
+    overlap = _normal_overlap(dim.overlap)
+    # The outputs of a window are cut as the dim is, and what divides its rows need not divide them.
+    regroups = overlap is None or isinstance(rows_of(overlap), Halo)
+    shards: list[Shard] = []
+    left: int | None = length  # rows of every block so far; None once blocks differ
+    for shard in dim.shards:
+        axes = tuple(a for a in shard.axes if mesh.size(a) > 1)
+        if not axes:
+            continue
+        n = mesh.size(*axes)
+        if not regroups:
+            shards.append(replace(shard, axes=axes))
+            continue
+        divides = left is not None and left % n == 0
+        order = "block" if _is_plain(shard, left, n) else shard.order
+        if order == "block" and divides:
+            shards.extend(Shard((a,)) for a in axes)
+        else:
+            shards.append(Shard(axes, order, shard.numbers if order == shard.order else ()))
+        if order == "zigzag":
+            divides = left is not None and left % (2 * n) == 0
+        left = left // n if divides and left is not None and (order == "block" or not shard.numbers) else None
+    return Dim(dim.name, tuple(shards), overlap)
+
+
+def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
+    """Whether a cut of so many rows is the contiguous one by another name."""
+    if length is None or shard.order not in ("balanced", SIZES):
+        return shard.order == "block"
+    parts = [size(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
+    return parts == [size(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
+
+
+def _normal_overlap(overlap: Overlap | None) -> Overlap | None:
+    if overlap is None:
+        return None
+    rows = rows_of(overlap)
+    widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
+    nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
+    return None if nothing else overlap

@@ -1,0 +1,166 @@
+"""A mesh some of whose axes are divided into parts: the same devices, in the same order, under finer names.
+
+Decides how parts are named and what a layout becomes on them. Which axes are worth dividing is the
+business of `aligned`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from xshard.errors import MeshError
+from xshard.layout.layout import Layout, divided
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+
+Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its parts, the slowest first
+
+
+@dataclass(frozen=True, init=False)
+class SubAxisMesh(Mesh):
+    """`whole` with some axes divided: `x` of 4 into `x_0` and `x_1` of 2, the slowest first.
+
+    Raises MeshError for an axis that `whole` has not, or parts that do not make it up.
+
+    >>> from xshard import Layout
+    >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
+    >>> fine.axes, fine.origin("x_1"), fine.coords(5)
+    (('x_0', 'x_1', 'y'), 'x', (1, 0, 1))
+    >>> str(fine.divided(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
+    'n/(x_0,x_1)/y'
+    """
+
+    whole: Mesh
+    split: Split
+
+    def __init__(self, whole: Mesh, split: Split) -> None:
+        for axis, sizes in split:
+            if len(sizes) < 2 or math.prod(sizes) != whole.size(axis):
+                raise MeshError(
+                    f"axis {axis!r} of size {whole.size(axis)} does not consist of parts {sizes}",
+                    hint="two parts or more, whose sizes multiply to that of the axis",
+                )
+        sizes_of = dict(split)
+        super().__init__(
+            {
+                name: size
+                for axis, names in _names(whole, split).items()
+                for name, size in zip(names, sizes_of.get(axis, (whole.size(axis),)), strict=True)
+            }
+        )
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "split", split)
+
+    @cached_property
+    def parts(self) -> Mapping[str, tuple[str, ...]]:
+        """Every axis of `whole` with its parts, the slowest first; itself where it is not divided."""
+        return _names(self.whole, self.split)
+
+    def origin(self, axis: str) -> str:
+        return self._origins[axis]
+
+    @cached_property
+    def _origins(self) -> dict[str, str]:
+        return {name: axis for axis, names in self.parts.items() for name in names}
+
+    def divided(self, sharding: Sharding) -> Sharding:
+        """A sharding on `whole` -> the same sharding here."""
+        return Sharding(divided(sharding.layout, self.parts), self, sharding.shape)
+
+
+def undivided(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
+    """Axes and their mesh: on the whole mesh where all parts of each stand in order, else as given.
+
+    >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
+    >>> [undivided(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
+    [('y', 'x'), ('x_1', 'y')]
+    """
+    if not isinstance(mesh, SubAxisMesh):
+        return mesh, tuple(axes)
+    whole = tuple(dict.fromkeys(map(mesh.origin, axes)))
+    complete = tuple(part for axis in whole for part in mesh.parts[axis]) == tuple(axes)
+    return (mesh.whole, whole) if complete else (mesh, tuple(axes))
+
+
+def _names(whole: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
+    taken = set(whole.axes)
+    found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in whole.axes}
+    for axis, sizes in split:
+        names = [f"{axis}_{i}" for i in range(len(sizes))]
+        while taken & set(names):  # beside an axis of that name
+            names = [f"{name}_" for name in names]
+        taken |= set(names)
+        found[axis] = tuple(names)
+    return found
+
+
+# Axis -> the factor axes it consists of, the slowest first; none for an axis of size 1.
+Factors = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """A mesh whose axes are factors of the axes of two others; device numbers are the same on all three."""
+
+    mesh: Mesh
+    src: Factors
+    dst: Factors
+
+    def source(self, layout: Layout) -> Layout:
+        """A layout on the source's mesh -> the same layout on the refined one."""
+        return divided(layout, dict(self.src))
+
+    def target(self, layout: Layout) -> Layout:
+        """A layout on the destination's mesh -> the same layout on the refined one."""
+        return divided(layout, dict(self.dst))
+
+
+def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
+    """The coarsest mesh whose axes make up both, if sizes allow: `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`.
+
+    A factor is named after the axes it is a part of, once where these have one name. None where
+    the axes do not divide each other (3x2 and 2x3), or the meshes differ in size.
+
+    >>> refine(Mesh(dp=4, tp=2), Mesh(dp=2, tp=4)).mesh
+    Mesh(dp=2, dp_tp=2, tp=2)
+    >>> refine(Mesh(x=3, y=2), Mesh(x=2, y=3)) is None
+    True
+    """
+    if src_mesh == dst_mesh:
+        same = tuple((axis, (axis,)) for axis in src_mesh.axes)
+        return Refinement(src_mesh, same, same)
+    if src_mesh.n_devices != dst_mesh.n_devices:
+        return None
+    sides = _spans(src_mesh), _spans(dst_mesh)
+    ends = sorted({end for spans in sides for _, _, end in spans} | {1})
+    if any(later % earlier for earlier, later in itertools.pairwise(ends)):
+        return None
+    sizes: dict[str, int] = {}
+    factors: tuple[dict[str, tuple[str, ...]], ...] = ({}, {})
+    for start, end in itertools.pairwise(ends):
+        owners = [next(a for a, first, last in spans if first <= start and end <= last) for spans in sides]
+        name = "_".join(dict.fromkeys(owners))
+        while name in sizes:  # axes `a_b` and `c` beside `a` and `b_c`
+            name += "_"
+        sizes[name] = end // start
+        for axis, found in zip(owners, factors, strict=True):
+            found[axis] = (*found.get(axis, ()), name)
+    return Refinement(
+        Mesh(sizes),
+        tuple((axis, factors[0].get(axis, ())) for axis in src_mesh.axes),
+        tuple((axis, factors[1].get(axis, ())) for axis in dst_mesh.axes),
+    )
+
+
+def _spans(mesh: Mesh) -> list[tuple[str, int, int]]:
+    """Every axis longer than 1 with the number of parts before it and after it."""
+    parts, found = 1, []
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        if size > 1:
+            found.append((axis, parts, parts * size))
+        parts *= size
+    return found

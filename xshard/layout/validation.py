@@ -1,0 +1,77 @@
+"""Whether the cuts and overlaps of a layout fit a shape on a mesh.
+
+Decides what is refused of given sizes, widths per part and poles. Names of axes are checked in
+`layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xshard.errors import NotationError, ShapeError
+from xshard.layout.mesh import Mesh
+from xshard.layout.partition import misfit
+from xshard.notation.overlap import Boundary, Halo, rows_of
+from xshard.notation.parser import Dim
+
+
+def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
+    """Raise ShapeError or NotationError where a dim cannot be cut or widened as it says."""
+    for at, (dim, length) in enumerate(zip(dims, shape, strict=True)):
+        found = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
+        if found is not None:
+            raise ShapeError(
+                found[1],
+                text=str(dim),
+                hint=f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}",
+            )
+        if dim.overlap is not None:
+            overlap = rows_of(dim.overlap)
+            if isinstance(overlap, Halo):
+                _check_widths(dim, overlap, mesh)
+            for end in (overlap.before, overlap.after):
+                if end.kind == "pole":
+                    rolled_dim(dims, at, end, shape)
+
+
+def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
+    """Index of the dim that is rolled by half its length beyond a pole: the one named, or the next.
+
+    None where none is named and none comes next: there are no longitudes.
+    """
+    names = [dim.name for dim in dims]
+    text = str(dims[at])
+    if pole.dim and pole.dim not in names:
+        raise NotationError(f"no dim {pole.dim!r} to roll", text=text, hint=f"dims are: {' '.join(names)}")
+    if not pole.dim and at + 1 == len(names):
+        return None
+    found = names.index(pole.dim) if pole.dim else at + 1
+    if found == at:
+        raise NotationError(
+            f"dim {names[at]!r} has the pole, another is rolled",
+            text=text,
+            hint="pole(w) names the longitude; without a name it is the next dim",
+        )
+    if shape[found] % 2:
+        raise ShapeError(
+            f"beyond a pole dim {names[found]!r} is rolled by half its length, which is {shape[found]}",
+            text=text,
+            hint="an even number of longitudes",
+        )
+    return found
+
+
+def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
+    parts = math.prod(mesh.sizes_of(dim.axes))
+    for widths in (halo.lo, halo.hi):
+        if isinstance(widths, int):
+            continue
+        if len(widths) != parts:
+            raise ShapeError(
+                f"{len(widths)} widths for {parts} parts", text=str(dim), hint="one width, or one per part"
+            )
+        if any(shard.order in ("zigzag", "cyclic") for shard in dim.shards):
+            raise NotationError(
+                "widths per part need contiguous parts", text=str(dim), hint="one width for all parts"
+            )

@@ -1,0 +1,78 @@
+"""Resampling of one dim as a few taps per output: which inputs, with which weights.
+
+Decides what nearest, linear and cubic interpolation mean, once for both frameworks; the formulas are
+those of torch's `interpolate`, half-pixel centres and cubic constant included.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.errors import XshardError
+from xshard.nn.receptive_fields import Read, Sizes, read
+from xshard.notation.parser import Dim
+
+MODES = ("nearest", "nearest-exact", "linear", "cubic")
+CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, OpenCV -0.75)
+
+
+class Taps(NamedTuple):
+    """(outputs, taps): the inputs of every output, and what they are multiplied by."""
+
+    inputs: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+
+def taps(
+    mode: str, length: int, outputs: int, *, align_corners: bool = False, scale: float | None = None
+) -> Taps:
+    """Taps of `outputs` rows interpolated from `length` rows.
+
+    scale: outputs per input, where it is not `outputs / length`. Raises XshardError for an unknown mode.
+
+    >>> taps("linear", 2, 4).weights.tolist()
+    [[1.0, 0.0], [0.75, 0.25], [0.25, 0.75], [0.75, 0.25]]
+    """
+    if mode not in MODES:
+        raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
+    at = np.arange(outputs, dtype=np.float64)
+    step = length / outputs if scale is None else 1 / scale
+    if mode.startswith("nearest"):
+        shift = 0.5 if mode == "nearest-exact" else 0.0
+        nearest = np.minimum(np.floor((at + shift) * step).astype(np.int64), length - 1)
+        return Taps(nearest[:, None], np.ones((outputs, 1)))
+    if align_corners:
+        centre = at * ((length - 1) / (outputs - 1) if outputs > 1 else 0.0)
+    else:
+        centre = (at + 0.5) * step - 0.5
+    if mode == "linear":
+        centre = np.maximum(centre, 0.0)
+        first = np.minimum(np.floor(centre).astype(np.int64), length - 1)
+        part = centre - first
+        second = np.minimum(first + 1, length - 1)
+        return Taps(np.stack([first, second], 1), np.stack([1 - part, part], 1))
+    first = np.floor(centre).astype(np.int64)
+    part = centre - first
+    inputs = np.clip(first[:, None] + np.arange(-1, 3), 0, length - 1)
+    return Taps(inputs, np.stack([_far(part + 1), _near(part), _near(1 - part), _far(2 - part)], 1))
+
+
+def resampled(dim: Dim, length: int, sizes: Sizes, found: Taps) -> Read:
+    """What the outputs of some taps read, cut as the dim is."""
+
+    def needs(start: int, stop: int) -> tuple[int, int]:
+        inputs = found.inputs[start:stop]
+        return int(inputs.min()), int(inputs.max()) + 1
+
+    return read(dim, length, sizes, len(found.inputs), needs)
+
+
+def _near(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
+
+
+def _far(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC

@@ -1,0 +1,159 @@
+"""The grammar of overlaps: what stands after the colon of a dim.
+
+Reads tokens and makes the values of `overlap`; `notation` has the grammar around it.
+"""
+
+from __future__ import annotations
+
+from xshard.errors import Span
+from xshard.notation.overlap import (
+    BOUNDARIES,
+    OUTPUT_RULES,
+    ZERO,
+    Boundary,
+    Fold,
+    Halo,
+    Overlap,
+    Width,
+    Window,
+)
+from xshard.notation.scanner import Scanner
+
+_SMALLEST = {"k": 1, "s": 1, "d": 1, "p": 0}
+
+
+def overlap(scanner: Scanner) -> Overlap:
+    """`halo(...)`, `window(...)` or `fold(...)`."""
+    span = scanner.span
+    kind = scanner.expect("name", hint="overlaps are: halo, window, fold")
+    if kind == "halo":
+        return _halo(scanner)
+    if kind == "window":
+        return _window(scanner)
+    if kind == "fold":
+        scanner.expect("(")
+        inner = overlap(scanner)
+        if isinstance(inner, Fold):
+            raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x")
+        scanner.expect(")")
+        return Fold(inner)
+    raise scanner.error(f"unknown overlap {kind!r}", span, "overlaps are: halo, window, fold")
+
+
+def _halo(scanner: Scanner) -> Halo:
+    scanner.expect("(")
+    lo = width(scanner)
+    scanner.expect(",", hint="as in halo(1,1)")
+    span = scanner.span
+    hi = width(scanner)
+    if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
+        raise scanner.error(f"{len(lo)} widths before and {len(hi)} after", span, "one per part of the dim")
+    ends = _ends(scanner)
+    scanner.expect(")")
+    return Halo(lo, hi, *ends)
+
+
+def _window(scanner: Scanner) -> Window:
+    start = scanner.span
+    widths: dict[str, int] = {}
+    padding: int | tuple[int, ...] = 0
+    given: set[str] = set()
+    out = ""
+    ends = (ZERO, ZERO)
+    scanner.expect("(")
+    while True:
+        span = scanner.span
+        name = scanner.expect("name", hint="as in window(k=3,s=2,p=1)")
+        if not scanner.take("="):
+            before = _boundary(scanner, name, span)
+            ends = before, _next_boundary(scanner) if scanner.take(",") else before
+            break
+        if name not in (*_SMALLEST, "out") or name in given:
+            raise scanner.error(f"window option {name!r}", span, "k, s, d, p, out, each once")
+        given.add(name)
+        span = scanner.span
+        if name == "out":
+            out = scanner.expect("name")
+            if out not in OUTPUT_RULES:
+                known = f"rules are: {', '.join(OUTPUT_RULES)}"
+                raise scanner.error(f"unknown output rule {out!r}", span, known)
+        elif name == "p":
+            padding = width(scanner)
+            if isinstance(padding, tuple) and len(padding) != 2:
+                raise scanner.error(f"window p of {len(padding)} numbers", span, "p=1 or p=[before,after]")
+            if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
+                raise scanner.error(f"window p={padding}", span, "k, s, d >= 1 and p >= 0")
+        else:
+            widths[name] = scanner.integer()
+            if widths[name] < _SMALLEST[name]:
+                raise scanner.error(f"window {name}={widths[name]}", span, "k, s, d >= 1 and p >= 0")
+        if not scanner.take(","):
+            break
+    scanner.expect(")")
+    if "k" not in widths:
+        raise scanner.error("a window needs its width k", start, "as in window(k=3)")
+    return Window(**widths, p=padding, out=out, before=ends[0], after=ends[1])
+
+
+def boundaries(text: str) -> tuple[Boundary, Boundary]:
+    """The rules beyond either end of the array, of a text of their own: one for both, or two.
+
+    >>> boundaries("edge,zero")[0].kind
+    'edge'
+    """
+    scanner = Scanner(text)
+    both = _both(scanner)
+    scanner.expect("end")
+    return both
+
+
+def width(scanner: Scanner) -> Width:
+    """A number, or several in brackets."""
+    return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
+
+
+def _ends(scanner: Scanner) -> tuple[Boundary, Boundary]:
+    """No boundary, one for both ends of the array, or one for either."""
+    return _both(scanner) if scanner.take(",") else (ZERO, ZERO)
+
+
+def _both(scanner: Scanner) -> tuple[Boundary, Boundary]:
+    before = _next_boundary(scanner)
+    return before, _next_boundary(scanner) if scanner.take(",") else before
+
+
+def _next_boundary(scanner: Scanner) -> Boundary:
+    span = scanner.span
+    return _boundary(scanner, scanner.expect("name"), span)
+
+
+def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
+    if kind not in BOUNDARIES:
+        raise scanner.error(f"unknown boundary {kind!r}", span, f"boundaries are: {', '.join(BOUNDARIES)}")
+    if scanner.kind != "(":
+        return Boundary(kind)
+    scanner.advance()
+    if kind == "constant":
+        if scanner.kind not in ("int", "number"):
+            raise scanner.error(f"expected a number, found '{scanner.value}'", hint="as in constant(1.5)")
+        found = Boundary(kind, value=float(scanner.value))
+        scanner.advance()
+    elif kind == "pole":
+        found = _pole(scanner)
+    else:
+        raise scanner.error(f"{kind} takes no argument", hint="constant(1.5) and pole(w,-1) do")
+    scanner.expect(")")
+    return found
+
+
+def _pole(scanner: Scanner) -> Boundary:
+    dim, sign = "", 1
+    if scanner.kind == "name":
+        dim = scanner.expect("name")
+        if not scanner.take(","):
+            return Boundary("pole", dim=dim)
+    span = scanner.span
+    sign = int(scanner.expect("int", hint="as in pole(w) or pole(w,-1)"))
+    if sign not in (1, -1):
+        raise scanner.error(f"sign {sign}", span, "rows from beyond a pole are kept (1) or negated (-1)")
+    return Boundary("pole", dim=dim, sign=sign)

@@ -1,0 +1,249 @@
+"""The notation: text <-> the values it stands for.
+
+Decides the grammar (docs/notation.md) and the canonical spelling. Knows no mesh and no
+shape: `b s/zigzag(cp) c` is only read here; what it means is in `ownership` and `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from xshard.errors import NotationError, Span, XshardError
+from xshard.notation.overlap import Overlap, Width, listed
+from xshard.notation.overlap_parser import overlap, width
+from xshard.notation.scanner import Scanner
+
+ORDERS = ("block", "balanced", "zigzag", "cyclic")
+TAGS = ("sum", "mean", "max", "min", "copy")
+SIZES, INTERVALS = "sizes", "intervals"  # orders that are written out in numbers
+ELLIPSIS = "..."
+ARROW = "->"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One cut of a dim over mesh axes taken as one, the first axis major.
+
+    numbers: of `cyclic` the rows that go round together; of `zigzag` the lengths of documents that
+    are cut one by one; of `sizes` the rows of every part; of `intervals` for every part its
+    (start, stop, start, stop, ...).
+    """
+
+    axes: tuple[str, ...]
+    order: str = "block"
+    numbers: tuple[Width, ...] = ()
+
+    def __str__(self) -> str:
+        if self.order != "block":
+            return f"{self.order}({','.join((*self.axes, *map(listed, self.numbers)))})"
+        return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One array dim: its name, its cuts (outermost first), its overlap."""
+
+    name: str
+    shards: tuple[Shard, ...] = ()
+    overlap: Overlap | None = None
+
+    def __str__(self) -> str:
+        text = "".join([self.name, *(f"/{shard}" for shard in self.shards)])
+        return text if self.overlap is None else f"{text}:{self.overlap}"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis that cuts this dim, outermost first."""
+        return tuple(axis for shard in self.shards for axis in shard.axes)
+
+
+Tags = tuple[tuple[str, tuple[str, ...]], ...]
+Parsed = tuple[tuple[Dim, ...], Tags]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the parts of a text stand, in reading order: names of dims and axes, and dims as a whole."""
+
+    dims: tuple[tuple[str, Span], ...]
+    axes: tuple[tuple[str, Span], ...]
+    whole: tuple[tuple[Dim, Span], ...]
+
+
+def parse_layout(text: str) -> Parsed:
+    """Text of one layout -> its dims and tags. Raises NotationError."""
+    if not isinstance(text, str):
+        raise NotationError(f"a layout is text, not {type(text).__name__}")
+    parser = _Parser(text)
+    parsed = parser.layout()
+    parser.expect("end")
+    return parsed
+
+
+def parse_expression(text: str) -> tuple[Parsed, Parsed]:
+    """Text of `layout -> layout` -> both sides. Raises NotationError."""
+    if not isinstance(text, str):
+        raise NotationError(f"an expression is text, not {type(text).__name__}")
+    parser = _Parser(text)
+    src = parser.layout()
+    parser.expect(ARROW, hint="an expression reads: layout -> layout")
+    dst = parser.layout()
+    parser.expect("end")
+    return src, dst
+
+
+def spans(text: str) -> Spans:
+    """Where dim and axis names stand in a text that parses, for errors found later."""
+    parser = _Parser(text)
+    parser.layout()
+    if parser.kind == ARROW:
+        parser.expect(ARROW)
+        parser.layout()
+    return Spans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
+
+
+@contextmanager
+def marked(text: str | None) -> Iterator[None]:
+    """Errors that know no text, or only the text of one dim, get the user's, with that dim marked.
+
+    >>> expression = "n d/sizes(a,1,2) -> n d"
+    >>> try:
+    ...     with marked(expression):
+    ...         raise XshardError("3 rows, not 4", text="d/sizes(a,1,2)")
+    ... except XshardError as error:
+    ...     print(error.text[slice(*error.span)])
+    d/sizes(a,1,2)
+    """
+    try:
+        yield
+    except XshardError as error:
+        if text is None or error.span is not None:
+            raise
+        span = next((span for dim, span in spans(text).whole if str(dim) == error.text), None)
+        raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
+
+
+def write(dims: tuple[Dim, ...], tags: Tags) -> str:
+    """Dims and tags -> canonical text; a scalar is `()`."""
+    text = " ".join(map(str, dims)) or "()"
+    return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
+
+
+# What stands behind the axes of an order.
+_NUMBERS = {
+    "block": "no number, as in s/(dp,cp)",
+    "balanced": "no number, as in s/balanced(cp)",
+    "zigzag": "none, or the lengths of documents, as in zigzag(cp,4,8,4)",
+    "cyclic": "none, or the rows that go round together, as in cyclic(cp,16)",
+    SIZES: "the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)",
+    INTERVALS: "[start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])",
+}
+
+
+class _Parser(Scanner):
+    """Recursive descent over the grammar; remembers where names stood."""
+
+    def __init__(self, text: str) -> None:
+        self.dim_spans: list[tuple[str, Span]] = []
+        self.axis_spans: list[tuple[str, Span]] = []
+        self.whole_spans: list[tuple[Dim, Span]] = []
+        super().__init__(text)
+
+    def layout(self) -> Parsed:
+        dims: list[Dim] = []
+        while self.kind in ("name", ELLIPSIS):
+            dims.append(self.dim())
+        if not dims and self.take("("):
+            self.expect(")", hint="a scalar is written ()")
+        tags: list[tuple[str, tuple[str, ...]]] = []
+        if self.take("|"):
+            tags.append(self.tag())
+            while self.kind == "name":
+                tags.append(self.tag())
+        elif not dims and self.kind in ("end", ARROW) and not self._is_scalar():
+            raise self.error("an empty layout", hint="a scalar is written ()")
+        return tuple(dims), tuple(tags)
+
+    def _is_scalar(self) -> bool:
+        return self.text[: self.span[0]].rstrip().endswith(")")
+
+    def dim(self) -> Dim:
+        name, span = self.value, self.span
+        self.advance()
+        if any(name == known for known, _ in self._dims_of_this_layout()):
+            raise self.error(f"dim {name!r} twice", span)
+        self.dim_spans.append((name, span))
+        shards: list[Shard] = []
+        while self.kind == "/":
+            if name == ELLIPSIS:
+                raise self.error(
+                    "'...' stands for whole dims and cannot be cut", hint="name the dim to cut it"
+                )
+            self.advance()
+            shards.append(self.shard())
+        overlaps: Overlap | None = None
+        if self.kind == ":":
+            if name == ELLIPSIS:
+                raise self.error("'...' stands for whole dims and cannot overlap")
+            self.advance()
+            overlaps = overlap(self)
+        dim = Dim(name, tuple(shards), overlaps)
+        self.whole_spans.append((dim, (span[0], self.end)))
+        return dim
+
+    def _dims_of_this_layout(self) -> list[tuple[str, Span]]:
+        arrow = self.text.find(ARROW)
+        here = self.span[0]
+        return [d for d in self.dim_spans if (d[1][0] > arrow) == (here > arrow) or arrow < 0]
+
+    def shard(self) -> Shard:
+        if self.kind == "(":
+            return Shard(self.axes())
+        span = self.span
+        name = self.expect("name", hint="after '/' comes a mesh axis, as in s/cp or s/zigzag(cp)")
+        if self.kind != "(":
+            self.axis_spans.append((name, span))
+            return Shard((name,))
+        if name not in (*ORDERS, SIZES, INTERVALS):
+            known = ", ".join((*ORDERS, SIZES, INTERVALS))
+            raise self.error(f"unknown order {name!r}", span, f"orders are: {known}")
+        return self.ordered(name, span)
+
+    def ordered(self, order: str, span: Span) -> Shard:
+        """`( axis , ... , number , ... )`: axes, then the numbers of the order."""
+        self.expect("(")
+        axes, numbers = [self.axis()], list[Width]()
+        while self.take(","):
+            if self.kind == "name" and not numbers:
+                axes.append(self.axis())
+                continue
+            at = self.span
+            numbers.append(width(self))
+            if isinstance(numbers[-1], tuple) != (order == INTERVALS):
+                raise self.error(f"'{listed(numbers[-1])}' in {order}", at, _NUMBERS[order])
+            if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
+                raise self.error(f"a number below 0: {listed(numbers[-1])}", at, _NUMBERS[order])
+        self.expect(")")
+        most = {"block": 0, "balanced": 0, "cyclic": 1}.get(order, len(numbers))
+        least = int(order in (SIZES, INTERVALS))
+        if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
+            raise self.error(f"{len(numbers) or 'no'} numbers in {order}", span, _NUMBERS[order])
+        return Shard(tuple(axes), order, tuple(numbers))
+
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.listed(self.axis))
+
+    def axis(self) -> str:
+        span = self.span
+        name = self.expect("name")
+        self.axis_spans.append((name, span))
+        return name
+
+    def tag(self) -> tuple[str, tuple[str, ...]]:
+        span = self.span
+        kind = self.expect("name", hint=f"tags are: {', '.join(TAGS)}")
+        if kind not in TAGS:
+            raise self.error(f"unknown tag {kind!r}", span, f"tags are: {', '.join(TAGS)}")
+        return kind, self.axes()

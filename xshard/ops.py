@@ -1,0 +1,70 @@
+"""What the bridges take as an expression, and how their named operations are spelt as one.
+
+Both bridges have the same operations with the same arguments, so their text is read and made
+here, once, and the global shape inferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from xshard.errors import ShapeError, XshardError
+from xshard.notation.overlap import Halo
+from xshard.notation.overlap_parser import boundaries
+
+Axes = str | tuple[str, ...]
+Rows = int | Sequence[int]  # one number for every part, or one per part
+HaloWidth = int | tuple[Rows, Rows]  # rows at both ends, or before and after
+
+
+def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
+    """The dims of a block as text, some of them cut. Raises ShapeError for a dim it does not have.
+
+    >>> dims((4, 2), {-1: "tp"})
+    'd0 d1/tp'
+    """
+    names = [f"d{d}" for d in range(len(shape))]
+    for dim, cut in (shards or {}).items():
+        if not -len(shape) <= dim < len(shape):
+            raise ShapeError(f"no dim {dim} in a block of shape {tuple(shape)}")
+        names[dim] += f"/{cut}"
+    return " ".join(names) or "()"
+
+
+def shard(axis: Axes, order: str = "block") -> str:
+    """A cut over an axis, or over several as one."""
+    if order != "block":
+        return f"{order}({_names(axis)})"
+    return axis if isinstance(axis, str) else f"({_names(axis)})"
+
+
+def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
+    """A cut over an axis whose blocks are widened: by as many rows at both ends, or before and after.
+
+    >>> halo("sp", (1, (2, 0)), "periodic")
+    'sp:halo(1,[2,0],periodic)'
+    """
+    lo, hi = (width, width) if isinstance(width, int) else width
+    return f"{shard(axis)}:{Halo(_rows(lo), _rows(hi), *boundaries(boundary))}"
+
+
+def whole(axis: Axes, grad: str) -> str:
+    """The tag of whole values: copies, whose gradients add up, or replicas, which have none."""
+    if grad not in ("sum", "replicated"):
+        raise XshardError(
+            f"grad={grad!r}", hint='"sum": gradients add up along the axis; "replicated": they are equal'
+        )
+    return tag("copy", axis) if grad == "sum" else ""
+
+
+def tag(kind: str, axis: Axes) -> str:
+    """A tag with the bar before it."""
+    return f" | {kind}({_names(axis)})"
+
+
+def _rows(width: Rows) -> int | tuple[int, ...]:
+    return width if isinstance(width, int) else tuple(width)
+
+
+def _names(axis: Axes) -> str:
+    return axis if isinstance(axis, str) else ",".join(axis)

@@ -1,0 +1,103 @@
+"""Why a plan is the one: the alternatives that were weighed, priced by the same model.
+
+Decides how the alternatives of `search.alternatives` are priced and shown beside the winner, and the words
+for why it won.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from xshard.errors import PlanError
+from xshard.formatting import aligned, format_bytes, format_seconds
+from xshard.plans.priced import Priced
+from xshard.search.alternatives import alternative_steps
+from xshard.search.solve import with_copies, with_scale, without_copies
+
+P = TypeVar("P", bound=Priced)
+
+
+@dataclass(frozen=True)
+class Alternative(Generic[P]):
+    """One way to do what a plan does. plan: None where it is not possible, for the reason in `why_not`."""
+
+    name: str
+    plan: P | None
+    why_not: str = ""
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds."""
+        return self.plan.cost if self.plan else math.inf
+
+
+def alternatives(plan: P) -> tuple[Alternative[P], ...]:
+    """The plan itself, then the other ways to do the same, for the same machine.
+
+    >>> from xshard import Mesh, plan
+    >>> [a.name for a in alternatives(plan("n/dp d -> n d", Mesh(dp=2), shape=(8, 4)))]
+    ['the plan', 'direct exchange', 'collectives alone', 'all-gather and slice']
+    """
+    start, goal = (s.with_layout(s.normal) for s in (plan.source, plan.target))
+    ends = without_copies(start), without_copies(goal)
+    ways = alternative_steps(*ends, plan.dtype, plan.profile, plan.split)
+    found: list[Alternative[P]] = [Alternative("the plan", plan)]
+    for name, steps in ways.items():
+        try:
+            scaled = with_scale(with_copies(steps(), start, goal), plan.scale, start, goal)
+            found.append(Alternative(name, plan.with_steps(scaled)))
+        except PlanError as error:
+            found.append(Alternative(name, None, error.reason))
+    return tuple(found)
+
+
+def explain(plan: Priced) -> str:
+    """The alternatives as a table, and why the plan won."""
+    ways = alternatives(plan)
+    head = ("", "time", "received", "peak", "messages", "steps")
+    return "\n".join([aligned([head, *map(_row, ways)]), "", _verdict(plan, ways)])
+
+
+def _row(way: Alternative[Any]) -> tuple[str, ...]:
+    if way.plan is None:
+        return way.name, "-", "-", "-", "-", way.why_not
+    p = way.plan
+    steps = ", ".join(map(str, p.steps)) or "nothing"
+    costs = format_seconds(p.cost), format_bytes(p.bytes_received), format_bytes(p.peak_bytes)
+    return way.name, *costs, str(p.messages), steps
+
+
+def _verdict(plan: Priced, ways: Sequence[Alternative[Any]]) -> str:
+    if not plan.steps:
+        return "The layouts mean the same: there is nothing to do."
+    others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
+    swelling = [w for w in others if w.plan is not None and w.plan.swells]
+    allowed = [w for w in others if w not in swelling]
+    return "\n".join([_against_best(plan, allowed), *(_too_large(plan, w) for w in swelling)])
+
+
+def _against_best(plan: Priced, others: Sequence[Alternative[Any]]) -> str:
+    best = min(others, key=lambda w: w.cost, default=None)
+    if best is None or best.plan is None:
+        return "Every other way within the memory of both ends is the same plan or not possible."
+    if best.cost <= plan.cost:
+        smaller = plan.peak_bytes < best.plan.peak_bytes
+        why = "holds less" if smaller else "is the plainer of the two"
+        return f"As fast as {best.name} under '{plan.profile.name}'; it {why}."
+    fewer = (
+        (best.plan.bytes_received - plan.bytes_received, "bytes received"),
+        (best.plan.messages - plan.messages, "messages"),
+        (len(best.plan.steps) - len(plan.steps), "steps"),
+    )
+    why = ", ".join(f"{n} fewer {what}" for n, what in fewer if n > 0) or "cheaper launches and copies"
+    saved = format_seconds(best.cost - plan.cost)
+    return f"{saved} faster than {best.name}, the best of the others, under '{plan.profile.name}': {why}."
+
+
+def _too_large(plan: Priced, way: Alternative[Any]) -> str:
+    gain = plan.cost - way.cost
+    would = f"would be {format_seconds(gain)} faster, but" if gain > 0 else "also"
+    return f"{way.name.capitalize()} {would} holds a block larger than both ends, which no plan does."

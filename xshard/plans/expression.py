@@ -1,0 +1,74 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xshard.errors import NotationError, ShapeError
+from xshard.layout.block_rows import length_of_equal_blocks
+from xshard.layout.layout import Layout, parse_expression
+from xshard.layout.mesh import Mesh
+from xshard.notation.parser import ELLIPSIS, marked, spans
+from xshard.plans.plan import Plan
+
+LayoutPair = str | tuple[Layout | str, Layout | str]  # "layout -> layout", or both sides
+Expression = LayoutPair | Plan
+
+
+def sides(expression: Expression) -> tuple[Layout, Layout, str]:
+    """Both layouts of an expression, and the text that errors mark.
+
+    Raises NotationError where the two sides do not name the same dims in the same order.
+    """
+    if isinstance(expression, str):
+        return *parse_expression(expression), expression
+    if isinstance(expression, Plan):
+        src, dst = expression.src, expression.dst
+    else:
+        src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
+    if src.names != dst.names:
+        raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
+    return src, dst, f"{src} -> {dst}"
+
+
+def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
+    """The global shape of which every block is as large as this one. Raises ShapeError where none is."""
+    with marked(text):
+        found = layout.resolved(len(local_shape)).dims
+    lengths = []
+    for dim, rows in zip(found, local_shape, strict=True):
+        length = length_of_equal_blocks(dim, rows, mesh.size(*dim.axes))
+        if length is None:
+            raise ShapeError(
+                f"{rows} rows do not say how long dim {dim.name!r} is",
+                text=text,
+                hint="pass shape= (the global shape)",
+            )
+        lengths.append(length)
+    return tuple(lengths)
+
+
+def check_block(
+    what: str,
+    local_shape: tuple[int, ...],
+    expected: tuple[int, ...],
+    names: Sequence[str],
+    text: str,
+    hint: str,
+    *,
+    inferred: bool,
+) -> None:
+    """Raise ShapeError, at the first dim that is wrong, where a block has not the shape of its layout.
+
+    what: whose block it is. names: of its dims. inferred: whether its array's shape was told from it.
+    """
+    if local_shape == expected:
+        return
+    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
+    where = dict(reversed(spans(text).dims))  # the left side's, which come first
+    raise ShapeError(
+        f"{what} has shape {local_shape}, not {expected}",
+        text=text,
+        span=where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None,
+        hint=hint + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
+    )

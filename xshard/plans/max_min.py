@@ -1,0 +1,62 @@
+"""The derivatives of a `max` or `min`: the winners', in equal shares.
+
+A maximum is not linear, but its derivatives are made of redistributions that are: bring the
+result back to every addend, compare, count the winners, bring the cotangent back or add their tangents
+up. Decides those four plans; who runs them (reference, torch, JAX) multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from xshard.errors import LinearityError
+from xshard.layout.layout import NONLINEAR, Layout
+from xshard.plans.plan import Plan, find_plan
+
+
+@dataclass(frozen=True)
+class MaxMinPlans:
+    """Plans for the gradient of `y = max(x)`; with `won = (x == result(y))` it is
+
+    `cotangent(g) * won / count(won)`.
+
+    and for its tangent, `tangent(t * won / count(won))`.
+
+    result: the output, as a copy beside every addend. count: the number of winners, likewise.
+    cotangent: the output's cotangent, beside every addend. tangent: the sum of addends, where the output is.
+    """
+
+    result: Plan
+    count: Plan
+    cotangent: Plan
+    tangent: Plan
+
+
+@lru_cache(maxsize=1024)
+def max_min_plans(plan: Plan) -> MaxMinPlans:
+    """The plans for the gradient of a plan whose source is a `max` or `min`.
+
+    Raises LinearityError where the destination still is one: its addends have no common value.
+    """
+    if not plan.dst.is_linear:
+        raise LinearityError(
+            f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined",
+            hint="reduce it first, then redistribute",
+        )
+
+    def find(src: Layout, dst: Layout) -> Plan:
+        return find_plan(src, dst, plan.mesh, plan.shape, plan.dtype, plan.profile)
+
+    addends = _with_kind(plan.src, "sum")
+    return MaxMinPlans(
+        result=find(plan.dst, _with_kind(plan.src, "copy")),
+        count=find(addends, _with_kind(plan.src, "copy")),
+        cotangent=find(plan.dst.dual, addends.dual),
+        tangent=find(addends, plan.dst),
+    )
+
+
+def _with_kind(layout: Layout, kind: str) -> Layout:
+    """The layout with its max or min tag replaced."""
+    return replace(layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags))

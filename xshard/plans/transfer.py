@@ -1,0 +1,242 @@
+"""Transfer: devices of one mesh send the devices of another the boxes that these lack.
+
+Decides which device sends which box to which. What a device holds already it keeps; of the
+replicas that could send a box the one that is done first does. Knows two shardings and which
+devices they are on, and nothing of the plans around them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.cost.device_links import link_between
+from xshard.cost.model import Link, Profile
+from xshard.formatting import aligned
+from xshard.layout.runs import Segment, common
+from xshard.layout.sharding import Sharding
+from xshard.steps.base import REDUCERS, Block, Blocks
+from xshard.steps.exchange.messages import Message
+
+# Messages that a printed transfer lists.
+MAX_LISTED = 32
+
+
+class Piece(NamedTuple):
+    """A box that a device of the destination takes from one of `holders`, positions on the source's mesh."""
+
+    dst: int
+    box: tuple[tuple[Segment, ...], ...]
+    holders: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(sum(s.length for s in segments) for segments in self.box)
+
+
+class Flow(NamedTuple):
+    """What goes over one kind of link, per device of both meshes: elements and messages, out and in."""
+
+    link: Link
+    sent: NDArray[np.int64]
+    received: NDArray[np.int64]
+    messages_out: NDArray[np.int64]
+    messages_in: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Blocks of one sharding become blocks of another, on other devices, a part of them, or the same.
+
+    source, target: in normal form. Every reduction ends: addends are added where they arrive, in
+    the order of their devices; an element of a new sum goes to the first device along it.
+    src_devices, dst_devices: the number of every device, in the order of its mesh.
+    profile: the machine, whose nodes tell which links are slow.
+    """
+
+    source: Sharding
+    target: Sharding
+    src_devices: tuple[int, ...]
+    dst_devices: tuple[int, ...]
+    profile: Profile = field(repr=False)
+
+    @property
+    def op(self) -> str | None:
+        """How boxes that meet at one place combine, if the source holds addends."""
+        return next((kind for kind, _ in self.source.layout.tags if kind in REDUCERS), None)
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Every box and who sends it to whom, as positions on the two meshes; receivers in order.
+
+        A device takes from itself too. What one device receives comes addend by addend, so that
+        replicas add alike.
+        """
+        pieces = tuple(self._pieces())
+        senders = self._senders(pieces)
+        return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, pieces, strict=True))
+
+    def is_kept(self, message: Message) -> bool:
+        """Sender and receiver are one device."""
+        return self.src_devices[message.src] == self.dst_devices[message.dst]
+
+    def run(self, blocks: Blocks) -> list[Block]:
+        """The numpy rule: one block per device of the source -> one per device of the destination."""
+        devices = range(self.target.mesh.n_devices)
+        outs = [np.zeros(self.target.local_shape(d), blocks[0].dtype) for d in devices]
+        written = [np.zeros(out.shape, bool) for out in outs]
+        for message in self.messages:
+            box, index = blocks[message.src][message.src_index()], message.dst_index()
+            out, known = outs[message.dst], written[message.dst]
+            out[index] = np.where(known[index], REDUCERS[self.op](out[index], box), box) if self.op else box
+            known[index] = True
+        return outs
+
+    @property
+    def received(self) -> int:
+        """Elements that the busiest receiver gets from other devices."""
+        return int(sum((flow.received for flow in self.flows), self._nothing).max())
+
+    @property
+    def sent(self) -> int:
+        """Elements that the busiest sender gives to other devices."""
+        return int(sum((flow.sent for flow in self.flows), self._nothing).max())
+
+    @property
+    def held(self) -> int:
+        """Elements that the busiest device holds at once: its blocks, and what it sends and receives."""
+        total = self._nothing
+        for sharding, devices in ((self.source, self.src_devices), (self.target, self.dst_devices)):
+            for at, device in enumerate(devices):
+                total[self._devices[device]] += math.prod(sharding.local_shape(at))
+        for flow in self.flows:
+            total = total + flow.sent + flow.received
+        return int(total.max())
+
+    def seconds(self, itemsize: int) -> float:
+        """Predicted time: over every kind of link, that of the device which sends or receives longest."""
+        copied = sum((flow.sent + flow.received for flow in self.flows), self._rearranged)
+        total = int(copied.max()) * itemsize / self.profile.copy_bytes_per_s
+        if self.flows:
+            total += self.profile.launch("exchange")
+        for link, sent, received, messages_out, messages_in in self.flows:
+            total += int(np.maximum(messages_out, messages_in).max()) * link.latency_s
+            total += int(np.maximum(sent, received).max()) * itemsize / link.bytes_per_s
+        return total
+
+    @cached_property
+    def flows(self) -> tuple[Flow, ...]:
+        """What crosses devices, by the link that it takes."""
+        found: dict[Link, Flow] = {}
+        for m in self.messages:
+            if self.is_kept(m):
+                continue
+            link = self.link(m.src, m.dst)
+            if link not in found:
+                found[link] = Flow(link, *(self._nothing for _ in range(4)))
+            flow = found[link]
+            giver, taker = self._devices[self.src_devices[m.src]], self._devices[self.dst_devices[m.dst]]
+            flow.sent[giver] += m.size
+            flow.received[taker] += m.size
+            flow.messages_out[giver] += 1
+            flow.messages_in[taker] += 1
+        return tuple(found.values())
+
+    def link(self, src: int, dst: int) -> Link:
+        """What connects two devices, given by their places in the two meshes."""
+        return link_between(self.profile, self.src_devices[src], self.dst_devices[dst])
+
+    def __str__(self) -> str:
+        n = sum(not self.is_kept(m) for m in self.messages)
+        return f"transfer, {n} {'message' if n == 1 else 'messages'}"
+
+    def listing(self) -> str:
+        """The messages as a table: who sends which rows of its block to where in whose block."""
+        moved = [m for m in self.messages if not self.is_kept(m)]
+        rows = [
+            (str(self.src_devices[m.src]), _rows(m, 0), str(self.dst_devices[m.dst]), _rows(m, 1))
+            for m in moved[:MAX_LISTED]
+        ]
+        more = f"\n... and {len(moved) - MAX_LISTED} more" if len(moved) > MAX_LISTED else ""
+        return aligned([("from", "rows", "to", "rows"), *rows]) + more
+
+    @cached_property
+    def _devices(self) -> dict[int, int]:
+        """Every device of either mesh, and its place in the arrays of a flow."""
+        return {device: i for i, device in enumerate(sorted({*self.src_devices, *self.dst_devices}))}
+
+    @property
+    def _nothing(self) -> NDArray[np.int64]:
+        """A zero for every device."""
+        return np.zeros(len(self._devices), np.int64)
+
+    @property
+    def _rearranged(self) -> NDArray[np.int64]:
+        """Elements that every device copies from its old block to its new one, unless that is the same."""
+        total = self._nothing
+        for m in filter(self.is_kept, self.messages):
+            shape = self.source.local_shape(m.src)
+            whole = tuple((Segment(0, 0, n),) for n in shape)
+            if m.box != whole or self.target.local_shape(m.dst) != shape:
+                total[self._devices[self.src_devices[m.src]]] += m.size
+        return total
+
+    def _pieces(self) -> Iterator[Piece]:
+        source, target, dims = self.source, self.target, range(len(self.source.shape))
+        sums = source.layout.tagged(*REDUCERS)
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for device in range(source.mesh.n_devices):
+            key = source.mesh.index(device, sums), *(source.dim_device(d, device) for d in dims)
+            holders.setdefault(key, []).append(device)
+        # For every dim and every block of it in the target: which blocks of the source hold a part of it.
+        found = [
+            [
+                [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common(rows, wanted))]
+                for wanted in target.holders(d)
+            ]
+            for d in dims
+        ]
+        for dst in range(target.mesh.n_devices):
+            if target.mesh.index(dst, target.layout.tagged("sum")):
+                continue  # the first device along a new sum contributes, this one adds nothing
+            parts = [found[d][target.dim_device(d, dst)] for d in dims]
+            for addend in range(source.mesh.size(*sums)):
+                for combo in itertools.product(*parts):
+                    key = addend, *(i for i, _ in combo)
+                    yield Piece(dst, tuple(box for _, box in combo), tuple(holders[key]))
+
+    def _senders(self, pieces: tuple[Piece, ...]) -> list[int]:
+        """Who sends each piece: the receiver itself, else the holder that would be done with it first.
+
+        The largest pieces come first, and the small ones fill up.
+        """
+        positions = {device: at for at, device in enumerate(self.src_devices)}
+        busy_s = [0.0] * len(self.src_devices)
+        senders = [-1] * len(pieces)
+        for i in sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i)):
+            dst, _, holders = pieces[i]
+            own = positions.get(self.dst_devices[dst])
+            if own in holders:
+                senders[i] = own
+                continue
+            done_s = {}
+            for holder in holders:
+                link = self.link(holder, dst)
+                # One byte per element: only the order matters.
+                done_s[holder] = busy_s[holder] + link.latency_s + pieces[i].size / link.bytes_per_s
+            senders[i] = min(holders, key=done_s.__getitem__)
+            busy_s[senders[i]] = done_s[senders[i]]
+        return senders
+
+
+def _rows(message: Message, end: int) -> str:
+    """The rows of a message in the sender's (0) or the receiver's (1) block: `[0:4, 2:3+6:7]`."""
+    dims = ("+".join(f"{s[end]}:{s[end] + s.length}" for s in segments) for segments in message.box)
+    return f"[{', '.join(dims)}]"

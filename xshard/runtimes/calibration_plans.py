@@ -1,0 +1,144 @@
+"""What a calibration measures: plans of one step to fit a profile to, and others to try it on.
+
+Decides kinds, groups of axes and sizes. Knows no runtime and no prices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from xshard.errors import MeshError
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.notation.parser import Dim, Shard
+from xshard.planner import plan as make_plan
+from xshard.plans.plan import Plan
+from xshard.steps import AllGather, AllReduce, AllToAll, Embed, Exchange, Permute, ReduceScatter, Slice, Step
+
+SIZES = tuple(4**i * 1024 for i in range(8))  # bytes of the larger block: 1 KiB .. 16 MiB
+HELD_OUT = 20
+DTYPE, ITEMSIZE = "float32", 4
+_DRAWS = 20  # per plan that is held out, until plans of several steps are given up
+_ROWS = 16  # of every device's part of a dim that is cut
+
+
+def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
+    """Plans of one step each: every kind, over every axis and over all together, of every size.
+
+    sizes: bytes of the larger of a device's two blocks, about. Raises MeshError for a mesh of one device.
+    """
+    axes = _long_axes(mesh)
+    groups = [(a,) for a in axes] + ([axes] if len(axes) > 1 else [])
+    plans = [_plan(mesh, step, size) for group in groups for step in _steps(group) for size in sizes]
+    turns = [_plan(mesh, step, size) for step in _turns(mesh, axes) for size in sizes]
+    # A small copy is all overhead, which the model of a local step does not know.
+    large = [size for size in sizes if size >= max(sizes) / 16]
+    copies = [_plan(mesh, step, size) for group in groups for step in _copies(group) for size in large]
+    return (*plans, *turns, *copies)
+
+
+def held_out_plans(
+    mesh: Mesh, sizes: Sequence[int] = SIZES, count: int = HELD_OUT, seed: int = 0
+) -> tuple[Plan, ...]:
+    """Random plans that communicate, as the planner makes them.
+
+    Layouts, lengths and sizes are drawn at random, between the smallest size and the largest; the
+    same seed draws the same. At least every third has several steps, where the mesh has such plans.
+    Raises MeshError for a mesh of one device.
+    """
+    axes, rng = _long_axes(mesh), random.Random(seed)
+    found: list[Plan] = []
+    singles = 0
+    for draws in itertools.count():
+        if len(found) == count:
+            break
+        made = _random_plan(mesh, axes, sizes, rng)
+        single = len(made.steps) == 1
+        # One axis may have too few plans of several steps: then any will do.
+        full = single and singles >= count - count // 3 and draws < _DRAWS * count
+        if made.bytes_received and made not in found and not full:
+            found.append(made)
+            singles += single
+    return tuple(found)
+
+
+def _random_plan(mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random) -> Plan:
+    src, dst = _random_sides(axes, rng)
+    size = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()
+    elements = size / ITEMSIZE * min(_parts(mesh, src), _parts(mesh, dst))
+    rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
+    columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
+    return make_plan((src, dst), mesh, (*rows, columns), DTYPE)
+
+
+def _long_axes(mesh: Mesh) -> tuple[str, ...]:
+    axes = tuple(a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1)
+    if not axes:
+        raise MeshError(f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2")
+    return axes
+
+
+def _layout(first: Sequence[str] = (), second: Sequence[str] = (), sums: Sequence[str] = ()) -> Layout:
+    """A layout of two dims, each cut by axes, and a sum over others."""
+    dims = tuple(Dim(name, tuple(Shard((a,)) for a in cut)) for name, cut in (("n", first), ("d", second)))
+    return Layout(dims, (("sum", tuple(sums)),) if sums else ())
+
+
+def _steps(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
+    """Every kind of step over a group of axes, with the layouts before and after it."""
+    cut = tuple(Shard((a,)) for a in group)
+    whole, rows, columns, partial = _layout(), _layout(group), _layout((), group), _layout(sums=group)
+    yield rows, whole, AllGather("n", cut)
+    yield columns, whole, AllGather("d", cut)
+    yield partial, whole, AllReduce(group)
+    yield partial, rows, ReduceScatter("n", cut)
+    yield partial, columns, ReduceScatter("d", cut)
+    yield rows, columns, AllToAll("n", cut, "d", cut)
+    yield rows, columns, Exchange(columns)
+    yield columns, whole, Exchange(whole)
+
+
+def _copies(group: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
+    """Steps that only copy."""
+    cut = tuple(Shard((a,)) for a in group)
+    yield _layout(), _layout((), group), Slice((("d", cut),))
+    yield _layout((), group), _layout(sums=group), Embed("d", cut)
+
+
+def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, Step]]:
+    """Permutations of devices: all axes change roles, and pairs of axes of one size."""
+    if len(axes) > 1:
+        after = _layout(axes[::-1])
+        yield _layout(axes), after, Permute(after)
+    for a, b in itertools.permutations(axes, 2):
+        if mesh.size(a) == mesh.size(b):
+            after = _layout((b,))
+            yield _layout((a,)), after, Permute(after)
+
+
+def _plan(mesh: Mesh, sample: tuple[Layout, Layout, Step], size: int) -> Plan:
+    """The plan of one step on an array of which the larger block has `size` bytes, about."""
+    src, dst, step = sample
+    least = min(_parts(mesh, src), _parts(mesh, dst))
+    elements = size // ITEMSIZE * least
+    rows = mesh.n_devices * (_ROWS if elements > _ROWS * mesh.n_devices**2 else 1)
+    columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))
+    return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
+
+
+def _parts(mesh: Mesh, layout: Layout) -> int:
+    return mesh.size(*(a for dim in layout.dims for a in dim.axes))
+
+
+def _random_sides(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layout]:
+    """Two layouts of three dims: every axis cuts one, holds replicas, or, on the left, addends."""
+    sides = []
+    for roles in ("abc-+", "abc-"):
+        role = {a: rng.choice(roles) for a in rng.sample(axes, len(axes))}
+        cuts = {name: [a for a in role if role[a] == name] for name in "abc"}
+        dims = tuple(Dim(name, tuple(Shard((a,)) for a in cut)) for name, cut in cuts.items())
+        sums = tuple(a for a in role if role[a] == "+")
+        sides.append(Layout(dims, (("sum", sums),) if sums else ()))
+    return sides[0], sides[1]

@@ -1,0 +1,168 @@
+"""Measured times -> the constants of a profile: none negative, and relative errors small.
+
+Decides how constants are found from times and nothing of how these were taken. `Profile.seconds`
+is linear in its constants (launches, latencies, inverses of speeds); a row here holds its
+coefficients for one plan.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.cost.model import Link, Profile
+from xshard.errors import XshardError
+from xshard.plans.plan import Plan
+
+Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
+_SHARED = ""  # the link of all axes, where they are not told apart
+_GAIN = 0.9  # axes get links of their own where that makes the error this much smaller
+_TURNS = 30  # of reweighting, after which the constants no longer change
+_FAR = 0.1  # logarithms of ratios up to here count squared
+_DIGITS = 4  # significant ones that a constant keeps: it is not known better
+_NO_LIMIT = 1e15  # bytes per second of a link whose bytes cost nothing that could be measured
+
+
+class CalibrationError(XshardError):
+    """Measurements that no profile can be fitted to, or a calibration that cannot be made."""
+
+
+class Sample(NamedTuple):
+    """A plan and the seconds that it took."""
+
+    plan: Plan
+    seconds: float
+
+    def predicted(self, profile: Profile) -> float:
+        """Seconds that the plan takes on the machine of a profile."""
+        return replace(self.plan, profile=profile).cost
+
+    def error(self, profile: Profile) -> float:
+        """Relative error of the prediction: -0.5 where it is half the measured time."""
+        return self.predicted(profile) / self.seconds - 1
+
+
+def median_error(samples: Sequence[Sample], profile: Profile) -> float:
+    """Median of the absolute relative errors."""
+    return statistics.median(abs(sample.error(profile)) for sample in samples)
+
+
+def fit(samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool = False) -> Profile:
+    """The profile that predicts the samples best, by relative error. Needs scipy.
+
+    rounds: see `Profile`. All axes share one link, unless links of their own make the error at least a tenth
+    smaller.
+    Raises CalibrationError without samples that send something, for times that are not positive,
+    and without scipy.
+    """
+    if not any(step.traffic(before).hops for plan, _ in samples for step, before, _ in plan.stages):
+        raise CalibrationError(f"nothing to fit links to: none of {len(samples)} measurements sends anything")
+    for plan, seconds in samples:
+        if not 0 < seconds < math.inf:
+            raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
+    about = Profile(name, source, Link(0.0, math.inf), rounds=rounds)
+    together, apart = (_fit(samples, about, own) for own in (False, True))
+    return apart if _distance(samples, apart) < _GAIN * _distance(samples, together) else together
+
+
+def _distance(samples: Sequence[Sample], profile: Profile) -> float:
+    """Mean of |log(predicted / measured)|: what a fit makes small."""
+    # What is predicted to take no time at all is very far off, but not infinitely.
+    ratios = (max(s.predicted(profile) / s.seconds, 1e-9) for s in samples)
+    return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
+
+
+def _fit(samples: Sequence[Sample], about: Profile, own: bool) -> Profile:
+    """about: a profile without constants, to which all axes are alike."""
+    mesh = samples[0].plan.mesh
+    profile = _fit_once(samples, about, own)
+    # What crosses which axis depends on which is slower, which the fit tells: until both agree.
+    for _ in range(3):
+        known, profile = profile, _fit_once(samples, profile, own)
+        if profile.lanes(mesh) == known.lanes(mesh):
+            break
+    return profile
+
+
+def _fit_once(samples: Sequence[Sample], known: Profile, own: bool) -> Profile:
+    """known: it tells which axes are slower."""
+    rows = [_row(sample.plan, known, own) for sample in samples]
+    columns = sorted({column for row in rows for column in row})
+    A = np.array([[row[column] for column in columns] for row in rows], np.float64)
+    x = _solve(A, np.array([sample.seconds for sample in samples]))
+    return _profile(dict(zip(columns, x.tolist(), strict=True)), known)
+
+
+def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
+    """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
+    row: Counter[Column] = Counter()
+    for step, before, _ in plan.stages:
+        traffic = step.traffic(before, known.lanes(before.mesh))
+        row["copy", ""] += known.copied(traffic) * plan.itemsize
+        if launches := known.launches(step.kind, traffic):
+            row["launch", step.kind] += launches
+        for hop in traffic.hops:
+            link = before.mesh.origin(hop.axis) if own else _SHARED
+            row["latency", link] += hop.messages
+            row["byte", link] += hop.received * plan.itemsize
+    return row
+
+
+def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The non-negative x for which A x is closest to the seconds, in |log(A x / seconds)|.
+
+    Twice as long then counts like half as long: with errors merely relative to the seconds, half as
+    long counts for less, and all would be priced too low. And it counts in proportion, not squared
+    (Huber's loss), since a busy machine makes single times several times too long. Solved as
+    weighted least squares, with weights under which both have the same gradient.
+    """
+    try:
+        from scipy.optimize import nnls
+    except ImportError:
+        raise CalibrationError(
+            "a calibration needs scipy", hint="pip install scipy, or xshard with its extra 'calibrate'"
+        ) from None
+    weights = 1 / seconds
+    for _ in range(_TURNS):
+        B = A * weights[:, None]
+        scale = np.linalg.norm(B, axis=0)  # constants differ by 12 orders of magnitude
+        scale[scale == 0] = 1
+        x: NDArray[np.float64] = nnls(B / scale, seconds * weights)[0] / scale
+        ratio = np.maximum(A @ x / seconds, 1e-2)
+        off = np.where(np.abs(ratio - 1) > 1e-6, ratio - 1, 1e-6)
+        far = np.abs(np.log(ratio))
+        weights = np.sqrt(np.log1p(off) / off / ratio / np.maximum(far, _FAR)) / seconds
+    return x
+
+
+def _profile(found: dict[Column, float], about: Profile) -> Profile:
+    def speed(column: Column, unlimited: float) -> float:
+        per_byte = found.get(column, 0.0)
+        return _rounded(1 / per_byte) if per_byte > 1 / _NO_LIMIT else unlimited
+
+    links = {
+        axis: Link(_rounded(latency), speed(("byte", axis), _NO_LIMIT))
+        for (what, axis), latency in found.items()
+        if what == "latency"
+    }
+    launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
+    return replace(
+        about,
+        # An axis that was not measured is taken to be as slow as the slowest that was.
+        default=min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s)),
+        axes=tuple(sorted((axis, link) for axis, link in links.items() if axis != _SHARED)),
+        # So is a kind of step.
+        launch_s=tuple(sorted({**launches, "other": max(launches.values())}.items())),
+        copy_bytes_per_s=speed(("copy", ""), math.inf),
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,79 @@
+"""Who is right: an outcome against the reference, and the reference against the definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from xshard import reference
+from xshard.layout.layout import Layout
+from xshard.notation.overlap import Fold
+from xshard.plans.plan import Plan
+from xshard.runtimes.tasks import Outcome, Task
+from xshard.steps import Scale
+from xshard.steps.base import Blocks
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest absolute difference of the outputs and of the gradients; None where nothing was compared."""
+
+    forward: float
+    backward: float | None
+
+    @property
+    def agrees(self) -> bool:
+        return self.forward == 0 and not self.backward
+
+
+def compare(outcome: Outcome, expected: Outcome) -> Verdict:
+    """A runtime against the reference, block by block."""
+    return Verdict(
+        difference(outcome.outputs, expected.outputs), difference(outcome.gradients, expected.gradients)
+    )
+
+
+def audit(task: Task, outcome: Outcome) -> Verdict:
+    """An outcome against the definition, without the steps of the plan.
+
+    A redistribution leaves the global array as it is, and so does its adjoint but for the plan's
+    scale. The gradient of a max is defined by its winners: there is no such short cut.
+    """
+    plan = task.plan
+    forward = _moved(plan, task.inputs, plan.src, outcome.outputs, plan.dst, Fraction(1))
+    if not plan.src.is_linear:
+        return Verdict(forward, None)
+    backward = _moved(plan, task.cotangents, plan.dst.dual, outcome.gradients, plan.src.dual, plan.scale)
+    return Verdict(forward, backward)
+
+
+def _moved(plan: Plan, before: Blocks, src: Layout, after: Blocks, dst: Layout, scale: Fraction) -> float:
+    """How far the array that `after` stands for is from `scale` times the one that `before` stands for.
+
+    Blocks are compared where the array determines them; addends and contributions may be any that
+    add up.
+    """
+    value = reference.gather(before, src, plan.mesh, plan.shape)
+    if scale != 1:
+        value = Scale(scale).run([value], plan.source)[0]
+    expected = reference.scatter(value, dst, plan.mesh)
+    if dst.tagged("sum", "mean", "max", "min") or any(isinstance(dim.overlap, Fold) for dim in dst.dims):
+        sums = (reference.gather(blocks, dst, plan.mesh, plan.shape) for blocks in (after, expected))
+        return difference([next(sums)], [next(sums)])
+    return difference(after, expected)
+
+
+def difference(found: Blocks, expected: Blocks) -> float:
+    """Largest absolute difference over all devices; infinite where shapes or dtypes differ."""
+    if len(found) != len(expected):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf")
+        if a.size:
+            gap = np.abs(a.astype(np.complex128) - b.astype(np.complex128)).max()
+            worst = max(worst, float("inf") if np.isnan(gap) else float(gap))
+    return worst

@@ -1,0 +1,299 @@
+"""The search: the cheapest path of moves from one layout to another.
+
+Decides in which order states are settled (A*, cheapest first) and which path is the best: fewest
+seconds, then the least memory, then the plainest. The moves come from `successors`,
+their cost from `move_costs`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from xshard.cost.model import LOCAL
+from xshard.errors import PlanError
+from xshard.formatting import format_bytes
+from xshard.search.move_costs import move_cost, step_of
+from xshard.search.states import Cut, Move, Space, State
+from xshard.search.successors import Moves
+from xshard.steps import Step
+
+# How many states of a directed space are settled before the best path found so far is taken: once by what
+# leads to the goal soonest, once by what is cheapest. Complete spaces are searched to the end.
+MAX_SETTLED = 32
+
+Rank = tuple[float, float, int]  # seconds, elements held, plainness: what paths are compared by
+_WORST: Rank = (math.inf, 0, 0)
+
+
+class Path(NamedTuple):
+    """Moves made so far and what they cost."""
+
+    seconds: float
+    plainness: int
+    held: int
+    least: float  # elements held that count: to hold less is no gain
+    moves: tuple[tuple[State, Move], ...]
+
+    def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
+        """What it comes to with so much more."""
+        held = self.held if self.held > self.least else self.least
+        return round(self.seconds + seconds, 15), held, self.plainness + plainness
+
+
+class Left(NamedTuple):
+    """What any path from a state must still spend: seconds in all, and of these for what arrives.
+
+    received: elements that arrive. is_exact: an exchange straight to the goal receives no more.
+    """
+
+    seconds: float
+    arrives: float
+    received: int
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class Search:
+    """Cheapest-first search over a space.
+
+    memory_limit: bytes that no device may exceed at any moment. exchanges: whether they may be used.
+    scaled: elements held by the step that multiplies by the plan's constant, which no path shows.
+    """
+
+    space: Space
+    memory_limit: int | None
+    exchanges: bool = True
+    scaled: int = 0
+
+    def best_path(self) -> tuple[Step, ...]:
+        """The steps of the cheapest path. Raises PlanError where none stays within the memory limit."""
+        return self.steps(self.path())
+
+    def steps(self, path: Path) -> tuple[Step, ...]:
+        """The moves of a path as steps."""
+        return tuple(step_of(self.space, move, state) for state, move in path.moves)
+
+    def path(self) -> Path:
+        """The cheapest path within the memory limit. Raises PlanError where none fits."""
+        path = self._search()
+        if path is None and not self.exchanges:
+            raise PlanError("no path of collectives leads there")
+        if path is None:
+            least = replace(self, memory_limit=None)._least_peak_bytes()
+            raise PlanError(
+                f"no plan stays within {format_bytes(self.memory_limit or 0)} per device",
+                hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
+            )
+        return path
+
+    @cached_property
+    def _largest(self) -> int:
+        """Elements of the larger end: no block on the way is larger."""
+        return max(self.space.start.max_local_size, self.space.goal.max_local_size)
+
+    @cached_property
+    def _least_held(self) -> float:
+        """Elements that a path may hold without being worse for it: both ends, which a caller has anyway.
+
+        Any number where a sum ends. What holds less there has devices other than the busiest receive more.
+        """
+        space = self.space
+        ends = set(space.state(space.start.layout).sums) - set(space.goal_state.sums)
+        return math.inf if ends else space.start.max_local_size + space.goal.max_local_size
+
+    @cached_property
+    def _least_step(self) -> float:
+        """Seconds that any step with communication takes, at least."""
+        return self._least_launch + self._least_latency
+
+    @cached_property
+    def _least_launch(self) -> float:
+        return min((s for _, s in self.space.profile.launch_s), default=0.0)
+
+    @cached_property
+    def _fastest(self) -> float:
+        """Bytes per second of the fastest link."""
+        return max((link.bytes_per_s for link in self.space.fabric.links), default=1.0)
+
+    def _search(self) -> Path | None:
+        moves = Moves(self.space)
+        # A path that comes nearer to the goal with every step is soon found, and bounds the others.
+        near = None if moves.complete else self._explored(moves, None, nearest=True)
+        return self._explored(moves, near)
+
+    def _explored(self, moves: Moves, best: Path | None, *, nearest: bool = False) -> Path | None:
+        """The best path, `best` or better.
+
+        nearest: goes by collectives, and first to where least is left to change: not to the best.
+        """
+        space = self.space
+        start, goal = space.state(space.start.layout), moves.goal
+        settled: set[State] = set()
+        reached: dict[State, Rank] = {}
+        tie = itertools.count()
+        held = max(space.block(start), self.scaled)
+        if self.memory_limit is not None and held * space.itemsize > self.memory_limit:
+            return None
+        path = Path(0.0, 0, held, self._least_held, ())
+        if start == goal:
+            return path
+        queue = [(path.rank(), next(tie), start, path)]
+        least = _WORST if best is None else best.rank()
+        while queue:
+            estimate, _, state, path = heapq.heappop(queue)
+            if not nearest and estimate >= least:
+                break
+            if state in settled:
+                continue
+            settled.add(state)
+            if (nearest or best is not None) and not moves.complete and len(settled) > MAX_SETTLED:
+                break
+            for move in self._moves(moves, state, path, best, nearest):
+                longer = self._extended(path, state, move, best)
+                if longer is None or move.after in settled:
+                    continue
+                rank = longer.rank()
+                if rank >= reached.get(move.after, _WORST):
+                    continue
+                reached[move.after] = rank
+                if move.after == goal:
+                    best, least = (longer, rank) if rank < least else (best, least)
+                    continue
+                guess = longer.rank(self._expected(move.after) if nearest else self._remaining(move.after), 1)
+                if nearest or guess < least:
+                    heapq.heappush(queue, (guess, next(tie), move.after, longer))
+        return best
+
+    def _expected(self, state: State) -> float:
+        """Seconds that collectives take from a state, if each axis that is in the way takes one."""
+        wanted, goal = self._goal_roles, self.space.goal_state
+        ending = sum(a not in goal.sums for a in state.sums)
+        moving = sum(role != wanted.get(axis) for axis, role in self.space.roles(state).items())
+        return max(self._remaining(state), (ending + moving) * self._least_step)
+
+    @cached_property
+    def _goal_roles(self) -> dict[int, tuple[int, Cut]]:
+        return self.space.roles(self.space.goal_state)
+
+    def _moves(
+        self, moves: Moves, state: State, path: Path, best: Path | None, nearest: bool
+    ) -> Iterator[Move]:
+        """The moves from a state, the direct exchange first: it bounds all others."""
+        if self.exchanges:
+            yield Move("exchange", (), moves.goal)
+        yield from moves.collectives(state)
+        if nearest or not self.exchanges:
+            return
+        # Any other exchange leaves at least one more step with communication to do: what can be
+        # done locally afterwards, the direct one has done. Only a sum may be begun better locally.
+        begins = set(moves.goal.sums) - set(state.sums)
+        least = path.seconds + self._least_exchange + (0.0 if begins else self._remaining(state))
+        if best is None or least < best.seconds:
+            yield from moves.exchanges(state)
+
+    @cached_property
+    def _least_latency(self) -> float:
+        return min((link.latency_s for link in self.space.fabric.links), default=0.0)
+
+    @cached_property
+    def _least_exchange(self) -> float:
+        """Seconds that an exchange takes before the first byte has come."""
+        return self.space.profile.launch("exchange") + self._least_latency
+
+    def _extended(self, path: Path, state: State, move: Move, best: Path | None) -> Path | None:
+        """The path with a move added, unless it holds too much or cannot beat the best."""
+        if self.space.block(move.after) > self._largest:
+            return None
+        if best is not None:
+            least = path.seconds + self._least(move, state)
+            if least > best.seconds or least + self._remaining(move.after) > best.seconds:
+                return None
+        if move.kind == "permute" and not self._permutes(state, move.after):
+            return None
+        price = move_cost(self.space, move, state)
+        if self.memory_limit is not None and price.held * self.space.itemsize > self.memory_limit:
+            return None
+        # Of those that hold the same the plainer path wins: local moves, then collectives, then exchanges.
+        plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
+        return Path(
+            path.seconds + price.seconds,
+            path.plainness + plainness,
+            max(path.held, price.held),
+            path.least,
+            (*path.moves, (state, move)),
+        )
+
+    def _least(self, move: Move, state: State) -> float:
+        """Seconds that a move takes, at least: known without pricing it."""
+        if move.kind in LOCAL:
+            return 0.0
+        if move.kind != "exchange":
+            return self._least_step
+        if set(move.after.sums) - set(state.sums):
+            return self._least_exchange  # what is not contributed is not sent
+        # It unpacks all of the new block, and packs and brings what the old one has no room for.
+        before, after = self.space.block(state), self.space.block(move.after)
+        here, there = self._left(state), self._left(move.after)
+        received = max(0, after - before)
+        arrives = received / self._fastest * self.space.itemsize
+        if here.is_exact and there.is_exact:
+            # What must come from here to the goal comes now or is left to come.
+            received = max(received, here.received - there.received)
+            arrives = max(arrives, here.arrives - there.arrives)
+        profile = self.space.profile
+        copied = after + (received if profile.rounds else after)
+        return self._least_exchange + arrives + copied * self.space.itemsize / profile.copy_bytes_per_s
+
+    def _permutes(self, state: State, after: State) -> bool:
+        """Whether blocks of the one are blocks of the other: known for even cuts, looked up for others."""
+        space = self.space
+        if all(
+            space.is_plain(cut) and space.is_even(d, cut)
+            for end in (state, after)
+            for d, cut in enumerate(end.cuts)
+        ):
+            return True
+        here = space.start.with_layout(space.layout(state))
+        try:
+            step_of(space, Move("permute", (), after), state).after(here)
+        except PlanError:
+            return False
+        return True
+
+    def _remaining(self, state: State) -> float:
+        """Seconds that any path from a state must still spend."""
+        return self._left(state).seconds
+
+    def _left(self, state: State) -> Left:
+        known = self._lefts.get(state)
+        if known is None:
+            known = self._lefts[state] = self._new_left(state)
+        return known
+
+    def _new_left(self, state: State) -> Left:
+        space, links = self.space, self.space.fabric.links
+        (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
+        if not received:
+            return Left(0.0, 0.0, 0, is_exact)
+        # A device that receives much over the slowest links may be another than the busiest of all.
+        waits = links[0].latency_s if crossing else self._least_latency
+        arrives = max(received / self._fastest, crossing / links[0].bytes_per_s) * space.itemsize
+        return Left(self._least_launch + waits + arrives, arrives, received, is_exact)
+
+    @cached_property
+    def _lefts(self) -> dict[State, Left]:
+        return {}
+
+    def _least_peak_bytes(self) -> int:
+        """The smallest peak of any path: the limit is lowered until no path is left."""
+        least, path = 0, self._search()
+        while path is not None:
+            least = path.held * self.space.itemsize
+            path = replace(self, memory_limit=least - 1)._search()
+        return least

@@ -1,0 +1,190 @@
+"""Paths between layouts that overlap: around what `search` finds between layouts that do not.
+
+Decides the few ways there are. A dim that overlaps alike at both ends is left as it is, like one of
+another length. Every other overlap is given up first and made last, one dim after the other: so
+neighbours exchange two messages per axis, and corners travel by way of the sides. Or one exchange
+does it all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard import dtypes
+from xshard.cost.model import Profile, price
+from xshard.errors import PlanError
+from xshard.formatting import format_bytes
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.providers import lost, providers, wanted
+from xshard.layout.runs import Runs, numbers
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Fold, Halo, Window, rows_of
+from xshard.notation.parser import Dim
+from xshard.search.a_star import Search
+from xshard.search.states import Space
+from xshard.steps import Exchange, Step
+
+Steps = tuple[Step, ...]
+
+
+def overlaps(sharding: Sharding) -> bool:
+    """Whether any dim does."""
+    return any(dim.overlap is not None for dim in sharding.layout.dims)
+
+
+def best_path(
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
+) -> Steps:
+    """The cheapest of the ways. Raises PlanError where none fits the limit."""
+    # Where every block holds everything, a cut axis is none: what it is called is settled by a step.
+    if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
+        return ()
+    largest = max(start.max_local_size, goal.max_local_size)
+    found: list[tuple[bool, float, int, int, Steps]] = []
+    for steps in ways(start, goal, dtype, profile).values():
+        here, seconds, peak, block = start, 0.0, 0, 0
+        for step in steps:
+            after = step.after(here)
+            cost = price(step, here, after, dtypes.itemsize(dtype), profile)
+            seconds, peak = seconds + cost.seconds, max(peak, cost.peak_bytes)
+            here, block = after, max(block, after.max_local_size)
+        found.append((block > largest, seconds, len(found), peak, steps))
+    fitting = [way for way in found if memory_limit is None or way[3] <= memory_limit]
+    if not fitting:
+        least = min(way[3] for way in found)
+        raise PlanError(
+            f"no plan stays within {format_bytes(memory_limit or 0)} per device",
+            hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
+        )
+    return min(fitting)[-1]
+
+
+def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[str, Steps]:
+    """Every way by name, the plainest first."""
+    dims = zip(start.layout.dims, goal.layout.dims, strict=True)
+    kept = [a.overlap is not None and a == b for a, b in dims]
+    return {
+        "one dim at a time": _one_by_one(start, goal, kept, dtype, profile),
+        "direct exchange": (Exchange(goal.layout),),
+    }
+
+
+def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
+    """Raise PlanError or DtypeError for overlaps between which nothing can move."""
+    src, dst = source.layout, target.layout
+    for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
+        if isinstance(a.overlap, Fold):
+            dtypes.check_reduction(dtype, "sum")
+            if not src.is_linear:
+                raise PlanError(
+                    f"'{src}' is a max of blocks that overlap as contributions", hint="reduce the max first"
+                )
+        if a != b:
+            _check_lost(source, target, d)
+        for dim, layout in ((a, src), (b, dst)):
+            _check_boundaries(dim, layout, dtype)
+
+
+def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile) -> Steps:
+    bare, aim = (_without_overlaps(sharding, kept) for sharding in (start, goal))
+    # What is local is done where blocks are small: overlaps are trimmed before, folds begun after all else.
+    given_up = _layouts(bare.layout, start.layout, one_by_one=Fold)
+    made = _layouts(aim.layout, goal.layout, one_by_one=(Halo, Window))
+    steps: list[Step] = [Exchange(layout) for layout in given_up[-2::-1]]
+    steps += _between(bare, aim, dtype, profile)
+    return (*steps, *(Exchange(layout) for layout in made[1:]))
+
+
+def _layouts(bare: Layout, full: Layout, one_by_one: type | tuple[type, ...]) -> list[Layout]:
+    """From the one to the other, overlaps of some kinds one after the other, then the rest at once."""
+    dims, found = list(bare.dims), [bare]
+    changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
+    rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
+    for group in (*([d] for d in changed if d not in rest), rest):
+        for d in group:
+            dims[d] = full.dims[d]
+        if group:
+            found.append(replace(bare, dims=tuple(dims)))
+    return found
+
+
+def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
+    pairs = zip(sharding.layout.dims, kept, strict=True)
+    dims = tuple(dim if keep else replace(dim, overlap=None) for dim, keep in pairs)
+    return sharding.with_layout(replace(sharding.layout, dims=dims))
+
+
+def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Steps:
+    """The path that `search` finds, dims that still overlap seen as whole ones of the length of their block.
+
+    The axes that cut those are not there for it: along them devices differ, and stay as they are.
+    """
+    if bare.layout == aim.layout:
+        return ()
+    mesh = bare.mesh
+    fixed = {d: dim for d, dim in enumerate(bare.layout.dims) if dim.overlap is not None}
+    busy = {axis for dim in fixed.values() for axis in dim.axes}
+    free = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis not in busy})
+    machine = profile.along(free.axes, mesh)
+    shape = tuple(bare.max_local_shape[d] if d in fixed else n for d, n in enumerate(bare.shape))
+
+    def plain(sharding: Sharding) -> Sharding:
+        dims = tuple(Dim(dim.name) if d in fixed else dim for d, dim in enumerate(sharding.layout.dims))
+        return Sharding(replace(sharding.layout, dims=dims), free, shape)
+
+    def restored(step: Step) -> Step:
+        to = getattr(step, "to", None)
+        if not isinstance(to, Layout):
+            return step
+        dims = tuple(fixed.get(d, dim) for d, dim in enumerate(to.dims))
+        return replace(step, to=replace(to, dims=dims))  # type: ignore[type-var]
+
+    space = Space(plain(bare), plain(aim), dtype, machine)
+    return tuple(map(restored, Search(space, None).best_path()))
+
+
+def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
+    """Rows that no block of the source holds and the destination wants, or that it has no place for."""
+    mesh, length = source.mesh, source.shape[d]
+    src, dst = source.layout.dims[d], target.layout.dims[d]
+    every, asked = ((dim, length, mesh.sizes_of(dim.axes)) for dim in (src, dst))
+    if src.overlap is not None and not isinstance(src.overlap, Fold):
+        missing = np.intersect1d(numbers(lost(*every)), _rows(wanted(*asked)))
+        if len(missing):
+            raise PlanError(
+                f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
+                f"'{target.layout}' has",
+                hint="a window holds the rows that its outputs read, and no others",
+            )
+    if isinstance(dst.overlap, Fold):
+        homeless = np.intersect1d(numbers(lost(*asked)), _rows(providers(*every)))
+        if len(homeless):
+            raise PlanError(
+                f"row {homeless[0]} of dim {dst.name!r} has no place under '{target.layout}'",
+                hint="contributions to it would be lost",
+            )
+
+
+def _rows(blocks: tuple[Runs, ...]) -> NDArray[np.int64]:
+    """Every row of some blocks."""
+    return np.concatenate([numbers(runs) for runs in blocks])
+
+
+def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
+    if dim.overlap is None:
+        return
+    overlap = rows_of(dim.overlap)
+    for end in (overlap.before, overlap.after):
+        if end.value and layout.tagged("sum", "mean"):
+            raise PlanError(
+                f"'{layout}' fills addends with {end}, whose sum is another number",
+                hint="reduce first, or write zero",
+            )
+        if end.value:
+            dtypes.check_value(dtype, end.value)
+        if end.sign < 0:
+            dtypes.check_signed(dtype)

@@ -1,0 +1,76 @@
+"""Which device takes which place in the destination's mesh, so that less moves.
+
+Decides the permutation, exactly; whether it is worth having is decided by prices, in `between`.
+The idea is COSTA's (arXiv 2106.06601).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.cost.bounds import shared_elements
+from xshard.errors import PlanError
+from xshard.layout.sharding import Sharding
+
+
+def relabelled(
+    source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
+) -> tuple[int, ...]:
+    """The devices of the destination in the order in which the fewest elements move. Normal forms.
+
+    Raises PlanError without scipy.
+    """
+    n = len(dst_devices)
+    needed = np.array([math.prod(target.local_shape(j)) for j in range(n)], np.int64)
+    at = {device: i for i, device in enumerate(src_devices)}
+    lacking = needed - shared_elements(source, target)[[at[device] for device in dst_devices]]
+    if sums := target.layout.tagged("sum"):
+        lacking[:, [target.mesh.index(j, sums) > 0 for j in range(n)]] = 0
+    return tuple(dst_devices[i] for i in best_places(lacking))
+
+
+def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What every device lacks at every place -> for every place its device.
+
+    The fewest elements in all, of these the fewest for the busiest device, which never lacks more
+    than if all stayed (device i at place i); then the fewest devices that change places.
+    Raises PlanError without scipy.
+
+    >>> best_places(np.array([[4, 0], [2, 4]])).tolist()
+    [1, 0]
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise PlanError(
+            "relabel=True needs scipy", hint="pip install scipy, or xshard with its extra 'relabel'"
+        ) from None
+    places = np.arange(len(lacking))
+    unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
+    # In one number: fewer elements first, then fewer devices that change places.
+    weight = lacking // unit * (len(lacking) + 1) + (1 - np.eye(len(lacking), dtype=np.int64))
+
+    def assign(most: int) -> NDArray[np.int64] | None:
+        """The best order in which no device lacks more than `most`."""
+        try:
+            devices, found = linear_sum_assignment(np.where(lacking <= most, weight, np.inf))
+        except ValueError:  # there is none
+            return None
+        return np.asarray(devices[np.argsort(found)])
+
+    limits = np.unique(lacking[lacking <= lacking.diagonal().max()])
+    order = assign(limits[-1])
+    assert order is not None  # all may stay
+    fewest, low, high = lacking[order, places].sum(), 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        found = assign(limits[middle])
+        if found is not None and lacking[found, places].sum() == fewest:
+            order, high = found, middle
+        else:
+            low = middle + 1
+    return order

@@ -1,0 +1,137 @@
+"""The cheapest steps between two shardings: the search, with copies, scales and overlaps around it.
+
+Decides between which layouts a redistribution is defined, and where copies and scales go. Sees shardings and
+a profile; knows no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from xshard import dtypes
+from xshard.cost.model import Profile
+from xshard.errors import PlanError
+from xshard.layout.sharding import Sharding
+from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.search import overlap_paths
+from xshard.search.a_star import Search
+from xshard.search.overlap_paths import overlaps
+from xshard.search.states import Space
+from xshard.search.sub_axis_paths import best_sub_axis_path
+from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
+from xshard.steps.base import axes_of, with_tag, without_tags
+
+
+def solve(
+    source: Sharding,
+    target: Sharding,
+    dtype: str,
+    profile: Profile,
+    factor: Fraction,
+    memory_limit: int | None,
+) -> tuple[tuple[Step, ...], Split]:
+    """The cheapest steps from `source` to `target`, and the axes that they split into sub-axes.
+
+    factor: the constant that the steps multiply by. memory_limit: bytes that no device may exceed.
+    Raises PlanError where no redistribution is defined or none fits the limit, DtypeError where the dtype
+    cannot be reduced.
+    """
+    check_moves(source, target, dtype)
+    start, goal = (s.with_layout(s.normal) for s in (source, target))
+    ends = without_copies(start), without_copies(goal)
+    split: Split = ()
+    if overlaps(start) or overlaps(goal):
+        path = overlap_paths.best_path(*ends, dtype, profile, memory_limit)
+    else:
+        scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
+        path, split = _best_path(Space(*ends, dtype, profile), memory_limit, scaled)
+    if split:
+        fine = SubAxisMesh(source.mesh, split)
+        start, goal = (s.with_layout(s.normal) for s in map(fine.divided, (source, target)))
+    return with_scale(with_copies(path, start, goal), factor, start, goal), split
+
+
+def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tuple[Step, ...], Split]:
+    """The steps of the cheapest path, and the axes that it divides."""
+    search = Search(space, memory_limit, scaled=scaled)
+    path = search.path()
+    finer = best_sub_axis_path(space, path, memory_limit)
+    return (search.steps(path), ()) if finer is None else (finer.steps(), finer.split)
+
+
+def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
+    """Raise for pairs of layouts between which no redistribution is defined."""
+    src, dst = source.layout, target.layout
+    overlap_paths.check_overlaps(source, target, dtype)
+    for kind, axes in src.tags:
+        if kind != "copy" and not set(axes) <= set(dst.tagged(kind)):
+            dtypes.check_reduction(dtype, kind)
+    for kind in ("max", "min"):
+        new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
+        if new:
+            raise PlanError(
+                f"'{dst}' holds a {kind} over {', '.join(new)} that '{src}' does not",
+                hint=f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})",
+            )
+    if not src.is_linear and dst.tagged("sum", "mean"):
+        raise PlanError(
+            f"between '{src}' and '{dst}' a max ends and a sum begins", hint="reduce first, then redistribute"
+        )
+
+
+def with_scale(
+    steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
+) -> tuple[Step, ...]:
+    """The steps with a constant multiplied in where blocks are smaller: before they grow or after."""
+    if factor == 1:
+        return steps
+    # What a boundary fills in comes after: it is a value of the result.
+    first = overlaps(goal) or start.max_local_size <= goal.max_local_size
+    return (Scale(factor), *steps) if first else (*steps, Scale(factor))
+
+
+def without_copies(sharding: Sharding) -> Sharding:
+    """The sharding with copies read as replicas: what a search works on."""
+    return sharding.with_layout(without_tags(sharding.layout, sharding.layout.tagged("copy")))
+
+
+def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
+    """The steps with copies told from replicas, which the search does not distinguish.
+
+    An axis whose values become whole for the last time holds copies if the goal says so; what
+    no step settles is retagged at the end, where no data moves.
+    """
+    wanted = goal.layout.tagged("copy")
+    if not wanted and not start.layout.tagged("copy"):
+        return tuple(steps)
+    here, result = start, []
+    for i, step in enumerate(steps):
+        later = {a for s in steps[i + 1 :] for a in _consumed(s)}
+        copies = tuple(a for a in wanted if a not in later)
+        if isinstance(step, AllGather):
+            step = replace(step, copies=tuple(a for a in axes_of(step.shards) if a in copies))
+        elif isinstance(step, AllReduce):
+            step = replace(step, copies=tuple(a for a in step.axes if a in copies))
+        elif isinstance(step, Exchange | Permute):
+            free = [a for a in copies if a not in step.to.axes]
+            step = replace(step, to=with_tag(step.to, "copy", free))
+        result.append(step)
+        here = step.after(here)
+    have = here.layout.tagged("copy")
+    retag = Retag(
+        copies=tuple(a for a in wanted if a not in have), replicas=tuple(a for a in have if a not in wanted)
+    )
+    return (*result, retag) if retag != Retag() else tuple(result)
+
+
+def _consumed(step: Step) -> tuple[str, ...]:
+    """Axes that a step takes out of replicas or copies."""
+    if isinstance(step, Slice):
+        return tuple(axis for _, shards in step.cuts for axis in axes_of(shards))
+    if isinstance(step, Embed):
+        return axes_of(step.shards)
+    if isinstance(step, Mask):
+        return step.axes
+    return step.to.axes if isinstance(step, Exchange | Permute) else ()

@@ -1,0 +1,260 @@
+"""The search space: layouts as small tuples of numbers, priced without building them.
+
+Decides how a layout in normal form is encoded (`State`), how large its blocks are and what a
+move between two states costs. The formulas are those of the steps. Knows no strategy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from xshard import dtypes
+from xshard.cost.model import Fabric, Profile
+from xshard.layout.layout import Layout
+from xshard.layout.partition import block_length
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Dim, Shard
+from xshard.steps import Exchange, Traffic
+from xshard.steps.exchange.even_traffic import LaneCuts, digit_traffic, node_lack
+from xshard.steps.exchange.near_senders import MAX_PAIRED
+from xshard.steps.exchange.traffic import counted_traffic, lanes_by_axis
+from xshard.steps.traffic import LinkSpans
+
+Cut = tuple[int, ...]  # the cuts of one dim, outermost first, as indices into `Space.shards`
+
+
+class State(NamedTuple):
+    """A layout without copy tags: the cuts of every dim, and the axes that hold addends."""
+
+    cuts: tuple[Cut, ...]
+    sums: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """A step not yet built: its kind, what the kind needs to know, and where it leads."""
+
+    kind: str
+    data: tuple[int | Cut, ...]
+    after: State
+
+
+@dataclass(frozen=True)
+class Space:
+    """The states between two shardings in normal form and without copy tags, and the price of moves.
+
+    Axes are numbered as in the mesh, those of size 1 left out. The first shards are the axes
+    themselves, each a contiguous cut; then come the other cuts that the two ends name.
+    """
+
+    start: Sharding
+    goal: Sharding
+    dtype: str
+    profile: Profile
+
+    @cached_property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.dtype)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(a for a in self.start.mesh.axes if self.start.mesh.size(a) > 1)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        named = [s for end in (self.start, self.goal) for dim in end.layout.dims for s in dim.shards]
+        return tuple(dict.fromkeys([*(Shard((a,)) for a in self.axes), *named]))
+
+    @cached_property
+    def shard_axes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.axes.index(a) for a in shard.axes) for shard in self.shards)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of parts of every shard; the first are the sizes of the axes."""
+        return tuple(self.start.mesh.size(*shard.axes) for shard in self.shards)
+
+    @cached_property
+    def op(self) -> str:
+        """The one kind of reduction that these layouts know."""
+        kinds = [kind for end in (self.start, self.goal) for kind, _ in end.layout.tags]
+        return kinds[0] if kinds else "sum"
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        return self.profile.fabric(self.start.mesh)
+
+    @cached_property
+    def nodes(self) -> int | None:
+        """Devices of a node, where exchanges have to look for near senders."""
+        mesh = self.start.mesh
+        splits = mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(mesh)
+        return self.profile.node_devices if splits else None
+
+    def state(self, layout: Layout) -> State:
+        """A layout of this space -> its state."""
+        cuts = tuple(tuple(self.shards.index(s) for s in dim.shards) for dim in layout.dims)
+        return State(cuts, tuple(sorted(self.axes.index(a) for a in layout.tagged(self.op))))
+
+    def layout(self, state: State) -> Layout:
+        """A state -> its layout."""
+        dims = tuple(
+            Dim(dim.name, tuple(self.shards[s] for s in cut))
+            for dim, cut in zip(self.start.layout.dims, state.cuts, strict=True)
+        )
+        return Layout(dims, ((self.op, tuple(self.axes[a] for a in state.sums)),))
+
+    def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
+        return tuple(a for s in cut for a in self.shard_axes[s])
+
+    def free(self, state: State) -> tuple[int, ...]:
+        """The axes that hold replicas."""
+        used = {a for cut in state.cuts for a in self.axes_in(cut)} | set(state.sums)
+        return tuple(a for a in range(len(self.axes)) if a not in used)
+
+    def is_plain(self, cut: Iterable[int]) -> bool:
+        """Whether every cut is contiguous, over one axis."""
+        return all(s < len(self.axes) for s in cut)
+
+    @cached_property
+    def _lengths(self) -> dict[tuple[int, Cut], tuple[int, bool]]:
+        return {}
+
+    def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
+        """The longest block of a dim under a cut, and whether all are as long."""
+        known = self._lengths.get((dim, cut))
+        if known is None:
+            whole, parts = self.start.shape[dim], math.prod(self.sizes[s] for s in cut)
+            if self.is_plain(cut) and whole % parts == 0:
+                known = whole // parts, True
+            else:
+                d = Dim("", tuple(self.shards[s] for s in cut))
+                known = block_length(d, whole, self.start.mesh.sizes_of(d.axes))
+            self._lengths[dim, cut] = known
+        return known
+
+    def is_even(self, dim: int, cut: Cut) -> bool:
+        return self.length(dim, cut)[1]
+
+    def block(self, state: State) -> int:
+        """Elements of the largest block."""
+        known = self._blocks.get(state.cuts)
+        if known is None:
+            known = math.prod(self.length(d, cut)[0] for d, cut in enumerate(state.cuts))
+            self._blocks[state.cuts] = known
+        return known
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[Cut, ...], int]:
+        return {}
+
+    def least_received(self, state: State) -> tuple[int, bool]:
+        """Fewest elements that the busiest device must receive on any path from a state to the goal.
+
+        And whether an exchange straight there receives just as many.
+        """
+        goal = self.goal_state
+        if state.sums != goal.sums:
+            return 0, False
+        even = self._even_exchange(state, goal)
+        if even is not None:
+            return even.received, True
+        # Uneven blocks have to be looked at one by one: too slow for a bound.
+        return max(0, self.block(goal) - self.block(state)), False
+
+    def least_crossing(self, state: State) -> float:
+        """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
+        cuts = self._lane_cuts(state), self._lane_cuts(self.goal_state)
+        several = len(self.fabric.links) > 1 and self.nodes is None
+        if not several or state.sums != self.goal_state.sums or cuts[0] is None or cuts[1] is None:
+            return 0.0
+        near = math.prod(lane.size for lane in self.fabric.lanes if lane.level)
+        return node_lack(self.start.shape, cuts[0], cuts[1]) / near
+
+    def even_received(self, state: State, after: State) -> Traffic | None:
+        """Traffic of an exchange, where that is known without looking at devices."""
+        return None if self.nodes else self._even_exchange(state, after)
+
+    @cached_property
+    def goal_state(self) -> State:
+        return self.state(self.goal.layout)
+
+    def names(self, axes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.axes[a] for a in axes)
+
+    def cut_by(self, cut: Iterable[int]) -> tuple[Shard, ...]:
+        return tuple(self.shards[s] for s in cut)
+
+    def group(self, axes: Iterable[int]) -> LinkSpans:
+        """The lanes of some axes, the slowest first."""
+        names = {self.axes[a] for a in axes}
+        return tuple(lane for lane in self.fabric.lanes if lane.axis in names)
+
+    def levels(self, axis: int) -> tuple[int, ...]:
+        """How fast the links along an axis are, the slowest first, 0 for the slowest of the mesh."""
+        return tuple(lane.level for lane in self.group((axis,)))
+
+    def exchange_traffic(self, state: State, after: State) -> Traffic:
+        """What an exchange between two states moves."""
+        known = self._exchanges.get((state, after))
+        if known is None:
+            known = self._exchanges[state, after] = self._new_exchange_traffic(state, after)
+        return known
+
+    @cached_property
+    def _exchanges(self) -> dict[tuple[State, State], Traffic]:
+        return {}
+
+    def _new_exchange_traffic(self, state: State, after: State) -> Traffic:
+        even = self.even_received(state, after)
+        if even is not None:
+            return even
+        before, there = (self.start.with_layout(self.layout(end)) for end in (state, after))
+        step = self.exchange(there.layout, before.layout)
+        if step.node_devices is None:  # it is known not to be even: no need to look once more
+            return counted_traffic(before, there, self.fabric.lanes)
+        return step.traffic(before)
+
+    def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
+        """The exchange to a layout from another, by default the start: with near senders where it matters."""
+        here = self.start.layout if frm is None else frm
+        return Exchange(to, self.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
+
+    def _even_exchange(self, state: State, after: State) -> Traffic | None:
+        src, dst = self._lane_cuts(state), self._lane_cuts(after)
+        if src is None or dst is None or set(after.sums) - set(state.sums):
+            return None
+        addends = [lane for a in state.sums if a not in after.sums for lane in self._axis_lanes[a]]
+        return digit_traffic(self.start.shape, src, dst, addends)
+
+    @cached_property
+    def _axis_lanes(self) -> tuple[LinkSpans, ...]:
+        """The lanes of every axis, the outermost first."""
+        found = lanes_by_axis(self.start.mesh, self.fabric.lanes)
+        return tuple(found[axis] for axis in self.axes)
+
+    def _lane_cuts(self, state: State) -> LaneCuts | None:
+        """The lanes that cut every dim; None where a cut is uneven or not contiguous."""
+        cuts = state.cuts
+        if cuts not in self._known_cuts:
+            even = all(self.is_plain(c) and self.is_even(d, c) for d, c in enumerate(cuts))
+            self._known_cuts[cuts] = (
+                tuple(tuple(lane for s in c for lane in self._axis_lanes[s]) for c in cuts) if even else None
+            )
+        return self._known_cuts[cuts]
+
+    @cached_property
+    def _known_cuts(self) -> dict[tuple[Cut, ...], LaneCuts | None]:
+        return {}
+
+    def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
+        """What every cutting axis does: its dim and the cuts down to it."""
+        return {
+            a: (d, cut[: i + 1])
+            for d, cut in enumerate(state.cuts)
+            for i, s in enumerate(cut)
+            for a in self.shard_axes[s]
+        }

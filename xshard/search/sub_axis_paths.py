@@ -1,0 +1,295 @@
+"""Paths over parts of axes: replicas are sliced until blocks fit, blocks move, what is over is gathered.
+
+Decides where dividing axes pays. Cut `x` of 4 is to become cut `y` of 2: two blocks of the one are a
+block of the other, so half of `x` may stand for `y` and only the other half is gathered. On whole axes all
+of `x` is. Such a path is written down, not searched for: every dim is cut into the least common multiple of
+its parts at both ends, by axes that are free at one end and at the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, pairwise, permutations
+
+from xshard.cost.model import LOCAL
+from xshard.layout.sub_axes import Split, SubAxisMesh
+from xshard.search.a_star import Path
+from xshard.search.move_costs import move_cost, step_of
+from xshard.search.states import Cut, Move, Space, State
+from xshard.steps import Step
+
+# Ways to cut dims further that are looked at from either end; they differ in which links they use.
+MAX_WAYS = 16
+LEAST_GAIN = 1e-9  # of the seconds: less is rounding
+
+Cuts = tuple[Cut, ...]
+Needs = tuple[Sequence[int], Sequence[int]]  # at either end, into how many parts more every dim is cut
+Moves = tuple[tuple[State, Move], ...]
+
+
+@dataclass(frozen=True)
+class SubAxisPath:
+    """A path, its seconds, and the space whose axes it names."""
+
+    seconds: float
+    space: Space
+    moves: Moves
+
+    @property
+    def split(self) -> Split:
+        """The axes that it divides."""
+        mesh = self.space.start.mesh
+        return mesh.split if isinstance(mesh, SubAxisMesh) else ()
+
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(step_of(self.space, move, state) for state, move in self.moves)
+
+
+def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> SubAxisPath | None:
+    """The cheapest path of slice, permutation and gathers over parts of axes, if it is cheaper than `path`.
+
+    path: the best on whole axes. For even contiguous cuts whose sums stay as they are.
+    """
+    sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
+    if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
+        return None  # one collective: there is nothing to save
+    needs = _needs(space)
+    if needs is None or not (_cuts_further(needs) or _relief(space)):
+        return None  # what is cut alike is permuted, which needs no parts
+    if _least_seconds(space, needs) >= path.seconds:
+        return None
+    split = tuple(_all_parts(space))
+    if not split:
+        return None
+    finest = _divided(space, split)
+    limit = math.inf if memory_limit is None else memory_limit / space.itemsize
+    found: SubAxisPath | None = None
+    for more, axes in _wider(finest, needs):
+        found = _cheapest(finest, more, axes, limit, found.seconds if found else path.seconds) or found
+    return None if found is None else _in_few_parts(space, found)
+
+
+def _changing(space: Space) -> list[int]:
+    """The axes that do not cut the same at both ends."""
+    old, new = space.roles(space.state(space.start.layout)), space.roles(space.goal_state)
+    return [a for a in range(len(space.axes)) if old.get(a) != new.get(a)]
+
+
+def _needs(space: Space) -> tuple[list[int], list[int]] | None:
+    """Into how many parts either end must cut every dim further to cut alike; None where it cannot."""
+    ends = space.state(space.start.layout), space.goal_state
+    if ends[0].sums != ends[1].sums or None in (space.start.even_cuts, space.goal.even_cuts):
+        return None
+    parts = [[math.prod(space.sizes[s] for s in cut) for cut in end.cuts] for end in ends]
+    common = [math.lcm(*both) for both in zip(*parts, strict=True)]
+    if any(n % parts_ for n, parts_ in zip(space.start.shape, common, strict=True)):
+        return None
+    changing = _changing(space)
+    needs = [[c // n for c, n in zip(common, have, strict=True)] for have in parts]
+    for end, more in zip(ends, needs, strict=True):
+        if math.prod(more) > math.prod(space.sizes[a] for a in space.free(end) if a in changing):
+            return None
+    return needs[0], needs[1]
+
+
+def _cuts_further(needs: Needs) -> bool:
+    return any(n > 1 for more in needs for n in more)
+
+
+def _least_seconds(space: Space, needs: Needs) -> float:
+    """What any aligned path takes: what must arrive, and the launches and first latencies of its steps."""
+    start, links, profile = space.state(space.start.layout), space.fabric.links, space.profile
+    least = min(link.latency_s for link in links)
+    seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
+    if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
+        seconds += profile.launch("all_gather") + least
+    received = space.least_received(start)[0] * space.itemsize
+    return seconds + received / max(link.bytes_per_s for link in links)
+
+
+def _relief(space: Space) -> list[int]:
+    """Axes that hold replicas at both ends, on faster links than the slowest that a path must use."""
+    start, goal = space.state(space.start.layout), space.goal_state
+    slowest = min(space.levels(a)[0] for a in _changing(space))
+    return [a for a in space.free(start) if a in space.free(goal) and space.levels(a)[-1] > slowest]
+
+
+def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The axes that may be divided: those that change into prime factors, others where nodes end."""
+    changing = _changing(space)
+    for a in (*changing, *_relief(space)):
+        lanes = sorted(space.group((a,)), key=lambda lane: -lane.stride)
+        # A part of a ring is no ring.
+        whole = any(space.fabric.links[lane.level].topology == "ring" for lane in lanes)
+        sizes = tuple(p for lane in lanes for p in (_primes(lane.size) if a in changing else (lane.size,)))
+        if len(sizes) > 1 and not whole:
+            yield space.axes[a], sizes
+
+
+def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
+    """What is needed, of which axes; and with a dim cut further by replicas, so that less crosses nodes."""
+    changing = _changing(space)
+    if _cuts_further(needs):
+        yield needs, changing
+    near = [a for a in _relief(space) if a not in changing and len(space.levels(a)) == 1]
+    parts = math.prod(space.sizes[a] for a in near)
+    cuts = space.goal_state.cuts
+    for d, cut in enumerate(cuts if parts > 1 else ()):
+        if space.start.shape[d] % (math.prod(space.sizes[s] for s in cut) * needs[1][d] * parts) == 0:
+            wider = ([n * parts if e == d else n for e, n in enumerate(more)] for more in needs)
+            yield (next(wider), next(wider)), [*changing, *near]
+
+
+def _in_few_parts(space: Space, found: SubAxisPath) -> SubAxisPath:
+    """The same path; parts that are side by side all the way are one. space: on whole axes."""
+    split = tuple(_needed_parts(found.space, found.moves))
+    fewer = _divided(space, split) if split else space
+    number = {place: a for a, place in enumerate(_places(fewer))}
+    # Of parts that are one the first stands for all: it begins where they begin.
+    first = {a: number[place] for a, place in enumerate(_places(found.space)) if place in number}
+
+    def together(state: State) -> State:
+        return State(tuple(tuple(first[a] for a in cut if a in first) for cut in state.cuts), state.sums)
+
+    moves: list[tuple[State, Move]] = []
+    for before, move in found.moves:
+        here, after = together(before), together(move.after)
+        data = move.data
+        if move.kind == "slice":
+            data = tuple(b[len(a) :] for a, b in zip(here.cuts, after.cuts, strict=True))
+        elif move.kind == "all_gather":
+            lengths = [len(a) - len(b) for a, b in zip(here.cuts, after.cuts, strict=True)]
+            data = lengths.index(max(lengths)), max(lengths)
+        moves.append((here, Move(move.kind, data, after)))
+    return SubAxisPath(found.seconds, fewer, tuple(moves))
+
+
+def _places(space: Space) -> list[tuple[str, int]]:
+    """For every axis, the whole axis that it is of, and how many positions of that are outside it."""
+    mesh, outside = space.start.mesh, Counter[str]()
+    found = []
+    for axis, size in zip(space.axes, space.sizes, strict=False):
+        whole = mesh.origin(axis)
+        found.append((whole, outside[whole]))
+        outside[whole] = max(outside[whole], 1) * size
+    return found
+
+
+def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The axes that a path divides, with the parts that are apart somewhere on it."""
+    mesh = space.start.mesh
+    assert isinstance(mesh, SubAxisMesh)
+    passed = [move.after.cuts for _, move in moves]
+    for axis, _ in mesh.split:
+        numbers = [space.axes.index(part) for part in mesh.parts[axis]]
+        sizes = [space.sizes[numbers[0]]]
+        for one, other in pairwise(numbers):
+            if all(_together(one, other, cuts) for cuts in passed):
+                sizes[-1] *= space.sizes[other]
+            else:
+                sizes.append(space.sizes[other])
+        if len(sizes) > 1:
+            yield axis, tuple(sizes)
+
+
+def _together(one: int, other: int, cuts: Cuts) -> bool:
+    """Whether two parts cut one after the other, or neither of them cuts."""
+    cut = next((c for c in cuts if one in c or other in c), None)
+    return cut is None or (one, other) in pairwise(cut)
+
+
+def _divided(space: Space, split: Split) -> Space:
+    """The space on a mesh with axes divided."""
+    mesh = SubAxisMesh(space.start.mesh, split)
+    fine = (mesh.divided(end) for end in (space.start, space.goal))
+    start, goal = (end.with_layout(end.normal) for end in fine)
+    return Space(start, goal, space.dtype, space.profile)
+
+
+def _cheapest(
+    space: Space, needs: Needs, axes: Sequence[int], limit: float, seconds: float
+) -> SubAxisPath | None:
+    """The cheapest aligned path over some axes that takes fewer seconds. limit: elements held at most."""
+    start, goal = space.state(space.start.layout), space.goal_state
+    slices, gathers = (
+        list(islice(_ways(space, [a for a in space.free(end) if a in axes], more), MAX_WAYS))
+        for end, more in zip((start, goal), needs, strict=True)
+    )
+    best: SubAxisPath | None = None
+    for landed in gathers:
+        there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
+        orders = [_gathered(there, landed, order) for order in permutations(_cut_dims(landed))]
+        priced = [_priced(space, moves, limit) for moves in orders]
+        last = min(range(len(orders)), key=lambda i: priced[i])
+        for sliced in slices:
+            first = _sliced(start, sliced)
+            here = first[-1][1].after if first else start
+            if here == there or priced[last] >= seconds:
+                continue
+            first = (*first, (here, Move("permute", (), there)))
+            total = _priced(space, first, limit) + priced[last]
+            if total < seconds * (1 - LEAST_GAIN):
+                best, seconds = SubAxisPath(total, space, (*first, *orders[last])), total
+    return best
+
+
+def _ways(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
+    """How free axes may cut dims into so many parts more.
+
+    Parts of one axis on equal links are alike: of these the innermost are taken.
+    """
+    if not needs:
+        yield ()
+        return
+    alike: set[tuple[object, ...]] = set()
+    for n in range(len(free) + 1):
+        for cut in reversed(list(combinations(free, n))):
+            if math.prod(space.sizes[a] for a in cut) != needs[0]:
+                continue
+            kinds = tuple((space.start.mesh.origin(space.axes[a]), space.levels(a)) for a in cut)
+            if kinds in alike:
+                continue
+            alike.add(kinds)
+            for others in _ways(space, [a for a in free if a not in cut], needs[1:]):
+                yield (cut, *others)
+
+
+def _cut_dims(cuts: Cuts) -> list[int]:
+    return [d for d, cut in enumerate(cuts) if cut]
+
+
+def _sliced(start: State, cuts: Cuts) -> Moves:
+    if not _cut_dims(cuts):
+        return ()
+    after = State(tuple(map(tuple.__add__, start.cuts, cuts)), start.sums)
+    return ((start, Move("slice", cuts, after)),)
+
+
+def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
+    """These innermost cuts taken off the dims of a state, one dim after the other."""
+    moves: list[tuple[State, Move]] = []
+    for d in order:
+        n = len(cuts[d])
+        after = State((*here.cuts[:d], here.cuts[d][:-n], *here.cuts[d + 1 :]), here.sums)
+        moves.append((here, Move("all_gather", (d, n), after)))
+        here = after
+    return tuple(moves)
+
+
+def _priced(space: Space, moves: Moves, limit: float) -> float:
+    """Seconds of a path; without end where it holds too much."""
+    prices = [move_cost(space, move, state) for state, move in moves]
+    return math.inf if any(p.held > limit for p in prices) else sum(p.seconds for p in prices)
+
+
+def _primes(n: int) -> Iterator[int]:
+    """Prime factors, ascending."""
+    p = 2
+    while n > 1:
+        while n % p == 0:
+            yield p
+            n //= p
+        p += 1

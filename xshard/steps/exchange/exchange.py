@@ -1,0 +1,88 @@
+"""Exchange: every device sends every other exactly the boxes it lacks. The general step.
+
+It realises any pair of layouts in one round at the fewest bytes received, adding where a sum
+ends; structured collectives win where latency or hardware support does. Its adjoint is the
+exchange between the dual layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.errors import PlanError
+from xshard.layout.layout import Layout
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Fold
+from xshard.steps.base import REDUCERS, Block, Blocks, Step
+from xshard.steps.exchange.messages import filled, messages_to
+from xshard.steps.exchange.near_senders import nearby_traffic
+from xshard.steps.exchange.traffic import begun, ended, exchange_traffic
+from xshard.steps.traffic import LinkSpans, Traffic
+
+
+@dataclass(frozen=True)
+class Exchange(Step):
+    """Every device gets the block of layout `to` from whoever holds its parts.
+
+    Sums that end, and contributions to a fold, are added at the receiver in the order of the
+    senders; an element of a new sum or fold is contributed by its first holder alone.
+
+    node_devices: consecutive devices that are a node, where a replica in the receiver's node
+    is to be the sender; for exchanges that neither end nor begin a sum, of blocks that do not overlap.
+    """
+
+    kind: ClassVar[str] = "exchange"
+    to: Layout
+    node_devices: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_devices is not None and self.node_devices < 1:
+            raise PlanError(f"{self.node_devices} devices are no node", hint="a node has 1 device or more")
+
+    def after(self, before: Sharding) -> Sharding:
+        after = before.with_layout(self.to)
+        if self.node_devices is not None and (ended(before.layout, self.to) or begun(before.layout, self.to)):
+            raise PlanError(f"no near senders where a sum ends or begins: '{before.layout}' -> '{self.to}'")
+        if self.node_devices is not None and any(d.overlap for d in (*before.layout.dims, *self.to.dims)):
+            raise PlanError(f"no near senders where blocks overlap: '{before.layout}' -> '{self.to}'")
+        kinds = {kind for kind, _ in before.layout.tags if kind != "copy"}
+        new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
+        if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
+            raise PlanError(f"'{before.layout}' holds no max or min to keep in '{self.to}'")
+        return after
+
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+        after = before.with_layout(self.to)
+        if self.node_devices is not None:
+            return nearby_traffic(before, after, self.node_devices)
+        return exchange_traffic(before, after, lanes)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        after = before.with_layout(self.to)
+        op = self.op(before)
+        results = []
+        for device in range(before.mesh.n_devices):
+            out = np.zeros(after.local_shape(device), blocks[device].dtype)
+            for d, start, stop, value in filled(after, device):
+                out[(slice(None),) * d + (slice(start, stop),)] = value
+            written = np.zeros(out.shape, bool)
+            for message in messages_to(before, after, device, self.node_devices):
+                box, index = blocks[message.src][message.src_index()], message.dst_index()
+                box = box if message.sign > 0 else -box
+                out[index] = np.where(written[index], REDUCERS[op](out[index], box), box) if op else box
+                written[index] = True
+            results.append(out)
+        return results
+
+    def op(self, before: Sharding) -> str | None:
+        """How boxes that meet at one place combine: the reduction that ends here, if one does."""
+        for kind, axes in before.layout.tags:
+            if kind != "copy" and not set(axes) <= set(self.to.tagged(kind)):
+                return kind
+        return "sum" if any(isinstance(dim.overlap, Fold) for dim in before.layout.dims) else None
+
+    def __str__(self) -> str:
+        return "exchange"

@@ -1,0 +1,134 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.layout.block_rows import fills
+from xshard.layout.runs import Run, Segment, rows
+from xshard.layout.sharding import Sharding
+from xshard.steps.exchange.near_senders import holders, nearby_senders
+from xshard.steps.exchange.sources import sides, sources, view_pairs
+from xshard.steps.exchange.traffic import begun, cut_axes, ended
+
+
+class Message(NamedTuple):
+    """One box that device `dst` takes from device `src`: for every dim, matching rows of both blocks.
+
+    A box is the outer product of its dims' segments, so a message is one dense sub-array.
+    """
+
+    src: int
+    dst: int
+    box: tuple[tuple[Segment, ...], ...]
+    sign: int = 1  # what the receiver multiplies it by: rows from beyond a pole may be negated
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(s.length for s in segments) for segments in self.box)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def src_index(self) -> tuple[NDArray[np.int64], ...]:
+        """numpy index of the box in the sender's block."""
+        return np.ix_(*(rows_at(segments, 0) for segments in self.box))
+
+    def dst_index(self) -> tuple[NDArray[np.int64], ...]:
+        """numpy index of the box in the receiver's block."""
+        return np.ix_(*(rows_at(segments, 1) for segments in self.box))
+
+
+def messages_to(
+    before: Sharding, after: Sharding, device: int, node_devices: int | None = None
+) -> tuple[Message, ...]:
+    """What a device takes from every sender (itself included), senders in order.
+
+    A sender differs from the receiver only along axes that cut the source or whose sum ends, so
+    replicas share the work and a device that holds a row already takes it from itself. With
+    `node_devices` a replica in the receiver's node stands in for one that is elsewhere.
+    """
+    plain = _messages_to(before, after, device)
+    if node_devices is None:
+        return plain
+    blocks = holders(before, node_devices).block_of
+    near = nearby_senders(before, after, node_devices)
+    chosen = (m._replace(src=near.get((int(blocks[m.src]), device), m.src)) for m in plain)
+    return tuple(sorted(chosen, key=lambda m: m.src))
+
+
+def messages_from(
+    before: Sharding, after: Sharding, device: int, node_devices: int | None = None
+) -> tuple[Message, ...]:
+    """What a device sends to every receiver (itself included), receivers in order."""
+    mesh, ends = before.mesh, ended(before.layout, after.layout)
+    moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ends]
+    receivers = mesh.group(device, moving if node_devices is None else mesh.axes)
+    found = (m for r in receivers for m in messages_to(before, after, r, node_devices))
+    return tuple(m for m in found if m.src == device)
+
+
+def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
+    """Local rows of the segments in the sender's (0) or the receiver's (1) block."""
+    index = rows(tuple(Run(segment[end], segment.length) for segment in segments))
+    return np.r_[index] if isinstance(index, slice) else index
+
+
+def filled(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
+    """Rows outside the array, which a device fills: (dim, start, stop, value), written in this order."""
+    found: list[tuple[int, int, int, float]] = []
+    for d, dim in enumerate(after.layout.dims):
+        sizes = after.mesh.sizes_of(dim.axes)
+        found += [(d, *fill) for fill in fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
+    return tuple(found)
+
+
+@lru_cache(maxsize=8192)
+def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Message, ...]:
+    mesh, src, dst = before.mesh, before.layout, after.layout
+    coords = mesh.coords(device)
+    begins = begun(src, dst)
+    cut = cut_axes(src)
+    if any(coords[mesh.position(a)] for a in begins if a not in cut):
+        return ()  # the first device along the new sum contributes, this one adds nothing
+    found = []
+    for mine, theirs in view_pairs(before, after):
+        per_dim = []
+        for d, (a, b) in enumerate(sides(before, after, mine, theirs)):
+            sizes = mesh.sizes_of(a.dim.axes)
+            at = before.dim_device(d, device), after.dim_device(d, device)
+            places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
+            per_dim.append(
+                [
+                    (places[s.sender], s.segments)
+                    for s in sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *at, once)
+                    if all(
+                        coords[mesh.position(axis)] == c
+                        for axis, c in zip(a.dim.axes, places[s.sender], strict=True)
+                        if axis in begins
+                    )
+                ]
+            )
+        for addend in _indices(mesh.sizes_of(ended(src, dst))):
+            for combo in itertools.product(*per_dim):
+                sender = list(coords)
+                for axis, c in zip(ended(src, dst), addend, strict=True):
+                    sender[mesh.position(axis)] = c
+                for dim, (place, _) in zip(src.dims, combo, strict=True):
+                    for axis, c in zip(dim.axes, place, strict=True):
+                        sender[mesh.position(axis)] = c
+                box = tuple(segments for _, segments in combo)
+                found.append(Message(mesh.device(sender), device, box, mine.sign * theirs.sign))
+    return tuple(sorted(found, key=lambda m: m.src))
+
+
+def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, sizes))

@@ -1,0 +1,119 @@
+"""Who sends what in an exchange whose senders are near: among replicas, one in the receiver's node.
+
+Decides the senders where nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node): there a
+replica that has all coordinates of the receiver's but those of the cuts may be in another node,
+though one that differs along more axes is in the same. Elsewhere the plain choice is as near.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.layout.mesh import Mesh
+from xshard.layout.partition import owners
+from xshard.layout.sharding import Sharding
+from xshard.notation.parser import Dim
+from xshard.steps.exchange.traffic import rows_in_common
+from xshard.steps.traffic import Hop, Traffic
+
+# Up to this many devices the nearest replicas are looked for: it takes a look at all pairs.
+MAX_PAIRED = 512
+
+
+class Holders(NamedTuple):
+    """Who holds which of the distinct blocks of a sharding.
+
+    keys: (blocks, dims + 1), the position of every block along every dim, and which addend it is.
+    block_of: for every device the number of its block. addends: for every device which addend it has.
+    near: (blocks, devices), whether a device of the same node holds the block.
+    """
+
+    keys: NDArray[np.int64]
+    block_of: NDArray[np.int64]
+    addends: NDArray[np.int64]
+    near: NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1024)
+def holders(sharding: Sharding, node_devices: int) -> Holders:
+    """Blocks are told apart by their cuts and by the addends they are."""
+    mesh, layout = sharding.mesh, sharding.layout
+    addends = _places(mesh, layout.tagged("sum", "max", "min"))
+    places = np.stack([*(_places(mesh, dim.axes) for dim in layout.dims), addends], axis=1)
+    keys, block_of = np.unique(places, axis=0, return_inverse=True)
+    block_of = block_of.reshape(-1)
+    nodes = np.arange(mesh.n_devices) // node_devices
+    held = np.zeros((len(keys), nodes[-1] + 1), bool)
+    held[block_of, nodes] = True
+    return Holders(keys, block_of, addends, held[:, nodes])
+
+
+def needed(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
+    """(blocks, devices): how many elements of every block of `before` every device needs for `after`."""
+    have = holders(before, node_devices)
+    elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
+    for d, dim in enumerate(after.layout.dims):
+        shared = _rows_in_common(before.layout.dims[d], dim, before.shape[d], before.mesh)
+        elements *= shared[:, _places(after.mesh, dim.axes)][have.keys[:, d]]
+    return elements
+
+
+@lru_cache(maxsize=4096)
+def _rows_in_common(src: Dim, dst: Dim, length: int, mesh: Mesh) -> NDArray[np.int64]:
+    """Rows of a dim that each block before (first index) shares with each block after."""
+    blocks = owners(src, length, mesh.sizes_of(src.axes))
+    return rows_in_common(blocks, owners(dst, length, mesh.sizes_of(dst.axes))).T
+
+
+@lru_cache(maxsize=1024)
+def _places(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
+    """Every device's position along the axes, the first axis slowest."""
+    numbers = np.arange(mesh.n_devices).reshape(mesh.sizes)
+    places = np.zeros_like(numbers)
+    for axis in axes:
+        at = mesh.position(axis)
+        coords = np.arange(mesh.sizes[at]).reshape([-1 if i == at else 1 for i in range(len(mesh.sizes))])
+        places = places * mesh.sizes[at] + coords
+    return places.reshape(-1)
+
+
+def nearby_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
+    """Traffic of an exchange with near senders: the slowest links between nodes, the fastest inside."""
+    elements, have = needed(before, after, node_devices), holders(before, node_devices)
+    wanted = elements.sum(axis=0)
+    elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
+    arrives, hops = elements.sum(axis=0), []
+    for level, at in enumerate((np.where(have.near, 0, elements), np.where(have.near, elements, 0))):
+        received = int(at.sum(axis=0).max())
+        if received:
+            hops.append(Hop(before.mesh.axes[0], received, int((at > 0).sum(axis=0).max()), level))
+    copied = 2 * int(wanted.max())
+    return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
+
+
+@lru_cache(maxsize=1024)
+def nearby_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
+    """(block, receiver) -> the holder in the receiver's node that has least to send, where there are any.
+
+    What crosses nodes stays with the plain choice, which is balanced.
+    """
+    elements, have = needed(before, after, node_devices), holders(before, node_devices)
+    at_home: dict[tuple[int, int], list[int]] = {}
+    for device, block in enumerate(have.block_of.tolist()):
+        at_home.setdefault((block, device // node_devices), []).append(device)
+    load: Counter[int] = Counter()
+    chosen: dict[tuple[int, int], int] = {}
+    for receiver in range(before.mesh.n_devices):
+        for block in np.flatnonzero(elements[:, receiver]).tolist():
+            near = at_home.get((block, receiver // node_devices), [])
+            if receiver in near or not near:
+                continue
+            sender = min(near, key=lambda device: (load[device], device))
+            load[sender] += int(elements[block, receiver])
+            chosen[block, receiver] = sender
+    return chosen

@@ -1,0 +1,65 @@
+"""The parts of a block that are looked at apart: what is straight, and what lies beyond a pole.
+
+Decides how a dim with poles and the dim that is rolled by half its length belong together. In every
+part the rows of a dim are independent of the other dims, so that boxes are products again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+from typing import NamedTuple
+
+from xshard.layout.block_rows import boundary_at
+from xshard.layout.providers import STRAIGHT
+from xshard.layout.sharding import Sharding
+from xshard.layout.validation import rolled_dim
+from xshard.notation.overlap import rows_of
+
+
+class View(NamedTuple):
+    """sides: for every dim, which of its rows (`supply.wanted`). shifts: what is added to their numbers.
+
+    sign: the factor of what stands there.
+    """
+
+    sides: tuple[str, ...]
+    shifts: tuple[int, ...]
+    sign: int = 1
+
+
+@lru_cache(maxsize=8192)
+def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
+    """Every part of a block; one where no dim has a pole.
+
+    carried: dims whose rows are not told apart.
+    """
+    dims, shape = sharding.layout.dims, sharding.shape
+    poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
+    for d, dim in enumerate(dims):
+        if dim.overlap is None or d in carried:
+            continue
+        for end in ("before", "after"):
+            rule = boundary_at(rows_of(dim.overlap), end)
+            if rule.kind == "pole":
+                poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
+    options = [
+        (STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in range(len(dims))
+    ]
+    found = []
+    for sides in itertools.product(*options):
+        shifts, sign = [0] * len(dims), 1
+        for d, side in enumerate(sides):
+            if side != STRAIGHT:
+                rolled, factor = poles[d, side]
+                if rolled is not None:
+                    shifts[rolled] = (shifts[rolled] + shape[rolled] // 2) % max(shape[rolled], 1)
+                sign *= factor
+        found.append(View(sides, tuple(shifts), sign))
+    return tuple(found)
+
+
+def carried(before: Sharding, after: Sharding) -> tuple[int, ...]:
+    """Dims that overlap alike before and after: their rows stay on their device, whatever they are."""
+    dims = zip(before.layout.dims, after.layout.dims, strict=True)
+    return tuple(d for d, (a, b) in enumerate(dims) if a.overlap is not None and a == b)

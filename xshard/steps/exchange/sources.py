@@ -1,0 +1,133 @@
+"""Who sends which rows of one dim to whom, between two shardings.
+
+Decides the sender of every row that a device lacks: itself where it has the row, else the device
+that gives it; a contribution to a fold comes from everyone who has one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.layout.block_rows import holders
+from xshard.layout.mesh import Mesh
+from xshard.layout.partition import owners
+from xshard.layout.providers import STRAIGHT, at_hand, given, wanted, without
+from xshard.layout.runs import Runs, Segment, common, extents, size
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Fold
+from xshard.notation.parser import Dim
+from xshard.steps.exchange.poles import View, carried, views
+
+CARRIED = "carried"  # every row of a block, left where it is
+
+
+class Side(NamedTuple):
+    """One dim at one end of a move: its rows of one side of a pole, moved on by `shift`."""
+
+    dim: Dim
+    side: str = STRAIGHT
+    shift: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.dim.overlap is None and not self.shift
+
+
+class Source(NamedTuple):
+    """Rows of a receiver that one sender has: its index along the axes of the source's dim."""
+
+    sender: int
+    segments: tuple[Segment, ...]
+
+
+@lru_cache(maxsize=65536)
+def sources(
+    src: Side,
+    dst: Side,
+    length: int,
+    src_sizes: tuple[int, ...],
+    dst_sizes: tuple[int, ...],
+    me: int,
+    at: int,
+    once: bool = False,
+) -> tuple[Source, ...]:
+    """What the device at index `me` of the source and `at` of the destination takes, by sender.
+
+    once: a row comes from the one device that gives it, though the receiver may have it too (a
+    new sum, to which every row is contributed once).
+    """
+    if dst.side == CARRIED:
+        n = size(holders(src.dim, length, src_sizes)[me])
+        return (Source(me, (Segment(0, 0, n),)),) if n else ()
+    rows = wanted(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
+    if src.is_plain:
+        every = owners(src.dim, length, src_sizes)
+        met = ((i, common(every[i], rows)) for i in _near(extents(every), rows))
+        return tuple(Source(i, segments) for i, segments in met if segments)
+    taken: list[Source] = []
+    if not isinstance(src.dim.overlap, Fold):
+        if src.side != STRAIGHT:
+            return ()  # what lies beyond a pole is a copy of what does not
+        if not once:
+            own = at_hand(src.dim, length, src_sizes, src.shift)[me]
+            taken.append(Source(me, common(own, rows)))
+            rows = without(rows, own)
+    lists = given(src.dim, length, src_sizes, src.side, src.shift)
+    spans = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
+    for i in _near(spans, rows):
+        taken += [Source(i, common(runs, rows)) for runs in lists[i]]
+    return tuple(source for source in taken if source.segments)
+
+
+def _near(spans: NDArray[np.int64], rows: Runs) -> list[int]:
+    """Which of the spans [first, stop) meet some rows: only a neighbour's rows are looked at one by one."""
+    wanted = extents(tuple((run,) for run in rows))
+    meets = (spans[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < spans[:, None, 1])
+    return [int(i) for i in np.flatnonzero(meets.any(axis=1))]
+
+
+def counts(
+    src: Side, dst: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For every device, the rows it takes from senders that share its coordinates along `fixed`, and
+    how many these are; arrays over the axes of both dims, shaped to broadcast over the mesh."""
+    axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
+    src_sizes, dst_sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
+    shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
+    elements, senders = np.zeros((2, *shape), np.int64)
+    agree = [src.dim.axes.index(a) for a in fixed if a in src.dim.axes]
+    places = list(itertools.product(*map(range, src_sizes)))
+    for device in mesh.group(0, axes):
+        me, at = (mesh.index(device, side.dim.axes) for side in (src, dst))
+        near = [
+            source
+            for source in sources(src, dst, length, src_sizes, dst_sizes, me, at, once)
+            if all(places[source.sender][i] == places[me][i] for i in agree)
+        ]
+        where = tuple(c if a in axes else 0 for a, c in zip(mesh.axes, mesh.coords(device), strict=True))
+        elements[where] = sum(s.length for source in near for s in source.segments)
+        senders[where] = len({source.sender for source in near})
+    return elements, senders
+
+
+def sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
+    """For every dim, its source and destination as one pair of views has them."""
+    stay = carried(before, after)
+    for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
+        shifts = theirs.shifts[d], mine.shifts[d]
+        if d in stay and not any(shifts):
+            yield Side(a, CARRIED), Side(b, CARRIED)
+        else:
+            yield Side(a, theirs.sides[d], shifts[0]), Side(b, mine.sides[d], shifts[1])
+
+
+def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
+    """The parts of a destination with those of the source that each may come from."""
+    stay = carried(before, after)
+    return itertools.product(views(after, stay), views(before, stay))

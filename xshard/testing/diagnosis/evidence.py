@@ -1,0 +1,150 @@
+"""Blocks of one array as they are and as they should be: what a cause is looked for in.
+
+Decides what of a layout is compared: blocks where the layout determines them, and what addends and
+contributions add up to where it does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard import reference
+from xshard.layout.layout import Layout
+from xshard.layout.runs import FILL, numbers
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Fold
+from xshard.steps.base import Block
+
+Mask = NDArray[np.bool_]
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout whose blocks `layout` determines: cuts and overlaps, no addends, no contributions."""
+    dims = tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims)
+    return Layout(dims)
+
+
+def is_settled(layout: Layout) -> bool:
+    """Whether a layout determines every block."""
+    return not layout.tagged("sum", "mean") and not any(isinstance(d.overlap, Fold) for d in layout.dims)
+
+
+def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
+    """Blocks under any layout -> under its settled one; addends and contributions are added."""
+    if is_settled(sharding.layout):
+        return tuple(blocks)
+    whole = reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
+    return tuple(reference.scatter(whole, settled(sharding.layout), sharding.mesh))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """got, want: a block per device, both under `sharding`, whose layout is settled.
+
+    tolerance: relative to the largest value wanted, or to `largest` / 100 where that is more: what should be
+    nothing beside other arrays is rounding. arguments: whole arrays by name, for errors that look like one.
+    """
+
+    got: tuple[Block, ...]
+    want: tuple[Block, ...]
+    sharding: Sharding
+    tolerance: float
+    largest: float = 0.0
+    arguments: Mapping[str, Block] = field(default_factory=dict)
+
+    @cached_property
+    def scale(self) -> float:
+        """The largest magnitude that is wanted."""
+        found = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(plain, self.want)]
+        return float(max(found, default=0.0))
+
+    @property
+    def slack(self) -> float:
+        """The absolute difference that is allowed."""
+        return self.tolerance * max(self.scale, self.largest / 100)
+
+    def near(self, a: Any, b: Any) -> bool:
+        """Whether arrays are equal as far as this case asks."""
+        a, b = plain(a), plain(b)
+        return a.shape == b.shape and bool(self._close(a, b).all())
+
+    def _close(self, a: Any, b: Any) -> Mask:
+        found: Mask = np.isclose(a, b, rtol=self.tolerance, atol=self.slack, equal_nan=True)
+        return found
+
+    @cached_property
+    def wrong(self) -> tuple[Mask, ...]:
+        """Per device, which elements are wrong."""
+        return tuple(~self._close(plain(a), plain(b)) for a, b in zip(self.got, self.want, strict=True))
+
+    @cached_property
+    def wrong_devices(self) -> tuple[int, ...]:
+        return tuple(device for device, mask in enumerate(self.wrong) if mask.any())
+
+    def rows(self, dim: int, device: int) -> NDArray[np.int64]:
+        """The global row of every row of a block, FILL beyond the ends of the array."""
+        return numbers(self.sharding.held(dim, device))
+
+    @cached_property
+    def free_axes(self) -> tuple[str, ...]:
+        """Axes of more than one device that cut nothing: along them blocks are equal."""
+        mesh, layout = self.sharding.mesh, self.sharding.layout
+        return tuple(a for a in mesh.axes if a not in layout.axes and mesh.size(a) > 1)
+
+    @cached_property
+    def cut_axes(self) -> tuple[str, ...]:
+        return tuple(a for a in self.sharding.layout.axes if self.sharding.mesh.size(a) > 1)
+
+    @cached_property
+    def whole_want(self) -> Block:
+        return self._whole(self.want)
+
+    @cached_property
+    def whole_got(self) -> Block | None:
+        """The array that the blocks stand for; None where copies of a row differ."""
+        whole = self._whole(self.got)
+        again = reference.scatter(whole, self.sharding.layout, self.sharding.mesh)
+        return whole if all(map(self.near, again, self.got)) else None
+
+    @cached_property
+    def whole_wrong(self) -> Mask:
+        """Which elements of the array are wrong in some block."""
+        found = np.zeros(self.sharding.shape, bool)
+        for device, mask in enumerate(self.wrong):
+            rows = [self.rows(d, device) for d in range(mask.ndim)]
+            inside = np.ix_(*(np.flatnonzero(r != FILL) for r in rows))
+            found[np.ix_(*(r[r != FILL] for r in rows))] |= mask[inside]
+        return found
+
+    def _whole(self, blocks: Sequence[Block]) -> Block:
+        sharding = self.sharding
+        return plain(reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape))
+
+
+def plain(x: Any) -> Block:
+    """Numbers that numpy can reckon with: double precision, complex where they are."""
+    x = np.asarray(x)
+    found: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+    return found
+
+
+def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Some of the axes, few before many.
+
+    >>> [*subsets(("a", "b"))]
+    [('a',), ('b',), ('a', 'b')]
+    """
+    for n in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, n)
+
+
+def names_of(axes: Sequence[str]) -> str:
+    """Axes in a sentence, as the notation writes a group."""
+    return axes[0] if len(axes) == 1 else f"({','.join(axes)})"

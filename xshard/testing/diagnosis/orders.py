@@ -1,0 +1,138 @@
+"""Rows of an array in another order than they should be, and what that order is called.
+
+Decides which orders have names: those in which a cut over mesh axes stores rows, devices in the mesh's
+order. numpy alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.layout.mesh import Mesh
+from xshard.layout.partition import owned
+from xshard.layout.runs import numbers
+from xshard.notation.parser import Dim, Shard
+from xshard.steps.base import Block
+from xshard.testing.diagnosis.evidence import Case
+
+Order = NDArray[np.int64]  # of the rows of a dim
+
+_ORDERS = ("block", "zigzag", "cyclic")
+_NOWHERE = -1
+
+
+def moved_rows(case: Case) -> str | None:
+    """Rows of a dim in another order: another cut was meant, ends changed places, or all are off by some."""
+    if case.whole_got is None:
+        return None
+    for d, dim in enumerate(case.sharding.layout.dims):
+        came = matched(np.moveaxis(case.whole_got, d, 0), np.moveaxis(case.whole_want, d, 0), case)
+        if (came == np.arange(len(came))).all():
+            continue
+        if (came != _NOWHERE).all():
+            return _named(came, dim, case.sharding.mesh) or _shifted(came, dim) or _listed(came, dim)
+        found = _shifted(came, dim)
+        if found is not None:
+            return found
+    return None
+
+
+def matched(got: Block, want: Block, case: Case) -> Order:
+    """For every row of `got` the row of `want` that it equals, the one in its place first; -1 for none."""
+    n = len(got)
+    a, b = got.reshape(n, -1), want.reshape(n, -1)
+    probe = np.random.default_rng(0).normal(size=a.shape[1])
+    seen, known = a @ probe, b @ probe  # rows that are equal have equal products: look no further
+    found = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
+    return np.array(
+        [
+            r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE
+            for r, f in enumerate(found)
+        ],
+        np.int64,
+    )
+
+
+def stored(dim: Dim, length: int, mesh: Mesh) -> Order:
+    """The rows of a dim as the devices hold them, in the mesh's order of the dim's axes.
+
+    >>> from xshard.layout.layout import Layout
+    >>> stored(Layout.parse("s/zigzag(cp)").dims[0], 8, Mesh(cp=2)).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    return np.concatenate(list(_blocks(dim, length, mesh)) or [np.arange(length)])
+
+
+def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
+    axes = sorted(dim.axes, key=mesh.position)
+    for coords in itertools.product(*map(range, mesh.sizes_of(axes))):
+        at = dict(zip(axes, coords, strict=True))
+        yield numbers(owned(dim, length, mesh.sizes_of(dim.axes), [at[a] for a in dim.axes]))
+
+
+def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
+    """What order is taken for what: `came[as it should be stored] == as it is stored`."""
+    n, own = len(came), replace(dim, overlap=None)
+    if _is_same(came, np.arange(n)[::-1]):
+        return f"rows of {dim.name!r} are in reverse order"
+    cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
+    orders = {cut: stored(cut, n, mesh) for cut in cuts}
+    for meant in (own,) if own.axes else cuts:
+        halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
+        if all(len(half) % 2 == 0 for half in halves) and _is_same(
+            came[orders[meant]], np.concatenate(halves)
+        ):
+            return (
+                f"the first and the second half of every block of '{meant}' have changed places: "
+                "head and tail swapped"
+            )
+    # Over the same axes before an order that is whole: `s/cp` says more than `s`.
+    pairs = sorted(itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes))
+    for meant, other in pairs:
+        if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
+            continue
+        if not _is_same(orders[meant], orders[other]) and _is_same(came[orders[meant]], orders[other]):
+            stored_as = f"rows of {dim.name!r} that are stored as '{other}'"
+            return f"{stored_as} are taken for '{meant}': another shard order"
+    return None
+
+
+def _shifted(came: Order, dim: Dim) -> str | None:
+    at = np.flatnonzero(came != _NOWHERE)
+    steps = np.unique(came[at] - at)
+    if len(steps) != 1 or steps[0] == 0 or 2 * len(at) < len(came):
+        return None
+    by = int(steps[0])
+    return (
+        f"row r of {dim.name!r} holds what belongs to row r{by:+d}: off by {abs(by)} "
+        "(a halo one wider at one end and narrower at the other, an offset, a window that begins elsewhere)"
+    )
+
+
+def _listed(came: Order, dim: Dim) -> str | None:
+    moved = np.flatnonzero(came != np.arange(len(came)))
+    if len(np.unique(came)) < len(came):
+        return None  # some rows twice: whose block that is tells more
+    told = ", ".join(f"{r} holds {came[r]}" for r in moved[:4])
+    return f"rows of {dim.name!r} are in another order: {told}, ..."
+
+
+def _cuts(dim: Dim, mesh: Mesh) -> Iterator[Dim]:
+    """Cuts of a dim over the mesh's axes: in every order, axes in every order, together and nested."""
+    long = [a for a in mesh.axes if mesh.size(a) > 1]
+    for count in (1, 2, 3):
+        for axes in itertools.permutations(long, count):
+            for order in _ORDERS:
+                yield Dim(dim.name, (Shard(axes, order),))
+            if count == 2:
+                for outer, inner in itertools.product(_ORDERS, _ORDERS):
+                    yield Dim(dim.name, (Shard(axes[:1], outer), Shard(axes[1:], inner)))
+
+
+def _is_same(a: Order, b: Order) -> bool:
+    return len(a) == len(b) and bool((a == b).all())

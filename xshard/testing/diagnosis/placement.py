@@ -1,0 +1,64 @@
+"""Mistakes of place: a block of another device, dims that changed places, an index of the wrong frame.
+
+Pure functions of a `Case`; see `causes`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from xshard.testing.diagnosis.evidence import Case, names_of, plain, subsets
+
+
+def stale(case: Case) -> str | None:
+    """Everybody holds the block of one device."""
+    mesh = case.sharding.mesh
+    for axes in subsets(case.cut_axes):
+        for index in range(mesh.size(*axes)):
+            held = [mesh.group(d, axes)[index] for d in range(mesh.n_devices)]
+            if all(case.near(got, case.want[h]) for got, h in zip(case.got, held, strict=True)):
+                which = "the first device" if index == 0 else f"device {index}"
+                return (
+                    f"all devices along {names_of(axes)} hold the block of {which} there: a broadcast in "
+                    "place of a scatter, a stale buffer, or an index that is the same on all"
+                )
+    return None
+
+
+def exchanged(case: Case) -> str | None:
+    """Whole blocks, on other devices than those they belong to."""
+    devices = range(len(case.got))
+    found = [[w for w in devices if case.near(got, case.want[w])] for got in case.got]
+    if not all(found):
+        return None
+    mesh = case.sharding.mesh
+    moved = [(d, f[0]) for d, f in zip(devices, found, strict=True) if d not in f]
+    if not moved:
+        return None
+    told = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])
+    return f"blocks are on other devices: {told}: axes in another order, or another rank's index"
+
+
+def transposed(case: Case) -> str | None:
+    """Two dims of equal length changed places."""
+    names = case.sharding.layout.names
+    for a, b in itertools.combinations(range(len(names)), 2):
+        pairs = zip(case.got, case.want, strict=True)
+        if all(case.near(np.swapaxes(plain(x), a, b), y) for x, y in pairs):
+            return f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
+    return None
+
+
+def first_only_right(case: Case) -> str | None:
+    """Right on the devices that come first along an axis, wrong on all others."""
+    mesh = case.sharding.mesh
+    for axis in case.cut_axes:
+        others = tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,)))
+        if others == case.wrong_devices:
+            return (
+                f"right where {axis}=0, wrong on all other devices along {axis}: the index in the block is "
+                "used where the one in the array was meant (positions, masks, offsets)"
+            )
+    return None

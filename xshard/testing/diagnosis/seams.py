@@ -1,0 +1,140 @@
+"""Errors at the seams between blocks: what a halo leaves that is missing, too narrow, or of another row.
+
+Decides what counts as near a seam. numpy alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.layout.block_rows import stretches
+from xshard.layout.runs import flat
+from xshard.notation.parser import Dim
+from xshard.testing.diagnosis.evidence import Case, plain
+
+Rows = NDArray[np.int64]
+
+_SEAMS, _ENDS = ("seams",), ("ends",)
+_MOST, _LEAST = 0.75, 0.25  # of the array that may be near a seam; of that, what must be wrong
+
+
+def halo_rows(case: Case) -> str | None:
+    """Blocks with an overlap whose own rows are right and whose borrowed rows are not."""
+    for d, dim in enumerate(case.sharding.layout.dims):
+        if dim.overlap is None:
+            continue
+        borrowed = [_borrowed(case, d, device) for device in range(len(case.got))]
+        bad = [_wrong_rows(mask, d) for mask in case.wrong]
+        if any((b & ~h).any() for b, h in zip(bad, borrowed, strict=True)):
+            continue
+        device = case.wrong_devices[0]
+        instead = _borrowed_instead(case, d, device, bad[device])
+        return f"only the rows that blocks of '{dim}' borrow are wrong: {instead}"
+    return None
+
+
+def seam(case: Case) -> str | None:
+    """Wrong within some rows of where one block ends and another begins, or of the ends of the array."""
+    if not case.whole_wrong.any():
+        return None
+    cut = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
+    for place in (_SEAMS, _ENDS, _SEAMS + _ENDS):
+        for dims in [[d] for d in cut] + ([cut] if len(cut) > 1 else []):
+            reach = _reach(case, dims, place)
+            if reach is None:
+                continue
+            names = " or ".join(f"{case.sharding.layout.names[d]!r}" for d in dims)
+            within = f"wrong only within {reach} row{'s' * (reach > 1)} of"
+            if place == _ENDS:
+                return f"{within} the ends of {names}: the rule beyond the boundary is another"
+            side = _side(case, dims[0]) if place == _SEAMS and len(dims) == 1 else ""
+            more = "" if place == _SEAMS else " and the ends of the array"
+            return (
+                f"{within} the seams between blocks along {names}{more}{side}: "
+                "a halo is missing, too narrow, stale or from the wrong neighbour"
+            )
+    return None
+
+
+def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
+    """The fewest rows around the seams that hold all errors; None where those are no seam's."""
+    wrong = case.whole_wrong
+    distance = np.full(wrong.shape, max(wrong.shape))
+    for d in dims:
+        shape = [-1 if i == d else 1 for i in range(wrong.ndim)]
+        distance = np.minimum(distance, _distances(case, d, place).reshape(shape))
+    reach = int(distance[wrong].max())
+    near = distance <= reach
+    # Errors that are anywhere reach far from a seam, or are few among what is near it.
+    return reach + 1 if near.mean() <= _MOST and wrong[near].mean() >= _LEAST else None
+
+
+def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
+    """How many rows lie between each row of a dim and the next seam, or end: 0 beside it."""
+    n = case.sharding.shape[dim]
+    starts = _starts(case, dim) * ("seams" in place) + [0, n] * ("ends" in place)
+    rows = np.arange(n)
+    found: Rows = np.min(
+        [np.full(n, n), *(np.where(rows >= s, rows - s, s - 1 - rows) for s in starts)], axis=0
+    )
+    return found
+
+
+def _starts(case: Case, dim: int) -> list[int]:
+    """Rows at which another device's block begins."""
+    owner = np.zeros(case.sharding.shape[dim], np.int64)
+    for device in range(case.sharding.mesh.n_devices):
+        for run in flat(case.sharding.owned(dim, device)):
+            owner[run.start : run.start + run.length] = case.sharding.dim_device(dim, device)
+    return [int(r) for r in np.flatnonzero(np.diff(owner)) + 1]
+
+
+def _side(case: Case, dim: int) -> str:
+    """Where all errors are on one side of the seams, which."""
+    bad = np.flatnonzero(_wrong_rows(case.whole_wrong, dim))
+    seams = np.array(_starts(case, dim))
+    nearest = seams[np.abs(seams[None, :] - 0.5 - bad[:, None]).argmin(axis=1)]
+    if (bad >= nearest).all():
+        return ", at the beginning of blocks (rows of the previous one)"
+    if (bad < nearest).all():
+        return ", at the end of blocks (rows of the next one)"
+    return ""
+
+
+def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
+    """Which rows of a block another device owns, or lie beyond the ends of the array."""
+    sharding = case.sharding
+    named: Dim = sharding.layout.dims[dim]
+    sizes = sharding.mesh.sizes_of(named.axes)
+    coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
+    found = [
+        np.full(stretch.run.length * stretch.run.repeats, stretch.origin != "own")
+        for stretch in stretches(named, sharding.shape[dim], sizes, coords)
+    ]
+    return np.concatenate(found) if found else np.zeros(0, bool)
+
+
+def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_]) -> str:
+    """What the wrong rows of a block hold."""
+    got, want = (np.moveaxis(plain(x[device]), dim, 0) for x in (case.got, case.want))
+    if not got[bad].any():
+        return "zeros: nothing was exchanged"
+    first, last = np.flatnonzero(bad)[[0, -1]]
+    if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
+        return "those of the previous and of the next block have changed places"
+    known = case.whole_want
+    for other in range(known.ndim):
+        if other != dim:
+            known = known.take(case.rows(other, device), axis=other)
+    known, rows = np.moveaxis(known, dim, 0), case.rows(dim, device)
+    for i in np.flatnonzero(bad):
+        for row, values in enumerate(known):
+            if row != rows[i] and case.near(got[i], values):
+                by = abs(row - int(rows[i]))
+                return f"as on device {device}, where row {row} stands in place of row {rows[i]}: off by {by}"
+    return "of no row of the array: stale, or computed"
+
+
+def _wrong_rows(mask: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
+    return np.asarray(mask.any(axis=tuple(d for d in range(mask.ndim) if d != dim)))

@@ -1,0 +1,188 @@
+"""Mistakes in sums: left out, made twice, means in their place, addends counted once per device.
+
+Pure functions of a `Case`; see `causes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from xshard.testing.diagnosis.evidence import Case, names_of, plain, subsets
+
+_CUT_OFF = "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
+# The unit roundoff of floats times what a few hundred operations make of it.
+_ROUNDINGS = (("float32", 2.0**-20), ("float16 or TF32", 2.0**-8), ("bfloat16", 2.0**-5))
+_CONSTANT = 2.0**-10  # a factor nearer to 1 may be rounding
+_SAMPLE = 48  # elements below which statistics tell nothing
+
+
+def zero(case: Case) -> str | None:
+    """All zeros where something was wanted, or the reverse."""
+    if not case.scale:
+        return f"it is compared with zeros alone: there {_CUT_OFF}"
+    if any(plain(block).any() for block in case.got):
+        return None
+    return f"all zeros: {_CUT_OFF}"
+
+
+def only_first(case: Case) -> str | None:
+    """Right on the first device along axes that should all hold the value, zeros on the others."""
+    for axes in subsets(case.free_axes):
+        index = [case.sharding.mesh.index(d, axes) for d in range(len(case.got))]
+        right = all(
+            case.near(got, want) if i == 0 else not plain(got).any()
+            for i, got, want in zip(index, case.got, case.want, strict=True)
+        )
+        if right:
+            return (
+                f"only the first device along {names_of(axes)} has the value, the others have zeros: "
+                "nothing sent it to them"
+            )
+    return None
+
+
+def not_summed(case: Case) -> str | None:
+    """Addends where their sum belongs."""
+    for axes in subsets(case.free_axes):
+        equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
+        if not equal and all(map(case.near, _over(case, axes, np.sum), case.want)):
+            return (
+                f"the blocks along {names_of(axes)} are addends and add up to what is right: "
+                f"a sum over {names_of(axes)} is missing (an all-reduce; in a gradient, that of a copy)"
+            )
+    return None
+
+
+def not_averaged(case: Case) -> str | None:
+    """Values of single devices where their mean belongs."""
+    for axes in subsets(case.free_axes):
+        if all(map(case.near, _over(case, axes, np.mean), case.want)):
+            return (
+                f"the blocks along {names_of(axes)} differ and their mean is right: "
+                f"a mean over {names_of(axes)} is missing"
+            )
+    return None
+
+
+def summed(case: Case) -> str | None:
+    """Too large by the size of axes: equal values were added up."""
+    factor = _factor(case)
+    if factor is None or factor < 2 or factor != round(factor):
+        return None
+    sizes = _axes_of_size(case, factor)
+    if not sizes:
+        return f"{factor:g} times too large, which is the size of no mesh axis: counted {factor:g} times"
+    return (
+        f"{factor:g} times too large, and {factor:g} is the size of {sizes}: equal values were summed over "
+        "it where one was meant (a sum in place of a slice, a gradient added up twice), or a mean's 1/n is "
+        "missing"
+    )
+
+
+def averaged(case: Case) -> str | None:
+    """Too small by the size of axes: a mean in place of a sum."""
+    factor = _factor(case)
+    sizes = _axes_of_size(case, 1 / factor) if factor else ""
+    if not factor or not sizes:
+        return None
+    return (
+        f"{1 / factor:g} times too small, and {1 / factor:g} is the size of {sizes}: divided by it where a "
+        "sum was meant (a mean in place of a sum, 1/n applied twice), or one of equal addends was taken"
+    )
+
+
+def scaled(case: Case) -> str | None:
+    """A constant factor that is no axis size."""
+    factor = _factor(case)
+    if factor is None or abs(factor - 1) < _CONSTANT:
+        return None
+    return f"{factor:.6g} times what it should be, everywhere: a constant factor"
+
+
+def counted_argument(case: Case) -> str | None:
+    """Off by a multiple of an argument: a bias that every device adds before a sum."""
+    if case.whole_got is None:
+        return None
+    error = case.whole_got - case.whole_want
+    for name, value in case.arguments.items():
+        x = plain(value)
+        outer = tuple(range(error.ndim - x.ndim))
+        if not outer or not x.any() or error.shape[len(outer) :] != x.shape:
+            continue
+        times = float(np.real(np.vdot(x, error.mean(axis=outer)) / np.vdot(x, x)))
+        if not case.near(error, np.broadcast_to(times * x, error.shape)):
+            continue
+        count = round(times + 1)
+        if count == 0:
+            return f"{name} is left out"
+        return (
+            f"{name} is counted {count} times instead of once, and {count} is the size of "
+            f"{_axes_of_size(case, count) or 'no axis'}: every device adds it before a sum; "
+            "add it after, or on one"
+        )
+    return None
+
+
+def rounded(case: Case) -> str | None:
+    """As large an error as a shorter float makes."""
+    error = max(
+        float(np.abs(plain(a) - plain(b)).max(initial=0)) for a, b in zip(case.got, case.want, strict=True)
+    )
+    for name, unit in _ROUNDINGS:
+        if error <= unit * case.scale:
+            share = f"{error / case.scale:.1e}"
+            return (
+                f"errors are at most {share} of the largest value: rounding, as of {name}, or an "
+                "approximation (a GELU by tanh, another epsilon)"
+            )
+    return None
+
+
+def one_addend(case: Case) -> str | None:
+    """One of n addends in place of their sum, as far as statistics tell.
+
+    What is wanted is then the block and an independent rest: its regression on the block has slope 1, and the
+    block explains 1/n of its variance. Noise, in contrast, makes both equal.
+    """
+    got, want = (np.concatenate([plain(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    if got.size < _SAMPLE:
+        return None
+    product, power, wanted = np.vdot(got, want).real, np.vdot(got, got).real, np.vdot(want, want).real
+    slope, share = product / power, product**2 / (power * wanted)
+    mesh = case.sharding.mesh
+    for axes in subsets([a for a in mesh.axes if mesh.size(a) > 1]):
+        n = mesh.size(*axes)
+        spread = 3 * np.sqrt((n - 1) / got.size)
+        if abs(slope - 1) < min(spread, 0.5) and abs(share - 1 / n) < spread / n:
+            return (
+                f"it looks like one of {n} addends: what the other devices along {names_of(axes)} "
+                "contribute is missing (a slice where a sum was meant, a gradient not added up over copies)"
+            )
+    return None
+
+
+def _over(case: Case, axes: tuple[str, ...], reduce: Callable[..., object]) -> list[object]:
+    """Per device, the reduction of the blocks along the axes."""
+    mesh = case.sharding.mesh
+    got = [plain(block) for block in case.got]
+    return [reduce([got[d] for d in mesh.group(device, axes)], axis=0) for device in range(mesh.n_devices)]
+
+
+def _factor(case: Case) -> float | None:
+    """The one factor between what came and what was wanted; exact where it is a whole number or 1/n."""
+    got, want = (np.concatenate([plain(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    factor = float(np.real(np.vdot(want, got) / np.vdot(want, want)))
+    for n in range(2, 65):
+        for exact in (float(n), 1 / n):
+            factor = exact if abs(factor - exact) <= 1e-3 * exact else factor
+    error = np.abs(got - factor * want).max()
+    return factor if error <= 4 * max(1.0, abs(factor)) * case.slack else None
+
+
+def _axes_of_size(case: Case, size: float) -> str:
+    """The axes that have so many devices together, one set or another."""
+    mesh = case.sharding.mesh
+    sets: Sequence[tuple[str, ...]] = [*subsets([a for a in mesh.axes if mesh.size(a) > 1])]
+    return " or of ".join(names_of(axes) for axes in sets if np.isclose(mesh.size(*axes), size))

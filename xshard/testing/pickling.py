@@ -1,0 +1,59 @@
+"""One process per framework, in which the functions under test run: started once, asked many times.
+
+Decides how they start, how functions reach them, and how what goes wrong there is told here. Torch
+ranks are forked from a process that has imported torch and done nothing else; JAX has its devices
+in a process of its own, for it makes them once. So neither framework is touched in the caller's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xshard.errors import XshardError
+from xshard.runtimes.processes import FunctionError
+
+_OURS = ("xshard", "torch_bridge", "jax_bridge")
+
+
+def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
+    """A function, closures too, and its arguments, to be sent to a process.
+
+    What stands in the user's own file goes as it is, so that the process need not import the file,
+    which may import the other framework; installed modules are imported there.
+    """
+    cloudpickle = _needed("cloudpickle")
+    module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
+    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module.__name__)
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        data: bytes = cloudpickle.dumps((function, arguments))
+    except Exception as error:
+        raise FunctionError(
+            f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}",
+            hint="it may close over arrays, modules and functions, not over locks, files or process groups",
+        ) from None
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return data
+
+
+def _needed(name: str) -> Any:
+    if find_spec(name) is None:
+        raise XshardError(f"{name} is not installed", hint="pip install 'xshard[testing]'")
+    return import_module(name)
+
+
+def _is_installed(module: str) -> bool:
+    root = module.partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None)
+    places = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")]
+    return root in _OURS or file is None or any(Path(file).is_relative_to(place) for place in places)
