@@ -64,7 +64,7 @@ def prepare_to_torch(
         else:  # what has moved is nobody else's
             blocks = [buffers.as_tensor(x, copy=None, writable=True) for x in parts]
         if route.side == "torch":
-            blocks = [by_torch(blocks[0], route.plan, ends.numbers(ends.jax_devices))]
+            blocks = [by_torch(blocks[0], route.plan)]
         if device_mesh is not None and options.dtensor:
             return as_dtensor(blocks[0], found.dst, device_mesh, array.shape)
         return blocks[0] if len(blocks) == 1 else blocks

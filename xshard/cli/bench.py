@@ -65,7 +65,7 @@ def _measured(backend: str, plans: list[Plan], rounds: int) -> dict[Plan, float]
     return dict(zip(distinct, times, strict=True))
 
 
-def _table(ways: tuple[Alternative[Plan], ...], seconds: dict[str, dict[Plan, float]]) -> Table:
+def _table(ways: tuple[Alternative, ...], seconds: dict[str, dict[Plan, float]]) -> Table:
     """A row per way."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for head in ("", "predicted", *seconds, "received", "steps"):

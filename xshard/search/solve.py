@@ -1,7 +1,6 @@
 """The cheapest steps between two shardings: the search, with copies, scales and overlaps around it.
 
-Decides between which layouts a redistribution is defined, and where copies and scales go. Sees shardings and
-a profile; knows no plan.
+Decides between which layouts a redistribution is defined, and where copies and scales go. Knows no plan.
 """
 
 from __future__ import annotations
@@ -9,35 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 from xshard import dtypes
-from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.layout.sharding import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search
 from xshard.search.overlap_paths import overlaps
+from xshard.search.request import Request
 from xshard.search.states import Space
 from xshard.search.sub_axis_paths import best_sub_axis_path
 from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
 from xshard.steps.base import axes_of, with_tag, without_tags
 
 
-def solve(
-    source: Sharding,
-    target: Sharding,
-    dtype: str,
-    profile: Profile,
-    factor: Fraction,
-    memory_limit: int | None,
-) -> tuple[tuple[Step, ...], Split]:
-    """The cheapest steps from `source` to `target`, and the axes that they split into sub-axes.
+@lru_cache(maxsize=4096)
+def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
+    """The cheapest steps for a request on one mesh, and the axes that they split into sub-axes.
 
-    factor: the constant that the steps multiply by. memory_limit: bytes that no device may exceed.
-    Raises PlanError where no redistribution is defined or none fits the limit, DtypeError where the dtype
-    cannot be reduced.
+    Raises PlanError where no redistribution is defined or none fits the memory limit, DtypeError where the
+    dtype cannot be reduced.
     """
+    source, target, dtype, profile = request.source, request.target, request.dtype, request.machine
+    factor, memory_limit = request.factor, request.memory_limit
     check_moves(source, target, dtype)
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     ends = without_copies(start), without_copies(goal)
