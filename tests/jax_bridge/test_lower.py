@@ -159,7 +159,8 @@ def test_the_program_moves_what_the_plan_says(outcomes, mode) -> None:
 
 
 def test_every_step_has_a_rule_and_runs_here() -> None:
-    assert not (missing := set(Step.registry.values()) - set(RULES)), f"no rule in jax_bridge for {missing}"
+    steps = set(Step.registry.values()) - {xs.Transfer}  # between two meshes torch carries out the plan
+    assert not (missing := steps - set(RULES)), f"no rule in jax_bridge for {missing}"
     run = {type(step) for task in TASKS for step in task.plan.steps}
     run |= {type(s) for t in TASKS if t.plan.src.is_linear for s in t.plan.backward.steps}
     assert run == set(RULES), f"no case here runs {set(RULES) - run}"

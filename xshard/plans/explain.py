@@ -80,7 +80,7 @@ def _verdict(plan: Plan, ways: Sequence[Alternative]) -> str:
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
     others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
-    swelling = [w for w in others if w.plan is not None and _swells(w.plan)]
+    swelling = [w for w in others if w.plan is not None and w.plan.swells]
     allowed = [w for w in others if w not in swelling]
     return "\n".join([_against_best(plan, allowed), *(_too_large(plan, w) for w in swelling)])
 
@@ -107,9 +107,3 @@ def _too_large(plan: Plan, way: Alternative) -> str:
     gain = plan.cost - way.cost
     would = f"would be {format_seconds(gain)} faster, but" if gain > 0 else "also"
     return f"{way.name.capitalize()} {would} holds a block larger than both ends, which no plan does."
-
-
-def _swells(plan: Plan) -> bool:
-    """Whether a block on the way is larger than the blocks of both ends."""
-    largest = max(plan.source.max_local_size, plan.target.max_local_size)
-    return any(stage.after.max_local_size > largest for stage in plan.stages)

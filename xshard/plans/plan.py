@@ -80,11 +80,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
-        starts = self.transfer.src_devices if self.transfer else tuple(range(self.mesh.n_devices))
-        object.__setattr__(self, "src_devices", self.src_devices or starts)
-        check_devices("source", self.mesh, self.src_devices)
-        if self.transfer and self.src_devices != starts:
-            raise PlanError(f"the plan is for devices {self.src_devices}, its transfer for {starts}")
         reached = self.stages[-1].after if self.stages else self._start
         if not reached.means_the_same_as(_divided(self.target, reached.mesh)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
@@ -92,6 +87,11 @@ class Plan:
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
+        starts = self.transfer.src_devices if self.transfer else tuple(range(self.mesh.n_devices))
+        object.__setattr__(self, "src_devices", self.src_devices or starts)
+        check_devices("source", self.mesh, self.src_devices)
+        if self.transfer and self.src_devices != starts:
+            raise PlanError(f"the plan is for devices {self.src_devices}, its transfer for {starts}")
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
         if self.objective == BOTH:
@@ -230,6 +230,12 @@ class Plan:
             for (step, before, _), machine in zip(self.stages, self._machines, strict=True)
         )
         return sum(hop.messages for traffic in traffics for hop in traffic.hops)
+
+    @property
+    def swells(self) -> bool:
+        """Whether a block on the way is larger than the blocks of both ends."""
+        largest = max(self.source.max_local_size, self.target.max_local_size)
+        return any(stage.after.max_local_size > largest for stage in self.stages)
 
     @cached_property
     def backward(self) -> Plan:
