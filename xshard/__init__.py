@@ -10,6 +10,7 @@ from xshard.errors import (
     ShapeError,
     XshardError,
 )
+from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
@@ -39,6 +40,7 @@ __all__ = [
     "TransferPlan",
     "XshardError",
     "load_profile",
+    "output_dim",
     "parse_expression",
     "plan",
     "reference",

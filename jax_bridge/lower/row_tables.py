@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from jax_bridge.mesh.sub_axes import long_axes
 from xshard.layout.mesh import Mesh
-from xshard.layout.runs import Runs, rows
+from xshard.layout.runs import Runs, as_index
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.messages import filled
+from xshard.steps.exchange.messages import fill_boxes
 
 VOID = -1  # a table's position for "no row": it is filled
 Table = NDArray[np.int64]  # (devices along some axes, rows): positions
@@ -28,7 +28,7 @@ Table = NDArray[np.int64]  # (devices along some axes, rows): positions
 
 def numbers(runs: Runs) -> NDArray[np.int64]:
     """Runs of local positions, written out."""
-    return np.r_[rows(runs)]
+    return np.r_[as_index(runs)]
 
 
 def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]) -> Table:
@@ -101,7 +101,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
         values = np.zeros((mesh.n_devices, length))
         outside = np.zeros(values.shape, bool)
         for device in range(mesh.n_devices):
-            for d, start, stop, value in filled(sharding, device):
+            for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
                     values[device, start:stop], outside[device, start:stop] = value, True
         if outside.any():

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax_bridge.mesh.sub_axes import long_axes
 from jax_bridge.versions import changed_type, cotangent_type, linear_primitive, manual_type, with_manual_type
 from xshard.layout.mesh import Mesh
-from xshard.layout.sub_axes import undivided
+from xshard.layout.sub_axes import unfactored
 from xshard.ops import Axes
 
 
@@ -54,7 +54,7 @@ def send(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Arra
     """Whole blocks from device to device of `mesh`, (sender, receiver). What others get means nothing."""
     # ppermute counts devices in the order of JAX's own mesh, whatever the order of the axes it is given.
     names = jax.sharding.get_abstract_mesh().axis_names
-    mesh = undivided(mesh, mesh.axes)[0]
+    mesh = unfactored(mesh, mesh.axes)[0]
     axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
     indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
     if any(map(is_vmapped, axes)):  # whose ppermute wants everyone to take part

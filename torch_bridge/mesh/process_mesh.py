@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.process_groups import group_of
 from xshard import Mesh, MeshError
-from xshard.layout.sub_axes import Split, SubAxisMesh, undivided
+from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class ProcessMesh:
             fine = SubAxisMesh(self.mesh, split)
 
             def process_group(parts: tuple[str, ...]) -> dist.ProcessGroup:
-                mesh, axes = undivided(fine, parts)
+                mesh, axes = unfactored(fine, parts)
                 if mesh is not fine:
                     return self.process_group(axes)
                 return group_of(tuple(sorted(self.ranks[d] for d in fine.group(self.device, parts))))

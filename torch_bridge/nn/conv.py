@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.window import Piece, by_pieces, no_outputs
 from xshard import ShapeError, Sharding, XshardError
-from xshard.nn.receptive_fields import Read, transposed
-from xshard.nn.windows import Windowed, pieces, windowed
+from xshard.nn.receptive_fields import ReceptiveField, transposed_field
+from xshard.nn.windows import WindowLayouts, output_pieces, window_layouts
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -77,7 +77,7 @@ class Prepared:
     pieces: per cut dim, its stretches of rows and outputs.
     """
 
-    windowed: Windowed
+    windowed: WindowLayouts
     placed: Placement
     pieces: tuple[tuple[int, tuple[Piece, ...]], ...]
 
@@ -115,7 +115,7 @@ def prepare(placed: Placement, convolution: Convolution, weight_shape: torch.Siz
     check_channels(placed, channels, weight_shape[1] * convolution.groups)
     windows = convolution.windows(placed)
     _check_padding(placed, convolution)
-    found = windowed(placed.sharding, windows)
+    found = window_layouts(placed.sharding, windows)
     if any(found.result.shape[d] < 1 for d, _ in windows):
         raise ShapeError(
             f"no output: kernel {convolution.kernel} over {placed.shape[channels + 1 :]}",
@@ -125,7 +125,7 @@ def prepare(placed: Placement, convolution: Convolution, weight_shape: torch.Siz
     own: list[tuple[int, tuple[Piece, ...]]] = []
     for d, w in windows:
         if placed.cuts(d):
-            runs = pieces(placed.sharding, d, w, placed.processes.device)
+            runs = output_pieces(placed.sharding, d, w, placed.processes.device)
             own.append((d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in runs)))
     result = placed.of(found.result).with_length(channels, weight_shape[0])
     return Prepared(found, result, tuple(own))
@@ -202,7 +202,7 @@ def conv_transpose(
 @lru_cache(maxsize=4096)
 def _transposed_reads(
     placed: Placement, kernel: Ints, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
-) -> dict[int, Read]:
+) -> dict[int, ReceptiveField]:
     first, found = len(placed.shape) - len(kernel), {}
     options = zip(kernel, stride, padding, output_padding, dilation, strict=True)
     for i, (k, s, p, extra, d) in enumerate(options):
@@ -212,7 +212,7 @@ def _transposed_reads(
             )
         dim: Dim = placed.layout.dims[first + i]
         length, sizes = placed.shape[first + i], placed.sharding.mesh.sizes_of(dim.axes)
-        found[first + i] = transposed(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
+        found[first + i] = transposed_field(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
         if found[first + i].length < 1:
             raise ShapeError(
                 f"no output: {length} rows of dim {dim.name!r}, padding {p}", text=str(placed.layout)

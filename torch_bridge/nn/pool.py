@@ -21,7 +21,7 @@ from torch_bridge.nn.window import Piece, by_pieces, no_outputs
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.runs import Run
-from xshard.nn.windows import pieces, pool_counts, pool_window, windowed
+from xshard.nn.windows import output_pieces, pool_counts, pool_window, window_layouts
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -110,14 +110,14 @@ def prepare(placed: Placement, pool: Pool, boundary: Boundary) -> Prepared:
         window = Window(k, s, d, (p, p), pool.out_rule, boundary, boundary)
         windows.append(pool_window(placed.shape[first + i], window, ceil=pool.ceil_mode))
     over = tuple((first + i, window) for i, window in enumerate(windows))
-    found = windowed(placed.sharding, over)
+    found = window_layouts(placed.sharding, over)
     if any(found.result.shape[d] < 1 for d, _ in over):
         raise ShapeError(
             f"no output: kernel {pool.kernel} over {placed.shape[first:]}",
             text=str(placed.layout),
             hint="a smaller kernel, or more padding",
         )
-    runs = tuple(pieces(placed.sharding, d, window, placed.processes.device) for d, window in over)
+    runs = tuple(output_pieces(placed.sharding, d, window, placed.processes.device) for d, window in over)
     own = tuple(
         (d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in of))
         for (d, w), of in zip(over, runs, strict=True)

@@ -18,7 +18,7 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import plain
 from xshard.testing.mismatch import Mismatch, Subject, compare
 from xshard.testing.problem import Problem, wanted_gradient
-from xshard.testing.runs import RUNTIMES, Run, Truth
+from xshard.testing.runs import RUNTIMES, TaskRun, Truth
 from xshard.testing.task import Devices
 
 KINDS = ("output", "gradient", "parameter")
@@ -50,7 +50,7 @@ class _Array:
 
 
 def mismatches(
-    given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
+    given: Problem, truth: Truth, runs: Sequence[TaskRun], tol: float | None
 ) -> tuple[list[Mismatch], int]:
     """All that differs, outputs before gradients before parameters, and how many comparisons were made.
 
@@ -105,7 +105,7 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
     return wrong
 
 
-def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
+def _arrays(given: Problem, truth: Truth, run: TaskRun) -> Iterator[_Array]:
     """Every array of a run."""
     mesh, answer = run.mesh, run.answer
     for name, got in answer.outputs.items():

@@ -107,9 +107,9 @@ class PeerPlan:
 
 def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile: xs.Profile) -> float:
     """Time of one operation: the steps one by one, or all that they move at once, whichever is less."""
-    lanes, traffics, here = profile.lanes(before.mesh), [], before
+    spans, traffics, here = profile.link_spans(before.mesh), [], before
     for step in steps:
-        traffics.append(step.traffic(here, lanes))
+        traffics.append(step.traffic(here, spans))
         here = step.after(here)
     each = [
         profile.seconds(step.kind, traffic, itemsize, before.mesh)

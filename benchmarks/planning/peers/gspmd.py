@@ -26,7 +26,7 @@ from xshard.steps import Traffic
 from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.gather import gather_traffic
 from xshard.steps.permute import permute_traffic
-from xshard.steps.traffic import Lanes, slow_first
+from xshard.steps.traffic import LinkSpans, slowest_first
 
 MOST_DEVICES = 256
 # Operations that write no elements.
@@ -53,9 +53,9 @@ class Collective:
         """The largest group."""
         return xs.Mesh(across=self.nodes, inside=self.devices // self.nodes)
 
-    def traffic(self, lanes: Lanes = ()) -> Traffic:
-        """lanes: of the group's mesh."""
-        group = tuple(lane for lane in slow_first(self.mesh, self.mesh.axes, lanes) if lane.size > 1)
+    def traffic(self, spans: LinkSpans = ()) -> Traffic:
+        """spans: of the group's mesh."""
+        group = tuple(span for span in slowest_first(self.mesh, self.mesh.axes, spans) if span.size > 1)
         if self.kind == "all_gather":
             return gather_traffic(self.elements // self.devices, group, in_place=True)
         if self.kind == "all_to_all":  # packed and unpacked by operations of their own
@@ -76,7 +76,8 @@ class HloPlan:
         links = (("across", profile.across or profile.default), ("inside", profile.default))
         named, itemsize = replace(profile, axes=links), dtypes.itemsize(case.dtype)
         return self.copied * itemsize / profile.copy_bytes_per_s + sum(
-            named.seconds(c.kind, c.traffic(named.lanes(c.mesh)), itemsize, c.mesh) for c in self.collectives
+            named.seconds(c.kind, c.traffic(named.link_spans(c.mesh)), itemsize, c.mesh)
+            for c in self.collectives
         )
 
     def received_bytes(self, case: Case) -> int:
