@@ -54,7 +54,7 @@ def moved(plan: xs.Plan):
     devices, kinds = jax.devices()[: plan.mesh.n_devices], (AxisType.Auto,) * len(plan.mesh.axes)
     mesh = jax.make_mesh(plan.mesh.sizes, plan.mesh.axes, kinds, devices=devices)
     everywhere = P(plan.mesh.axes)
-    local = lambda x: run(plan, x[0], transports.ragged)[None]  # noqa: E731
+    local = lambda x: run(plan, x[0], transports.RAGGED)[None]  # noqa: E731
     return jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
 
 
@@ -93,7 +93,7 @@ def test_what_is_sent_is_expected_and_does_not_overlap(case) -> None:
     ((step, before, _),) = plan.stages
     local, schedule = rounds(step, before)
     n, shapes = plan.mesh.n_devices, [box_shape(r) for r in schedule]
-    tables = transports.slices(schedule, shapes, n)
+    tables = transports.ragged_arguments(schedule, shapes, n)
     assert np.array_equal(tables.send_sizes, tables.recv_sizes.T)
     if local:  # what devices keep is apart, and stays
         assert not np.diagonal(tables.send_sizes).any()
