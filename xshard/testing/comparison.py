@@ -15,11 +15,11 @@ from xshard import reference
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.diagnosis.evidence import plain
-from xshard.testing.mismatch import Mismatch, Subject, compare
+from xshard.testing.diagnosis.evidence import in_double
+from xshard.testing.mismatch import Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem, wanted_gradient
-from xshard.testing.runs import RUNTIMES, Run, Truth
-from xshard.testing.task import Devices
+from xshard.testing.question import Devices
+from xshard.testing.runs import SIDES, Run, Truth
 
 KINDS = ("output", "gradient", "parameter")
 
@@ -69,7 +69,7 @@ def mismatches(
     def differs(array: _Array, want: Devices, subject: Subject) -> Mismatch | None:
         nonlocal compared
         compared += 1
-        wrong = compare(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
+        wrong = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
         if wrong is not None:
             found.append(_explained(wrong, found))
         return wrong
@@ -91,9 +91,9 @@ def mismatches(
                 sharding = array.blocks
                 alone[place] = reference.gather(array.got, sharding.layout, run.mesh, sharding.shape)
     for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
-        other = right.get((mesh, RUNTIMES[1], kind, name)) if runtime == RUNTIMES[0] else None
-        if other is not None and (RUNTIMES[1], kind, name) not in alone:
-            differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, RUNTIMES[1]))
+        other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
+        if other is not None and (SIDES[1], kind, name) not in alone:
+            differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, SIDES[1]))
     return sorted(found, key=lambda m: KINDS.index(m.subject.kind)), compared
 
 
@@ -121,5 +121,5 @@ def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
 
 
 def _largest(arrays: Iterable[Block]) -> float:
-    found = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(plain, arrays))
+    found = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
     return float(max(found, default=0.0))

@@ -14,7 +14,7 @@ from xshard.testing.comparison import mismatches
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
 from xshard.testing.report import EquivalenceError
-from xshard.testing.runs import Asked, Function, Runtime, updates_of
+from xshard.testing.runs import Asked, Function, Side, updates_of
 from xshard.testing.trees import Tree
 
 
@@ -26,7 +26,7 @@ def assert_equivalent(
     layouts: tuple[Sequence[Tree], Tree],
     mesh: Meshes,
     reference: Function | None = None,
-    reference_runtime: Runtime = "jax",
+    reference_runtime: Side = "jax",
     parameters: Sequence[int] = (),
     optimisers: tuple[Function, Function] | None = None,
     tol: float | None = None,

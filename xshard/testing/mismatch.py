@@ -16,7 +16,7 @@ from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
-from xshard.testing.diagnosis.evidence import Case, plain, settle, settled
+from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled
 
 # Relative to the largest value of an array; rounding of a few hundred operations stays below.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
@@ -64,7 +64,7 @@ class Mismatch:
         return f"{self.device} ({self.subject.mesh.place(self.device)})"
 
 
-def compare(
+def find_mismatch(
     subject: Subject,
     got: Sequence[Block],
     want: Sequence[Block],
@@ -105,7 +105,7 @@ def agrees(case: Case) -> bool:
     chex = import_module("chex")  # which imports JAX: not before something is compared
     try:
         for got, want in zip(case.got, case.want, strict=True):
-            chex.assert_trees_all_close(plain(got), plain(want), rtol=case.tolerance, atol=case.slack)
+            chex.assert_trees_all_close(in_double(got), in_double(want), rtol=case.tolerance, atol=case.slack)
     except AssertionError:
         return False
     return True
@@ -131,7 +131,7 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
 
 
 def _located(subject: Subject, case: Case) -> Mismatch:
-    errors = [np.abs(plain(a) - plain(b)) for a, b in zip(case.got, case.want, strict=True)]
+    errors = [np.abs(in_double(a) - in_double(b)) for a, b in zip(case.got, case.want, strict=True)]
     # What is no number is the largest error.
     errors = [
         np.where(mask, np.nan_to_num(e, nan=np.inf), -1) for e, mask in zip(errors, case.wrong, strict=True)
@@ -143,8 +143,8 @@ def _located(subject: Subject, case: Case) -> Mismatch:
         device,
         at,
         tuple(int(case.rows(d, device)[i]) for d, i in enumerate(at)),
-        plain(case.got[device])[at].item(),
-        plain(case.want[device])[at].item(),
+        in_double(case.got[device])[at].item(),
+        in_double(case.want[device])[at].item(),
         float(errors[device][at]),
         sum(int(mask.sum()) for mask in case.wrong),
         sum(mask.size for mask in case.wrong),

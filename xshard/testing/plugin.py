@@ -14,7 +14,7 @@ import pytest
 
 from xshard.errors import XshardError
 from xshard.layout.mesh import Mesh
-from xshard.runtimes.processes import check_size, jax_process, torch_process
+from xshard.runtimes.backends import check_size, jax_process, torch_process
 from xshard.testing.pickling import packed
 from xshard.testing.problem import parse_meshes
 
@@ -89,12 +89,14 @@ def jax_devices() -> Callable[[int], OnDevices]:
 
 def _on_ranks(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     sent = packed(function, *args)
-    found: list[Any] = torch_process().ask("call", n, sent, TIMEOUT_S, timeout_s=TIMEOUT_S)
+    asked = torch_process()
+    found: list[Any] = asked.ask("torch_bridge.testing.equivalence.call_packed", n, sent, timeout_s=TIMEOUT_S)
     return found
 
 
 def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    return jax_process().ask("call", packed(function, *args), TIMEOUT_S, timeout_s=TIMEOUT_S)
+    sent = packed(function, *args)
+    return jax_process().ask("jax_bridge.testing.equivalence.call_packed", sent, timeout_s=TIMEOUT_S)
 
 
 def _checked(text: str) -> list[Mesh]:

@@ -19,11 +19,11 @@ from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
-from xshard.runtimes.processes import check_size
+from xshard.runtimes.backends import check_size
 from xshard.runtimes.tasks import random_blocks
 from xshard.steps.base import Block
-from xshard.testing.task import Devices, parameters_of
-from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered, spread
+from xshard.testing.question import Devices, parameters_of
+from xshard.testing.trees import StructureError, Tree, broadcast_prefix, leaves, mapped, numbered
 
 Meshes = Mesh | str | Sequence[Mesh | str]
 
@@ -32,7 +32,7 @@ Meshes = Mesh | str | Sequence[Mesh | str]
 class Problem:
     """names, values, layouts: of every array among the arguments. outputs: a tree of layouts.
 
-    arguments: the arguments with numbers for arrays, as `Task` has them.
+    arguments: the arguments with numbers for arrays, as `Question` has them.
     """
 
     names: tuple[str, ...]
@@ -56,7 +56,7 @@ class Problem:
 
     def output_layouts(self, returned: Tree, names: Sequence[str]) -> dict[str, Layout]:
         """The layout of every output. returned: the tree of outputs."""
-        return dict(zip(names, spread(self.outputs, returned, "output"), strict=True))
+        return dict(zip(names, broadcast_prefix(self.outputs, returned, "output"), strict=True))
 
 
 def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes) -> Problem:
@@ -78,7 +78,7 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
     names, values, found = [], [], []
     for title, argument, given in zip(_titles(function, len(args)), args, inputs, strict=True):
         for (name, value), layout in zip(
-            leaves(argument, title).items(), spread(given, argument, title), strict=True
+            leaves(argument, title).items(), broadcast_prefix(given, argument, title), strict=True
         ):
             names.append(name)
             values.append(_array(value, name))

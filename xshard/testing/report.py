@@ -27,7 +27,7 @@ class EquivalenceError(AssertionError):
         parts = [f"{len(self.mismatches)} of {self.compared} comparisons differ"]
         if any(m.subject.mesh.n_devices == 1 for m in self.mismatches):
             parts.append("they differ on one device already: it is the functions, before how they are cut")
-        parts += map(text, self.mismatches[:_SHOWN])
+        parts += map(mismatch_text, self.mismatches[:_SHOWN])
         more = len(self.mismatches) - _SHOWN
         if more > 0:
             parts.append(f"and {more} more: .mismatches has all")
@@ -56,7 +56,7 @@ class EquivalenceError(AssertionError):
         return made
 
 
-def text(mismatch: Mismatch) -> str:
+def mismatch_text(mismatch: Mismatch) -> str:
     """A mismatch in a few lines."""
     m = mismatch
     lines = [str(m.subject)]

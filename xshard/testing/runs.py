@@ -16,16 +16,16 @@ from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.plans.expression import whole_shape
-from xshard.runtimes.processes import jax_process, torch_process
+from xshard.runtimes.backends import jax_process, torch_process
 from xshard.steps.base import Block
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
-from xshard.testing.task import Answer, Devices, Result, Task, Update
+from xshard.testing.question import Answer, Devices, Question, Result, Update
 from xshard.testing.trees import StructureError, Tree, leaves
 
-Runtime = Literal["torch", "jax"]
+Side = Literal["torch", "jax"]
 Function = Callable[..., Any]
-RUNTIMES: tuple[Runtime, Runtime] = ("torch", "jax")
+SIDES: tuple[Side, Side] = ("torch", "jax")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Truth:
 
 
 class Run(NamedTuple):
-    runtime: Runtime
+    runtime: Side
     mesh: Mesh
     answer: Answer
 
@@ -56,7 +56,7 @@ class Asked:
     typed: bool
     timeout_s: float
 
-    def truth(self, runtime: Runtime, function: bytes, mesh: Mesh) -> Truth:
+    def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """What a function makes on one device: of whole arrays, or of blocks on a mesh of ones."""
         given = self.problem
         whole = not mesh.axes
@@ -82,7 +82,7 @@ class Asked:
             "the reference" if whole else f"{runtime} on one device",
         )
 
-    def run(self, runtime: Runtime, mesh: Mesh, truth: Truth) -> Run:
+    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> Run:
         """What a runtime's function makes of blocks on a mesh."""
         results = {}
         for i, (name, output) in enumerate(truth.outputs.items()):
@@ -99,7 +99,7 @@ class Asked:
 
     def _ask(
         self,
-        runtime: Runtime,
+        runtime: Side,
         function: bytes,
         mesh: Mesh,
         inputs: tuple[Devices, ...],
@@ -107,7 +107,7 @@ class Asked:
         results: dict[str, Result] | None,
     ) -> Answer:
         wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
-        task = Task(
+        question = Question(
             function,
             mesh,
             self.problem.arguments,
@@ -119,7 +119,9 @@ class Asked:
             self.typed,
         )
         process = torch_process() if runtime == "torch" else jax_process()
-        answer: Answer = process.ask("run", task, self.timeout_s, timeout_s=self.timeout_s)
+        answer: Answer = process.ask(
+            f"{runtime}_bridge.testing.equivalence.answer", question, timeout_s=self.timeout_s
+        )
         return answer
 
 
@@ -161,5 +163,5 @@ def updates_of(
             )
     return {
         runtime: Update(packed(function), tuple(parameters), tuple(numbers))
-        for runtime, function in zip(RUNTIMES, optimisers, strict=True)
+        for runtime, function in zip(SIDES, optimisers, strict=True)
     }

@@ -50,12 +50,12 @@ def numbered(tree: Tree) -> Tree:
     return mapped(lambda _: next(numbers), tree)
 
 
-def spread(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
+def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     """One leaf of `prefix` for every leaf of `tree`: a leaf where a branch would be stands for all of it.
 
     Raises StructureError where the prefix has other branches than the tree.
 
-    >>> spread(("a", "b"), (1, {"w": 2, "v": 3}))
+    >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """
     if not isinstance(prefix, dict | list | tuple):
@@ -69,7 +69,7 @@ def spread(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
             f"{name or 'it'} has {_described(tree)}, its layouts have {_described(prefix)}",
             hint="one layout per array, or one for all that a branch holds",
         )
-    return [leaf for key in keys for leaf in spread(prefix[key], tree[key], f"{name}[{key!r}]")]
+    return [leaf for key in keys for leaf in broadcast_prefix(prefix[key], tree[key], f"{name}[{key!r}]")]
 
 
 def _walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:

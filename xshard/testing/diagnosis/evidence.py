@@ -62,7 +62,7 @@ class Case:
     @cached_property
     def scale(self) -> float:
         """The largest magnitude that is wanted."""
-        found = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(plain, self.want)]
+        found = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, self.want)]
         return float(max(found, default=0.0))
 
     @property
@@ -72,7 +72,7 @@ class Case:
 
     def near(self, a: Any, b: Any) -> bool:
         """Whether arrays are equal as far as this case asks."""
-        a, b = plain(a), plain(b)
+        a, b = in_double(a), in_double(b)
         return a.shape == b.shape and bool(self._close(a, b).all())
 
     def _close(self, a: Any, b: Any) -> Mask:
@@ -82,7 +82,9 @@ class Case:
     @cached_property
     def wrong(self) -> tuple[Mask, ...]:
         """Per device, which elements are wrong."""
-        return tuple(~self._close(plain(a), plain(b)) for a, b in zip(self.got, self.want, strict=True))
+        return tuple(
+            ~self._close(in_double(a), in_double(b)) for a, b in zip(self.got, self.want, strict=True)
+        )
 
     @cached_property
     def wrong_devices(self) -> tuple[int, ...]:
@@ -125,10 +127,10 @@ class Case:
 
     def _whole(self, blocks: Sequence[Block]) -> Block:
         sharding = self.sharding
-        return plain(reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape))
+        return in_double(reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape))
 
 
-def plain(x: Any) -> Block:
+def in_double(x: Any) -> Block:
     """Numbers that numpy can reckon with: double precision, complex where they are."""
     x = np.asarray(x)
     found: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)

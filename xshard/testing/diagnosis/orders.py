@@ -58,11 +58,11 @@ def matched(got: Block, want: Block, case: Case) -> Order:
     )
 
 
-def stored(dim: Dim, length: int, mesh: Mesh) -> Order:
+def stored_rows(dim: Dim, length: int, mesh: Mesh) -> Order:
     """The rows of a dim as the devices hold them, in the mesh's order of the dim's axes.
 
     >>> from xshard.layout.layout import Layout
-    >>> stored(Layout.parse("s/zigzag(cp)").dims[0], 8, Mesh(cp=2)).tolist()
+    >>> stored_rows(Layout.parse("s/zigzag(cp)").dims[0], 8, Mesh(cp=2)).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     return np.concatenate(list(_blocks(dim, length, mesh)) or [np.arange(length)])
@@ -81,7 +81,7 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
     if _is_same(came, np.arange(n)[::-1]):
         return f"rows of {dim.name!r} are in reverse order"
     cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
-    orders = {cut: stored(cut, n, mesh) for cut in cuts}
+    orders = {cut: stored_rows(cut, n, mesh) for cut in cuts}
     for meant in (own,) if own.axes else cuts:
         halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
         if all(len(half) % 2 == 0 for half in halves) and _is_same(

@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from xshard.testing.diagnosis.evidence import Case, names_of, plain, subsets
+from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
 
 
 def stale(case: Case) -> str | None:
@@ -46,7 +46,7 @@ def transposed(case: Case) -> str | None:
     names = case.sharding.layout.names
     for a, b in itertools.combinations(range(len(names)), 2):
         pairs = zip(case.got, case.want, strict=True)
-        if all(case.near(np.swapaxes(plain(x), a, b), y) for x, y in pairs):
+        if all(case.near(np.swapaxes(in_double(x), a, b), y) for x, y in pairs):
             return f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
     return None
 

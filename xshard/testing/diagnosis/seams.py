@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xshard.layout.block_rows import stretches
 from xshard.layout.runs import flat
 from xshard.notation.parser import Dim
-from xshard.testing.diagnosis.evidence import Case, plain
+from xshard.testing.diagnosis.evidence import Case, in_double
 
 Rows = NDArray[np.int64]
 
@@ -117,7 +117,7 @@ def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
 
 def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_]) -> str:
     """What the wrong rows of a block hold."""
-    got, want = (np.moveaxis(plain(x[device]), dim, 0) for x in (case.got, case.want))
+    got, want = (np.moveaxis(in_double(x[device]), dim, 0) for x in (case.got, case.want))
     if not got[bad].any():
         return "zeros: nothing was exchanged"
     first, last = np.flatnonzero(bad)[[0, -1]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from xshard.testing.diagnosis.evidence import Case, names_of, plain, subsets
+from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
 
 _CUT_OFF = "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
 # The unit roundoff of floats times what a few hundred operations make of it.
@@ -22,7 +22,7 @@ def zero(case: Case) -> str | None:
     """All zeros where something was wanted, or the reverse."""
     if not case.scale:
         return f"it is compared with zeros alone: there {_CUT_OFF}"
-    if any(plain(block).any() for block in case.got):
+    if any(in_double(block).any() for block in case.got):
         return None
     return f"all zeros: {_CUT_OFF}"
 
@@ -32,7 +32,7 @@ def only_first(case: Case) -> str | None:
     for axes in subsets(case.free_axes):
         index = [case.sharding.mesh.index(d, axes) for d in range(len(case.got))]
         right = all(
-            case.near(got, want) if i == 0 else not plain(got).any()
+            case.near(got, want) if i == 0 else not in_double(got).any()
             for i, got, want in zip(index, case.got, case.want, strict=True)
         )
         if right:
@@ -107,7 +107,7 @@ def counted_argument(case: Case) -> str | None:
         return None
     error = case.whole_got - case.whole_want
     for name, value in case.arguments.items():
-        x = plain(value)
+        x = in_double(value)
         outer = tuple(range(error.ndim - x.ndim))
         if not outer or not x.any() or error.shape[len(outer) :] != x.shape:
             continue
@@ -128,7 +128,8 @@ def counted_argument(case: Case) -> str | None:
 def rounded(case: Case) -> str | None:
     """As large an error as a shorter float makes."""
     error = max(
-        float(np.abs(plain(a) - plain(b)).max(initial=0)) for a, b in zip(case.got, case.want, strict=True)
+        float(np.abs(in_double(a) - in_double(b)).max(initial=0))
+        for a, b in zip(case.got, case.want, strict=True)
     )
     for name, unit in _ROUNDINGS:
         if error <= unit * case.scale:
@@ -146,7 +147,7 @@ def one_addend(case: Case) -> str | None:
     What is wanted is then the block and an independent rest: its regression on the block has slope 1, and the
     block explains 1/n of its variance. Noise, in contrast, makes both equal.
     """
-    got, want = (np.concatenate([plain(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
     if got.size < _SAMPLE:
         return None
     product, power, wanted = np.vdot(got, want).real, np.vdot(got, got).real, np.vdot(want, want).real
@@ -166,13 +167,13 @@ def one_addend(case: Case) -> str | None:
 def _over(case: Case, axes: tuple[str, ...], reduce: Callable[..., object]) -> list[object]:
     """Per device, the reduction of the blocks along the axes."""
     mesh = case.sharding.mesh
-    got = [plain(block) for block in case.got]
+    got = [in_double(block) for block in case.got]
     return [reduce([got[d] for d in mesh.group(device, axes)], axis=0) for device in range(mesh.n_devices)]
 
 
 def _factor(case: Case) -> float | None:
     """The one factor between what came and what was wanted; exact where it is a whole number or 1/n."""
-    got, want = (np.concatenate([plain(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
     factor = float(np.real(np.vdot(want, got) / np.vdot(want, want)))
     for n in range(2, 65):
         for exact in (float(n), 1 / n):
