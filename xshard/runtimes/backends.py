@@ -47,7 +47,7 @@ class Backend:
             raise NoRuntimeError(f"{self.package} is not installed", hint=hint)
 
     def process(self, n_devices: int) -> Process:
-        """The process with these devices, and the compiler as users have it: for times and compiled programs."""
+        """The process with these devices, where compilers have the settings that users have."""
         self.check_installed()
         return running(self.package, self.environment(n_devices))
 

@@ -1,8 +1,8 @@
 """Calibration: plans are timed on the running machine, and a profile is fitted to the times.
 
 Decides in which order plans are measured, and what a profile says about its origin. The plans are in
-`calibration_plans`, the fit is in `fit`. Each bridge times plans in its `testing.timing`, so that no framework is
-imported here.
+`calibration_plans`, the fit is in `fit`. Each bridge times plans in its `testing.timing`, so that no
+framework is imported here.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def measure(
 def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, made: Calibration) -> str:
     """How, when and on which hardware it was measured, without the name of the machine."""
     seen, unseen = (median_error(samples, made.profile) for samples in (made.fitted, made.held_out))
-    devices = f"{mesh.n_devices} {backend.devices}"
+    package, devices = backend.package, f"{mesh.n_devices} {backend.devices}"
     return (
-        f"measured {date.today().isoformat()} by `xshard calibrate --backend {backend.package} --mesh {mesh}`: "
-        f"{devices} on {_cores()} CPU cores, {backend.package} {version(backend.package)}. "
+        f"measured {date.today().isoformat()} by `xshard calibrate --backend {package} --mesh {mesh}`: "
+        f"{devices} on {_cores()} CPU cores, {package} {version(package)}. "
         f"{len(made.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
         f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Median absolute error of the "
         f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(made.held_out)} held-out plans"

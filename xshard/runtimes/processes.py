@@ -27,7 +27,7 @@ _LAST = 4000  # characters of standard error that an error quotes
 
 
 class FunctionError(XshardError):
-    """A function that raised, or did not end, in the process that ran it; the text says what was said there."""
+    """A function that raised, or did not end, in its process; the text has its traceback or output."""
 
 
 class Process:

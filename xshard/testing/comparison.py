@@ -1,6 +1,6 @@
 """All arrays of all runs against the truth, and the two runtimes against each other.
 
-Decides what is compared with what, in which order it is told, and what is not told twice. One
+Decides what is compared with what, the order of the report, and what is reported once only. One
 comparison is in `mismatch`.
 """
 
@@ -26,7 +26,7 @@ KINDS = ("output", "gradient", "parameter")
 
 @dataclass(frozen=True)
 class _Array:
-    """Blocks of one array of a run, and the whole array that they should be.
+    """Blocks of one array of a run, and the whole array that they should make.
 
     sharding: of the output or argument; blocks of a gradient are under its dual.
     """
@@ -52,10 +52,10 @@ class _Array:
 def mismatches(
     given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
 ) -> tuple[list[Mismatch], int]:
-    """All that differs, outputs before gradients before parameters, and how many comparisons were made.
+    """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
-    runs: those on one device first. What a function makes differently on one device already is told once: its
-    blocks on several are then compared with what it makes itself on one.
+    runs: one device first. If an array differs on one device already, that is reported once: on several
+    devices it is then compared with the function's own result on one.
     """
     arguments = dict(zip(given.names, given.values, strict=True))
     largest = {
@@ -74,7 +74,7 @@ def mismatches(
             found.append(_explained(wrong, found))
         return wrong
 
-    alone: dict[tuple[str, str, str], Block] = {}  # what a runtime makes differently on one device
+    alone: dict[tuple[str, str, str], Block] = {}  # arrays that differ on one device
     right: dict[tuple[str, str, str, str], _Array] = {}
     for run in runs:
         for array in _arrays(given, truth, run):
@@ -98,7 +98,7 @@ def mismatches(
 
 
 def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
-    """A parameter is wrong where its gradient is: that is the cause."""
+    """If a parameter's gradient is wrong, that is the cause."""
     gradient = replace(wrong.subject, kind="gradient")
     if wrong.subject.kind == "parameter" and any(m.subject == gradient for m in before):
         return replace(wrong, cause=Cause("gradient", "its gradient is wrong"))

@@ -1,7 +1,7 @@
-"""Which tasks a comparison asks of which runtime: one device first, which is the truth, then every mesh.
+"""The runs of a comparison: one device first, which is the truth, then every mesh.
 
-Decides what blocks, layouts and cotangents a task has. How a runtime runs it is in the bridges' `testing`
-modules.
+Decides the blocks, layouts and cotangents of each question. How a runtime answers is in the bridges'
+`testing.equivalence`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDES: tuple[Side, Side] = ("torch", "jax")
 
 @dataclass(frozen=True)
 class Truth:
-    """What is right: whole arrays by name of output and number of argument, and where they come from."""
+    """The right values: whole arrays by name of output and number of argument, and their source."""
 
     outputs: dict[str, Block]
     layouts: dict[str, Layout]
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """A problem and all that its tasks have in common."""
+    """A problem, and all that its questions have in common."""
 
     problem: Problem
     functions: dict[str, bytes]
@@ -57,7 +57,7 @@ class Asked:
     timeout_s: float
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
-        """What a function makes on one device: of whole arrays, or of blocks on a mesh of ones."""
+        """Results of a function on one device: of whole arrays, or of blocks on a mesh of ones."""
         given = self.problem
         whole = not mesh.axes
         layouts = [whole_layout(x.ndim) for x in given.values] if whole else list(given.layouts)
@@ -83,7 +83,7 @@ class Asked:
         )
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> Run:
-        """What a runtime's function makes of blocks on a mesh."""
+        """Results of a runtime's function on the blocks of a mesh."""
         results = {}
         for i, (name, output) in enumerate(truth.outputs.items()):
             sharding = Sharding(truth.layouts[name], mesh, output.shape)
@@ -139,8 +139,11 @@ def updates_of(
     parameters: Sequence[int],
     optimisers: tuple[Function, Function] | None,
 ) -> dict[str, Update]:
-    """The optimiser step of each runtime. Raises StructureError for parameters without optimisers or the
-    reverse, or whose gradients are not laid out as they are."""
+    """The optimiser step of each runtime.
+
+    Raises StructureError for parameters without optimisers or the reverse, and for parameters whose gradients
+    have another layout.
+    """
     if bool(parameters) != (optimisers is not None):
         raise StructureError(
             "parameters= and optimisers= belong together",

@@ -1,6 +1,6 @@
 """Random meshes, shapes and layouts for hypothesis.
 
-Decides how large they are: small enough for every device of every mesh to be looked at.
+Decides how large they are: small enough to check every device of every mesh.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def layouts(
 
 @st.composite
 def moves(draw: st.DrawFn, kinds: Sequence[str] = ("linear", "max", "min")) -> Move:
-    """(mesh, shape, src, dst) between which a redistribution is defined."""
+    """(mesh, shape, src, dst) with a redistribution from src to dst."""
     mesh, shape = draw(meshes()), draw(shapes())
     kind = draw(st.sampled_from(kinds))
     if kind == "linear":
@@ -85,7 +85,7 @@ def moves(draw: st.DrawFn, kinds: Sequence[str] = ("linear", "max", "min")) -> M
 
 
 def any_boundary() -> st.SearchStrategy[Boundary]:
-    """What may stand beyond the ends of an array."""
+    """Rules for the rows beyond the ends of an array."""
     constants = st.floats(allow_nan=False, width=32).map(lambda value: Boundary("constant", value))
     return st.sampled_from(BOUNDARIES).map(Boundary) | constants
 
