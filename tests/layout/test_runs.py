@@ -18,7 +18,7 @@ from xshard.layout.partition import owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
 from xshard.notation.parser import ORDERS, Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps
+from xshard.testing.strategies import any_overlap, layouts, meshes
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
 
@@ -64,7 +64,7 @@ def test_every_order_inside_every_other(order, inner, length):
 @given(st.data(), meshes(), st.integers(0, 40))
 def test_normal_form_has_the_same_blocks(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
-    dim = replace(layout.dims[0], overlap=data.draw(st.none() | overlaps()))
+    dim = replace(layout.dims[0], overlap=data.draw(st.none() | any_overlap()))
     sharding = xs.Sharding(replace(layout, dims=(dim,)), mesh, (length,))
     plain = sharding.with_layout(sharding.normal)
     for device in range(mesh.n_devices):
@@ -146,13 +146,13 @@ def test_overlaps(data, n, order, length):
     """Halos and windows of every boundary, reaching over several neighbours and both ends."""
     mesh = xs.Mesh(a=n)
     shards = (Shard(("a",), ("block", "balanced", "block")[order]),)
-    dim = Dim("h", shards, data.draw(overlaps(folded=False)))
+    dim = Dim("h", shards, data.draw(any_overlap(folded=False)))
     sharding = xs.Sharding(xs.Layout((dim,)), mesh, (length,))
     for device in range(n):
         assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
 
 
-@given(overlaps(folded=False), st.integers(0, 24))
+@given(any_overlap(folded=False), st.integers(0, 24))
 def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
     mesh = xs.Mesh(a=3)
     assert held(f"h/a:fold({overlap})", length, mesh) == held(f"h/a:{overlap}", length, mesh)

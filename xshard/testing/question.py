@@ -1,6 +1,7 @@
-"""What a runtime is asked by the kit, and what it answers: blocks per device, in and out.
+"""Questions of the kit to a runtime, and the answers: blocks per device, in and out.
 
-The bridges' `testing` modules read tasks and write answers, so that no framework is imported here.
+Decides what both hold. The bridges' `testing.equivalence` turns one into the other, so that no framework is
+imported here.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class Update:
 
 @dataclass(frozen=True)
 class Result:
-    """How one output is laid out, and the cotangent blocks that it gets; none where it has no derivative."""
+    """The layout of one output, and its cotangent blocks; None if it has no derivative."""
 
     sharding: Sharding
     cotangents: Devices | None
 
 
 @dataclass(frozen=True)
-class Task:
+class Question:
     """A function, the blocks of its arguments, and the cotangents of what it returns.
 
-    function: packed, (function, ()). arguments: a tree of numbers of `inputs`, one branch per argument.
-    inputs, shardings: per array. results: per output; None of a reference, which draws its own cotangents
-    (`draw`) and says which. A mesh without axes is one device with whole arrays.
+    function: packed, see `pickling`. arguments: a tree of numbers of `inputs`, one branch per argument.
+    inputs, shardings: per array. results: per output; None for a reference, which draws its own cotangents
+    (`draw`) and returns them. A mesh without axes is one device with whole arrays.
     """
 
     function: bytes
@@ -57,7 +58,7 @@ class Task:
     shardings: tuple[Sharding, ...]
     results: dict[str, Result] | None
     update: Update | None = None
-    wide: bool = False  # 64-bit numbers, which JAX must be told
+    wide: bool = False  # 64-bit numbers, which JAX must be told to keep
     typed: bool = True  # JAX: check_vma
 
     @property
@@ -68,10 +69,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a function made: outputs by name, gradients and updated values by number of input.
+    """Results of a function: outputs by name, gradients and updated values by number of input.
 
-    cotangents, tree: of a reference, by name, and its outputs' numbers as it returns them. gradients: None
-    where the shapes of outputs are not those of the task, so that cotangents do not fit.
+    gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree: of a reference only,
+    its cotangents by name, and the tree of its outputs with numbers as leaves.
     """
 
     outputs: dict[str, Devices]
@@ -91,19 +92,19 @@ def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
 
 
 def is_inexact(block: Block) -> bool:
-    """Whether an array has a derivative. By name, for numpy takes bfloat16 for no kind of float."""
+    """Whether an array has a derivative. By name, since bfloat16 is no float to numpy."""
     return block.dtype.name.startswith(("float", "bfloat", "complex"))
 
 
 def called(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Any:
-    """The function of its arguments, with `mesh=` where it has such a parameter."""
+    """Call the function, with `mesh=` if it has such a parameter."""
     if mesh.axes and "mesh" in parameters_of(function):
         return function(*arguments, mesh=mesh)
     return function(*arguments)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters by name; none of a function that does not tell, as torch's own."""
+    """The parameters by name; none if a function has no signature, like torch's own."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -111,7 +112,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: str) -> dict[str, Any]:
-    """The outputs by name. Raises StructureError where they are not those that the reference has."""
+    """The outputs by name. Raises StructureError if the reference has others."""
     found = leaves(returned, "output")
     if results is not None and list(found) != list(results):
         raise StructureError(
