@@ -1,7 +1,7 @@
-"""The cases: redistributions from the test suites and issues of others.
+"""The cases: redistributions from the test suites and issues of other projects.
 
-Decides what a case is. The files name every case's source; the scaled set has the same moves at
-the sizes of real tensors (even, bf16, 2^28 elements and more).
+Decides what a case is. The files name the source of every case; the scaled set has the same moves at the
+sizes of real tensors (even, bf16, 2^28 elements and more).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xshard as xs
 from xshard import dtypes
 from xshard.notation.parser import Dim, Shard
 
-DATA = Path(__file__).parents[2] / "tests" / "data"
+DATA = Path(__file__).parents[1] / "tests" / "data"
 FILES = {"public": "reshard.json", "scaled": "reshard_large.json"}
 
 
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def is_partial(self) -> bool:
-        """Whether partial sums are at either end."""
+        """Whether either end holds partial sums."""
         return bool(self.src.tags or self.dst.tags)
 
     @cached_property
@@ -54,7 +54,7 @@ def load(which: str) -> tuple[Case, ...]:
 
 
 def scaled(case: Case, least_bytes: int) -> Case:
-    """The case with its shortest dims doubled until the array is as large as that, or the longest halved."""
+    """The case with its shortest dims doubled until the array has `least_bytes`, or its longest halved."""
     shape, itemsize = list(case.shape), dtypes.itemsize(case.dtype)
     while math.prod(shape) * itemsize < least_bytes:
         shape[shape.index(min(shape))] *= 2

@@ -1,4 +1,7 @@
-"""Host time, bytes and values of every way, and time on gloo ranks."""
+"""What is measured of every way: host time, bytes, values, and seconds on gloo ranks.
+
+Decides which values and gradients must agree; what a way does is decided in `ways`.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +9,46 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from by_turns import Calls, Seconds, calls, timed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from drop_ins.ways import VERBS, Verb
+from benchmarks.drop_ins.ways import VERBS, Verb
+from benchmarks.torch_calls import Calls, Figures, calls, medians
 from torch_bridge import compat
 from torch_bridge.testing.byte_counter import Meter
 
 
-def on_a_rank(verb: int, rounds: int) -> Seconds:
+def on_a_rank(verb: int, rounds: int) -> Figures:
     """On one of several gloo ranks: median seconds and received bytes of every way.
 
-    Raises AssertionError where a way comes to other values, or another gradient, than ours.
+    Raises AssertionError if a way gives other values, or another gradient, than ours.
     """
-    found: Seconds = {}
+    received: Figures = {}
     ways, expected = _ways(VERBS[verb]), None
     for name, (forward, both) in ways.items():
-        with Meter() as moved:
+        with Meter() as once:
             y = forward()
-        with Meter() as moved_twice:
+        with Meter() as twice:
             gradient = both()
         expected = expected or (y, gradient)
         assert torch.equal(y, expected[0]) and torch.equal(gradient, expected[1]), (VERBS[verb].name, name)
-        found[name] = {
-            "forward_bytes": float(sum(moved.received)),
-            "both_bytes": float(sum(moved_twice.received)),
+        received[name] = {
+            "forward_bytes": float(sum(once.received)),
+            "both_bytes": float(sum(twice.received)),
         }
-    for name, seconds in timed(ways, rounds, dist.barrier).items():
-        found[name] |= seconds
-    return found
+    return {name: received[name] | seconds for name, seconds in medians(ways, rounds, dist.barrier).items()}
 
 
-def host(ranks: int, rounds: int) -> list[Seconds]:
-    """Seconds that the host needs per call, of every verb: no rank waits for another, nothing is sent."""
+def host(ranks: int, rounds: int) -> list[Figures]:
+    """Seconds that the host needs per call, by verb: no rank waits for another, nothing is sent."""
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
     try:
-        return [timed(_ways(verb), rounds, lambda: None) for verb in VERBS]
+        return [medians(_ways(verb), rounds) for verb in VERBS]
     finally:
         dist.destroy_process_group()
 
 
 def _ways(verb: Verb) -> dict[str, Calls]:
-    # nn.functional says at every call that it is deprecated; what it recommends is private.
+    # nn.functional warns at every call that it is deprecated; the replacement it names is private.
     warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
     compat.initialize_domain_parallel(dist.get_world_size(), dist.get_world_size())
     return {name: calls(way, verb.block()) for name, way in verb.ways.items()}

@@ -1,1 +1,1 @@
-"""What `benchmarks/halo.py` is made of."""
+"""Halo exchange in torch beside two other ways."""

@@ -1,4 +1,7 @@
-"""Times, bytes and values of the ways, taken together: every way once before any is taken again."""
+"""What is measured of every way to widen a block: seconds, bytes and values, by turns.
+
+Decides which blocks and gradients must agree; how a way widens a block is decided in `ways`.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,35 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from by_turns import Calls, Seconds, calls, timed
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from halos.ways import AXIS, WAYS, Way, mesh
+from benchmarks.halo.ways import AXIS, WAYS, Way, mesh
+from benchmarks.torch_calls import Calls, Figures, calls, medians
 from torch_bridge.nn import Conv2d
 from torch_bridge.testing.byte_counter import Meter
 
 
-def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> dict[str, dict[str, float]]:
+def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> Figures:
     """On one of several gloo ranks: median seconds and received bytes of every way.
 
-    Raises AssertionError where a way widens the block, or its gradient, to something else than ours.
+    Raises AssertionError if a way gives another block, or another gradient, than ours.
     """
     block = torch.arange(float(torch.Size(shape).numel())).view(*shape) % 97
     ways = {way.name: _calls(way, block, rows) for way in WAYS}
-    found: dict[str, dict[str, float]] = {}
-    expected = None
+    received, expected = {}, None
     for name, (forward, both) in ways.items():
         with Meter() as meter:
             result = forward(), both()
-        found[name] = {"received_bytes": float(sum(meter.received))}
+        received[name] = {"received_bytes": float(sum(meter.received))}
         expected = result if expected is None else expected
         assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name
-    for name, seconds in timed(ways, rounds, dist.barrier).items():
-        found[name] |= seconds
-    return found
+    return {name: received[name] | seconds for name, seconds in medians(ways, rounds, dist.barrier).items()}
 
 
-def convolutions(shape: Sequence[int], kernel: int, rounds: int) -> Seconds:
-    """Seconds of a convolution on one of several gloo ranks, by what it does about its halos.
-
-    It waits for them, computes meanwhile, or has none: a convolution of the block alone.
+def convolutions(shape: Sequence[int], kernel: int, rounds: int) -> Figures:
+    """Seconds of a convolution on one of several gloo ranks: one that waits for its halos, one that computes
+    meanwhile, and one of the block alone, without halos.
     """
     torch.manual_seed(0)
     ordinary = torch.nn.Conv2d(shape[1], shape[1], kernel, padding=kernel // 2)
@@ -59,15 +58,15 @@ def convolutions(shape: Sequence[int], kernel: int, rounds: int) -> Seconds:
 
     layers = {name: both(layer) for name, layer in {**made, "no exchange": ordinary}.items()}
     assert torch.allclose(layers["waiting"][1](), layers["overlapped"][1](), rtol=1e-4, atol=1e-4)
-    return timed(layers, rounds, dist.barrier)
+    return medians(layers, rounds, dist.barrier)
 
 
-def host(shape: Sequence[int], rows: int, ranks: int, rounds: int) -> Seconds:
+def host(shape: Sequence[int], rows: int, ranks: int, rounds: int) -> Figures:
     """Seconds that the host needs per call: no rank waits for another, nothing is sent."""
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
     try:
         block = torch.ones(*shape)
-        return timed({way.name: _calls(way, block, rows) for way in WAYS}, rounds, lambda: None)
+        return medians({way.name: _calls(way, block, rows) for way in WAYS}, rounds)
     finally:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Ways to widen a block by rows of its neighbours in torch: ours, and what others do.
 
-Each is a function of the block, of the rows at either side and of what `prepare` made; zeros stand
-beyond the ends. Forward and backward.
+Each is a function of the block, the rows on either side and what `prepare` made; beyond the ends are zeros.
+Forward and backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AXIS = "sp"
 
 @dataclass(frozen=True)
 class Way:
-    """prepare: made once, on all ranks. widen: (block, rows, what was prepared) -> the widened block."""
+    """prepare: runs once, on all ranks. widen: (block, rows, what `prepare` made) -> the widened block."""
 
     name: str
     prepare: Callable[[], DeviceMesh]
@@ -40,7 +40,7 @@ def ours(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
 
 
 def index_select(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
-    """Both edges by index_select, one all-to-all among all ranks, a concatenation (as PhysicsNeMo does)."""
+    """PhysicsNeMo's way: both edges by index_select, one all-to-all of all ranks, a concatenation."""
     group, rank, n = ranks.get_group(AXIS), ranks.get_local_rank(AXIS), ranks.size()
     length = block.shape[DIM]
     before, after = rank > 0, rank < n - 1
@@ -60,7 +60,7 @@ def index_select(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
 
 
 def replicate(block: Tensor, rows: int, ranks: DeviceMesh) -> Tensor:
-    """DTensor has no layout with overlaps: it gathers, and every rank cuts out what it needs."""
+    """DTensor has no layout with overlaps: it gathers, and every rank cuts its rows out."""
     placed = DTensor.from_local(block, ranks, [Shard(DIM)], run_check=False)
     whole = placed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     rank, length = ranks.get_local_rank(AXIS), block.shape[DIM]

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/jax_bridge.py`."""
+"""The JAX bridge beside XLA's own reshard."""

@@ -1,11 +1,14 @@
-"""What is measured of a move: exact figures of both compiled programs, and both timed by turns."""
+"""What is measured of a move: exact figures of both compiled programs, and the times of both, by turns.
+
+Decides how a figure is read off a program; what it should be is decided in `claims`.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,24 +17,28 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_bridge as xj
+from benchmarks import by_turns
+from benchmarks.cases import Case
+from benchmarks.jax_reshard.claims import HOST, Row, holds_more, within
+from benchmarks.jax_reshard.programs import Move
 from jax_bridge.testing.hlo import collectives
-from resharding.programs import Move
 from xshard import PlanError
 
-Row = dict[str, Any]
-# What plans are for: received bytes and memory are compared where bytes are planned for, run time where it is
-# measured, all else as users get it.
-FEWEST_BYTES, DEFAULT, HOST = "bandwidth", "h100", "host"
-# Of temporary memory: tables of indices, and 64 bytes per buffer that XLA rounds up to.
-SLACK_BYTES = 4096
-COMPILES = 2  # of which the quicker counts: the other one was disturbed
+COMPILES = 2  # the quicker one counts: the other was disturbed
 CALLS = 2000
+
+
+def configure(devices: int) -> None:
+    """Make host devices; before JAX starts any."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_enable_x64", True)  # some cases have dtype float64
 
 
 def compiled(moves: Sequence[Move]) -> Row:
     """A case's programs: collectives, bytes, temporary memory, seconds to compile.
 
-    moves: the case as planned for several machines, for all of which XLA's program is the same.
+    moves: the case planned for several machines; XLA's program is the same for all.
     """
     move = moves[0]
     row = {key: value for key, value in _named(move).items() if key not in ("profile", "steps")}
@@ -43,7 +50,7 @@ def compiled(moves: Sequence[Move]) -> Row:
     }
     row["ours"] = {planned.profile: _ours(planned) for planned in moves}
     row["xla"] = _figures(move, move.xla, move.case.dtype)
-    if move.carrier != move.case.dtype:  # moved as bits, what XLA sends is not widened
+    if move.carrier != move.case.dtype:  # XLA does not widen what it moves as bits
         carried = _figures(move, move.xla, move.carrier, compiles=1)
         row["xla"] |= {key: carried[key] for key in ("counts", "received_bytes")}
     for planned in moves:
@@ -53,9 +60,9 @@ def compiled(moves: Sequence[Move]) -> Row:
 
 
 def _asked_to_hold(move: Move, row: Row) -> Row:
-    """Our program, asked to hold what XLA's does, and less as long as it holds more and there is a plan.
+    """Our program under XLA's memory as a limit, lowered until it holds no more or there is no plan.
 
-    A plan counts its source until it is read, a program as long as it runs.
+    A plan counts its source until the source is read, a program counts it as long as it runs.
     """
     ours, limit = row["ours"][move.profile], row["xla"]["held_bytes"]
     with suppress(PlanError):
@@ -64,11 +71,6 @@ def _asked_to_hold(move: Move, row: Row) -> Row:
             ours = _ours(limited)
             limit = limited.plan.peak_bytes - 1
     return ours
-
-
-def within(profile: str) -> str:
-    """The name of what is planned for a profile and asked to hold no more than XLA."""
-    return f"{profile}, holding no more than XLA"
 
 
 def _ours(move: Move) -> Row:
@@ -80,30 +82,23 @@ def _ours(move: Move) -> Row:
     }
 
 
-def holds_more(ours: Row, xla: Row) -> bool:
-    """Whether our program takes more temporary memory than XLA's."""
-    return ours["temporary_bytes"] > xla["temporary_bytes"] + SLACK_BYTES
+def timed(case: Case, rounds: int) -> Row:
+    """Both programs on the same array, by turns; the median ratio of a round.
 
-
-def timed(move: Move, rounds: int) -> Row:
-    """Both programs on the same array, one after the other in every round; the median ratio of a round.
-
-    noise: the same of XLA's program and XLA's program again.
+    noise: the same ratio between XLA's program and itself.
     """
-    x = move.array(move.case.dtype)
-    xla = move.xla()
-    programs = move.ours(), xla, xla
-    seconds: tuple[list[float], ...] = tuple([] for _ in programs)
-    with jax.set_mesh(move.mesh):
-        for program in programs:
+    move = Move(case, HOST)
+    x, xla = move.array(case.dtype), move.xla()
+
+    def call(program: Callable[[Any], Any]) -> Callable[[], None]:
+        def run() -> None:
             jax.block_until_ready(program(x))
-        for turn in range(rounds):
-            for i in range(len(programs)):
-                which = (turn + i) % len(programs)
-                start = time.perf_counter()
-                jax.block_until_ready(programs[which](x))
-                seconds[which].append(time.perf_counter() - start)
-    ours, theirs, again = seconds
+
+        return run
+
+    with jax.set_mesh(move.mesh):
+        calls = {"ours": call(move.ours()), "xla": call(xla), "xla again": call(xla)}
+        ours, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
     return _named(move) | {
         "bytes": x.nbytes,
         "ours_s": statistics.median(ours),
@@ -118,17 +113,9 @@ def dispatch() -> Row:
     mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:8])
     x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, PartitionSpec("a", "b")))
     identity = jax.jit(lambda x: x)
-    calls = (lambda: xj.reshard(x, "n/a d/b -> n/a d/b")), (lambda: identity(x))
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for call in calls:
-        jax.block_until_ready(call())
-    for _ in range(CALLS):
-        for which in (0, 1):
-            start = time.perf_counter()
-            result = calls[which]()
-            seconds[which].append(time.perf_counter() - start)
-            jax.block_until_ready(result)
-    ours, plain = map(statistics.median, seconds)
+    calls = {"reshard": lambda: xj.reshard(x, "n/a d/b -> n/a d/b"), "jit": lambda: identity(x)}
+    seconds = by_turns.seconds(calls, CALLS, warm_up=1, after=jax.block_until_ready)
+    ours, plain = map(statistics.median, seconds.values())
     return {"reshard_s": ours, "jit_identity_s": plain, "ratio": ours / plain}
 
 

@@ -1,1 +1,1 @@
-"""What `benchmarks/planner.py` measures: the planner beside four published ones."""
+"""The planner beside four published ones."""

@@ -1,11 +1,11 @@
 """The planner, measured: bytes, seconds, node crossings, memory, values and planning time.
 
-    python benchmarks/planner.py             # peers asked live where installed (torch, jaxlib)
-    python benchmarks/planner.py --recorded  # peers as recorded: needs neither
-    python benchmarks/planner.py --quick     # a few cases, peers as recorded
+    python -m benchmarks.planner             # peers asked live if installed (torch, jaxlib)
+    python -m benchmarks.planner --recorded  # peers as recorded: needs neither
+    python -m benchmarks.planner --quick     # a few cases, peers as recorded
 
-Prints a table, writes a JSON file and a plot. Exit status 1 when a claim of `planning.claims` does
-not hold; the cases that break it are named.
+Prints a table, writes a JSON file and a plot. Exit status 1 if a claim of `planner.claims` fails; the cases
+that break it are named.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import record
-from planning import claims, measures, report, timing
-from planning.cases import Case, load
-from planning.measures import Row
-from planning.peers import collect
 from rich.console import Console
 
+from benchmarks import record
+from benchmarks.cases import Case, load
+from benchmarks.planner import claims, measures, report, timing
+from benchmarks.planner.measures import Row
+from benchmarks.planner.peers import collect
+
 QUICK_STRIDE = 12  # a quick run takes every twelfth case
-LEAST_WIDTH = 160  # columns of the table, on a narrower terminal too
+LEAST_WIDTH = 160  # columns of the table, even on a narrower terminal
 
 Sets = dict[str, tuple[Case, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
     sets = {which: load(which)[:: QUICK_STRIDE if options.quick else 1] for which in ("public", "scaled")}
-    # Timed first: the peers bring torch and JAX into this process.
+    # Times come first: live peers load torch and JAX into this process.
     speed = measure_speed(sets["public"])
     rows = {which: measure_plans(which, cases) for which, cases in sets.items()}
     peers = ask_peers(sets, live=options.live)
@@ -46,12 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(claim.must and not claim.holds for claim in found))
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="every twelfth case, peers as recorded")
-    parser.add_argument(
-        "--output", type=Path, default=record.RESULTS, help="folder for the JSON file and the plot"
-    )
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = record.options(__doc__, quick="every twelfth case, peers as recorded")
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--live", dest="live", action="store_true", default=None, help="ask installed peers (default)"
@@ -64,12 +60,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--save-peers needs a full live run")
     given = ["--live" if options.live else "--recorded"]
     given += ["--quick"] * options.quick + ["--save-peers"] * options.save_peers
-    options.command = " ".join(["python benchmarks/planner.py", *given])  # its output folder names a machine
+    options.command = " ".join(["python -m benchmarks.planner", *given])
     return options
 
 
 def measure_speed(public: Sequence[Case]) -> Row:
-    """Planning times in seconds, of the machine that plans are priced for by default."""
+    """Planning times in seconds, cached and on a large mesh, for the default profile."""
     profile = measures.profiles()["h100"]
     return {
         "cached_s": timing.cached_s(public[::10], profile),
@@ -78,7 +74,7 @@ def measure_speed(public: Sequence[Case]) -> Row:
 
 
 def measure_plans(which: str, cases: Sequence[Case]) -> list[Row]:
-    """Our plans for a set of cases, and how long each takes to find."""
+    """Our plans for a set of cases, and the seconds to find each."""
     profile = measures.profiles()["h100"]
     cold = [timing.cold_s(case, profile) for case in record.shown(cases, f"planning time, {which}")]
     rows = [measures.case_row(case) for case in record.shown(cases, f"plans, {which}")]
@@ -86,7 +82,7 @@ def measure_plans(which: str, cases: Sequence[Case]) -> list[Row]:
 
 
 def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collect.Answer]]]:
-    """The peers' answers by set, case and peer: for the scaled set, and the public partial sums."""
+    """The peers' answers by set, case and peer, for the scaled set and the public partial sums."""
     asked = {**sets, "public": tuple(case for case in sets["public"] if case.is_partial)}
     return {
         which: collect.answers(which, record.shown(cases, f"peers, {which}"), live=live)
@@ -97,7 +93,7 @@ def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collec
 def show_results(
     found: Sequence[claims.Claim], rows: dict[str, list[Row]], speed: Row, options: argparse.Namespace
 ) -> None:
-    """The table on the terminal; the JSON file and the plot in the output folder."""
+    """Print the table; write the JSON file and the plot to the output folder."""
     console = Console(width=max(Console().width, LEAST_WIDTH))
     options.output.mkdir(parents=True, exist_ok=True)
     about = record.about(
@@ -109,9 +105,10 @@ def show_results(
         quick=options.quick,
         speed=speed,
     )
-    path = options.output / f"{report.NAME}.json"
     written = [
-        record.write(path, about, claims=[claim.to_dict() for claim in found], **rows),
+        record.write(
+            options.output / "planner.json", about, claims=[claim.to_dict() for claim in found], **rows
+        ),
         report.write_plot(options.output, rows["scaled"]),
     ]
     report.print_table(console, found)

@@ -1,4 +1,4 @@
-"""What no plan can go below, beyond the bound that every plan carries (`Plan.bytes_lower_bound`)."""
+"""Lower bounds for any plan, beyond the bound that every plan carries (`Plan.bytes_lower_bound`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
-from planning.cases import Case
+from benchmarks.cases import Case
 from xshard.cost import bounds
 
 
@@ -21,7 +21,7 @@ def total_elements(case: Case) -> int:
 
 
 def node_elements(case: Case, node_devices: int) -> NDArray[np.int64]:
-    """Elements that must enter every node: all that its devices need together and do not have together.
+    """Elements that must enter every node: those that its devices together need and do not have.
 
     For contiguous cuts without partial sums.
     """
@@ -36,7 +36,7 @@ def node_elements(case: Case, node_devices: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Grid:
-    """An array cut wherever a block of some sharding begins or ends: elements of a cell share their fate."""
+    """An array cut wherever a block of some sharding begins or ends: all elements of a cell move alike."""
 
     marks: tuple[NDArray[np.int64], ...]
 

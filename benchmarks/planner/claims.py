@@ -1,7 +1,7 @@
 """What the planner must show, judged on measured rows.
 
-Decides which cases count for a claim, how its number is formed and when it holds. An aim is
-reported and judged like a claim, but a missed aim fails nothing.
+Decides which cases count for a claim, how its number is formed and when it holds. An aim is reported and
+judged like a claim, but a run does not fail for it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planning.measures import Row
-from planning.peers.collect import PEERS
-from planning.ratios import (
+from benchmarks.planner.measures import Row
+from benchmarks.planner.peers.collect import PEERS
+from benchmarks.planner.ratios import (
     Ratio,
     bytes_ratios,
     geomean,
@@ -30,10 +30,10 @@ SECONDS_PROFILES = ("h100", "h100_nvlink")
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A statement with its number.
+class PeerClaim:
+    """A statement with its number, and the same number of the peers.
 
-    failing: the cases that break it, the worst first. peers: the same number of others.
+    must: whether a run fails for it. failing: the cases that break it, the worst first.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Claim:
         return {**asdict(self), "peers": dict(self.peers), "holds": self.holds}
 
 
-def judge(public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bool) -> tuple[Claim, ...]:
-    """Every claim, in order. quick: planning times are reported only."""
+def judge(public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bool) -> tuple[PeerClaim, ...]:
+    """Every claim, in order. quick: planning times are aims."""
     return (
         *_bytes(scaled),
         *(claim for profile in SECONDS_PROFILES for claim in _seconds(scaled, profile)),
@@ -68,7 +68,7 @@ def judge(public: Sequence[Row], scaled: Sequence[Row], speed: Row, *, quick: bo
     )
 
 
-def _bytes(scaled: Sequence[Row]) -> Iterator[Claim]:
+def _bytes(scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     ours = list(bytes_ratios(scaled, our_bytes))
     peers = {name: [v for _, v in bytes_ratios(scaled, peer_bytes(name))] for name in PEERS}
     statement = "received bytes of the busiest device over the lower bound, planned for bandwidth"
@@ -88,7 +88,7 @@ def _bytes(scaled: Sequence[Row]) -> Iterator[Claim]:
     )
 
 
-def _seconds(scaled: Sequence[Row], profile: str) -> Iterator[Claim]:
+def _seconds(scaled: Sequence[Row], profile: str) -> Iterator[PeerClaim]:
     ours = list(seconds_ratios(scaled, profile))
     statement = f"predicted time over the best peer's, priced for {profile}"
     by_peer = {name: list(seconds_ratios(scaled, profile, [name])) for name in PEERS}
@@ -109,7 +109,7 @@ def _seconds(scaled: Sequence[Row], profile: str) -> Iterator[Claim]:
     )
 
 
-def _nodes(scaled: Sequence[Row]) -> Iterator[Claim]:
+def _nodes(scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     peers = {name: [v for _, v in node_ratios(scaled, peer_crossing(name))] for name in PEERS}
     for profile, what in (("network", "planned for what crosses"), ("h100", "planned for h100")):
         yield _mean(
@@ -136,7 +136,7 @@ def _nodes(scaled: Sequence[Row]) -> Iterator[Claim]:
     )
 
 
-def _partial(public: Sequence[Row]) -> Claim:
+def _partial(public: Sequence[Row]) -> PeerClaim:
     rows = [row for row in public if row["partial"] and row["total_bound_bytes"]]
     by_peer = {
         name: [
@@ -155,12 +155,12 @@ def _partial(public: Sequence[Row]) -> Claim:
     )
 
 
-def _peak(rows: Sequence[Row]) -> Claim:
+def _peak(rows: Sequence[Row]) -> PeerClaim:
     peaks = [(row["case"], max(p["peak_over_ends"] for p in row["plans"].values())) for row in rows]
     return _worst("peak_worst", "largest local array over that of the two ends: worst case", peaks, 1.0)
 
 
-def _uneven_bytes(public: Sequence[Row]) -> Claim:
+def _uneven_bytes(public: Sequence[Row]) -> PeerClaim:
     plans = [
         (row["case"], row["plans"]["bandwidth"]) for row in public if not row["even"] and not row["partial"]
     ]
@@ -172,7 +172,7 @@ def _uneven_bytes(public: Sequence[Row]) -> Claim:
     )
 
 
-def _values(public: Sequence[Row], scaled: Sequence[Row]) -> Iterator[Claim]:
+def _values(public: Sequence[Row], scaled: Sequence[Row]) -> Iterator[PeerClaim]:
     sets = {
         "values_wrong": [*public, *scaled],
         "values_wrong_uneven": [row for row in public if not row["even"]],
@@ -191,7 +191,7 @@ def _values(public: Sequence[Row], scaled: Sequence[Row]) -> Iterator[Claim]:
         )
 
 
-def _speed(public: Sequence[Row], speed: Row, *, must: bool) -> Iterator[Claim]:
+def _speed(public: Sequence[Row], speed: Row, *, must: bool) -> Iterator[PeerClaim]:
     cold = [(row["case"], row["cold_s"] * 1e3) for row in public]
     large = [(move, seconds * 1e3) for move, seconds in speed["large_mesh_s"].items()]
     took = "processor time of a plan"
@@ -228,8 +228,8 @@ def _mean(
     *,
     must: bool = True,
     peers: Mapping[str, float] | None = None,
-) -> Claim:
-    """A claim on the geometric mean: where it fails, the cases above the limit are named."""
+) -> PeerClaim:
+    """A claim on the geometric mean; if it fails, the cases above the limit are named."""
     measured = geomean(v for _, v in values)
     above = _above(values, limit) if must and measured > limit * (1 + EXACT) else []
     return _claim(name, statement, measured, limit, len(values), must=must, failing=above, peers=peers)
@@ -244,8 +244,8 @@ def _worst(
     must: bool = True,
     unit: str = "ratio",
     peers: Mapping[str, float] | None = None,
-) -> Claim:
-    """A claim on every case: the largest value counts, and those above the limit are named."""
+) -> PeerClaim:
+    """A claim on the largest value; the cases above the limit are named."""
     return _claim(
         name,
         statement,
@@ -276,8 +276,8 @@ def _claim(
     unit: str = "ratio",
     failing: Sequence[str] = (),
     peers: Mapping[str, float] | None = None,
-) -> Claim:
-    return Claim(
+) -> PeerClaim:
+    return PeerClaim(
         name,
         statement,
         unit,

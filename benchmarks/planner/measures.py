@@ -1,4 +1,4 @@
-"""What is measured of a case: our plans on every machine, the bounds, and the peers beside them.
+"""What is measured of a case: our plans on every machine, the bounds, and the peers' plans.
 
 A row holds one case's numbers, as they go into the JSON; `claims` judges them.
 """
@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import xshard as xs
-from planning import bounds, values
-from planning.cases import Case
-from planning.peers.base import NODE_DEVICES, PeerPlan
-from planning.peers.collect import Answer
-from planning.traffic import plan_flow
+from benchmarks.cases import Case
+from benchmarks.planner import bounds, values
+from benchmarks.planner.peers.base import NODE_DEVICES, PeerPlan
+from benchmarks.planner.peers.collect import Answer
+from benchmarks.planner.traffic import plan_flow
 from xshard import dtypes
 from xshard.cost.model import Link
 
@@ -24,8 +24,8 @@ UNLIMITED = 1e15  # bytes per second
 
 
 def profiles() -> dict[str, xs.Profile]:
-    """The machines: bytes alone; nodes of eight H100; as many H100 as there are, all on NVLink; nodes of
-    eight between which alone anything takes time."""
+    """The machines: bytes alone; nodes of eight H100; one node of any number of H100; and nodes of eight in
+    which only bytes that cross nodes take time."""
     h100 = xs.load_profile("h100")
     return {
         "bandwidth": xs.load_profile("bandwidth"),
@@ -63,7 +63,7 @@ def case_row(case: Case) -> Row:
 
 
 def add_peers(row: Row, case: Case, answers: Mapping[str, Answer]) -> None:
-    """The peers' numbers for the case of a row."""
+    """Add the peers' numbers to the row of a case."""
     row["peers"] = {name: _peer_facts(case, answer) for name, answer in answers.items()}
 
 
@@ -82,7 +82,7 @@ def _plan_facts(plan: xs.Plan) -> Row:
 
 
 def _node_facts(case: Case, plans: Mapping[str, xs.Plan]) -> Row:
-    """Bytes that cross nodes, all nodes together."""
+    """Bytes that cross nodes, summed over the nodes."""
     itemsize = dtypes.itemsize(case.dtype)
     return {
         "bound_bytes": int(bounds.node_elements(case, NODE_DEVICES).sum()) * itemsize,

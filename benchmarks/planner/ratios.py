@@ -1,6 +1,6 @@
-"""The numbers of a row that are compared: ours and a peer's, over a bound or over each other.
+"""The ratios of a row: our number and a peer's, over a bound or over each other.
 
-Decides which cases have such a number. What it should be is the business of `claims`.
+Decides which cases have such a ratio; its limit is decided in `claims`.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from planning.measures import Row
-from planning.peers.collect import PEERS
+from benchmarks.planner.measures import Row
+from benchmarks.planner.peers.collect import PEERS
 
 Ratio = tuple[str, float]  # case, value
-Number = Callable[[Row], float | None]  # what is read off a row; None where it has no such number
+Number = Callable[[Row], float | None]  # reads a number off a row; None if it has none
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Of positive numbers; 1 of none."""
+    """The geometric mean of positive numbers; 1 if there are none."""
     logs = [math.log(v) for v in values]
     return math.exp(statistics.fmean(logs)) if logs else 1.0
 
 
 def bytes_ratios(rows: Iterable[Row], received: Number) -> Iterator[Ratio]:
-    """Received bytes over the lower bound, of even cases without partial sums that must move some."""
+    """Received bytes over the lower bound, for even cases without partial sums that must move some."""
     for row in rows:
         bound = row["plans"]["bandwidth"]["bound_bytes"]
         found = received(row)
@@ -40,7 +40,7 @@ def peer_bytes(name: str) -> Number:
 
 
 def seconds_ratios(rows: Iterable[Row], profile: str, peers: Sequence[str] = tuple(PEERS)) -> Iterator[Ratio]:
-    """Predicted time of our plan over that of the best peer's, where a peer's plan can be priced."""
+    """Predicted time of our plan over the best peer's, if a peer's plan can be priced."""
     for row in rows:
         ours = row["plans"][profile]["seconds"]
         priced = [row["peers"][p]["seconds"][profile] for p in peers if "seconds" in row["peers"][p]]
@@ -49,7 +49,7 @@ def seconds_ratios(rows: Iterable[Row], profile: str, peers: Sequence[str] = tup
 
 
 def node_ratios(rows: Iterable[Row], crossing: Number) -> Iterator[Ratio]:
-    """Bytes that cross nodes over those that must, where some must."""
+    """Bytes that cross nodes over the bytes that must, if some must."""
     for row in rows:
         found = crossing(row)
         if "nodes" in row and row["nodes"]["bound_bytes"] and found:

@@ -1,4 +1,4 @@
-"""What a run of the planner looks like: a table on the terminal, and a plot."""
+"""A run of the planner's benchmark as a table on the terminal, and as a plot."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import record
 from rich.console import Console
 from rich.table import Table
 
-from planning import ratios
-from planning.claims import SECONDS_PROFILES, Claim
-from planning.measures import Row
-from planning.peers.collect import PEERS
+from benchmarks import record
+from benchmarks.planner import ratios
+from benchmarks.planner.claims import SECONDS_PROFILES, PeerClaim
+from benchmarks.planner.measures import Row
+from benchmarks.planner.peers.collect import PEERS
 from xshard.formatting import format_bytes
 
-NAME = "planner_bytes_seconds_nodes_speed"
 
-
-def print_table(console: Console, found: Sequence[Claim]) -> None:
-    """Every claim with the peers beside it, then the cases that break one."""
+def print_table(console: Console, found: Sequence[PeerClaim]) -> None:
+    """Print every claim with the peers' numbers, then the cases that break one."""
     table = Table(title="The planner and four others", title_justify="left")
     table.add_column("what")
     for head in ("cases", "xshard", "limit", "", *(peer.title for peer in PEERS.values())):
@@ -43,7 +41,7 @@ def print_table(console: Console, found: Sequence[Claim]) -> None:
             console.print(f"[bold]{claim.name}[/bold] {word}{named}", highlight=False)
 
 
-def _verdict(claim: Claim) -> str:
+def _verdict(claim: PeerClaim) -> str:
     if claim.holds:
         return "[green]holds[/green]"
     return "[red]fails[/red]" if claim.must else "[yellow]aim[/yellow]"
@@ -58,7 +56,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
-    """Four panels of the scaled set: every planner's cases in order, the lower the better."""
+    """Draw four panels of the scaled set: every planner's cases in order, the lower the better."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,7 +93,7 @@ def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
         times = [row["peers"][name]["plan_s"] * 1e3 for row in scaled if "plan_s" in row["peers"][name]]
         _curve(speed, peer.title, times)
     _label(speed, "planning time, ms")
-    path = folder / f"{NAME}.png"
+    path = folder / "planner.png"
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

@@ -1,6 +1,6 @@
 """How long planning takes: cold, cached, and on a mesh of 131,072 devices.
 
-Planning is one thread's work, so processor time is measured: what other processes take is not ours.
+Planning is one thread's work, so processor time is measured: other processes do not count.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import xshard as xs
-from planning.cases import Case
+from benchmarks.cases import Case
 
-REPEATS = 3  # of a cold plan, the quickest counts: the others were disturbed
+REPEATS = 3  # the quickest cold plan counts: the others were disturbed
 LOOK_UPS = 2000
 LARGE_MESH = xs.Mesh(dp=4096, tp=32)
 LARGE_SHAPE = (4096 * 32 * 8, 4096 * 32)
@@ -36,7 +36,7 @@ def cold_s(case: Case, profile: xs.Profile) -> float:
 
 
 def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
-    """Seconds to ask again for a plan, the median over the cases; layouts are given as text."""
+    """Seconds to get a plan again, the median of the cases; layouts are given as text."""
     return statistics.median(_look_up_s(case, profile) for case in cases)
 
 

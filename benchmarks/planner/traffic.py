@@ -1,9 +1,9 @@
 """Who receives how much in a step, counted from what the step does and not from its price.
 
-Decides the accounting of bytes per device and of bytes that enter a node. Collectives are taken to
-be hierarchical, as the steps' traffic functions document them: what several members of a group
-in one node need enters the node once, and what they send leaves it reduced. Boxes of an exchange,
-pieces of an all-to-all and permuted blocks differ from receiver to receiver: each is counted.
+Decides how elements are counted per device, and those that enter a node. Collectives are taken to be
+hierarchical, as the steps' traffic functions document them: elements that several members of a group need
+in one node enter it once, and elements that they send leave it reduced. The boxes of an exchange, the pieces
+of an all-to-all and permuted blocks differ from receiver to receiver: each is counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plans run on numpy: the steps planned for the real shape, on a small one, must give the right values.
+"""Plans run on numpy: the steps planned for the real shape must give the right values on a small one.
 
-The small shape is as divisible as the steps need; uneven lengths keep their remainder.
+Decides the small shape: as divisible as the steps need; uneven lengths keep their remainder.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 import xshard as xs
 
 SMALL_ELEMENTS = 1 << 20  # arrays up to this size are run as they are
-ROWS = (2, 1, 3, 5, 8)  # rows per finest part that are tried, the first that fits is taken
+ROWS = (2, 1, 3, 5, 8)  # rows per finest part; the first that fits is taken
 
 
 def are_right(plan: xs.Plan) -> bool:
-    """Whether the plan's steps bring every device the values that the destination says."""
+    """Whether the plan's steps give every device the values of the destination."""
     small = scaled_down(plan)
     return _runs_right(small)
 
 
 def scaled_down(plan: xs.Plan) -> xs.Plan:
-    """The same steps for a small array. Raises PlanError where no small shape takes them."""
+    """The same steps for a small array. Raises PlanError if no small shape takes them."""
     if math.prod(plan.shape) <= SMALL_ELEMENTS:
         return plan
     error: xs.XshardError | None = None
@@ -58,7 +58,7 @@ def _runs_right(plan: xs.Plan) -> bool:
 
 
 def is_value(blocks: list[NDArray[np.int64]], value: NDArray[np.int64], plan: xs.Plan) -> bool:
-    """Whether blocks under the plan's destination mean an array, on every device."""
+    """Whether the blocks of all devices, in the plan's destination, hold an array."""
     if plan.dst.tagged("sum"):
         return np.array_equal(xs.reference.gather(blocks, plan.dst, plan.mesh, plan.shape), value)
     wanted = xs.reference.scatter(value, plan.dst, plan.mesh)
@@ -66,7 +66,7 @@ def is_value(blocks: list[NDArray[np.int64]], value: NDArray[np.int64], plan: xs
 
 
 def _drawn(plan: xs.Plan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Blocks under the source, addends of every sum drawn at random, and the array that they mean."""
+    """Random blocks in the plan's source, addends included, and the array that they hold."""
     rng, sums = np.random.default_rng(0), plan.src.tagged("sum")
     whole = replace(plan.src, tags=())
     shares = []

@@ -1,1 +1,1 @@
-"""What `benchmarks/torch_bridge.py` is made of."""
+"""The torch bridge beside DTensor, collectives by hand and plain copies."""

@@ -1,7 +1,7 @@
 """A plan as a careful user writes it by hand: torch.distributed, and chunk, stack and cat around it.
 
-One function per step, for even cuts into contiguous pieces, whose axes are in mesh order; a plan with any
-other step has no such form here.
+One function per step, for even cuts into contiguous pieces with axes in mesh order; a plan with any other
+step has no such form here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from xshard.steps import AllGather, AllReduce, AllToAll, Permute, ReduceScatter,
 from xshard.steps.base import axes_of
 from xshard.steps.permute import senders
 
-Move = Callable[[Tensor], Tensor]
+BlockMove = Callable[[Tensor], Tensor]
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def sequence(plan: xs.Plan, processes: ProcessMesh) -> Move | None:
-    """The plan's collectives, one after the other; None where they have no such form, or there are none."""
+def sequence(plan: xs.Plan, processes: ProcessMesh) -> BlockMove | None:
+    """The plan's collectives, one after the other; None if one has no such form, or if there are none."""
     moves = [_move(stage, processes) for stage in plan.stages]
     if any(move is None for move in moves) or all(step.kind in LOCAL for step in plan.steps):
         return None
@@ -39,7 +39,7 @@ def sequence(plan: xs.Plan, processes: ProcessMesh) -> Move | None:
     return run
 
 
-def _move(stage: Stage, processes: ProcessMesh) -> Move | None:
+def _move(stage: Stage, processes: ProcessMesh) -> BlockMove | None:
     step, mesh, me = stage.step, processes.mesh, processes.device
     index = stage.before.dim_index
 

@@ -1,16 +1,18 @@
-"""What the torch bridge must show beside DTensor, collectives by hand and a plain copy."""
+"""What the torch bridge must show beside DTensor, collectives by hand and a plain copy.
+
+Decides how each number is formed from measured rows, and when a claim holds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from claim import Claim, mean, worst
-
+from benchmarks.claim import Claim, mean, worst
 from xshard.formatting import format_bytes
 
 Row = dict[str, Any]
-LEAST = 0.95  # times as fast as a peer that a move is at worst
+LEAST = 0.95  # a move is at least so many times as fast as by a peer
 
 
 def judge(

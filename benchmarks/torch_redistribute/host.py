@@ -1,18 +1,16 @@
-"""Host time per call where nothing is sent and nobody waits: a fake process group.
+"""Host time and memory of a call on a fake process group: nothing is sent and nobody waits.
 
-Also what a call allocates beyond its input and its result.
+Decides how allocations are counted: beyond a call's input and its result.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import by_turns
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 import torch_bridge as xt
 import xshard as xs
-from executing.raw import all_gather
+from benchmarks import by_turns, torch_calls
+from benchmarks.torch_redistribute.by_hand import all_gather
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
@@ -32,7 +31,7 @@ from xshard.steps import Scale
 
 RANKS = 4
 MESH = xs.Mesh(a=RANKS)
-# A move per kind of step.
+# A move for every kind of step.
 MOVES = {
     "all_gather": "n/a d -> n d | copy(a)",
     "reduce_scatter": "n d | sum(a) -> n/a d",
@@ -51,7 +50,7 @@ MOVES = {
 
 @contextmanager
 def nobody() -> Iterator[DeviceMesh]:
-    """A mesh of processes that are not there."""
+    """A mesh of processes that do not exist, on a fake process group."""
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",))
@@ -59,8 +58,8 @@ def nobody() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def calls(rounds: int) -> list[dict[str, Any]]:
-    """Seconds per cached call of every kind of step, beside DTensor's and torch's own all-gather."""
+def call_times(rounds: int) -> list[dict[str, Any]]:
+    """Seconds per cached call of every kind of step, beside DTensor and torch's own all-gather."""
     rows = []
     with nobody() as mesh:
         for name, text in MOVES.items():
@@ -72,7 +71,7 @@ def calls(rounds: int) -> list[dict[str, Any]]:
                 ends = [xt.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
                 row["DTensor"] = _both(lambda x, ends=ends: _placed(x, mesh, *ends), block, rounds)
             except (xs.PlanError, NotImplementedError, RuntimeError):
-                pass  # halos, zigzag, and partial sums made of replicas are no placements
+                pass  # DTensor has no placements for halos, zigzag, and partial sums made from replicas
             rows.append(row)
         out, block = torch.empty(16, 8), torch.ones(4, 8)
         rows.append(
@@ -89,22 +88,16 @@ def _placed(x: Tensor, mesh: DeviceMesh, src: Any, dst: Any) -> Tensor:
 
 
 def _both(move: Callable[[Tensor], Tensor], block: Tensor, rounds: int) -> dict[str, float]:
-    forward, both = by_turns.calls(move, block)
+    forward, both = torch_calls.calls(move, block)
     return {"forward_s": _median(forward, rounds), "both_s": _median(both, rounds)}
 
 
 def _median(call: Callable[[], Any], rounds: int) -> float:
-    seconds = []
-    for turn in range(rounds + rounds // 10):
-        start = time.perf_counter()
-        call()
-        if turn >= rounds // 10:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(by_turns.seconds({"call": call}, rounds, warm_up=rounds // 10)["call"])
 
 
 class Allocations(TorchDispatchMode):
-    """While active, the most bytes that live at once of what is allocated meanwhile."""
+    """While active, counts allocated bytes; `peak` is the most that live at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +127,7 @@ class Allocations(TorchDispatchMode):
 
 
 def memory() -> list[dict[str, Any]]:
-    """Bytes that a call holds at worst beyond its input and its result, and those of one packed copy."""
+    """The most bytes that a call holds beyond its input and its result, and the bytes of one packed copy."""
     rows = []
     with nobody() as mesh:
         for name, text in MOVES.items():
@@ -151,7 +144,7 @@ def memory() -> list[dict[str, Any]]:
             ]
             flat = all(_is_flat(move) for move in made if isinstance(move, PackedCollective))
             if any(isinstance(step, Scale) for step in plan.steps):
-                copies, flat = [block.nbytes], False  # what is scaled is a copy that is sent
+                copies, flat = [block.nbytes], False  # the scaled copy is sent
             rows.append(
                 {
                     "move": name,

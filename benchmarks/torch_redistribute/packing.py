@@ -1,26 +1,26 @@
-"""How fast blocks become messages and messages blocks, beside `Tensor.copy_` of as many bytes.
+"""How fast blocks are packed and unpacked, beside `Tensor.copy_` of as many bytes.
 
-On a GPU where there is one, else on the CPU; nothing is sent. There are two copies to compare with: of one
-stretch of memory to another, and of rows in pieces, as a cut through the columns makes them.
+On a GPU if there is one, else on the CPU; nothing is sent. Packing is compared with two copies: of
+contiguous memory, and of rows in pieces, as a cut through the columns makes them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import xshard as xs
-from executing.host import MESH, nobody
+from benchmarks import by_turns
+from benchmarks.torch_redistribute.host import MESH, nobody
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
 
-# Moves whose blocks, of so many bytes, are packed or put together: (rows, columns) of the array.
+# Moves of an array of (rows, columns) whose blocks are packed or unpacked.
 MOVES = {
     "transposed": "n/a d -> n d/a",
     "zigzag to columns": "n/zigzag(a) d -> n d/a",
@@ -34,7 +34,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Seconds per byte of every pack and unpack, over those of `Tensor.copy_` in the same rounds."""
+    """Seconds per byte of every pack and unpack, over those of `Tensor.copy_`; sizes: bytes of a block."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _keep_memory()
     with nobody():
@@ -49,21 +49,26 @@ def rates(sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
 def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     rows = nbytes * MESH.n_devices // (2 * COLUMNS)
     plan = xs.plan(text, MESH, (rows, COLUMNS), "bfloat16")
-    (relay,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, PackedCollective))
+    (packed,) = (m for m in lower(plan, process_mesh(MESH), device).moves if isinstance(m, PackedCollective))
     block = torch.ones(plan.source.local_shape(1), dtype=torch.bfloat16, device=device)
-    messages = relay.sent.pack(block)
-    arrived = torch.ones(relay.arriving, dtype=torch.bfloat16, device=device)
-    written = {"pack": messages.nbytes, "unpack": relay.unpack(block, arrived).nbytes}
+    messages = packed.sent.pack(block)
+    arrived = torch.ones(packed.arriving, dtype=torch.bfloat16, device=device)
+    written = {"pack": messages.nbytes, "unpack": packed.unpack(block, arrived).nbytes}
     pieces = block.view(block.shape[0], MESH.n_devices, -1).transpose(0, 1)
     ways: dict[str, Callable[[], Any]] = {
         "copy": lambda: torch.empty_like(block).copy_(block),  # packs are new tensors too
         "copy of pieces": lambda: block.new_empty(pieces.shape).copy_(pieces),
-        "pack": lambda: relay.sent.pack(block),
-        "unpack": lambda: relay.unpack(block, arrived),
+        "pack": lambda: packed.sent.pack(block),
+        "unpack": lambda: packed.unpack(block, arrived),
     }
-    times = _timed(ways, device, rounds)
+    times = by_turns.seconds(
+        {name: _finished(way, device) for name, way in ways.items()},
+        rounds,
+        warm_up=2,
+        before=lambda: _wait(device),
+    )
     whole, in_pieces = (statistics.median(times[way]) / block.nbytes for way in ("copy", "copy of pieces"))
-    # What is a view takes no time; a few small edges take less than a clock can tell.
+    # A view takes no time; a few small edges take less than the clock resolves.
     return [
         {
             "move": name,
@@ -76,29 +81,24 @@ def _rows(name: str, text: str, nbytes: int, device: torch.device, rounds: int) 
             "slower_than_copy_of_pieces": statistics.median(times[what]) / n / in_pieces,
         }
         for what, n in written.items()
-        if n >= block.nbytes // 2 and not (what == "pack" and relay.sent.is_flat)
+        if n >= block.nbytes // 2 and not (what == "pack" and packed.sent.is_flat)
     ]
 
 
 def _keep_memory() -> None:
-    """Memory that is freed is used again, as on a GPU: a new page costs more than what is copied to it."""
+    """Reuse freed memory, as on a GPU: a new page costs more than the copy into it."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def _timed(ways: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 2):
-        for name, way in ways.items():
-            _wait(device)
-            start = time.perf_counter()
-            way()
-            _wait(device)
-            if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    return times
+def _finished(way: Callable[[], Any], device: torch.device) -> Callable[[], None]:
+    def call() -> None:
+        way()
+        _wait(device)
+
+    return call
 
 
 def _wait(device: torch.device) -> None:

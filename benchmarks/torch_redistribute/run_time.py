@@ -1,7 +1,7 @@
 """Whole moves on several ranks: ours, DTensor's and one written by hand, by turns on the same block.
 
-Decides how a time is taken: of every round that from when the first rank begins to when the last one has
-ended, and of two ways the median ratio of a round.
+Decides how a time is taken: a round lasts from the start of its first rank to the end of its last, and two
+ways are compared by the median ratio of a round.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor.placement_types as placement_types
-from planning.cases import Case
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_bridge as xt
 import xshard as xs
-from executing import raw
+from benchmarks.cases import Case
+from benchmarks.torch_calls import on_ranks
+from benchmarks.torch_redistribute import by_hand
 from torch_bridge.mesh.process_mesh import process_mesh
 from torch_bridge.planning import plan_of
-from torch_bridge.testing.launch import run_ranks
 
 Row = dict[str, Any]
 WARM_UP = 3
-TARGET_S, MOST_CALLS = 0.02, 16  # seconds of calls between two looks at the clock, about
-# The last is the one before once more: how far apart two times of one program are.
-OURS, DTENSOR, RAW, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
+# Between two readings of the clock: about so many seconds, at most so many calls.
+TARGET_S, MOST_CALLS = 0.02, 16
+# The last is the one before once more: it shows how far apart two times of one program are.
+OURS, DTENSOR, BY_HAND, AGAIN = "xshard", "DTensor", "by hand", "by hand again"
 
 
 def end_to_end(cases: Sequence[Case], rounds: Sequence[int], profile: str, least: float) -> list[Row]:
-    """Every case on as many gloo ranks as it has devices: the seconds of every way and round.
+    """Time every case on as many gloo ranks as it has devices.
 
-    least: what is not that many times as fast as every other way is timed again in three times the rounds,
-    which counts: two times of one program differ by as much.
+    least: a case that is not that many times as fast as by every other way is timed again, in three times the
+    rounds, and the second time counts: two times of one program differ by as much.
     """
     rows = dict(enumerate(_rows(cases, rounds, profile)))
     doubtful = [i for i, row in rows.items() if min(row["faster_than"].values(), default=least) < least]
@@ -51,7 +52,7 @@ def _rows(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[Ro
     for n in sorted({case.mesh.n_devices for case in cases}):
         numbers = [i for i, case in enumerate(cases) if case.mesh.n_devices == n]
         asked = [cases[i] for i in numbers], [rounds[i] for i in numbers], profile
-        by_rank = run_ranks(n, _measured, *asked, start_method="forkserver", timeout_s=900.0)
+        by_rank = on_ranks(n, _measured, *asked)
         rows |= {i: _row(cases[i], found) for i, *found in zip(numbers, *by_rank, strict=True)}
     return [rows[i] for i in range(len(cases))]
 
@@ -86,13 +87,13 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[Span]]]) -> Row:
         "dtype": case.dtype,
         "bytes": torch.Size(case.shape).numel() * getattr(torch, case.dtype).itemsize,
         "seconds": {way: statistics.median(seconds) for way, seconds in times.items()},
-        "faster_than": {way: ratio(way, OURS) for way in (DTENSOR, RAW) if way in times},
-        "noise": ratio(AGAIN, RAW) if RAW in times else None,
+        "faster_than": {way: ratio(way, OURS) for way in (DTENSOR, BY_HAND) if way in times},
+        "noise": ratio(AGAIN, BY_HAND) if BY_HAND in times else None,
     }
 
 
 def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[dict[str, list[Span]]]:
-    placement_types.shard_dim_alltoall = _all_to_all  # else DTensor gathers on CPUs, though gloo has it
+    placement_types.shard_dim_alltoall = _all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
     return [_times(_ways(case, profile), turns) for case, turns in zip(cases, rounds, strict=True)]
 
 
@@ -102,7 +103,7 @@ def _all_to_all(block: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_
 
 
 def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
-    """A call each. Raises AssertionError where what is written by hand comes to other values."""
+    """A call for every way. Raises AssertionError if the one by hand gives other values than ours."""
     mesh = init_device_mesh("cpu", case.mesh.sizes, mesh_dim_names=case.mesh.axes)
     local = xs.Sharding(case.src, case.mesh, case.shape).local_shape(dist.get_rank())
     # Whole numbers, so that sums are exact in any order; replicas are equal.
@@ -112,13 +113,15 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     text = f"{case.src} -> {case.dst}"
     plan, part = plan_of(text, process_mesh(mesh), local, block.dtype, case.shape, profile)
     ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
-    by_hand = raw.sequence(plan, part)
-    if by_hand is not None:
-        ways[RAW] = ways[AGAIN] = lambda: by_hand(block)
+    hand_written = by_hand.sequence(plan, part)
+    if hand_written is not None:
+        ways[BY_HAND] = ways[AGAIN] = lambda: hand_written(block)
     expected = ways[OURS]()
-    assert RAW not in ways or torch.equal(ways[RAW](), expected), f"by hand differs in {case.name}: {text}"
+    assert BY_HAND not in ways or torch.equal(ways[BY_HAND](), expected), (
+        f"by hand differs in {case.name}: {text}"
+    )
     theirs = _dtensor_way(case, mesh, block)
-    # Where a DTensor cannot be placed so, or comes to other values, it has no time.
+    # A DTensor that cannot be placed so, or gives other values, is not timed.
     if theirs is not None and _everywhere(torch.equal(theirs(), expected)):
         ways[DTENSOR] = theirs
     return ways
@@ -154,7 +157,7 @@ def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list
     spans: dict[str, list[Span]] = {way: [] for way in ways}
     names = list(ways)
     for turn in range(rounds):
-        # By turns the first: what runs before leaves its traces in caches and memory.
+        # Each way comes first in its turn: the one before leaves traces in caches and memory.
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             spans[name].append(_span(ways[name], calls))
     return spans
@@ -162,7 +165,7 @@ def _times(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list
 
 def _span(call: Callable[[], Tensor], calls: int) -> Span:
     dist.barrier()
-    call()  # ranks leave a barrier one after the other, and a call as it ends
+    call()  # ranks leave a barrier one after the other, a call together
     start = time.monotonic()
     for _ in range(calls):
         call()

@@ -1,1 +1,1 @@
-"""The published planners that ours is measured against, one file each, and how their plans are priced."""
+"""The published planners that ours is compared with, one file each, and how their plans are priced."""

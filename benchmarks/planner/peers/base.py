@@ -1,8 +1,8 @@
 """A peer's plan as steps of ours, so that one model prices both.
 
-Decides how a peer's operation becomes steps. Shardy splits axes: its plans live on a refined mesh,
-whose devices are the same. Where a peer's operation is several of our steps (a gather along two
-dims), it is priced as they are, in the best order, or as one: one launch, one copy of what results.
+Decides how a peer's operation becomes steps. Shardy splits axes: its plans use a refined mesh with the same
+devices. A peer's operation that is several of our steps (a gather along two dims) has the price of these
+steps in the best order, or of one step: one launch, one copy of the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import xshard as xs
-from planning.cases import Case, layout_of
+from benchmarks.cases import Case, layout_of
 from xshard.notation.parser import Shard
 from xshard.steps import (
     AllGather,
@@ -34,12 +34,12 @@ Cuts = tuple[tuple[str, ...], ...]  # per dim, the axes that cut it, outermost f
 
 
 class NotConvertibleError(Exception):
-    """A peer's plan that our steps cannot express, and why."""
+    """Our steps cannot express a peer's plan; the message says why."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where an array is between two operations: the axes that cut every dim, and those that hold addends."""
+    """The layout between two operations: the axes that cut every dim, and the axes that hold addends."""
 
     cuts: Cuts
     sums: tuple[str, ...] = ()
@@ -51,9 +51,10 @@ class Spot:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What a peer plans for a case: operations by their names here, and where each leads.
+    """What a peer plans for a case.
 
-    mesh: the case's mesh, some of its axes split. spots: before the first operation and after each.
+    mesh: the case's mesh, with some axes split. spots: before the first operation and after each. kinds: the
+    operations, by our names.
     """
 
     mesh: xs.Mesh
@@ -106,7 +107,7 @@ class PeerPlan:
 
 
 def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile: xs.Profile) -> float:
-    """Time of one operation: the steps one by one, or all that they move at once, whichever is less."""
+    """Time of one operation: of its steps one by one or of all they move at once, whichever is less."""
     lanes, traffics, here = profile.lanes(before.mesh), [], before
     for step in steps:
         traffics.append(step.traffic(here, lanes))
@@ -146,7 +147,7 @@ def _steps(kind: str, before: Spot, after: Spot) -> tuple[Step, ...]:
 
 
 def _all_to_all(gone: Mapping[int, tuple[str, ...]], new: Mapping[int, tuple[str, ...]], after: Spot) -> Step:
-    """One dim to one other is our step; between more dims it is an exchange, which moves as little."""
+    """From one dim to another it is our step; between more dims an exchange, which moves as little."""
     if len(gone) == len(new) == 1:
         ((d, off),), ((e, on),) = gone.items(), new.items()
         if d != e and sorted(off) == sorted(on):
@@ -174,7 +175,7 @@ def _dim(index: int) -> str:
 
 @dataclass(frozen=True)
 class SubAxis:
-    """A part of a mesh axis: `size` positions, with `outer` of them to the left. The whole axis: outer 1."""
+    """A factor of a mesh axis: `size` positions, with `outer` to the left. The whole axis has outer 1."""
 
     axis: str
     outer: int
@@ -185,7 +186,7 @@ def refined(mesh: xs.Mesh, subs: Sequence[SubAxis]) -> tuple[xs.Mesh, dict[str, 
     """A mesh -> the same devices with axes split wherever a sub-axis begins or ends.
 
     Also, by axis, its parts outermost first: (positions to the left of the part, its name).
-    Raises NotConvertibleError where two sub-axes of an axis cross.
+    Raises NotConvertibleError if two sub-axes of an axis cross.
     """
     sizes: dict[str, int] = {}
     parts: dict[str, list[tuple[int, str]]] = {}
@@ -201,7 +202,7 @@ def refined(mesh: xs.Mesh, subs: Sequence[SubAxis]) -> tuple[xs.Mesh, dict[str, 
 
 
 def names_of(sub: SubAxis, parts: Mapping[str, list[tuple[int, str]]]) -> Iterator[str]:
-    """The parts of the refined mesh that a sub-axis consists of, outermost first."""
+    """The axes of the refined mesh that make up a sub-axis, outermost first."""
     for outer, name in parts[sub.axis]:
         if sub.outer <= outer < sub.outer * sub.size or (sub.size == 1 == outer == sub.outer):
             yield name

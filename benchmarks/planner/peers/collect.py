@@ -1,7 +1,7 @@
-"""Every peer's plan for a case: asked live where the peer is installed, else as recorded.
+"""Every peer's plan for a case: asked live if the peer is installed, else as recorded.
 
-Decides where a peer's numbers come from. Recorded are whole plans (written by a live run with
-`--save-peers`) and, for cases that have none, the bytes of the baselines that came with the cases.
+Decides where a peer's numbers come from. Whole plans are recorded (by a live run with `--save-peers`); for
+cases without one, there are the bytes of the baselines that came with the cases.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from importlib import metadata
 from typing import Any
 
 import xshard as xs
-from planning.cases import DATA, Case
-from planning.peers import dtensor, gspmd, shardy
-from planning.peers.base import NotConvertibleError, PeerPlan
-from planning.peers.gspmd import HloPlan
+from benchmarks.cases import DATA, Case
+from benchmarks.planner.peers import dtensor, gspmd, shardy
+from benchmarks.planner.peers.base import NotConvertibleError, PeerPlan
+from benchmarks.planner.peers.gspmd import HloPlan
 from xshard import dtypes
 
 PLANS = "reshard_peers.json"
@@ -28,7 +28,7 @@ BASELINES = {"public": "reshard_baselines.json", "scaled": "reshard_large_baseli
 
 @dataclass(frozen=True)
 class Peer:
-    """A planner: how it is asked, which version is installed, its name in the baselines."""
+    """A planner: how to ask it, its installed version, its name in the baselines."""
 
     title: str
     baseline: str
@@ -54,7 +54,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a peer does with a case: a plan, or at least its bytes, or why there is neither.
+    """A peer's answer to a case: a plan, or at least its bytes, or why there is neither.
 
     source: "live", "recorded plan", "recorded bytes" or "none".
     """
@@ -74,7 +74,7 @@ def answers(which: str, cases: Iterable[Case], *, live: bool) -> dict[str, dict[
 
 
 def versions(*, live: bool) -> dict[str, str]:
-    """What the peers' plans are made with, by peer."""
+    """The versions that made the peers' plans, by peer."""
     installed = {name: peer.version() for name, peer in PEERS.items() if live and peer.is_installed}
     return {**_recorded()["versions"], **installed}
 

@@ -1,7 +1,7 @@
 """PyTorch DTensor's two planners, greedy (its default) and Dijkstra, without processes or devices.
 
-DTensor's own functions make the plan, for GPUs in hosts of eight and with every flattened submesh
-made (its fused collectives need them).
+DTensor's own functions make the plan, for GPUs in hosts of eight and with all flattened submeshes, which its
+fused collectives need.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from importlib import metadata
 from typing import Any
 
 import xshard as xs
-from planning.cases import Case
-from planning.peers.base import NotConvertibleError, PeerPlan, Spot
+from benchmarks.cases import Case
+from benchmarks.planner.peers.base import NotConvertibleError, PeerPlan, Spot
 
 HOST_DEVICES = 8
 LARGEST_GROUP = 1024  # ranks of the fake process group: more than any case has
@@ -27,12 +27,12 @@ MAX_DIJKSTRA_AXES = 5  # beyond, one search takes minutes
 
 
 def version() -> str:
-    """Raises PackageNotFoundError where it is not installed."""
+    """Raises PackageNotFoundError if it is not installed."""
     return f"torch {metadata.version('torch')}"
 
 
 def greedy(case: Case) -> PeerPlan | None:
-    """The default planner's plan; None where axes are not in mesh order, which it does not plan."""
+    """The default planner's plan; None if axes are not in mesh order, which it does not plan."""
     in_order = all(
         list(dim.axes) == sorted(dim.axes, key=case.mesh.position)
         for end in (case.src, case.dst)
@@ -42,7 +42,7 @@ def greedy(case: Case) -> PeerPlan | None:
 
 
 def dijkstra(case: Case) -> PeerPlan | None:
-    """The plan of least cost by DTensor's own model; None on meshes of too many axes to wait for."""
+    """The cheapest plan by DTensor's own model; None on meshes with more axes than MAX_DIJKSTRA_AXES."""
     return _find_plan(case, dijkstra=True) if len(case.mesh.axes) <= MAX_DIJKSTRA_AXES else None
 
 
@@ -119,7 +119,7 @@ def _spec(layout: xs.Layout, case: Case, mesh: Any) -> Any:
 
 @contextmanager
 def _hosts() -> Iterator[None]:
-    """DTensor's cost model asks the device type for the devices of a host: on a CPU the answer is one."""
+    """Let hosts have eight devices: DTensor's cost model asks the device type, and a CPU says one."""
     from torch.distributed.tensor import _collective_utils as utils
 
     asked = utils._mesh_resources.num_devices_per_host
@@ -134,7 +134,7 @@ def _hosts() -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def _device_mesh(mesh: xs.Mesh) -> Any:
-    """The mesh over ranks of a fake process group, with every flattened submesh made."""
+    """The mesh on a fake process group, with all its flattened submeshes."""
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh

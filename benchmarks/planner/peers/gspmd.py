@@ -1,8 +1,8 @@
 """XLA's SPMD partitioner: what `jax.jit` with in- and out-shardings compiles a move to.
 
-Compiles for many CPU devices and reads the HLO text. HLO knows no layouts, so these plans are
-priced by their traffic: the collectives with the formulas of our steps, and every other operation
-that writes elements as a local copy of what it writes.
+Compiles for many CPU devices and reads the HLO text. HLO knows no layouts, so these plans are priced by their
+traffic: a collective by the formulas of our steps, and every other operation that writes elements as a local
+copy of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
-from planning.cases import Case
-from planning.peers.base import NODE_DEVICES, NotConvertibleError
+from benchmarks.cases import Case
+from benchmarks.planner.peers.base import NODE_DEVICES, NotConvertibleError
 from xshard import dtypes
 from xshard.steps import Traffic
 from xshard.steps.all_to_all import all_to_all_traffic
@@ -31,14 +31,14 @@ from xshard.steps.traffic import Lanes, slow_first
 MOST_DEVICES = 256
 # Operations that write no elements.
 FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "partition-id", "replica-id")
-# Moved values keep their bits, and XLA's CPU backend would widen bf16: carried as integers of that width.
+# XLA's CPU backend would widen bf16: values are carried as integers of their width.
 CARRIERS = {1: "uint8", 2: "uint16", 4: "uint32"}
 KINDS = {"all-gather": "all_gather", "all-to-all": "all_to_all", "collective-permute": "permute"}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of an HLO module: elements that a device holds after it, and who takes part.
+    """One collective of an HLO module: the elements that a device holds after it, and its group.
 
     devices, nodes: of the largest group; nodes have NODE_DEVICES consecutive devices.
     """
@@ -95,7 +95,7 @@ class HloPlan:
 
 
 def version() -> str:
-    """Raises PackageNotFoundError where it is not installed."""
+    """Raises PackageNotFoundError if it is not installed."""
     return f"jax {metadata.version('jax')}"
 
 
@@ -151,7 +151,7 @@ def _collective(op: str, shape: str, rest: str) -> Collective:
     groups = _groups(rest)
     nodes = max(len(set(group // NODE_DEVICES)) for group in groups)
     n = groups.shape[1]
-    # Groups that nodes do not divide evenly are taken to be all across.
+    # A group that nodes do not divide evenly counts as all across.
     return Collective(KINDS[op], elements, n, nodes if n % nodes == 0 else n)
 
 
@@ -162,7 +162,7 @@ def _elements(shape: str) -> int:
 
 
 def _groups(text: str) -> NDArray[np.int64]:
-    """The replica groups of a collective, one row each, from any of HLO's three spellings."""
+    """The replica groups of a collective, one row each, from any of HLO's three notations."""
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", text):
         rows = re.findall(r"\{([\d,\s]+)\}", listed[1])
         return np.array([[int(n) for n in row.split(",")] for row in rows])
@@ -181,7 +181,7 @@ def _named_groups(axes: str, devices: str | None, grouped: str) -> NDArray[np.in
         (axis, int(outer or 1), int(size or sizes[axis]))
         for axis, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", grouped)
     ]
-    for axis, n in sizes.items():  # every axis in three parts: before, in and after the part that groups
+    for axis, n in sizes.items():  # every axis has three parts: before, in and after the part that groups
         outer, size = next(((o, s) for a, o, s in along if a == axis), (n, 1))
         shape |= {(axis, 0): outer, (axis, 1): size, (axis, 2): n // (outer * size)}
     order = list(shape)
@@ -192,7 +192,7 @@ def _named_groups(axes: str, devices: str | None, grouped: str) -> NDArray[np.in
 
 
 def _iota(text: str) -> NDArray[np.int64]:
-    """`[4,2]T(1,0)`: the numbers from 0 on, in that shape, transposed."""
+    """`[4,2]T(1,0)`: the numbers from 0 up, in this shape, transposed."""
     shape, _, order = text.partition("T")
     numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return numbers.transpose(_numbers(order)) if order else numbers

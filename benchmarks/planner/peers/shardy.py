@@ -1,4 +1,4 @@
-"""Shardy's reshard pass, as it ships inside jaxlib: runs without devices."""
+"""Shardy's reshard pass, as it ships in jaxlib; it runs without devices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import metadata
 
 import xshard as xs
-from planning.cases import Case
-from planning.peers.base import NotConvertibleError, PeerPlan, Spot, SubAxis, names_of, refined
+from benchmarks.cases import Case
+from benchmarks.planner.peers.base import NotConvertibleError, PeerPlan, Spot, SubAxis, names_of, refined
 
 PASS = "builtin.module(func.func(sdy-reshard-to-collectives))"
 KINDS = {
@@ -23,12 +23,12 @@ Subs = tuple[tuple[SubAxis, ...], ...]  # per dim, the sub-axes that cut it
 
 
 def version() -> str:
-    """Raises PackageNotFoundError where it is not installed."""
+    """Raises PackageNotFoundError if it is not installed."""
     return f"jaxlib {metadata.version('jaxlib')}"
 
 
 def find_plan(case: Case) -> PeerPlan | None:
-    """Shardy's plan; None for partial sums, which it leaves to others. Raises NotConvertibleError."""
+    """Shardy's plan; None for partial sums, which the pass does not handle. Raises NotConvertibleError."""
     if case.is_partial:
         return None
     text, plan_s = _run_pass(_module(case))
@@ -51,7 +51,7 @@ def _kind(name: str) -> str:
 
 
 def _run_pass(module: str) -> tuple[str, float]:
-    """MLIR text -> the text after the pass, and the seconds that it took."""
+    """MLIR text -> the text after the pass, and the seconds of the pass."""
     from jax._src.interpreters import mlir as jax_mlir
     from jaxlib.mlir import ir
     from jaxlib.mlir.passmanager import PassManager
@@ -80,7 +80,7 @@ def _written(cuts: Sequence[Sequence[str]]) -> str:
 
 
 def _sharding(line: str, mesh: xs.Mesh) -> Subs:
-    """The sharding that an operation's text leads to: `[{"x", "y":(2)4}, {}]`."""
+    """The sharding after an operation, from its text: `[{"x", "y":(2)4}, {}]`."""
     text = re.search(r"out_sharding=<@m, \[(.*?)\](?:, [a-z].*?)?> :", line)
     if text is None:
         raise NotConvertibleError(f"no sharding in {line.strip()}")
