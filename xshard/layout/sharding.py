@@ -133,9 +133,8 @@ class Sharding:
         """The plainest layout with the same blocks: size-1 axes dropped, even groups written
         as nested cuts, orders that change nothing dropped, `mean` as `sum` (see `scale`).
 
-        >>> Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal
-        Layout(dims=(Dim(name='n', shards=(Shard(axes=('a',), order='block'), \
-Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), overlap=None)), tags=())
+        >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
+        'n/a/b d'
         """
         dims = tuple(_normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
         tags = tuple(
