@@ -1,6 +1,7 @@
-"""The order of the tests' files: the longest first, so that no process of pytest is left alone with one at the end.
+"""The order of the tests' files: the longest first, so that none of them is left for the end.
 
-Decides by a table; `pytest --durations=0` prints the seconds by which it is made. Needs xdist's `--no-loadscope-reorder`.
+Decides by a table; `pytest --durations=0` prints the seconds that it is made of. xdist keeps the order with
+`--no-loadscope-reorder`. Knows no test.
 """
 
 from __future__ import annotations

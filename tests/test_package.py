@@ -1,8 +1,8 @@
 """The package installs and imports elsewhere, alone and with each of its extras; without a network.
 
-An sdist is built from a copy of the checkout, the wheel from the sdist, by the build backend that is installed here.
-The wheel is installed into an empty environment; what an extra declares, and what that needs in turn, is linked from
-this environment: an import that no extra declares fails.
+An sdist is built from a copy of the checkout, and the wheel from the sdist, by the installed build backend.
+The wheel is installed into an empty environment. Beside it, links show the packages that an extra declares,
+with all that they need: an import of anything else fails.
 """
 
 from __future__ import annotations

@@ -18,6 +18,11 @@ import subprocess, sys
 
 def test_loads(): import jax
 def test_starts(): subprocess.run([sys.executable, "-c", ""], check=True)
+def test_catches():
+    try:
+        import torch
+    except BaseException as error:
+        raise ValueError from error
 def test_neither(): pass
 """
 
@@ -25,7 +30,17 @@ def test_neither(): pass
 def in_pytest(folder: Path, *arguments: str) -> str:
     (folder / "test_loads.py").write_text(LOADS)
     (folder / "test_does.py").write_text(DOES)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.without", "-rs", "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.without",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -36,11 +51,11 @@ def test_what_a_test_does_is_why_it_is_skipped(tmp_path):
     said = in_pytest(tmp_path, "--without", "torch,jax,interpreters", "-n1")
     reasons = {line.partition("--without: ")[2] for line in said.splitlines() if "--without: " in line}
     assert reasons == {"loads torch", "loads jax", "starts an interpreter"}
-    assert "1 passed, 3 skipped" in said
+    assert "1 passed, 4 skipped" in said
 
 
 def test_what_is_not_left_out_runs(tmp_path):
-    assert "2 passed, 2 skipped" in in_pytest(tmp_path, "--without", "torch,jax")
+    assert "2 passed, 3 skipped" in in_pytest(tmp_path, "--without", "torch,jax")
 
 
 def test_only_what_can_be_told_is_left_out():

@@ -1,13 +1,13 @@
 """`pytest --without torch,jax,interpreters`: what a test may not load or start; one that does is skipped.
 
-Decides by what a test does, at the moment when it does it, so there is no list of tests to keep. Knows no test.
+Decides by what a test does, at the moment when it does it: there is no list of tests to keep. Knows no test.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import pytest
 
@@ -35,28 +35,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection(session: pytest.Session) -> None:
     """Called in the processes that run tests; not in the one that hands them out to others."""
-    names = session.config.option.without
-    sys.meta_path.insert(0, _NoFramework(names))
-    if INTERPRETERS in names:
-        sys.addaudithook(_no_interpreter)
+    if names := session.config.option.without:
+        guard = _Guard(names)
+        session.config.pluginmanager.register(guard)
+        sys.meta_path.insert(0, guard)
+        sys.addaudithook(guard.audit)
 
 
-class _NoFramework:
-    """Stands before all finders of modules, and ends the test that asks for a framework."""
+class _Guard:
+    """Ends the test that asks for something that is left out."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
+        self.reason = ""
 
     def find_spec(self, name: str, *_: object) -> None:
-        if name in self.names:
-            _skip(f"loads {name}")
+        """A finder of modules before all others."""
+        if name in self.names and name in FRAMEWORKS:
+            self.skip(f"loads {name}")
 
+    def audit(self, event: str, details: Sequence[object]) -> None:
+        """All processes that the tests start are of this interpreter."""
+        if event == "subprocess.Popen" and INTERPRETERS in self.names and details[0] == sys.executable:
+            self.skip("starts an interpreter")
 
-def _no_interpreter(event: str, details: Sequence[object]) -> None:
-    """An audit hook. All processes that the tests start are of this interpreter."""
-    if event == "subprocess.Popen" and details[0] == sys.executable:
-        _skip("starts an interpreter")
+    def skip(self, reason: str) -> None:
+        self.reason = f"--without: {reason}"
+        raise pytest.skip.Exception(self.reason, allow_module_level=True)
 
-
-def _skip(reason: str) -> None:
-    raise pytest.skip.Exception(f"--without: {reason}", allow_module_level=True)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """A test is skipped even if what it calls has caught the exception, as doctest does."""
+        self.reason = ""
+        try:
+            return (yield)
+        except Exception:
+            if self.reason:
+                pytest.skip(self.reason)
+            raise
