@@ -10,6 +10,7 @@ from xshard.errors import (
     ShapeError,
     XshardError,
 )
+from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
@@ -17,6 +18,8 @@ from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
 from xshard.replicas import ReplicaError
+
+__version__ = "0.1.0"
 
 TransferPlan = Plan  # a plan between two meshes had a class of its own, whose name stays importable
 
@@ -40,6 +43,7 @@ __all__ = [
     "TransferPlan",
     "XshardError",
     "load_profile",
+    "output_dim",
     "parse_expression",
     "plan",
     "reference",

@@ -16,7 +16,7 @@ from xshard.cost.model import Profile, load_profile
 from xshard.errors import MeshError, NotationError, ShapeError
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh
-from xshard.notation.parser import marked, spans
+from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import LayoutPair, sides
 from xshard.plans.objective import FORWARD
 from xshard.plans.plan import Plan, find_plan
@@ -117,7 +117,7 @@ def _plan_between(
     ends = src, dst, *meshes, givers, takers
     name, machine = dtypes.name_of(dtype), load_profile(profile)
     request = Request(*ends, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
-    with marked(text):
+    with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
     return find_plan(request, objective)
 
@@ -131,7 +131,7 @@ def _check_destination(dst: Layout, src_mesh: Mesh, mesh: Mesh, text: str) -> No
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=text,
-                span=[span for name, span in spans(text).axes if name == axis][-1],
+                span=[span for name, span in text_spans(text).axes if name == axis][-1],
                 hint=f"the destination's mesh has: {mesh.describe()}",
             )
 

@@ -204,13 +204,16 @@ def test_a_block_that_does_not_fit():
 def test_a_wrong_plan_cannot_be_built():
     plan = gathered()
     transfer, gather = plan.steps
+    ends = transfer.target, transfer.source, transfer.dst_devices, transfer.src_devices
+    back = xs.Transfer(*ends, plan.profile)
     other = xs.Sharding(xs.Layout.parse("n d/b/c"), plan.dst_mesh, (8, 4))
     steps = replace(transfer, target=other), *xs.plan("n d/b/c -> n d", plan.dst_mesh, (8, 4)).steps
     assert replace(plan, steps=steps).bytes_received == plan.bytes_received
     for wrong, message in (
         ({"steps": (transfer,)}, "the steps lead from 'n/a d' to 'n/b/c d', not to 'n d'"),
         ({"steps": (gather, transfer)}, "unknown mesh axis 'b'\n  the mesh has: a=2"),
-        ({"steps": (transfer, gather, transfer)}, "2 transfers in one plan"),
+        ({"steps": (transfer, gather, transfer)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
+        ({"steps": (transfer, back)}, "2 transfers in one plan"),
         ({"shape": (16, 4)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
         ({"mesh": xs.Mesh(a=2, b=1)}, "not from 'n/a d' on Mesh(a=2, b=1)"),
         ({"src_devices": (1, 0)}, "the plan is for devices (1, 0), its transfer for (0, 1)"),
@@ -271,7 +274,7 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     eight = xs.Mesh(x=8)
     for first, sizes in ((8, [2, 4]), (2, [8])):
         profile = located(machine, eight, tuple(range(first, first + 8)))
-        assert [lane.size for lane in profile.lanes(eight)] == sizes
+        assert [span.size for span in profile.link_spans(eight)] == sizes
     plans = [
         crossing("n", "n", "a=1", "b=4", (4096,), dst_devices=range(k, k + 4), profile=machine)
         for k in (4, 6)

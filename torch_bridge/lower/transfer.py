@@ -22,8 +22,8 @@ from torch_bridge.lower.collectives import CARRIERS
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
-from torch_bridge.lower.subarray import Subarray, message
-from torch_bridge.mesh.failures import is_loss, lost
+from torch_bridge.lower.subarray import Subarray, subarray
+from torch_bridge.mesh.failures import collective_error, is_loss
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import DtypeError, Mesh, Plan, PlanError, Stage
 from xshard.layout.runs import Run
@@ -83,7 +83,7 @@ class TransferExecutable:
             if not is_loss(error):
                 raise
             ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
-            raise lost(self.plan, "the messages between the meshes", ranks, error) from error
+            raise collective_error(self.plan, "the messages between the meshes", ranks, error) from error
         if self.whole is None:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
@@ -164,7 +164,7 @@ def _at_end(
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
     """Cached by the world too: its groups end with it."""
     if isinstance(mesh, SubAxisMesh):
-        return _processes(mesh.whole, ranks, world).divided(mesh.split)
+        return _processes(mesh.base, ranks, world).factored(mesh.split)
     return mesh_of_ranks(mesh, ranks)
 
 
@@ -176,7 +176,7 @@ def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
 
 def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Subarray:
     rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
-    return message(shape, rows, tensor_device)
+    return subarray(shape, rows, tensor_device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class Plan:
     def dst_mesh(self) -> Mesh:
         """The mesh of the destination."""
         mesh = self.transfer.target.mesh if self.transfer else self.mesh
-        return mesh.whole if self.transfer and isinstance(mesh, SubAxisMesh) else mesh
+        return mesh.base if self.transfer and isinstance(mesh, SubAxisMesh) else mesh
 
     @property
     def dst_devices(self) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ class Plan:
     def messages(self) -> int:
         """Latencies paid one after the other, over all steps."""
         traffics = (
-            step.traffic(before, machine.lanes(before.mesh))
+            step.traffic(before, machine.link_spans(before.mesh))
             for (step, before, _), machine in zip(self.stages, self._machines, strict=True)
         )
         return sum(hop.messages for traffic in traffics for hop in traffic.hops)
@@ -311,8 +311,8 @@ class Plan:
 
 def _divided(sharding: Sharding, mesh: Mesh) -> Sharding:
     """The same sharding on `mesh`, whose axes may be parts of those of the sharding's own."""
-    if isinstance(mesh, SubAxisMesh) and mesh.whole == sharding.mesh:
-        return mesh.divided(sharding)
+    if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
+        return mesh.factored(sharding)
     return sharding
 
 

@@ -73,9 +73,9 @@ def _to_plain(value: Any) -> Any:
         return [_to_plain(v) for v in value]
     if isinstance(value, Sharding):
         mesh = value.mesh
-        whole, split = (mesh.whole, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
+        base, split = (mesh.base, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
         ends = {"layout": str(value.layout), "shape": list(value.shape)}
-        return {**ends, "mesh": mesh_to_dict(whole), "split": dict(split)}
+        return {**ends, "mesh": mesh_to_dict(base), "split": dict(split)}
     return str(value) if isinstance(value, Layout | Shard | Fraction) else value
 
 

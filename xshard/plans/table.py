@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.formatting import aligned, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout.sharding import Sharding
 from xshard.plans.objective import FORWARD
 
@@ -36,7 +36,7 @@ def text(plan: Plan) -> str:
     if plan.transfer:
         meshes = ["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)]
         found = [(step, mesh, *rest) for (step, *rest), mesh in zip(found, meshes, strict=True)]
-    return "\n".join([title(plan), "", aligned(found), "", total(plan)])
+    return "\n".join([title(plan), "", align_columns(found), "", total(plan)])
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:

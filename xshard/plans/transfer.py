@@ -21,9 +21,9 @@ from xshard.cost.bounds import have_same_blocks
 from xshard.cost.device_links import link_between
 from xshard.cost.model import Link, Price, Profile
 from xshard.errors import MeshError, PlanError
-from xshard.formatting import aligned
+from xshard.formatting import align_columns
 from xshard.layout.mesh import Mesh
-from xshard.layout.runs import Segment, common
+from xshard.layout.runs import Segment, common_segments
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message
@@ -217,7 +217,7 @@ class Transfer(Step):
             for m in moved[:MAX_LISTED]
         ]
         more = f"\n... and {len(moved) - MAX_LISTED} more" if len(moved) > MAX_LISTED else ""
-        return aligned([("from", "rows", "to", "rows"), *rows]) + more
+        return align_columns([("from", "rows", "to", "rows"), *rows]) + more
 
     @cached_property
     def _devices(self) -> dict[int, int]:
@@ -250,7 +250,11 @@ class Transfer(Step):
         # For every dim and every block of it in the target: which blocks of the source hold a part of it.
         found = [
             [
-                [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common(rows, wanted))]
+                [
+                    (i, box)
+                    for i, rows in enumerate(source.owners(d))
+                    if (box := common_segments(rows, wanted))
+                ]
                 for wanted in target.holders(d)
             ]
             for d in dims

@@ -51,7 +51,7 @@ def transfer_ways(request: Request, *, relabel: bool = False) -> Iterator[tuple[
 
 
 def _divided(sharding: Sharding, split: Split) -> Sharding:
-    fine = SubAxisMesh(sharding.mesh, split).divided(sharding) if split else sharding
+    fine = SubAxisMesh(sharding.mesh, split).factored(sharding) if split else sharding
     return fine.with_layout(fine.normal)
 
 
