@@ -21,8 +21,7 @@ from xshard.plans.expression import LayoutPair, sides
 from xshard.plans.objective import FORWARD
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
-from xshard.plans.transfer import check_devices
-from xshard.search.request import Request
+from xshard.search.request import Request, check_devices
 
 
 def plan(

@@ -59,7 +59,8 @@ def gather(
 ) -> NDArray[np.generic]:
     """The block of every device -> the global array.
 
-    Addends and contributions are reduced; of several copies one is read, its owner's where it has it.
+    Addends and contributions are reduced; of several copies of a row one is read: its
+    owner's, if the owner holds it.
     Raises ShapeError for a block that does not fit the layout.
     """
     sharding = Sharding(_layout(layout), mesh, tuple(shape))
@@ -151,7 +152,7 @@ def _layout(layout: Layout | str) -> Layout:
 
 
 def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """For every dim, what `supply.wanted` and `supply.given` ask for, and the device's place in it."""
+    """For every dim, the arguments of `wanted_rows` and `offered_rows`, and the device's place in it."""
     for d, dim in enumerate(sharding.layout.dims):
         sizes = sharding.mesh.sizes_of(dim.axes)
         yield (dim, sharding.shape[d], sizes, view.sides[d], view.shifts[d]), sharding.dim_device(d, device)

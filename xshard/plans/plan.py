@@ -2,17 +2,17 @@
 
 Decides what makes a plan right: every step's result is inferred, and the last must mean the
 destination; and which of the ways that `search` and `transfer_search` find becomes the plan.
+It is above 300 lines because a plan finds the plan of its gradient: `find_plan` cannot be elsewhere.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xshard import dtypes
 from xshard.cost import bounds
@@ -27,10 +27,10 @@ from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
 from xshard.plans.explain import explain
 from xshard.plans.objective import BOTH, FORWARD, check_objective
-from xshard.plans.serialize import mesh_from_dict, mesh_to_dict, reading_plan, step_from_dict, step_to_dict
-from xshard.plans.transfer import Transfer, check_devices
+from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
+from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import transfer_ways
-from xshard.search.request import Request
+from xshard.search.request import Request, check_devices
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step
 from xshard.steps.base import REDUCERS
@@ -260,24 +260,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
-        return json.dumps(
-            {
-                "src": str(self.src),
-                "dst": str(self.dst),
-                "mesh": mesh_to_dict(self.mesh),
-                "src_devices": list(self.src_devices),
-                "shape": list(self.shape),
-                "dtype": self.dtype,
-                "scale": str(self.scale),
-                "profile": self.profile.name,
-                "memory_limit": self.memory_limit,
-                "objective": self.objective,
-                "split": dict(self.split),
-                "steps": [step_to_dict(s) for s in self.steps],
-                "after": [str(stage.after.layout) for stage in self.stages],
-            },
-            indent=1,
-        )
+        return plan_to_json(self)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> Plan:
@@ -286,23 +269,8 @@ class Plan:
         profile: the machine to price it for, where the text names one that is not shipped.
         """
         with reading_plan():
-            data: dict[str, Any] = json.loads(text)
-            machine = load_profile(data["profile"] if profile is None else profile)
-            plan = cls(
-                src=Layout.parse(data["src"]),
-                dst=Layout.parse(data["dst"]),
-                mesh=mesh_from_dict(data["mesh"]),
-                shape=tuple(data["shape"]),
-                dtype=dtypes.name_of(data["dtype"]),
-                steps=tuple(step_from_dict(s, machine) for s in data["steps"]),
-                scale=Fraction(data["scale"]),
-                profile=machine,
-                memory_limit=data["memory_limit"],
-                objective=data["objective"],
-                split=tuple((axis, tuple(sizes)) for axis, sizes in data.get("split", {}).items()),
-                src_devices=tuple(data.get("src_devices", ())),
-            )
-            written = data["after"]
+            values, written = plan_from_json(text, profile)
+            plan = cls(**values)
         inferred = [str(stage.after.layout) for stage in plan.stages]
         if written != inferred:
             raise PlanError(f"the plan says its steps lead to {written}, they lead to {inferred}")

@@ -1,26 +1,31 @@
-"""Steps as plain values for JSON, and back.
+"""A plan as JSON, and back.
 
-Decides how a field of a step is written and read, by its declared type. A profile is not written: the plan
-names the machine. A value that does not read back as itself is an error.
+Decides the keys, and how a field of a step is written and read: by its declared type. Of a profile only
+the name is written. Whether what was read is a plan, the plan decides.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xshard.cost.model import Profile
+from xshard import dtypes
+from xshard.cost.model import Profile, load_profile
 from xshard.errors import PlanError, XshardError
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
-from xshard.layout.sub_axes import SubAxisMesh
+from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.notation.parser import Shard
 from xshard.steps import Step
 from xshard.steps.base import DimCut
+
+if TYPE_CHECKING:
+    from xshard.plans.plan import Plan  # which reads and writes itself by this
 
 
 @contextmanager
@@ -36,14 +41,54 @@ def reading_plan() -> Iterator[None]:
         raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
 
 
-def step_to_dict(step: Step) -> dict[str, Any]:
-    """A step as plain values."""
+def plan_to_json(plan: Plan) -> str:
+    """`Plan.to_json`."""
+    return json.dumps(
+        {
+            "src": str(plan.src),
+            "dst": str(plan.dst),
+            **_mesh_to_plain(plan.steps_mesh),
+            "src_devices": list(plan.src_devices),
+            "shape": list(plan.shape),
+            "dtype": plan.dtype,
+            "scale": str(plan.scale),
+            "profile": plan.profile.name,
+            "memory_limit": plan.memory_limit,
+            "objective": plan.objective,
+            "steps": [_step_to_plain(s) for s in plan.steps],
+            "after": [str(stage.after.layout) for stage in plan.stages],
+        },
+        indent=1,
+    )
+
+
+def plan_from_json(text: str, profile: Profile | str | None) -> tuple[dict[str, Any], list[str]]:
+    """Text of `plan_to_json` -> the arguments of `Plan`, and the layouts that it says its steps lead to."""
+    data: dict[str, Any] = json.loads(text)
+    machine = load_profile(data["profile"] if profile is None else profile)
+    values = {
+        "src": Layout.parse(data["src"]),
+        "dst": Layout.parse(data["dst"]),
+        "mesh": Mesh(data["mesh"]),
+        "src_devices": tuple(data.get("src_devices", ())),
+        "shape": tuple(data["shape"]),
+        "dtype": dtypes.name_of(data["dtype"]),
+        "scale": Fraction(data["scale"]),
+        "profile": machine,
+        "memory_limit": data["memory_limit"],
+        "objective": data["objective"],
+        "split": _split(data.get("split", {})),
+        "steps": tuple(_step(s, machine) for s in data["steps"]),
+    }
+    return values, data["after"]
+
+
+def _step_to_plain(step: Step) -> dict[str, Any]:
     written = (f.name for f in fields(step) if f.type != "Profile")  # type: ignore[arg-type]
     return {"step": step.kind, **{name: _to_plain(getattr(step, name)) for name in written}}
 
 
-def step_from_dict(data: dict[str, Any], profile: Profile) -> Step:
-    """Values of `step_to_dict` -> the step, on this machine. Raises PlanError for a step or field unknown."""
+def _step(data: dict[str, Any], profile: Profile) -> Step:
     values = dict(data)
     kind = Step.registry.get(values.pop("step", ""))
     if kind is None:
@@ -57,25 +102,21 @@ def step_from_dict(data: dict[str, Any], profile: Profile) -> Step:
     return kind(**read, **{name: profile for name, f in known.items() if f.type == "Profile"})
 
 
-def mesh_to_dict(mesh: Mesh) -> dict[str, int]:
-    """A mesh as its axes and sizes."""
-    return dict(zip(mesh.axes, mesh.sizes, strict=True))
+def _mesh_to_plain(mesh: Mesh) -> dict[str, Any]:
+    base, split = (mesh.base, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
+    return {"mesh": dict(zip(base.axes, base.sizes, strict=True)), "split": dict(split)}
 
 
-def mesh_from_dict(sizes: dict[str, int], split: dict[str, list[int]] | None = None) -> Mesh:
-    """Values of `mesh_to_dict` -> the mesh, with the axes of `split` split into such sizes."""
-    parts = tuple((axis, tuple(n)) for axis, n in (split or {}).items())
-    return SubAxisMesh(Mesh(sizes), parts) if parts else Mesh(sizes)
+def _split(data: dict[str, list[int]]) -> Split:
+    return tuple((axis, tuple(sizes)) for axis, sizes in data.items())
 
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_plain(v) for v in value]
     if isinstance(value, Sharding):
-        mesh = value.mesh
-        base, split = (mesh.base, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
         ends = {"layout": str(value.layout), "shape": list(value.shape)}
-        return {**ends, "mesh": mesh_to_dict(base), "split": dict(split)}
+        return {**ends, **_mesh_to_plain(value.mesh)}
     return str(value) if isinstance(value, Layout | Shard | Fraction) else value
 
 
@@ -91,7 +132,8 @@ def _cuts(values: list[tuple[str, list[str]]]) -> tuple[DimCut, ...]:
 
 
 def _sharding(data: dict[str, Any]) -> Sharding:
-    mesh = mesh_from_dict(data["mesh"], data["split"])
+    mesh, split = Mesh(data["mesh"]), _split(data["split"])
+    mesh = SubAxisMesh(mesh, split) if split else mesh
     return Sharding(Layout.parse(data["layout"]), mesh, tuple(data["shape"]))
 
 

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from xshard.cost.bounds import have_same_blocks
 from xshard.cost.device_links import link_between
 from xshard.cost.model import Link, Price, Profile
-from xshard.errors import MeshError, PlanError
+from xshard.errors import PlanError
 from xshard.formatting import align_columns
-from xshard.layout.mesh import Mesh
 from xshard.layout.runs import Segment, common_segments
 from xshard.layout.sharding import Sharding
+from xshard.search.request import check_devices
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message
 from xshard.steps.traffic import Hop, LinkSpans, Traffic
@@ -296,18 +296,3 @@ def _rows(message: Message, end: int) -> str:
     """The rows of a message in the sender's (0) or the receiver's (1) block: `[0:4, 2:3+6:7]`."""
     dims = ("+".join(f"{s[end]}:{s[end] + s.length}" for s in segments) for segments in message.box)
     return f"[{', '.join(dims)}]"
-
-
-def check_devices(end: str, mesh: Mesh, devices: tuple[int, ...]) -> None:
-    """Raise MeshError unless there is one number, of its own, for every device of the mesh."""
-    for device in devices:
-        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
-            raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
-    if len(devices) != mesh.n_devices:
-        raise MeshError(
-            f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}",
-            hint="one number per device, in the order of the mesh",
-        )
-    if len(set(devices)) != len(devices):
-        twice = next(d for d in devices if devices.count(d) > 1)
-        raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")

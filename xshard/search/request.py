@@ -12,6 +12,7 @@ from functools import cached_property
 
 from xshard.cost.device_links import located, refined
 from xshard.cost.model import Profile
+from xshard.errors import MeshError
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
@@ -108,3 +109,18 @@ class Request:
             dst_mesh=common.mesh,
             profile=refined(self.profile, common),
         )
+
+
+def check_devices(end: str, mesh: Mesh, devices: tuple[int, ...]) -> None:
+    """Raise MeshError unless there is one number, of its own, for every device of the mesh."""
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+            raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
+    if len(devices) != mesh.n_devices:
+        raise MeshError(
+            f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}",
+            hint="one number per device, in the order of the mesh",
+        )
+    if len(set(devices)) != len(devices):
+        twice = next(d for d in devices if devices.count(d) > 1)
+        raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")

@@ -49,7 +49,7 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
 
 
 def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tuple[Step, ...], Split]:
-    """The steps of the cheapest path, and the axes that it divides."""
+    """The steps of the cheapest path, and the axes that it splits."""
     search = Search(space, memory_limit, scaled=scaled)
     path = search.path()
     finer = best_sub_axis_path(space, path, memory_limit)
@@ -57,7 +57,7 @@ def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tup
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
-    """Raise for pairs of layouts between which no redistribution is defined."""
+    """Raise PlanError or DtypeError if no redistribution between these layouts is defined."""
     src, dst = source.layout, target.layout
     overlap_paths.check_overlaps(source, target, dtype)
     for kind, axes in src.tags:
@@ -79,7 +79,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
 def with_scale(
     steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
 ) -> tuple[Step, ...]:
-    """The steps with a constant multiplied in where blocks are smaller: before they grow or after."""
+    """The steps and a `Scale`, put where blocks are smaller: first or last."""
     if factor == 1:
         return steps
     # What a boundary fills in comes after: it is a value of the result.
@@ -93,7 +93,7 @@ def without_copies(sharding: Sharding) -> Sharding:
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """The steps with copies told from replicas, which the search does not distinguish.
+    """The steps with copies marked, which the search does not tell from replicas.
 
     An axis whose values become whole for the last time holds copies if the goal says so; what
     no step settles is retagged at the end, where no data moves.
