@@ -112,7 +112,7 @@ def test_orders_that_are_written_in_numbers(text, length, expected):
 
 def test_one_part_is_the_whole_in_its_order():
     assert held("s/intervals(a,[0,2,2,4])", 4, xs.Mesh(a=1)) == [[0, 1, 2, 3]]
-    with pytest.raises(xs.ShapeError, match="one part holds its rows in order"):
+    with pytest.raises(xs.ShapeError, match="one part, which must hold its rows in order"):
         held("s/intervals(a,[2,4,0,2])", 4, xs.Mesh(a=1))
 
 
@@ -122,8 +122,8 @@ def test_one_part_is_the_whole_in_its_order():
         ("s/zigzag(a,4,8)", "'zigzag(a,4,8)' adds up to 12 rows, not 16 in 's/zigzag(a,4,8)'"),
         ("s/sizes(a,4,8,4)", "3 sizes for 2 parts"),
         ("s/b/sizes(a,4,8)", "adds up to 12 rows, not 8"),
-        ("s/intervals(a,[0,8],[8,12])", "does not hold each of 16 rows once"),
-        ("s/intervals(a,[0,9],[8,16])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,8],[8,12])", "does not hold each of the 16 rows once"),
+        ("s/intervals(a,[0,9],[8,16])", "does not hold each of the 16 rows once"),
         ("s/intervals(a,[0,16])", "1 intervals for 2 parts"),
     ],
 )

@@ -112,7 +112,7 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
         (
             {"shape": (4.0,)},
             xs.ShapeError,
-            "shape (4.0,) has 4.0 where a length >= 0 belongs in 'n/a -> n/b'",
+            "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'",
         ),
         (
             {"src_devices": (0,)},
