@@ -106,7 +106,9 @@ def test_no_near_senders_for_sums():
     step = Exchange(xs.Layout.parse("n"), 2)
     with pytest.raises(xs.PlanError) as caught:
         step.after(xs.Sharding(xs.Layout.parse("n | sum(a)"), mesh, (8,)))
-    assert str(caught.value) == "no near senders where a sum ends or begins: 'n | sum(a)' -> 'n'"
+    assert (
+        str(caught.value) == "node_devices is not for exchanges that end or begin a sum: 'n | sum(a)' -> 'n'"
+    )
 
 
 def test_nodes_that_fit_need_no_near_senders():

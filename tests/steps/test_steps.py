@@ -184,7 +184,7 @@ WRONG_USE = [
     (Retag(replicas=("a",)), "n d", "'retag -> replica(a)' does not apply to 'n d'"),
     (permute("n d/a"), "n/a d", "no permutation of blocks leads from 'n/a d' to 'n d/a'"),
     (permute("n d"), "n d | sum(a)", "a permutation keeps sums: 'n d | sum(a)' -> 'n d'"),
-    (exchange("n d | max(a)"), "n/a d", "'n/a d' holds no max or min to keep in 'n d | max(a)'"),
+    (exchange("n d | max(a)"), "n/a d", "'n/a d' has no max or min that 'n d | max(a)' could keep"),
 ]
 
 
