@@ -1,4 +1,7 @@
-"""The app: which commands there are, and how an error of xshard ends one."""
+"""The app: its commands, and the exit of a command that raises an error of xshard.
+
+Decides which commands exist. Knows nothing of what they do.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from xshard.errors import XshardError
 
 
 class _Commands(TyperGroup):
-    """Prints errors of xshard as their message and exits with 2; others are bugs and keep a traceback."""
+    """Prints the message of an xshard error and exits with 2; other errors are bugs and keep a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

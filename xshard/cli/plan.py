@@ -1,4 +1,7 @@
-"""`xshard plan`: the table of a plan and of its backward."""
+"""`xshard plan`: the table of a plan and of its backward.
+
+Decides how the command prints plans. Their content is decided in `xshard/plans/`.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,22 @@ def plan_command(
     shape: ShapeText,
     dtype: Dtype = "float32",
     profile: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE", help="Machine that the plan is priced for: a shipped profile or a file."
+        ),
     ] = "h100",
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Most bytes on any device, as in 1024 or 2GiB.")
+        str | None,
+        typer.Option(metavar="BYTES", help="Most bytes that a device may hold, as in 1024 or 2GiB."),
     ] = None,
     objective: Annotated[
-        str, typer.Option(metavar="|".join(OBJECTIVES), help="What is to be cheapest.")
+        str, typer.Option(metavar="|".join(OBJECTIVES), help="Which cost to minimize.")
     ] = FORWARD,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also the alternatives weighed, and why the plan won.")
+        bool, typer.Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="The plan as JSON, for Plan.from_json.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, and those of the gradient.
 
@@ -62,10 +69,10 @@ def plan_command(
 
 
 def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
-    """The plan and the plans that its gradient consists of."""
+    """The plan and the plans of its gradient, with their names."""
     if made.src.is_linear and made.dst.is_linear:
         return [("forward", made), ("backward", made.backward)]
-    if not made.dst.is_linear:  # a max that stays one has no gradient
+    if not made.dst.is_linear:  # a max or min that does not end has no gradient
         return [("forward", made)]
     winners = max_min_plans(made)
     return [
