@@ -1,4 +1,4 @@
-"""Text <-> layouts, and what is said about text that is wrong."""
+"""Text <-> layouts, and the messages for malformed text. Long because one table has every message."""
 
 import pickle
 
@@ -310,7 +310,7 @@ NotationError: '[4,4]' in zigzag in 's/zigzag(a,[4,4])'
     "message", ERRORS.strip("\n").split("\n---\n"), ids=lambda m: m.partition(" in ")[0][15:]
 )
 def test_error_messages(message):
-    """The text in the message is read again, and the same message must come out."""
+    """The text quoted in a message is parsed again and must raise the same message."""
     text = message.splitlines()[0].rpartition(" in '")[2][:-1]
     is_expression = "->" in text or "=>" in text
     with pytest.raises(xs.NotationError) as caught:
@@ -319,7 +319,7 @@ def test_error_messages(message):
 
 
 @pytest.mark.parametrize("parse", [Layout.parse, parse_expression])
-def test_what_is_no_text(parse):
+def test_values_that_are_no_text(parse):
     with pytest.raises(xs.NotationError, match="is text, not int"):
         parse(3)
 
@@ -345,7 +345,7 @@ def test_what_does_not_fit_the_shape_is_marked_as_the_user_wrote_it(expression, 
         lambda: xs.plan(expression, xs.Mesh(a=2), shape),
         lambda: xs.plan(expression, src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(a=2), shape=shape),
     ):
-        with pytest.raises(xs.ShapeError) as told:
+        with pytest.raises(xs.ShapeError) as caught:
             made()
-        error = told.value
+        error = caught.value
         assert (error.text, error.span and expression[slice(*error.span)]) == (expression, part)
