@@ -20,6 +20,8 @@ from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_plan import TransferPlan
 from xshard.replicas import ReplicaError
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DtypeError",
     "Layout",

@@ -12,7 +12,7 @@ from xshard.cli.picture import Picture, devices_text, picture, rows_text
 from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps, shapes
+from xshard.testing.strategies import any_overlap, layouts, meshes, shapes
 
 
 def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
@@ -22,7 +22,8 @@ def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
 @st.composite
 def overlapped(draw, dim):
     """A dim as it is, or in contiguous blocks that overlap."""
-    overlap = draw(st.none() | overlaps().filter(lambda o: "pole" not in str(o)))  # poles need another dim
+    # Poles need another dim.
+    overlap = draw(st.none() | any_overlap().filter(lambda o: "pole" not in str(o)))
     return dim if overlap is None else Dim(dim.name, tuple(Shard(s.axes) for s in dim.shards), overlap)
 
 

@@ -18,7 +18,7 @@ from xshard.layout.partition import owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
 from xshard.notation.parser import ORDERS, Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps
+from xshard.testing.strategies import any_overlap, layouts, meshes
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
 
@@ -40,7 +40,7 @@ def held(text, length, mesh):
 
 
 @given(st.data(), meshes(), st.integers(0, 40))
-def test_owned_rowsof_any_layout(data, mesh, length):
+def test_owned_rows_of_any_layout(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
     sharding = xs.Sharding(layout, mesh, (length,))
     for device in range(mesh.n_devices):
@@ -64,7 +64,7 @@ def test_every_order_inside_every_other(order, inner, length):
 @given(st.data(), meshes(), st.integers(0, 40))
 def test_normal_form_has_the_same_blocks(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
-    dim = replace(layout.dims[0], overlap=data.draw(st.none() | overlaps()))
+    dim = replace(layout.dims[0], overlap=data.draw(st.none() | any_overlap()))
     sharding = xs.Sharding(replace(layout, dims=(dim,)), mesh, (length,))
     plain = sharding.with_layout(sharding.normal)
     for device in range(mesh.n_devices):
@@ -146,14 +146,14 @@ def test_overlaps(data, n, order, length):
     """Halos and windows of every boundary, over several neighbours and both ends of the array."""
     mesh = xs.Mesh(a=n)
     shards = (Shard(("a",), ("block", "balanced", "block")[order]),)
-    dim = Dim("h", shards, data.draw(overlaps(folded=False)))
+    dim = Dim("h", shards, data.draw(any_overlap(folded=False)))
     sharding = xs.Sharding(xs.Layout((dim,)), mesh, (length,))
     for device in range(n):
         assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
 
 
-@given(overlaps(folded=False), st.integers(0, 24))
-def test_a_fold_spans_the_rowsof_its_overlap(overlap, length):
+@given(any_overlap(folded=False), st.integers(0, 24))
+def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
     mesh = xs.Mesh(a=3)
     assert held(f"h/a:fold({overlap})", length, mesh) == held(f"h/a:{overlap}", length, mesh)
 
@@ -184,7 +184,7 @@ def test_every_chunk_of_a_zigzag_has_its_own_halo():
     ]
 
 
-def test_negative_widths_leave_rowsout():
+def test_negative_widths_leave_rows_out():
     assert held("h/a:halo(-1,2)", 8, xs.Mesh(a=2)) == [[1, 2, 3, 4, 5], [5, 6, 7, None, None]]
     assert held("h/a:halo(-3,-3)", 8, xs.Mesh(a=2)) == [[], []]
 
@@ -216,7 +216,7 @@ def test_windows_span_what_a_convolution_reads(length, window, widths):
     assert [len(rows) for rows in spans] == widths
 
 
-def test_windows_hold_the_rowsthat_torch_reads():
+def test_windows_hold_the_rows_that_torch_reads():
     """Convolving a block without padding gives the device's part of the whole convolution."""
     x = torch.arange(1.0, 24.0)
     mesh = xs.Mesh(a=4)
@@ -245,7 +245,7 @@ def test_common_finds_every_shared_row_once(src_order, dst_order, length, n_src,
 
 
 @given(st.sampled_from(ORDERS), st.sampled_from(ORDERS), st.integers(0, 40))
-def test_rowsindex_numpy_arrays(order, inner, length):
+def test_rows_index_numpy_arrays(order, inner, length):
     mesh = xs.Mesh(a=2, b=3)
     dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
     for device in range(6):
