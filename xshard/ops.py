@@ -45,7 +45,7 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     'sp:halo(1,[2,0],periodic)'
     """
     lo, hi = (width, width) if isinstance(width, int) else width
-    return f"{shard(axis)}:{Halo(_width(lo), _width(hi), *parse_boundaries(boundary))}"
+    return f"{shard(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
 
 
 def gradient_tag(axis: Axes, grad: str) -> str:
@@ -66,7 +66,7 @@ def tag(kind: str, axis: Axes) -> str:
     return f" | {kind}({_axis_names(axis)})"
 
 
-def _width(width: PartWidths) -> int | tuple[int, ...]:
+def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
     return width if isinstance(width, int) else tuple(width)
 
 

@@ -37,11 +37,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for name, command in (
-    ("plan", plan_command),
-    ("show", show),
-    ("verify", verify),
-    ("bench", bench),
-    ("calibrate", calibrate_command),
-):
+COMMANDS = {
+    "plan": plan_command,
+    "show": show,
+    "verify": verify,
+    "bench": bench,
+    "calibrate": calibrate_command,
+}
+for name, command in COMMANDS.items():
     app.command(name)(command)

@@ -16,6 +16,7 @@ from xshard.errors import ShapeError, XshardError
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
 
+ExpressionText = Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')]
 MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
 ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
 Dtype = Annotated[

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console
-from xshard.cli.options import Dtype, MeshText, ShapeText, parse_bytes, parse_shape
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_bytes, parse_shape
 from xshard.layout.mesh import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans import table
@@ -23,15 +23,12 @@ from xshard.plans.priced import FORWARD, OBJECTIVES
 
 
 def plan_command(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')],
+    expression: ExpressionText,
     mesh: MeshText,
     shape: ShapeText,
     dtype: Dtype = "float32",
     profile: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE", help="Machine that the plan is priced for: a shipped profile or a file."
-        ),
+        str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
     ] = "h100",
     memory_limit: Annotated[
         str | None,

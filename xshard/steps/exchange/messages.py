@@ -19,7 +19,7 @@ from xshard.layout.block_rows import block_fills
 from xshard.layout.runs import Run, Segment, as_index
 from xshard.layout.sharding import Sharding
 from xshard.steps.exchange.near_senders import block_holders, near_senders
-from xshard.steps.exchange.sources import dim_sides, sources, view_pairs
+from xshard.steps.exchange.sources import dim_ends, sources, view_pairs
 from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes
 
 
@@ -106,7 +106,7 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
     found = []
     for mine, theirs in view_pairs(before, after):
         per_dim = []
-        for d, (a, b) in enumerate(dim_sides(before, after, mine, theirs)):
+        for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
             sizes = mesh.sizes_of(a.dim.axes)
             at = before.dim_device(d, device), after.dim_device(d, device)
             places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)

@@ -27,7 +27,7 @@ from xshard.steps.exchange.poles import View, carried_dims, views
 CARRIED = "carried"  # side of a dim whose rows all stay where they are
 
 
-class Side(NamedTuple):
+class DimEnd(NamedTuple):
     """One dim at one end of a move: its rows on one side of a pole, with `shift` added."""
 
     dim: Dim
@@ -48,8 +48,8 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def sources(
-    src: Side,
-    dst: Side,
+    src: DimEnd,
+    dst: DimEnd,
     length: int,
     src_sizes: tuple[int, ...],
     dst_sizes: tuple[int, ...],
@@ -93,7 +93,7 @@ def _near_indices(ranges: NDArray[np.int64], rows: Runs) -> list[int]:
 
 
 def count_sources(
-    src: Side, dst: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
+    src: DimEnd, dst: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(rows, senders): how many rows of a dim each device takes from senders that share its coordinates
     along `fixed`, and from how many; arrays over the axes of both ends, shaped to broadcast over the mesh."""
@@ -116,15 +116,15 @@ def count_sources(
     return elements, senders
 
 
-def dim_sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
+def dim_ends(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[DimEnd, DimEnd]]:
     """Per dim, its source and its destination in one pair of views."""
     stay = carried_dims(before, after)
     for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
         shifts = theirs.shifts[d], mine.shifts[d]
         if d in stay and not any(shifts):
-            yield Side(a, CARRIED), Side(b, CARRIED)
+            yield DimEnd(a, CARRIED), DimEnd(b, CARRIED)
         else:
-            yield Side(a, theirs.sides[d], shifts[0]), Side(b, mine.sides[d], shifts[1])
+            yield DimEnd(a, theirs.sides[d], shifts[0]), DimEnd(b, mine.sides[d], shifts[1])
 
 
 def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:

@@ -19,7 +19,7 @@ from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Runs, common_segments
 from xshard.layout.sharding import Sharding
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
-from xshard.steps.exchange.sources import Side, count_sources, dim_sides, view_pairs
+from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 
@@ -143,7 +143,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     begins = begun_axes(src, dst)
     addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
     elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
-    for pairs in _all_dim_sides(before, after):
+    for pairs in _all_dim_ends(before, after):
         boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
@@ -159,14 +159,14 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
 
 
 @lru_cache(maxsize=64)
-def _all_dim_sides(before: Sharding, after: Sharding) -> tuple[tuple[tuple[Side, Side], ...], ...]:
+def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
     """For every pair of views, the source and the destination of every dim."""
-    return tuple(tuple(dim_sides(before, after, *views)) for views in view_pairs(before, after))
+    return tuple(tuple(dim_ends(before, after, *views)) for views in view_pairs(before, after))
 
 
 @lru_cache(maxsize=16384)
 def _received_of_dim(
-    a: Side, b: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
+    a: DimEnd, b: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
