@@ -107,7 +107,7 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
             {"shape": (4, 4)},
             xs.ShapeError,
             "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
-            "  write one name per dim, or '...' for any number of whole dims",
+            "  write one name per dim, or '...' for any number of uncut dims",
         ),
         (
             {"shape": (4.0,)},

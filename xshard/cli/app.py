@@ -5,6 +5,7 @@ Decides which commands exist. Knows nothing of what they do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan_command,
     "show": show,
     "verify": verify,
