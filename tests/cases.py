@@ -1,7 +1,7 @@
-"""The table: redistributions that every runtime must do alike, forward and backward.
+"""The case table: redistributions that all runtimes must perform alike, forward and backward.
 
-Every row of the documents' tables, on meshes of one, two and three axes and at most eight
-devices. `tests/runtimes/test_case_table.py` runs it everywhere; core tests borrow rows.
+It has every row of the documents' tables, on meshes of one, two and three axes with at most eight devices.
+`tests/runtimes/test_case_table.py` runs it on every runtime; other tests borrow rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Case:
 
     @property
     def has_single_axis(self) -> bool:
-        """The mesh has one axis, so that `jax.pmap` can run it."""
+        """True if the mesh has one axis, so that `jax.pmap` can run the case."""
         return len(self.mesh.axes) == 1
 
     def plan(self, **options: object) -> xs.Plan:
@@ -168,7 +168,7 @@ CASES = (
     Case("three-axes-sum", "x y | sum(a,b,c) -> x/b y/(c,a)", "a=2,b=2,c=2", (4, 8)),
     Case("three-axes-uneven", "x/(a,b) y/c -> x/c y/b/a", "a=2,b=2,c=2", (7, 5)),
     Case("gather-one-of-three", "x/a/b y/c -> x/a y/c | copy(b)", "a=2,b=2,c=2", (8, 4)),
-    # Overlaps: every boundary, one dim and several, and what they are to collectives.
+    # Overlaps: every boundary, one dim and several, alone and with collectives.
     Case("halo", "b h/a w -> b h/a:halo(1,1) w", "a=4", (2, 8, 3)),
     Case("halo-periodic", "h/a w -> h/a:halo(2,1,periodic) w", "a=4", (12, 3)),
     Case("halo-periodic-two-devices", "h/a -> h/a:halo(1,1,periodic)", "a=2", (8,)),

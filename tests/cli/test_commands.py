@@ -360,8 +360,8 @@ def test_verify_all_asks_each_worker_once(monkeypatch):
     assert f"jax-pmap ({one_axis} of them): all equal" in told.stdout
 
 
-def test_there_are_thirteen_examples_and_each_is_canonical():
-    assert len({e.expression for e in EXAMPLES}) == 13
+def test_the_examples_differ_and_each_is_canonical():
+    assert len({e.expression for e in EXAMPLES}) == len(EXAMPLES) >= 13
     for example in EXAMPLES:
         assert " -> ".join(map(str, xs.parse_expression(example.expression))) == example.expression
         assert example.mesh.n_devices <= 4

@@ -163,7 +163,7 @@ REFUSED = {
     "direction": (
         lambda x: compat.all_to_all_single_fn(AXIS, "full", x),
         "XshardError",
-        ("no direction 'full'", "'full_to_split'"),
+        ("unknown direction 'full'", "'full_to_split'"),
     ),
     "dims": (
         lambda x: compat.all_to_all_single_fn(AXIS, "full_to_split", x[0]),
@@ -183,7 +183,7 @@ REFUSED = {
     "parts": (
         lambda x: compat.all_to_all_single_cross_replica(x[0], AXIS),
         "ShapeError",
-        ("6 rows in 4 equal parts",),
+        ("6 rows cannot be split into 4 equal parts",),
     ),
     "uneven": (
         lambda x: compat.shard_tensor(x, dim=1, axis=AXIS),
