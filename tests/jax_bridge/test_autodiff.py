@@ -64,7 +64,7 @@ def test_gradients_taken_outside(check_vma, expression) -> None:
 )
 @in_jax
 def test_without_types_a_replica_at_the_border_is_not_one_value(expression, factor) -> None:
-    """What the convention of JAX makes of `n d` where it omits an axis: why `autodiff` asks for copies."""
+    """JAX's convention for an axis that a spec omits, applied to `n d`: the reason to write copies."""
     moved = over_a(expression, check_vma=False)
     gradient = jax.grad(lambda x: (moved(x) * WEIGHTS).sum())(X)
     assert np.array_equal(gradient, factor * WEIGHTS)

@@ -1,7 +1,7 @@
 """A plan under every transformation of JAX: a row each, with and without types.
 
-Moving blocks leaves the global array as it is. So whatever a transformation makes of a moved array, it
-makes of an array that is not moved; a row is a program, run with both.
+Moving blocks does not change the global array. So a transformation gives the same result for a moved array
+and for one that is not moved; a row is a program, run with both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ W = (X * 7) % 5 - 2  # weights and cotangents
 
 
 class Moved:
-    """What a row is given: a function on blocks, and how it is run on all devices."""
+    """The argument of a row: a function on blocks, and how it is run on all devices."""
 
     def __init__(self, expression: str, src: P, dst: P, check_vma: bool, ad: str = "linear") -> None:
         self.expression, self.check_vma, self.ad = expression, check_vma, ad
