@@ -14,7 +14,7 @@ import jax
 
 from jax_bridge.planning import AnyMesh
 from jax_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, halo, shard, tag, whole
+from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
 
 Grad = Literal["sum", "replicated"]
 
@@ -33,7 +33,7 @@ def all_gather(
     grad: how the gradients of the devices' results combine. "sum": they differ and add up, and the backward
     pass reduce-scatters. "replicated": they are equal, and the backward pass slices.
     """
-    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape) + whole(axis, grad)
+    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -62,7 +62,7 @@ def all_reduce(
     op: sum, mean, max or min. grad: "sum": the gradients of the devices' results add up, and the backward
     pass all-reduces. "replicated": they are equal, and the backward pass moves nothing.
     """
-    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape) + whole(axis, grad)
+    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -136,7 +136,7 @@ def slice(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, gr
     grad: the gradient of the block. "sum": each device gets its own contribution (zero outside its part).
     "replicated": all devices get the same, and the backward pass all-gathers.
     """
-    src, dst = dims(x.shape) + whole(axis, grad), dims(x.shape, {dim: shard(axis)})
+    src, dst = dims(x.shape) + gradient_tag(axis, grad), dims(x.shape, {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -145,7 +145,7 @@ def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
 
     Moves nothing; the backward pass all-reduces.
     """
-    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{whole(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{gradient_tag(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:

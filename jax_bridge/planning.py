@@ -35,7 +35,7 @@ from xshard import (
 )
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
-from xshard.notation.parser import marked
+from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, Sides, check_block, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
@@ -73,7 +73,7 @@ def plan_here(
     parsed: the sides of the expression.
     """
     src, dst, text = parsed
-    with marked(text):
+    with mark_errors(text):
         if isinstance(expression, Plan):
             named = expression.axes
             if mesh is not None:
@@ -97,7 +97,7 @@ def plan_here(
 def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
     """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
     text = str(layout)
-    with marked(text):
+    with mark_errors(text):
         found = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
         return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
 
@@ -108,7 +108,7 @@ def block_sharding_here(
     """The layout on the mesh here, for this block; without `shape`, assuming all blocks are equal."""
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     text = str(layout)
-    with marked(text):
+    with mark_errors(text):
         here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
         whole = whole_shape(layout, here, x.shape, text) if shape is None else shape
     sharding = sharding_here(layout, whole, here)
@@ -217,4 +217,4 @@ def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *,
 
 
 def _axis_span(axis: str, text: str) -> tuple[int, int] | None:
-    return next((span for name, span in parser.spans(text).axes if name == axis), None)
+    return next((span for name, span in parser.text_spans(text).axes if name == axis), None)

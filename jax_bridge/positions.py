@@ -13,7 +13,7 @@ from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.planning import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, MeshError, Sharding
-from xshard.notation.parser import marked
+from xshard.notation.parser import mark_errors
 
 
 def positions(
@@ -45,7 +45,7 @@ def positions(
             text=str(layout),
             hint="outside of shard_map and pmap pass a mesh: positions(layout, shape, dim, mesh)",
         )
-    with marked(str(layout)):
+    with mark_errors(str(layout)):
         found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), tuple(shape)), at).ravel())
     if not isinstance(mesh, JaxMesh):
         return found

@@ -24,7 +24,7 @@ from jax_bridge.planning import xshard_mesh
 from jax_bridge.redistribution import redistribute
 from xshard import Layout, Plan, Profile, ShapeError, planner
 from xshard.formatting import format_bytes
-from xshard.notation.parser import Shard, marked
+from xshard.notation.parser import Shard, mark_errors
 from xshard.plans.expression import Expression, sides
 
 LOG = logging.getLogger("xshard.reshard")
@@ -102,7 +102,7 @@ def _move(plan: Plan, text: str, mesh: JaxMesh | AbstractMesh) -> _Move:
                 text=text,
                 hint="pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks",
             )
-    with marked(text):
+    with mark_errors(text):
         source = to_named_sharding(storage_layout(plan.source.layout), mesh)
         target = to_named_sharding(storage_layout(plan.target.layout), mesh)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from jax_bridge.mesh.sub_axes import long_axes
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.messages import filled
+from xshard.steps.exchange.messages import fill_boxes
 
 VOID = -1  # the position of no row: it is filled with zeros
 Table = NDArray[np.int64]  # (devices along some axes, rows): positions
@@ -94,7 +94,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
         values = np.zeros((mesh.n_devices, length))
         outside = np.zeros(values.shape, bool)
         for device in range(mesh.n_devices):
-            for d, start, stop, value in filled(sharding, device):
+            for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
                     values[device, start:stop], outside[device, start:stop] = value, True
         if outside.any():

@@ -25,7 +25,7 @@ from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import group, spanned
-from xshard.layout.runs import numbers
+from xshard.layout.runs import row_numbers
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Shard
 from xshard.plans.plan import Plan
@@ -93,7 +93,7 @@ def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.
 
 
 def _own_rows(before: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> NDArray[np.int64]:
-    return numbers(own_part(before, dim, shards, device))
+    return row_numbers(own_part(before, dim, shards, device))
 
 
 def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
@@ -160,7 +160,7 @@ def _joined_parts(
     """Rows of a dim's parts under `shards`, part after part as `group` counts its members."""
     parts = even_parts(before, dim, shards)
     members = (before.mesh.index(d, axes_of(shards)) for d in before.mesh.group(0, group))
-    return np.concatenate([numbers(parts[member]) for member in members])
+    return np.concatenate([row_numbers(parts[member]) for member in members])
 
 
 def _to_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:

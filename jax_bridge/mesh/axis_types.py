@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax_bridge.mesh.sub_axes import long_axes
 from jax_bridge.versions import changed_type, cotangent_type, linear_primitive, manual_type, with_manual_type
 from xshard.layout.mesh import Mesh
-from xshard.layout.sub_axes import undivided
+from xshard.layout.sub_axes import unfactored
 from xshard.ops import Axes
 
 
@@ -54,7 +54,7 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
     """Send whole blocks between devices of `mesh`: pairs (sender, receiver). Other results mean nothing."""
     # JAX's ppermute numbers devices in the order of its own mesh, whatever the order of the axes given.
     names = jax.sharding.get_abstract_mesh().axis_names
-    mesh = undivided(mesh, mesh.axes)[0]
+    mesh = unfactored(mesh, mesh.axes)[0]
     axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
     indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
     if any(map(is_vmapped, axes)):  # under vmap every device must take part

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from xshard.layout.mesh import Mesh
-from xshard.layout.sub_axes import SubAxisMesh, undivided
+from xshard.layout.sub_axes import SubAxisMesh, unfactored
 
 
 def long_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes of more than one device, as JAX knows them, in mesh order."""
-    whole = undivided(mesh, mesh.axes)[0]
+    whole = unfactored(mesh, mesh.axes)[0]
     return tuple(a for a in whole.axes if whole.size(a) > 1)
 
 
@@ -25,7 +25,7 @@ def group(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
     >>> group(fine, ("x_0", "x_1")), group(fine, ("x_1",))["axis_index_groups"]
     ({'axis_name': ('x',)}, ((0, 1), (2, 3)))
     """
-    whole, names = undivided(mesh, axes)
+    whole, names = unfactored(mesh, axes)
     if whole is not mesh or not isinstance(mesh, SubAxisMesh):
         return {"axis_name": names}
     parts, names = spanned(mesh, axes)
@@ -39,4 +39,4 @@ def spanned(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str
     if not isinstance(mesh, SubAxisMesh):
         return tuple(axes), tuple(axes)
     names = tuple(dict.fromkeys(map(mesh.origin, axes)))
-    return tuple(part for name in names for part in mesh.parts[name]), names
+    return tuple(part for name in names for part in mesh.sub_axes[name]), names

@@ -15,7 +15,7 @@ from jax_bridge.nn.conv import Padding, paddings
 from jax_bridge.nn.dilation import reduce_window_by_phases
 from jax_bridge.nn.placed import Placed
 from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
-from xshard.layout.runs import Run, numbers
+from xshard.layout.runs import Run, row_numbers
 from xshard.nn.windows import pool_counts, pool_window
 from xshard.notation.overlap import Window
 
@@ -131,7 +131,7 @@ def _along(y: Placed, d: int, values: NDArray[np.int64]) -> jax.Array:
     axes = y.layout.dims[d].axes
     table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[d]), np.float32)
     for part, runs in enumerate(y.sharding.owners(d)):
-        rows = numbers(runs)
+        rows = row_numbers(runs)
         table[part, : len(rows)] = values[rows]
     along = [1] * y.block.ndim
     along[d] = -1

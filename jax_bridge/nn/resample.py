@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_bridge.lower.row_tables import VOID, mine, pick
 from jax_bridge.nn.placed import Placed
-from xshard.nn.resample import Taps, resampled, taps
+from xshard.nn.resample import Taps, resampled_field, taps
 
 
 def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = True) -> Placed:
@@ -78,7 +78,9 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
 def _resampled(x: Placed, found: dict[int, Taps]) -> Placed:
     dims, mesh, shape = list(x.layout.dims), x.sharding.mesh, list(x.sharding.shape)
     dims = [replace(dim, overlap=None) for dim in dims]
-    reads = {d: resampled(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some) for d, some in found.items()}
+    reads = {
+        d: resampled_field(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some) for d, some in found.items()
+    }
     fetched = [reads[d].source if d in reads else dim for d, dim in enumerate(dims)]
     block = x.to(replace(x.layout, dims=tuple(fetched))).block
     for d, read in reads.items():

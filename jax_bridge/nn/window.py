@@ -17,11 +17,11 @@ import numpy as np
 from jax_bridge.lower.row_tables import VOID, Table, pick
 from jax_bridge.nn.placed import Placed
 from xshard.errors import PlanError, ShapeError
-from xshard.layout.block_rows import output_dim, outputs
-from xshard.layout.runs import flat
-from xshard.nn.receptive_fields import dilated
+from xshard.layout.block_rows import output_dim, window_outputs
+from xshard.layout.runs import unrolled
+from xshard.nn.receptive_fields import dilated_field
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
-from xshard.notation.overlap_parser import boundaries
+from xshard.notation.overlap_parser import parse_boundaries
 from xshard.notation.parser import Dim
 
 Boundaries = str | Mapping[str, str] | None
@@ -121,7 +121,7 @@ def _rules(boundary: Boundaries, names: Sequence[str], fill: float) -> dict[str,
     given = dict.fromkeys(names, boundary) if isinstance(boundary, str) else dict(boundary or {})
     if unknown := [name for name in given if name not in names]:
         raise ShapeError(f"a boundary for {unknown[0]!r}", hint=f"the windows are over: {', '.join(names)}")
-    rules = {name: boundaries(given[name]) if name in given else (beyond, beyond) for name in names}
+    rules = {name: parse_boundaries(given[name]) if name in given else (beyond, beyond) for name in names}
     for name, ends in rules.items():
         if any(end.kind == "none" for end in ends):
             raise PlanError(
@@ -164,7 +164,7 @@ def _plain(dim: Dim, window: Window, length: int, sizes: tuple[int, ...]) -> Fra
     result, n = output_dim(dim, length, sizes)
     span = window.d * (window.k - 1) + 1
     parts = [
-        [run.length for run in flat(outputs(dim, window, length, sizes, c))]
+        [run.length for run in unrolled(window_outputs(dim, window, length, sizes, c))]
         for c in itertools.product(*map(range, sizes))
     ]
     if max(map(len, parts)) < 2:
@@ -186,7 +186,7 @@ def _plain(dim: Dim, window: Window, length: int, sizes: tuple[int, ...]) -> Fra
 def _dilated(dim: Dim, length: int, sizes: tuple[int, ...], window: Sliding, fill: float, rule: str) -> Frame:
     """The frame of a window over dilated inputs: every part may start at another phase."""
     k, s, d, base, (before, after) = window.k, window.s, window.d, window.base, window.padding
-    read = dilated(dim, length, sizes, k=k, s=s, d=d, base=base, p=(before, after), fill=fill, out=rule)
+    read = dilated_field(dim, length, sizes, k=k, s=s, d=d, base=base, p=(before, after), fill=fill, out=rule)
     leads = [
         first * base - (start * s - before) if start < stop else None
         for (first, _), (start, stop) in zip(read.inputs, read.outputs, strict=True)

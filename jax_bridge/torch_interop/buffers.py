@@ -14,14 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, unwrapped
+from torch_bridge.testing.arrays import array_of
 from xshard import DtypeError, XshardError
 from xshard.formatting import format_bytes
 
@@ -102,7 +101,7 @@ def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
     if copy or why is not None:
         block = torch.empty(block.shape, dtype=block.dtype, device=block.device).copy_(block)
     if block.device.type == "cpu":
-        return jax.device_put(host_array(block), device, may_alias=True)
+        return jax.device_put(array_of(block), device, may_alias=True)
     array = jax.dlpack.from_dlpack(block)
     return array if array.device == device else jax.device_put(array, device)
 
@@ -114,15 +113,6 @@ def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
     block = from_dlpack(array)
     block = block.clone(memory_format=torch.contiguous_format) if copy else block
     return block if copy or writable else ReadOnlyTensor(block)
-
-
-def host_array(block: Tensor) -> NDArray:
-    """A contiguous tensor on the CPU -> the numpy array over its memory."""
-    name = str(block.dtype).removeprefix("torch.")
-    if hasattr(np, name):
-        return block.numpy()
-    # bfloat16 and 8-bit floats: numpy has them from ml_dtypes, and takes their bits.
-    return block.view(getattr(torch, f"uint{8 * block.itemsize}")).numpy().view(getattr(ml_dtypes, name))
 
 
 def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:

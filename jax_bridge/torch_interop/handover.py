@@ -18,7 +18,7 @@ from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import marked
+from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, Sides, sides, whole_shape
 
 
@@ -71,7 +71,7 @@ def arranged_to_torch(
 def named(layout: Layout, ends: Ends, shape: tuple[int, ...]) -> NamedSharding:
     """The sharding of an array. Raises ShapeError for blocks that differ in size, which JAX does not have."""
     text = str(layout)
-    with marked(text):
+    with mark_errors(text):
         check_axes(layout, ends.jax_axes, text)
         sharding = Sharding(layout, ends.jax_axes, shape)
         if not sharding.is_even:
@@ -95,7 +95,7 @@ def _to_jax(
     refused: str | None,
 ) -> Arrangement:
     src, dst, text = layouts_of(layout)
-    with marked(text):
+    with mark_errors(text):
         check_axes(src, ends.axes, text)
         check_axes(dst, ends.jax_axes, text)
         whole = whole_shape(src, ends.axes, local_shape, text) if shape is None else shape
@@ -116,7 +116,7 @@ def _to_torch(
     refused: str | None,
 ) -> Arrangement:
     src, dst, text = layouts_of(layout)
-    with marked(text):
+    with mark_errors(text):
         check_axes(src, ends.jax_axes, text)
         check_axes(dst, ends.axes, text)
         source = named(src, ends, shape)

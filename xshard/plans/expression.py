@@ -9,7 +9,7 @@ from xshard.errors import NotationError, ShapeError
 from xshard.layout.block_rows import length_of_equal_blocks
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
-from xshard.notation.parser import ELLIPSIS, marked, spans
+from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 
 
@@ -45,7 +45,7 @@ def sides(expression: Expression) -> Sides:
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
     """The global shape of which every block is as large as this one. Raises ShapeError where none is."""
-    with marked(text):
+    with mark_errors(text):
         found = layout.resolved(len(local_shape)).dims
     lengths = []
     for dim, rows in zip(found, local_shape, strict=True):
@@ -77,7 +77,7 @@ def check_block(
     if local_shape == expected:
         return
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(spans(text).dims))  # the left side's, which come first
+    where = dict(reversed(text_spans(text).dims))  # the left side's, which come first
     raise ShapeError(
         f"{what} has shape {local_shape}, not {expected}",
         text=text,
