@@ -26,8 +26,8 @@ from xshard.plans.expression import Expression, Sides, sides, whole_shape
 class Arrangement:
     """One array's way from one framework to the other.
 
-    src: its layout before. text: what errors mark. blocks: the sharding of torch's blocks. array: the sharding
-    of JAX's array. route: the move in between.
+    src: its layout before. text: what errors mark. blocks: the sharding of torch's blocks. array: that of
+    JAX's array. route: the move in between.
     """
 
     src: Layout

@@ -1,4 +1,4 @@
-"""The program of every process of a test: `python -m tests.interop.processes DEVICES FOLDER`, started by torchrun.
+"""The program of every process of a test: `python -m tests.interop.processes DEVICES FOLDER` under torchrun.
 
 Torch's ranks and JAX's processes are the same; each writes what it found to a file of its own.
 """

@@ -1,4 +1,4 @@
-"""`check_replicated` in JAX, eager and jitted, typed and untyped: unequal blocks are reported, equal ones pass."""
+"""`check_replicated` in JAX, eager and jitted, typed and untyped: unequal blocks raise, equal ones pass."""
 
 from __future__ import annotations
 
