@@ -44,8 +44,9 @@ def raised(run, *arguments) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize(("axis", "devices"), [("tp", "0, 1"), ("dp", "0, 2")])
+@pytest.mark.parametrize(
+    ("axis", "devices", "jit"), [("tp", "0, 1", False), ("tp", "0, 1", True), ("dp", "0, 2", True)]
+)
 @in_jax
 def test_the_silent_bug_is_reported(axis, devices, jit) -> None:
     wrong, right = f"n/{axis} d -> n d", f"n/{axis} d -> n d | copy({axis})"
