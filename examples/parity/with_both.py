@@ -8,6 +8,7 @@ pass from one to the other where they are; gradients pass back to torch's weight
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 
 import jax
@@ -39,5 +40,6 @@ def train(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    # Not forked: JAX is imported here already.
+    # Forked from a server that has imported both frameworks and run nothing: importing them once is enough.
+    multiprocessing.set_forkserver_preload(["parity.with_both"])
     xt.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")

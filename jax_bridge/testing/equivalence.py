@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.mesh.axis_types import is_typed, varying, varying_axes
+from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import lead, local, spec, stacked, unstacked
 from xshard.errors import XshardError
 from xshard.layout.sharding import Sharding
@@ -210,4 +210,4 @@ def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
                 f"copy({axis}); check_vma=False takes its word",
             )
         y = lax.psum(y, axis)  # over one device: only its type changes
-    return varying(y, sharding.layout.axes)
+    return as_varying(y, sharding.layout.axes)

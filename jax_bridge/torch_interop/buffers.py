@@ -1,8 +1,7 @@
 """One tensor <-> one array of one device: the same memory, or a copy and the reason for it.
 
-Decides when memory can be shared, and what torch and JAX call a dtype. Knows no meshes. Whatever is
-copied is copied by torch, at once and aligned, and then shared: so a tensor may be written to as
-soon as its copy has been handed over.
+Decides when memory can be shared, and which dtypes correspond. Knows no meshes. torch makes every copy, at
+once and aligned, and shares it: a tensor may be written to as soon as its copy has been handed over.
 
 The log "xshard.interop" has a line for every copy that nobody asked for.
 """
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, plain
+from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, unwrapped
 from torch_bridge.testing.arrays import array_of
 from xshard import DtypeError, XshardError
 from xshard.formatting import format_bytes
@@ -28,14 +27,14 @@ from xshard.formatting import format_bytes
 LOG = logging.getLogger("xshard.interop")
 
 ALIGNMENT = 64  # bytes: XLA's CPU client reads no host memory that begins elsewhere
-# Names of torch that no tensor can have.
+# dtypes that torch names but gives no tensor.
 NIBBLES = ("int2", "int4", "uint2", "uint4")
 
 
 def jax_name(dtype: torch.dtype) -> str:
-    """The name that JAX has for a dtype of torch.
+    """JAX's name for a dtype of torch.
 
-    Raises DtypeError for what JAX has not, and for 64 bits where JAX would silently make 32 of them.
+    Raises DtypeError for a dtype that JAX does not have, and for 64 bits that JAX would silently narrow.
     """
     name = str(dtype).removeprefix("torch.")
     if not hasattr(jnp, name):
@@ -43,16 +42,17 @@ def jax_name(dtype: torch.dtype) -> str:
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:
         raise DtypeError(
-            f"the tensor is {dtype}, of which JAX would make {narrow}",
+            f"the tensor is {dtype}, which JAX would make {narrow}",
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
     return name
 
 
-def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """The dtype of an array as torch has it. Raises DtypeError where it does not."""
+def torch_dtype(dtype: np.dtype | str) -> torch.dtype:
+    """torch's dtype for an array's, or for one by its name. Raises DtypeError if torch has none."""
+    dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) are its numbers")
+        raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) gives its numbers")
     found = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise DtypeError(f"torch has no {dtype.name}", hint="convert the array to a dtype that both have")
@@ -60,17 +60,17 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def check_dense(x: Tensor) -> None:
-    """Raise XshardError for a tensor that has no dense memory of its own: sparse, meta, fake, a wrapper."""
+    """Raise XshardError for a tensor without dense memory of its own: sparse, meta, fake, a wrapper."""
     wraps = not isinstance(x, ReadOnlyTensor) and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
     if wraps or x.is_meta or x.is_quantized or x.layout != torch.strided:
         raise XshardError(
             f"a {type(x).__name__} of {x.layout} on {x.device} has no dense memory that JAX could read",
-            hint="hand over what it stands for: x.to_dense(), x.wait(), real values instead of fake ones",
+            hint="hand over its values instead: x.to_dense(), x.wait(), a real tensor for a fake one",
         )
 
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
-    """The reason why JAX cannot use the memory of a tensor; None where it can."""
+    """Why JAX cannot use the memory of a tensor; None if it can."""
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
@@ -83,7 +83,7 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
 
 
 def check_shared(x: Tensor, device: jax.Device) -> None:
-    """Raise XshardError where JAX cannot use the memory of a tensor."""
+    """Raise XshardError if JAX cannot use the memory of a tensor."""
     if (why := why_copied(x, device)) is not None:
         raise XshardError(
             f"the tensor for {device} cannot be handed over without a copy: {why}",
@@ -91,9 +91,9 @@ def check_shared(x: Tensor, device: jax.Device) -> None:
         )
 
 
-def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
-    """A tensor -> an array on the device, over the same memory unless that cannot be or `copy` is true."""
-    block = plain(x).detach()
+def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
+    """A tensor -> an array on the device, over the same memory if possible and `copy` is not true."""
+    block = unwrapped(x).detach()
     why = None if copy else why_copied(block, device)
     if why is not None:
         size = format_bytes(block.numel() * block.element_size())
@@ -106,7 +106,7 @@ def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
     return array if array.device == device else jax.device_put(array, device)
 
 
-def as_tensor(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
+def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
     """An array of one device -> a tensor over the same memory, or over its own if `copy` is true."""
     if array.platform() == "cpu":
         jax.block_until_ready(array)  # on a GPU the streams wait for each other
@@ -116,7 +116,7 @@ def as_tensor(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
 
 
 def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
-    """torch's work in a callback of XLA on a device of this kind, in the order of XLA's own stream."""
+    """A context for torch's work in a callback of XLA: on XLA's own stream, on a GPU."""
     return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
 
 

@@ -83,7 +83,7 @@ def test_zigzag_blocks():
 
 
 def test_parts_tell_coordinates_shape_and_rows():
-    part = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).parts[3]
+    part = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).devices[3]
     assert part.coords == (("dp", 1), ("sp", 1))
     assert part.local_shape == (6, 3)
     assert (rows_text(part.owned[0]), rows_text(part.held[0])) == ("4-7", "3-7, 1 fill")

@@ -85,7 +85,7 @@ def _fit(samples: Sequence[Sample], about: Profile, own: bool) -> Profile:
     # The traffic of an axis depends on which axis is slower, a result of the fit: repeat until both agree.
     for _ in range(3):
         known, profile = profile, _fit_once(samples, profile, own)
-        if profile.lanes(mesh) == known.lanes(mesh):
+        if profile.link_spans(mesh) == known.link_spans(mesh):
             break
     return profile
 
@@ -103,7 +103,7 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
     """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
     for step, before, _ in plan.stages:
-        traffic = step.traffic(before, known.lanes(before.mesh))
+        traffic = step.traffic(before, known.link_spans(before.mesh))
         row["copy", ""] += known.copied(traffic) * plan.itemsize
         if launches := known.launches(step.kind, traffic):
             row["launch", step.kind] += launches

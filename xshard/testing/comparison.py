@@ -19,7 +19,7 @@ from xshard.testing.diagnosis.evidence import in_double
 from xshard.testing.mismatch import Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem, wanted_gradient
 from xshard.testing.question import Devices
-from xshard.testing.runs import SIDES, Run, Truth
+from xshard.testing.runs import SIDES, TaskRun, Truth
 
 KINDS = ("output", "gradient", "parameter")
 
@@ -50,7 +50,7 @@ class _Array:
 
 
 def mismatches(
-    given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
+    given: Problem, truth: Truth, runs: Sequence[TaskRun], tol: float | None
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
@@ -105,7 +105,7 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
     return wrong
 
 
-def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
+def _arrays(given: Problem, truth: Truth, run: TaskRun) -> Iterator[_Array]:
     """Every array of a run."""
     mesh, answer = run.mesh, run.answer
     for name, got in answer.outputs.items():

@@ -40,7 +40,7 @@ class Truth:
     source: str
 
 
-class Run(NamedTuple):
+class TaskRun(NamedTuple):
     runtime: Side
     mesh: Mesh
     answer: Answer
@@ -82,7 +82,7 @@ class Asked:
             "the reference" if whole else f"{runtime} on one device",
         )
 
-    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> Run:
+    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
         """Results of a runtime's function on the blocks of a mesh."""
         results = {}
         for i, (name, output) in enumerate(truth.outputs.items()):
@@ -93,7 +93,7 @@ class Asked:
         given = self.problem
         shardings = given.shardings(mesh)
         function = self.functions[runtime]
-        return Run(
+        return TaskRun(
             runtime, mesh, self._ask(runtime, function, mesh, given.inputs(shardings), shardings, results)
         )
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from xshard import reference
 from xshard.layout.layout import Layout
-from xshard.layout.runs import FILL, numbers
+from xshard.layout.runs import FILL, row_numbers
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import Block
@@ -93,7 +93,7 @@ class Case:
 
     def rows(self, dim: int, device: int) -> NDArray[np.int64]:
         """The global row of every row of a block, FILL beyond the ends of the array."""
-        return numbers(self.sharding.held(dim, device))
+        return row_numbers(self.sharding.held(dim, device))
 
     @cached_property
     def free_axes(self) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owned
-from xshard.layout.runs import numbers
+from xshard.layout.partition import owned_rows
+from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import Case
@@ -72,7 +72,7 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
     axes = sorted(dim.axes, key=mesh.position)
     for coords in itertools.product(*map(range, mesh.sizes_of(axes))):
         at = dict(zip(axes, coords, strict=True))
-        yield numbers(owned(dim, length, mesh.sizes_of(dim.axes), [at[a] for a in dim.axes]))
+        yield row_numbers(owned_rows(dim, length, mesh.sizes_of(dim.axes), [at[a] for a in dim.axes]))
 
 
 def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import stretches
-from xshard.layout.runs import flat
+from xshard.layout.block_rows import row_spans
+from xshard.layout.runs import unrolled
 from xshard.notation.parser import Dim
 from xshard.testing.diagnosis.evidence import Case, in_double
 
@@ -85,7 +85,7 @@ def _starts(case: Case, dim: int) -> list[int]:
     """Rows at which another device's block begins."""
     owner = np.zeros(case.sharding.shape[dim], np.int64)
     for device in range(case.sharding.mesh.n_devices):
-        for run in flat(case.sharding.owned(dim, device)):
+        for run in unrolled(case.sharding.owned(dim, device)):
             owner[run.start : run.start + run.length] = case.sharding.dim_device(dim, device)
     return [int(r) for r in np.flatnonzero(np.diff(owner)) + 1]
 
@@ -110,7 +110,7 @@ def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
     coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
     found = [
         np.full(stretch.run.length * stretch.run.repeats, stretch.origin != "own")
-        for stretch in stretches(named, sharding.shape[dim], sizes, coords)
+        for stretch in row_spans(named, sharding.shape[dim], sizes, coords)
     ]
     return np.concatenate(found) if found else np.zeros(0, bool)
 
