@@ -42,7 +42,7 @@ def sends_what_is_planned(runtime, plan):
     even = all(end.is_even for stage in stages for end in (stage.before, stage.after))
     adds = any(isinstance(step, AllReduce | ReduceScatter) for p in plans for step in p.steps)
     exact = even and not (adds and plan.dtype == "bfloat16") and not any(map(pads, stages))
-    return runtime.package == "torch" or exact
+    return runtime.name == "torch" or exact
 
 
 def pads(stage):
