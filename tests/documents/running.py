@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
+from importlib import import_module
 
 
 def printed(path: str) -> str:
@@ -20,9 +21,8 @@ def printed(path: str) -> str:
 
 def on_ranks(n: int, path: str, timeout_s: float) -> None:
     """The script on `n` forked gloo ranks."""
-    import torch._dynamo  # here, once, and not in every rank that needs it
-    import torch.distributed.tensor
-
     import torch_bridge as xt
 
+    for module in ("torch._dynamo", "torch.distributed.tensor"):  # once here, not in every rank that needs it
+        import_module(module)
     xt.run_ranks(n, printed, path, timeout_s=timeout_s)
