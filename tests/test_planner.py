@@ -20,7 +20,7 @@ from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
 from xshard.steps import AllGather, AllReduce, Exchange, Slice
-from xshard.steps.exchange.traffic import ended
+from xshard.steps.exchange.traffic import ended_axes
 from xshard.testing.strategies import layouts, moves
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def test_an_impossible_limit_names_the_least_possible(expression, mesh, shape):
 def gather_and_slice(src, dst, mesh, shape, profile):
     """The plan that always works: reduce, gather what is cut differently, slice."""
     ends = [xs.Sharding(layout, mesh, shape).normal for layout in (src, dst)]
-    over = ended(*ends)
+    over = ended_axes(*ends)
     gathers, slices = [], []
     for a, b in zip(ends[0].dims, ends[1].dims, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(a.shards, b.shards, strict=False)) if x != y), None)
@@ -205,7 +205,7 @@ def test_a_gather_over_an_axis_of_several_nodes_crosses_between_them_first():
     mesh = xs.Mesh(x=16)
     plan = xs.plan("n/x -> n", mesh, (1 << 24,), profile="h100")
     (stage,) = plan.stages
-    hops = stage.step.traffic(stage.before, plan.profile.lanes(mesh)).hops
+    hops = stage.step.traffic(stage.before, plan.profile.link_spans(mesh)).hops
     assert [(hop.level, hop.received) for hop in hops] == [(0, 1 << 20), (1, 14 << 20)]
 
 
@@ -286,7 +286,7 @@ def test_a_slow_axis_is_spared():
     over_slow = [
         hop.received
         for stage in plan.stages
-        for hop in stage.step.traffic(stage.before, profile.lanes(mesh)).hops
+        for hop in stage.step.traffic(stage.before, profile.link_spans(mesh)).hops
         if hop.axis == "slow"
     ]
     assert over_slow == [2048 // 4]

@@ -1,6 +1,6 @@
-"""In which dtype blocks travel.
+"""The dtype in which blocks travel.
 
-Decides which dtypes may stand in for a block's own: those of its kind, real or complex.
+Decides which dtypes may replace a block's own: floats for floats, complex dtypes for complex ones.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from xshard import DtypeError
 
 
 class CommDtype(NamedTuple):
-    """The dtype in which blocks travel, and the one in which their gradients do."""
+    """The dtypes in which blocks and their gradients travel."""
 
     forward: torch.dtype
     backward: torch.dtype
 
 
-# One dtype for both ways, or one for each; None for the block's own.
+# One dtype for both directions, or one for each; None for the block's own.
 CommDtypeLike = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 
 
 def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
-    """What `comm_dtype=` says for blocks of a dtype. Raises DtypeError where values would become others.
+    """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind.
 
     >>> comm_dtype_of((torch.bfloat16, None), torch.float32)
     CommDtype(forward=torch.bfloat16, backward=torch.float32)
@@ -40,7 +40,7 @@ def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
         if dtype != block and _kind(dtype) != _kind(block):
             raise DtypeError(
                 f"blocks of {block} do not travel as {dtype}",
-                hint="floats travel as floats, complex numbers as complex ones, all else as it is",
+                hint="floats travel as floats, complex numbers as complex ones, other dtypes unchanged",
             )
     return found
 

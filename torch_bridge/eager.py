@@ -1,6 +1,7 @@
-"""A redistribution carried out now: what `redistribute` does outside of compilers.
+"""A redistribution run now, outside of compilers.
 
-Decides what goes through autograd, for a tensor and for a DTensor, and what ranks compare before.
+Decides which parts go through autograd, for a tensor and for a DTensor, and what ranks compare before they
+begin. Arguments, results and errors are documented at `torch_bridge.redistribute`.
 """
 
 from __future__ import annotations
@@ -17,42 +18,42 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
-from torch_bridge.dtensor.function import End, Move, RedistributeDTensor, block_of, move_of
+from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, local_block, move_of
 from torch_bridge.dtensor.placements import check_placed, layout_of_gradient, positional, to_placements
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_device, process_mesh
-from torch_bridge.planning import executable_for, given, plan_of
+from torch_bridge.planning import executable_for, plan_of, require_mesh
 from torch_bridge.replicas import checked, checked_dtensor
 from xshard import MeshError, Plan, PlanError, Profile, ShapeError, dtypes
-from xshard.plans.expression import Expression, sides
+from xshard.plans.expression import Expression, Sides, sides
 from xshard.replicas import are_checked
 
 
 def redistribute_eagerly(
     x: Tensor,
     expression: Expression,
-    mesh: MeshLike | None = None,
-    *,
-    shape: Sequence[int] | None = None,
-    profile: str | Path | Profile = "h100",
-    comm_dtype: CommDtypeLike = None,
-    async_op: bool = False,
-    debug: bool = False,
-    check_replicated: bool | None = None,
+    mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    profile: str | Path | Profile,
+    comm_dtype: CommDtypeLike,
+    async_op: bool,
+    debug: bool,
+    check_replicated: bool | None,
 ) -> Tensor | PendingTensor:
-    """`redistribute` outside of compilers; arguments, result and errors are documented there."""
+    """`redistribute` outside of compilers."""
     if debug or desync.ALWAYS:
-        _compare(x, expression, mesh, shape, profile, comm_dtype)
+        _compare_calls(x, expression, mesh, shape, profile, comm_dtype)
     if isinstance(x, DTensor):
         if async_op:
             raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
-        move = _move(x, expression, mesh, shape, profile, comm_dtype)
+        ends = sides(expression)
+        move = _dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
         run = functools.partial(RedistributeDTensor.apply, x, move)
-        return checked_dtensor(x, run, sides(expression)[2]) if are_checked(check_replicated) else run()
+        return checked_dtensor(x, run, ends.text) if are_checked(check_replicated) else run()
     executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
     if are_checked(check_replicated):
-        y = checked(x, executable, process_mesh(given(mesh)), sides(expression)[2])
+        y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text)
     elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)
     else:
@@ -60,37 +61,34 @@ def redistribute_eagerly(
     return PendingTensor(y, y.shape, y) if async_op else y
 
 
-def _move(
+def _dtensor_move(
     x: DTensor,
-    expression: Expression,
+    ends: Sides,
     mesh: MeshLike | None,
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
     comm_dtype: CommDtypeLike,
-) -> Move:
-    """What a DTensor goes through, which is placed as the expression says."""
-    src, dst, text = sides(expression)
+) -> DTensorMove:
+    """The move of a DTensor that is placed as the left side says."""
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
     if shape is not None and tuple(shape) != tuple(x.shape):
         raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}")
-    check_placed(x, src, text)
-    start, stop = (positional(side, x.ndim) for side in (src, dst))
-    target = End(x.device_mesh, to_placements(stop, x.device_mesh, x.shape), stop)
-    gradient = to_placements(layout_of_gradient(start), x.device_mesh, x.shape)
-    wire = comm_dtype_of(comm_dtype, x.dtype)
+    check_placed(x, ends.src, ends.text)
+    src, dst = (positional(side, x.ndim) for side in (ends.src, ends.dst))
+    travels = comm_dtype_of(comm_dtype, x.dtype)
     return move_of(
         x,
-        End(x.device_mesh, x.placements, start),
-        target,
+        End(x.device_mesh, x.placements, src),
+        End(x.device_mesh, to_placements(dst, x.device_mesh, x.shape), dst),
         profile,
-        op_dtype=wire.forward,
-        backward_dtype=wire.backward,
-        gradient=gradient,
+        op_dtype=travels.forward,
+        backward_dtype=travels.backward,
+        gradient=to_placements(layout_of_gradient(src), x.device_mesh, x.shape),
     )
 
 
-def _compare(
+def _compare_calls(
     x: Tensor,
     expression: Expression,
     mesh: MeshLike | None,
@@ -98,23 +96,25 @@ def _compare(
     profile: str | Path | Profile,
     comm_dtype: CommDtypeLike,
 ) -> None:
-    """Raise on all ranks of the mesh unless all of them can do this and are about to."""
+    """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
     where = x.device_mesh if isinstance(x, DTensor) else mesh
 
     def facts() -> CallFacts:
-        whole = None if shape is None else tuple(shape)
-        block, whole = (block_of(x), tuple(x.shape)) if isinstance(x, DTensor) else (x, whole)
+        ends = sides(expression)
+        block, whole = x, None if shape is None else tuple(shape)
         if isinstance(x, DTensor):
-            _move(x, expression, mesh, shape, profile, comm_dtype)
-        processes, wire = process_mesh(given(where)), comm_dtype_of(comm_dtype, block.dtype)
+            block, whole = local_block(x), tuple(x.shape)
+            _dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
+        processes, travels = process_mesh(require_mesh(where)), comm_dtype_of(comm_dtype, block.dtype)
         check_device(block.device)
-        plan, part = plan_of(expression, processes, tuple(block.shape), wire.forward, whole, profile)
+        request = expression if isinstance(expression, Plan) else ends
+        plan, part = plan_of(request, processes, tuple(block.shape), travels.forward, whole, profile)
         return CallFacts(
-            everywhere={"expression": sides(expression)[2], "mesh": repr(processes.mesh)},
+            everywhere={"expression": ends.text, "mesh": repr(processes.mesh)},
             within={
                 "shape": str(plan.shape),
                 "dtype": dtypes.name_of(block.dtype),
-                "comm_dtype": f"{wire.forward}, {wire.backward}",
+                "comm_dtype": f"{travels.forward}, {travels.backward}",
                 "device": block.device.type,
                 "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
                 "plan": "; ".join(map(str, plan.steps)),
@@ -124,5 +124,7 @@ def _compare(
         )
 
     ranks = callers(where) if dist.is_initialized() else ()
-    if ranks and dist.get_rank() in ranks:  # else nobody waits for this rank, whose error follows
-        compare_ranks(ranks, sides(expression)[2] if isinstance(expression, Plan) else str(expression), facts)
+    if ranks and dist.get_rank() in ranks:  # no rank waits for one outside, which raises later
+        compare_ranks(
+            ranks, sides(expression).text if isinstance(expression, Plan) else str(expression), facts
+        )

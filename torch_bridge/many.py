@@ -1,7 +1,7 @@
 """`redistribute_many`: several redistributions whose messages travel together.
 
-Decides which tensors a call is about and which of them share a bundle. What shares a collective is decided by
-`bundle`.
+Decides which expression and shape each tensor has, and which tensors may share collectives. Which of them
+do is decided in `lower.buckets`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.lower.buckets import Bucket
+from torch_bridge.lower.buckets import BucketedExecutable
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.planning import executable_for
 from torch_bridge.redistribution import redistribute
@@ -64,15 +64,15 @@ def redistribute_many(
 ) -> Any:
     """`redistribute` of every tensor of a list, or of a dict such as a state dict, with fewer collectives.
 
-    Tensors of one dtype whose plans have the same collectives over the same processes travel in one
-    each, forward and backward; every result and gradient is what it is alone.
+    Tensors of one dtype whose plans have the same collectives over the same processes share each of
+    them, forward and backward; every result and gradient equals that of `redistribute` alone.
 
     expressions: one for all, or one for each, in a list or by key. shapes: the global shapes, likewise, where
-    blocks differ in size. bucket_bytes: how much of one device travels together, about; without it all
-    does, which takes a second copy of it. profile, comm_dtype: as in `redistribute`.
+    blocks differ in size. bucket_bytes: about how many bytes a device sends together; the default is all
+    of them, which needs memory for a second copy. profile, comm_dtype: as in `redistribute`.
 
-    Raises what `redistribute` raises, before anything is sent, saying for which tensor; PlanError where
-    tensors and expressions are not the same in number or keys.
+    Raises as `redistribute` does, before anything is sent, with a note that names the tensor; PlanError
+    where tensors and expressions differ in number or keys.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -84,7 +84,7 @@ def redistribute_many(
     {'w': (2, 6), 'b': (2,)}
     """
     if torch.compiler.is_dynamo_compiling():
-        from torch_bridge import compiled  # which takes half a second to import
+        from torch_bridge import compiled  # slow: it imports torch._dynamo, half a second
 
         options = {
             "shapes": shapes,
@@ -109,13 +109,13 @@ def redistribute_many(
     records = torch.is_grad_enabled()
     linear = [key for key in keys if executables[key].is_linear]
     for differentiated in (False, True):
-        # What has no gradient is in a bundle of its own: there is nothing to send back for it.
+        # Tensors without a gradient are apart: nothing is sent back for them.
         some = [key for key in linear if (records and tensors[key].requires_grad) == differentiated]
         if some:
-            bundle = Bucket(tuple(executables[key] for key in some), bucket_bytes)
-            found.update(zip(some, Redistribute.apply(bundle, *(tensors[key] for key in some)), strict=True))
+            joint = BucketedExecutable(tuple(executables[key] for key in some), bucket_bytes)
+            found.update(zip(some, Redistribute.apply(joint, *(tensors[key] for key in some)), strict=True))
     for key in keys:
-        if key not in found:  # a max or min, whose gradient is no plan
+        if key not in found:  # a max or min: its gradient is not a plan
             found[key] = redistribute(
                 tensors[key], texts[key], mesh, shape=lengths[key], profile=profile, comm_dtype=comm_dtype
             )
@@ -124,7 +124,7 @@ def redistribute_many(
 
 
 def _by_key(what: str, given: Any, tensors: Any, keys: list[Any]) -> dict[Any, Any]:
-    """One for all, or one for each tensor, by its key."""
+    """One value for all tensors, or one for each, as a dict by the tensors' keys."""
     if isinstance(tensors, Mapping) and isinstance(given, Mapping):
         odd = [key for key in (*keys, *given) if (key in given) != (key in tensors)]
         if odd:

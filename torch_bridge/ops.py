@@ -1,7 +1,6 @@
-"""Common redistributions by the names they have elsewhere.
+"""Common redistributions by their usual names.
 
-Decides only how their arguments are written as an expression; each does and raises what
-`redistribute` does.
+Decides only how their arguments become an expression; the rest, errors included, is as in `redistribute`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, halo, shard, tag, whole
+from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
 
 Grad = Literal["sum", "replicated"]
 
@@ -21,10 +20,10 @@ Grad = Literal["sum", "replicated"]
 def all_gather(
     x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Blocks along `axis` put together along `dim`: `n/axis -> n`.
+    """Concatenate the blocks along `axis`, along `dim`: `n/axis -> n`.
 
-    grad: what the gradients of the results are. "sum": each is a contribution of its own, and
-    the backward pass reduce-scatters. "replicated": they are equal, and it slices.
+    grad: the meaning of the results' gradients. "sum": each is an addend of its own, and the backward pass
+    reduce-scatters. "replicated": they are equal, and it slices.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -33,14 +32,17 @@ def all_gather(
     [1, 2, 1, 2]
     """
     return redistribute(
-        x, f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape)}{whole(axis, grad)}", mesh, shape=shape
+        x,
+        f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape)}{gradient_tag(axis, grad)}",
+        mesh,
+        shape=shape,
     )
 
 
 def reduce_scatter(
     x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, op: str = "sum", shape: Sequence[int] | None = None
 ) -> Tensor:
-    """The reduction of the blocks along `axis`, cut along `dim`: `n | sum(axis) -> n/axis`.
+    """Reduce the blocks along `axis`, and cut the result along `dim`: `n | sum(axis) -> n/axis`.
 
     op: sum, mean, max or min. The backward pass all-gathers.
 
@@ -56,10 +58,10 @@ def reduce_scatter(
 
 
 def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: Grad) -> Tensor:
-    """The reduction of the blocks along `axis`, on every device: `n | sum(axis) -> n`.
+    """Reduce the blocks along `axis`; every device has the result: `n | sum(axis) -> n`.
 
-    op: sum, mean, max or min. grad: "sum": the results' gradients add up, and the backward pass
-    all-reduces. "replicated": they are equal, and it moves nothing.
+    op: sum, mean, max or min. grad: "sum": the results' gradients are addends, and the backward pass
+    all-reduces. "replicated": they are equal, and it sends nothing.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -67,7 +69,9 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     >>> xt.run_ranks(2, lambda: xt.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
-    return redistribute(x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape)}{whole(axis, grad)}", mesh)
+    return redistribute(
+        x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape)}{gradient_tag(axis, grad)}", mesh
+    )
 
 
 def all_to_all(
@@ -81,9 +85,9 @@ def all_to_all(
     concat_order: str = "block",
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """A cut moves from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
+    """Move a cut from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
 
-    split_order, concat_order: the order of the cut after and before: block, zigzag, cyclic, balanced.
+    split_order, concat_order: the order of the new and of the old cut: block, zigzag, cyclic, balanced.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -96,10 +100,10 @@ def all_to_all(
 
 
 def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Tensor:
-    """This device's part of `dim` of a block that all along `axis` have: `n -> n/axis`.
+    """This device's part, along `dim`, of a block replicated along `axis`: `n -> n/axis`.
 
-    grad: what the gradient of the block is to be. "sum": each device's is its own contribution
-    (its part, and zeros). "replicated": all get the same, and the backward pass all-gathers.
+    grad: the gradient of the block. "sum": an addend on each device (its part, and zeros elsewhere).
+    "replicated": the same on all devices; the backward pass all-gathers.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -107,13 +111,15 @@ def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     >>> xt.run_ranks(2, lambda: xt.slice(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
-    return redistribute(x, f"{dims(x.shape)}{whole(axis, grad)} -> {dims(x.shape, {dim: shard(axis)})}", mesh)
+    return redistribute(
+        x, f"{dims(x.shape)}{gradient_tag(axis, grad)} -> {dims(x.shape, {dim: shard(axis)})}", mesh
+    )
 
 
 def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
-    """The same block, of which every device along `axis` has a copy of its own: `n -> n | copy(axis)`.
+    """The same block, as a separate copy on every device along `axis`: `n -> n | copy(axis)`.
 
-    Moves nothing; the backward pass all-reduces.
+    Sends nothing; the backward pass all-reduces.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -121,13 +127,13 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     >>> xt.run_ranks(2, lambda: xt.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
-    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{whole(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{gradient_tag(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
-    """The sum of the blocks along `axis`, one value for all: `n | sum(axis) -> n`.
+    """The sum of the blocks along `axis`, replicated: `n | sum(axis) -> n`.
 
-    The backward pass moves nothing: the adjoint of `copy_to`.
+    The backward pass sends nothing: the adjoint of `copy_to`.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -148,11 +154,11 @@ def halo_exchange(
     boundary: str = "zero",
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """The block with rows of its neighbours along `axis` around it: `n/axis -> n/axis:halo(lo,hi)`.
+    """Widen a block by rows of its neighbours along `axis`: `n/axis -> n/axis:halo(lo,hi)`.
 
-    width: rows at both sides, or (before, after); a list has one number per block. They may reach over
-    several blocks, and negative ones leave rows out. boundary: what stands beyond the ends of the array,
-    as in a layout: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
+    width: rows at both sides, or (before, after); a list has one number per block. Rows may come from
+    several blocks; negative widths drop rows. boundary: the values beyond the ends of the array, as in
+    a layout: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
     The backward pass adds the gradients of copied rows at their owner.
 
     >>> import torch, torch_bridge as xt
@@ -177,7 +183,7 @@ def trim_halo(
     boundary: str = "zero",
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """What `halo_exchange` added, taken away: `n/axis:halo(lo,hi) -> n/axis`.
+    """Drop the rows that `halo_exchange` added: `n/axis:halo(lo,hi) -> n/axis`.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh

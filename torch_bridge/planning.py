@@ -1,8 +1,8 @@
-"""An expression and a block -> the plan for it, and what this process executes.
+"""An expression and a block -> the plan, and the executable of this process.
 
-Decides what of a block must fit, and over which part of a mesh a plan is made. Nothing is sent here, but
-that groups are made. First comes what all processes see alike (expression, mesh, dtype, `shape=`), so that
-all of them raise or none; then the local block, whose shape only its own process knows.
+Decides what is checked about a block, and over which part of a mesh a plan is made. Sends nothing, though it
+makes groups. It checks first the values that all processes have in common (expression, mesh, dtype,
+`shape=`), so that all of them raise or none; then the local block, whose shape only its own process knows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from xshard.layout.layout import check_axes
 from xshard.plans.expression import Expression, check_block, sides, whole_shape
 
 
-def given(mesh: MeshLike | None) -> MeshLike:
-    """The mesh. Raises MeshError where there is none."""
+def require_mesh(mesh: MeshLike | None) -> MeshLike:
+    """The mesh. Raises MeshError for None."""
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
     return mesh
@@ -39,7 +39,7 @@ def executable_for(
     profile: str | Path | Profile,
     comm_dtype: CommDtypeLike = None,
 ) -> Executable:
-    """What `redistribute` carries out for a block, and its gradient planned where it has one."""
+    """The executable of `redistribute` for a block, with its gradient planned where the block has one."""
     executable = executable_of(
         expression,
         mesh,
@@ -52,7 +52,7 @@ def executable_for(
         dist.group.WORLD,
     )
     if x.requires_grad and torch.is_grad_enabled():
-        executable.plan_gradient()  # refused now if at all, and its groups made while all are here
+        executable.plan_gradient()  # errors come early, and all processes are here to make its groups
     return executable
 
 
@@ -65,18 +65,18 @@ def executable_of(
     device: torch.device,
     shape: tuple[int, ...] | None,
     profile: str | Path | Profile = "h100",
-    wire: CommDtype | None = None,
+    comm_dtype: CommDtype | None = None,
     world: dist.ProcessGroup | None = None,
 ) -> Executable:
-    """What `redistribute` carries out for such a block; raises what it raises.
+    """The executable of `redistribute` for such a block. Raises as `redistribute` does.
 
-    world: that of a mesh by names or sizes, whose processes are others in another world.
+    world: a part of the cache's key, since an `xshard.Mesh` has other processes in another world.
     """
-    processes = process_mesh(given(mesh))
+    processes = process_mesh(require_mesh(mesh))
     check_device(device)
-    wire = wire or CommDtype(dtype, dtype)
-    plan, processes = plan_of(expression, processes, tuple(local_shape), wire.forward, shape, profile)
-    return lower(plan, processes, device).casting(dtype, wire.backward)
+    travels = comm_dtype or CommDtype(dtype, dtype)
+    plan, processes = plan_of(expression, processes, tuple(local_shape), travels.forward, shape, profile)
+    return lower(plan, processes, device).casting(dtype, travels.backward)
 
 
 def plan_of(
@@ -87,8 +87,8 @@ def plan_of(
     shape: tuple[int, ...] | None,
     profile: str | Path | Profile,
 ) -> tuple[Plan, ProcessMesh]:
-    """The plan for such a block, which it fits, and the processes that carry it out; nothing is sent."""
-    src, dst, text = sides(expression)
+    """The plan for such a block, and the processes that run it. Raises ShapeError unless the block fits."""
+    src, dst, text = ends = sides(expression)
     name = dtypes.name_of(dtype)
     for layout in (src, dst):
         check_axes(layout, processes.mesh, text)
@@ -102,11 +102,11 @@ def plan_of(
             raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
     else:
         named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
-        # Devices of a part of the mesh have other numbers; what connects them stays the same.
+        # Devices have other numbers in a part of the mesh, but the same links.
         profile = load_profile(profile).along(named, processes.mesh)
         processes = processes.along(named)
         whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
-        plan = planner.plan(expression, processes.mesh, whole, name, profile=profile)
+        plan = planner.plan(ends, processes.mesh, whole, name, profile=profile)
     device, source = processes.device, plan.source
     check_block(
         f"the block of rank {processes.ranks[device]}",

@@ -20,13 +20,13 @@ def positions(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The number of every row of a dim of this process's block in the whole array: `[rows]`, int64.
+    """The global index of every row that this process's block holds along a dim: `[rows]`, int64.
 
-    -1 stands for a row that is none of the array's: a constant beyond its ends. Nothing is sent.
-    shape: global. dim: its name or its index. device: where the tensor is made; where the mesh is, if it
-    is a `DeviceMesh`, else the CPU.
+    -1 stands for a row beyond the ends of the array, which holds a constant. Nothing is sent.
+    shape: global. dim: its name or its index. device: of the result; default: that of a `DeviceMesh`,
+    else the CPU.
 
-    Raises as `xshard.Layout.positions` does, and MeshError for what is no mesh here.
+    Raises as `xshard.Layout.positions` and `redistribute` (MeshError) do.
 
     >>> import torch_bridge as xt
     >>> from xshard import Mesh

@@ -1,6 +1,6 @@
-"""`redistribute`: what users call.
+"""`redistribute`: the public verb.
 
-Decides who carries it out: a compiler that records it, or this process now.
+Decides whether a compiler records the call or this process runs it now.
 """
 
 from __future__ import annotations
@@ -64,30 +64,29 @@ def redistribute(
 ) -> Tensor | PendingTensor:
     """This process's block under the left layout -> its block under the right one, differentiable.
 
-    All processes of the mesh call it, with equal arguments but for the values of `x`, and with
+    All processes of the mesh call it, with equal arguments except the values of `x`, and with
     equal `requires_grad`. The result is a new tensor; `x` is left as it is.
 
-    expression: `"layout -> layout"`, a pair of layouts, or a plan (whose dtype `x` must have). Axes
-    that the layouts do not name are left alone: blocks may differ along them. A plan is
-    carried out as it is.
+    expression: `"layout -> layout"`, a pair of layouts, or a plan (`x` must have its dtype), which is run
+    as it is. Axes that the layouts do not name are left alone: blocks may differ along them.
     mesh: a `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; a DTensor brings its own.
-    shape: the global shape, where blocks differ in size. Without it every block is taken to be
-    as large as `x`: where that is not so, processes plan differently and nobody can tell in time.
-    profile: the machine it is planned for.
+    shape: the global shape, where blocks differ in size. Without it all blocks are assumed to have the
+    shape of `x`: if they do not, processes make different plans and may hang.
+    profile: the machine to plan for.
     comm_dtype: the dtype in which blocks travel and are added, forward and backward, or a pair of
-    them, where None is that of `x`: a narrower one compresses, a wider one adds exactly.
+    dtypes; None is that of `x`. A narrower one compresses, a wider one adds exactly.
     async_op: return at once, with a `PendingTensor` that any use waits for. All processes wait for
     theirs in the same order.
-    debug: first compare with the other ranks what is about to be done, so that all of them raise
-    DesyncError where they differ or one of them fails, and none waits. Also: `XSHARD_DEBUG=1`.
-    check_replicated: for debugging, compare replicas and copies, of `x` and of the cotangents that come back;
-    where left out, as the environment variable XSHARD_CHECK_REPLICATED says. All processes run the
-    backward pass then.
+    debug: first compare the call with those of the other ranks: where they differ or one of them fails,
+    all of them raise DesyncError and none waits. Also: `XSHARD_DEBUG=1`.
+    check_replicated: for debugging, compare the replicas and copies of `x`, and of the cotangents in the
+    backward pass, which all processes must then run. Default: the environment variable
+    XSHARD_CHECK_REPLICATED.
     A DTensor must be placed as the left layout says, and the result is a DTensor.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, LinearityError
-    (a gradient that is not defined), on all processes; ShapeError for a block that does not fit,
-    on its own process: if that is not all of them, the others wait for the group's timeout, unless
+    (the gradient is not defined), on all processes; ShapeError for a block that does not fit, on its
+    own process: unless all processes raise it, the others wait for the group's timeout, or raise too with
     `debug`. CollectiveError, on the others, when a process of the mesh has ended. With
     `check_replicated` ReplicaError, on all processes, here or in the backward pass.
 
@@ -100,19 +99,11 @@ def redistribute(
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     if torch.compiler.is_compiling():
-        from torch_bridge import compiled  # which takes half a second to import
+        from torch_bridge import compiled  # slow: it imports torch._dynamo, half a second
 
-        return compiled.redistribute(
+        return compiled.redistribute_recorded(
             x, expression, mesh, shape, profile, comm_dtype, async_op, check_replicated
         )
     return redistribute_eagerly(
-        x,
-        expression,
-        mesh,
-        shape=shape,
-        profile=profile,
-        comm_dtype=comm_dtype,
-        async_op=async_op,
-        debug=debug,
-        check_replicated=check_replicated,
+        x, expression, mesh, shape, profile, comm_dtype, async_op, debug, check_replicated
     )

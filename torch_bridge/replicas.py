@@ -1,7 +1,7 @@
-"""`check_replicated=True`: blocks that a layout holds to be equal are compared, going in and coming back.
+"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
 
-Decides how ranks compare: along every axis, and then what all of them have found, so that every rank of the
-mesh raises or none. That is a collective of the block's size per axis and a wait of the host.
+Decides how ranks compare: first the blocks along every axis, then their findings, so that every rank of the
+mesh raises or none. This takes one collective of the block's size per axis, and the host waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_bridge.autodiff.function import apply
-from torch_bridge.dtensor.function import block_of
+from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.executable import Executable
@@ -25,10 +25,10 @@ from xshard.replicas import ReplicaCheck
 
 
 def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
-    """What an executable makes of a block. Raises ReplicaError here, or in the backward pass, on all ranks.
+    """Run an executable on a block. Raises ReplicaError here, or in the backward pass, on all ranks.
 
-    Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
-    its dual has. processes: all that call it. text: what the error marks.
+    Compares `x` along axes where the left side has replicas or copies, and the cotangents of the result along
+    those where the dual of the right side has. processes: all that call it. text: the user's expression.
     """
     plan, mesh = executable.plan, processes.mesh
     entering = _comparison(ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
@@ -42,49 +42,51 @@ def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str
 
 
 def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str) -> DTensor:
-    """What `run` makes of a DTensor: compared are its blocks, and those of the gradient that comes back."""
-    _compare_dtensor(x, text, cotangents=False)
+    """Call `run`, the move of a DTensor; compares the blocks of `x`, and those of the result's gradient."""
+    _check_dtensor(x, text, cotangents=False)
     y = run()
     if y.requires_grad:
-        y.register_hook(lambda gradient: _compare_dtensor(gradient, text, cotangents=True))
+        y.register_hook(lambda gradient: _check_dtensor(gradient, text, cotangents=True))
     return y
 
 
-def _compare_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
+def _check_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
     processes = dtensor_mesh(x.device_mesh)
-    placed = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
-    held = ReplicaCheck(placed, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
-    comparison = _comparison(held, processes)
+    sharding = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
+    check = ReplicaCheck(sharding, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
+    comparison = _comparison(check, processes)
     if comparison is not None:
-        comparison(block_of(x))
+        comparison(local_block(x))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Call it on a block: raises ReplicaError on all processes where it is not what others have."""
+    """Call it on a block: raises ReplicaError on all processes if replicas of the block differ."""
 
-    held: ReplicaCheck
+    check: ReplicaCheck
     processes: ProcessMesh
 
     def __post_init__(self) -> None:
-        for axes in (*((axis,) for axis in self.held.axes), self.processes.mesh.axes):
-            self.processes.group(axes)  # made now, while all are here
+        for axes in (*((axis,) for axis in self.check.axes), self.processes.mesh.axes):
+            self.processes.group(axes)  # made now, while all processes are here
 
     def __call__(self, block: Tensor) -> None:
         values = _comparable(block.detach())
         flipped = values.neg() if values.is_floating_point() else values.bitwise_not()
-        found = values.new_zeros((self.processes.mesh.n_devices, len(self.held.axes), 2), dtype=torch.float64)
-        for i, axis in enumerate(self.held.axes):
+        found = values.new_zeros(
+            (self.processes.mesh.n_devices, len(self.check.axes), 2), dtype=torch.float64
+        )
+        for i, axis in enumerate(self.check.axes):
             both = self._largest(torch.stack([values, flipped]), (axis,))
             most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
-            # Equal infinities differ by nothing. Whole numbers wrap around, but not to 0.
+            # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
             apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
             size = torch.maximum(most.double().abs(), least.double().abs())
             size = torch.where(size.isfinite(), size, torch.zeros_like(size))
             if values.numel():
                 found[self.processes.device, i] = torch.stack([apart.max(), size.max()])
         everywhere = self._largest(found, self.processes.mesh.axes)
-        fault = self.held.fault(everywhere.cpu().numpy(), self.processes.ranks)
+        fault = self.check.fault(everywhere.cpu().numpy(), self.processes.ranks)
         if fault is not None:
             raise fault
 
@@ -96,12 +98,12 @@ class Comparison:
         )
 
 
-def _comparison(held: ReplicaCheck, processes: ProcessMesh) -> Comparison | None:
-    return Comparison(held, processes) if held.axes else None
+def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Comparison | None:
+    return Comparison(check, processes) if check.axes else None
 
 
 def _comparable(block: Tensor) -> Tensor:
-    """The block in a dtype that has a maximum; NaN, which is larger than nothing, as infinity."""
+    """The block in a dtype that has a maximum; NaN, which no maximum finds, becomes infinity."""
     if block.is_complex():
         block = torch.view_as_real(block.resolve_conj())
     if not block.is_floating_point():
@@ -113,8 +115,8 @@ def _comparable(block: Tensor) -> Tensor:
 class Expect(torch.autograd.Function):
     """`Expect.apply(block, entering, returning)`: a copy of the block.
 
-    `entering` compares the block on its way in, `returning` its cotangent on its way back; in every order
-    of derivative, and under torch.func.
+    `entering` compares the block in the forward pass, `returning` its cotangent in the backward pass; in
+    every order of derivative, and under torch.func.
     """
 
     @staticmethod

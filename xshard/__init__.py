@@ -10,6 +10,7 @@ from xshard.errors import (
     ShapeError,
     XshardError,
 )
+from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
@@ -18,6 +19,8 @@ from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_plan import TransferPlan
 from xshard.replicas import ReplicaError
+
+__version__ = "0.1.0"
 
 __all__ = [
     "DtypeError",
@@ -39,6 +42,7 @@ __all__ = [
     "TransferPlan",
     "XshardError",
     "load_profile",
+    "output_dim",
     "parse_expression",
     "plan",
     "reference",

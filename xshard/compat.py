@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from xshard.errors import ShapeError, XshardError
-from xshard.notation.parser import spans
+from xshard.notation.parser import text_spans
 from xshard.ops import Axes, dims, shard, tag
 
 DIRECTIONS = ("split_to_full", "full_to_split")
@@ -65,7 +65,7 @@ def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint
         raise ShapeError(
             f"the {what} {length} is not divisible by {parts}",
             text=text,
-            span=dict(reversed(spans(text).dims))[f"d{dim}"],  # the left side's, which come first
+            span=dict(reversed(text_spans(text).dims))[f"d{dim}"],  # the left side's, which come first
             hint=hint,
         )
 

@@ -23,7 +23,7 @@ def format_seconds(s: float) -> str:
     return f"{s * 1e6:.1f} us"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of equal length -> lines with their columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from xshard.errors import ShapeError, XshardError
 from xshard.notation.overlap import Halo
-from xshard.notation.overlap_parser import boundaries
+from xshard.notation.overlap_parser import parse_boundaries
 
 Axes = str | tuple[str, ...]
-Rows = int | Sequence[int]  # one number for every part, or one per part
-HaloWidth = int | tuple[Rows, Rows]  # rows at both ends, or before and after
+PartWidths = int | Sequence[int]  # one number for every part, or one per part
+HaloWidth = int | tuple[PartWidths, PartWidths]  # rows at both ends, or before and after
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
@@ -34,8 +34,8 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
 def shard(axis: Axes, order: str = "block") -> str:
     """A cut over an axis, or over several as one."""
     if order != "block":
-        return f"{order}({_names(axis)})"
-    return axis if isinstance(axis, str) else f"({_names(axis)})"
+        return f"{order}({_axis_names(axis)})"
+    return axis if isinstance(axis, str) else f"({_axis_names(axis)})"
 
 
 def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
@@ -45,10 +45,10 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     'sp:halo(1,[2,0],periodic)'
     """
     lo, hi = (width, width) if isinstance(width, int) else width
-    return f"{shard(axis)}:{Halo(_rows(lo), _rows(hi), *boundaries(boundary))}"
+    return f"{shard(axis)}:{Halo(_width(lo), _width(hi), *parse_boundaries(boundary))}"
 
 
-def whole(axis: Axes, grad: str) -> str:
+def gradient_tag(axis: Axes, grad: str) -> str:
     """The tag of whole values: copies, whose gradients add up, or replicas, which have none."""
     if grad not in ("sum", "replicated"):
         raise XshardError(
@@ -59,12 +59,12 @@ def whole(axis: Axes, grad: str) -> str:
 
 def tag(kind: str, axis: Axes) -> str:
     """A tag with the bar before it."""
-    return f" | {kind}({_names(axis)})"
+    return f" | {kind}({_axis_names(axis)})"
 
 
-def _rows(width: Rows) -> int | tuple[int, ...]:
+def _width(width: PartWidths) -> int | tuple[int, ...]:
     return width if isinstance(width, int) else tuple(width)
 
 
-def _names(axis: Axes) -> str:
+def _axis_names(axis: Axes) -> str:
     return axis if isinstance(axis, str) else ",".join(axis)

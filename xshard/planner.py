@@ -19,7 +19,7 @@ from xshard.errors import MeshError, ShapeError
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
-from xshard.notation.parser import marked
+from xshard.notation.parser import mark_errors
 from xshard.plans.expression import LayoutPair, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.priced import FORWARD
@@ -135,7 +135,7 @@ def _plan(
     src, dst, text = sides(expression)
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    with marked(text):
+    with mark_errors(text):
         for layout in (src, dst):
             Sharding(layout, mesh, shape)  # a wrong shape is found before the cache of plans is asked
     found = find_plan(

@@ -17,14 +17,14 @@ from xshard import dtypes
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
-from xshard.layout.providers import given, wanted
-from xshard.layout.runs import FILL, Runs, numbers
+from xshard.layout.providers import offered_rows, wanted_rows
+from xshard.layout.runs import FILL, Runs, row_numbers
 from xshard.layout.sharding import Sharding
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.plans.transfer_plan import TransferPlan
 from xshard.steps.base import REDUCERS, Block
-from xshard.steps.exchange.messages import filled
+from xshard.steps.exchange.messages import fill_boxes
 from xshard.steps.exchange.poles import View, views
 from xshard.steps.retag import Scale
 
@@ -46,10 +46,10 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     for device in range(mesh.n_devices):
         block = np.zeros(sharding.local_shape(device), x.dtype)
         if mesh.index(device, sums) == 0:
-            for d, start, stop, value in filled(sharding, device):
+            for d, start, stop, value in fill_boxes(sharding, device):
                 block[(slice(None),) * d + (slice(start, stop),)] = value
             for view in views(sharding):
-                rows = [wanted(*dim)[at] for dim, at in _dims(sharding, view, device)]
+                rows = [wanted_rows(*dim)[at] for dim, at in _dims(sharding, view, device)]
                 block[_places(rows)] = view.sign * x[_rows(rows)] if view.sign < 0 else x[_rows(rows)]
         blocks.append(block)
     return blocks
@@ -76,7 +76,7 @@ def gather(
         if mesh.index(device, copies):
             continue
         for view in views(sharding):
-            lists = [given(*dim)[at] for dim, at in _dims(sharding, view, device)]
+            lists = [offered_rows(*dim)[at] for dim, at in _dims(sharding, view, device)]
             for rows in itertools.product(*lists):
                 part, index = arrays[device][_places(rows)], _rows(rows)
                 part = -part if view.sign < 0 else part
@@ -176,9 +176,9 @@ def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[A
 
 def _places(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
     """numpy index of the rows in a block: local positions that are not FILL."""
-    return np.ix_(*(np.flatnonzero(numbers(runs) != FILL) for runs in rows))
+    return np.ix_(*(np.flatnonzero(row_numbers(runs) != FILL) for runs in rows))
 
 
 def _rows(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
     """numpy index of the rows in the global array."""
-    return np.ix_(*(found[found != FILL] for found in map(numbers, rows)))
+    return np.ix_(*(found[found != FILL] for found in map(row_numbers, rows)))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 
 from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import stored
+from jax_bridge.arrays.program import storage_layout
 from jax_bridge.arrays.reshard import reshard
 from torch_bridge.between import on_ranks, redistribute_between
 from xshard import Plan, TransferPlan
@@ -34,7 +34,7 @@ def by_jax(
     """This process's blocks before the plan -> its blocks after it. devices: all of the plan's mesh."""
     assert isinstance(made, Plan)  # a route between meshes that do not fit each other is torch's
     mesh = plan_mesh(made, devices)
-    start = to_named_sharding(stored(made.source.layout), mesh)
+    start = to_named_sharding(storage_layout(made.source.layout), mesh)
     return blocks_of(reshard(assembled(blocks, made.shape, start), made, mesh), devices)
 
 

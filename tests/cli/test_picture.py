@@ -12,7 +12,7 @@ from xshard.cli.picture import Picture, devices_text, picture, rows_text
 from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps, shapes
+from xshard.testing.strategies import any_overlap, layouts, meshes, shapes
 
 
 def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
@@ -22,7 +22,9 @@ def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
 @st.composite
 def overlapped(draw, dim):
     """A dim as it is, or in contiguous blocks that overlap."""
-    overlap = draw(st.none() | overlaps().filter(lambda o: "pole" not in str(o)))  # has wishes for a next dim
+    overlap = draw(
+        st.none() | any_overlap().filter(lambda o: "pole" not in str(o))
+    )  # has wishes for a next dim
     return dim if overlap is None else Dim(dim.name, tuple(Shard(s.axes) for s in dim.shards), overlap)
 
 
@@ -81,7 +83,7 @@ def test_zigzag_blocks():
 
 
 def test_parts_tell_coordinates_shape_and_rows():
-    part = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).parts[3]
+    part = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).devices[3]
     assert part.coords == (("dp", 1), ("sp", 1))
     assert part.local_shape == (6, 3)
     assert (rows_text(part.owned[0]), rows_text(part.held[0])) == ("4-7", "3-7, 1 fill")

@@ -441,7 +441,7 @@ def test_what_is_refused() -> None:
         ("NotationError", "max and sum in one layout"),
         ("NotationError", "in one layout"),
         ("PlanError", "no nesting"),
-        ("PlanError", "'n/b d' is not what S(0) of axis 'a' is"),
+        ("PlanError", "'n/b d' contradicts the placement S(0) of axis 'a'"),
         ("ShapeError", "5"),
         ("DesyncError", "disagree about a redistribution: placements"),
         ("DesyncError", "no dim 5"),

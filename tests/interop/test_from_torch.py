@@ -216,7 +216,7 @@ def test_what_is_refused_when_it_is_traced() -> None:
     for fn, ins, outs, kind, message in (
         (torch.sin, "n/b", "n", xs.NotationError, "unknown mesh axis 'b' in 'n/b'"),
         (torch.sin, "n/a", "n/a", xs.ShapeError, "no uneven blocks"),
-        (torch.argmax, "n", "...", xs.DtypeError, "is torch.int64, of which JAX would make int32"),
+        (torch.argmax, "n", "...", xs.DtypeError, "is torch.int64, which JAX would make int32"),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),
         (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts .* do not fit"),
     ):

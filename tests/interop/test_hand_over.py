@@ -55,7 +55,7 @@ def test_memory_is_shared_and_bits_are_kept(dtype) -> None:
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @in_jax
 def test_what_jax_would_narrow_is_refused(dtype) -> None:
-    with pytest.raises(xs.DtypeError, match=r"of which JAX would make \w+(32|64)"):
+    with pytest.raises(xs.DtypeError, match=r"which JAX would make \w+(32|64)"):
         to_jax(torch.zeros(4, dtype=dtype), "n/a", jax_mesh(a=1))
 
 

@@ -17,12 +17,12 @@ from jax_bridge.lower.rules import RULES
 from jax_bridge.lower.schedule import edge_colours, rounds
 from jax_bridge.testing.hlo import collectives
 from tests.jax_bridge.helpers import in_jax
-from xshard.runtimes.processes import run_worker
+from xshard.runtimes.registry import RUNTIMES
 from xshard.runtimes.tasks import make_task, run_reference
 from xshard.runtimes.verdict import difference
 from xshard.steps import Exchange, Step
 
-MODES = ("vma", "novma", "pmap")
+MODES = {runtime.mode: runtime for runtime in RUNTIMES if runtime.mode}
 
 # Expression, mesh, shape. The mesh is never in the order that the expression names its axes in.
 CASES = (
@@ -116,18 +116,16 @@ def random_plan(seed: int) -> xs.Plan:
 TASKS = [make_task(plan, seed) for seed, plan in enumerate(plans())]
 
 
-def takes(mode: str, mesh: xs.Mesh) -> bool:
-    return mode != "pmap" or sum(n > 1 for n in mesh.sizes) <= 1
-
-
 @pytest.fixture(scope="module")
 def outcomes():
     """What JAX made of every task, by mode; None where a mode cannot take the mesh."""
     found = {}
-    for mode in MODES:
-        tasks = [task for task in TASKS if takes(mode, task.plan.mesh)]
-        answers = iter(run_worker("jax_bridge.testing.worker", tasks, "--mode", mode, timeout_s=300))
-        found[mode] = [next(answers) if takes(mode, task.plan.mesh) else None for task in TASKS]
+    for mode, runtime in MODES.items():
+        taken = [runtime.takes(task.plan.mesh) for task in TASKS]
+        answers = iter(
+            runtime.run([task for task, is_taken in zip(TASKS, taken, strict=True) if is_taken], 300)
+        )
+        found[mode] = [next(answers) if is_taken else None for is_taken in taken]
     return found
 
 

@@ -138,9 +138,7 @@ def test_wrong_trees() -> None:
 @in_jax
 def test_wide_numbers_are_not_narrowed_in_silence() -> None:
     for dtype in ("float64", "int64", "complex128"):
-        with pytest.raises(
-            xs.DtypeError, match=f"the block is {dtype}, of which JAX would make .*n/a d -> n d"
-        ):
+        with pytest.raises(xs.DtypeError, match=f"the block is {dtype}, which JAX would make .*n/a d -> n d"):
             xj.reshard(X.astype(dtype), "n/a d -> n d", mesh())
     with pytest.raises(xs.DtypeError, match="jax_enable_x64"):
         xj.redistribute(X.astype("float64"), "n/a d -> n d", mesh())

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import xshard as xs
 from tests import oracle
 from xshard.layout.layout import Layout
-from xshard.layout.partition import owned
-from xshard.layout.runs import FILL, common, rows, size
+from xshard.layout.partition import owned_rows
+from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
 from xshard.notation.parser import ORDERS, Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps
+from xshard.testing.strategies import any_overlap, layouts, meshes
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
 
@@ -56,15 +56,15 @@ def test_every_order_inside_every_other(order, inner, length):
     mesh = xs.Mesh(a=2, b=3)
     dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
     for device in range(mesh.n_devices):
-        runs = owned(dim, length, (2, 3), mesh.coords(device))
+        runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
         assert expanded(runs) == oracle.owned_rows(dim, length, mesh, device)
-        assert size(runs) == len(expanded(runs))
+        assert n_rows(runs) == len(expanded(runs))
 
 
 @given(st.data(), meshes(), st.integers(0, 40))
 def test_normal_form_has_the_same_blocks(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
-    dim = replace(layout.dims[0], overlap=data.draw(st.none() | overlaps()))
+    dim = replace(layout.dims[0], overlap=data.draw(st.none() | any_overlap()))
     sharding = xs.Sharding(replace(layout, dims=(dim,)), mesh, (length,))
     plain = sharding.with_layout(sharding.normal)
     for device in range(mesh.n_devices):
@@ -146,13 +146,13 @@ def test_overlaps(data, n, order, length):
     """Halos and windows of every boundary, reaching over several neighbours and both ends."""
     mesh = xs.Mesh(a=n)
     shards = (Shard(("a",), ("block", "balanced", "block")[order]),)
-    dim = Dim("h", shards, data.draw(overlaps(folded=False)))
+    dim = Dim("h", shards, data.draw(any_overlap(folded=False)))
     sharding = xs.Sharding(xs.Layout((dim,)), mesh, (length,))
     for device in range(n):
         assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
 
 
-@given(overlaps(folded=False), st.integers(0, 24))
+@given(any_overlap(folded=False), st.integers(0, 24))
 def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
     mesh = xs.Mesh(a=3)
     assert held(f"h/a:fold({overlap})", length, mesh) == held(f"h/a:{overlap}", length, mesh)
@@ -235,12 +235,12 @@ def test_windows_hold_the_rows_that_torch_reads():
 )
 def test_common_finds_every_shared_row_once(src_order, dst_order, length, n_src, n_dst):
     for i in range(n_src):
-        src = owned(Dim("n", (Shard(("a",), src_order),)), length, (n_src,), (i,))
+        src = owned_rows(Dim("n", (Shard(("a",), src_order),)), length, (n_src,), (i,))
         have = {row: at for at, row in enumerate(expanded(src))}
         for j in range(n_dst):
-            dst = owned(Dim("n", (Shard(("a",), dst_order),)), length, (n_dst,), (j,))
+            dst = owned_rows(Dim("n", (Shard(("a",), dst_order),)), length, (n_dst,), (j,))
             expected = [(have[row], at) for at, row in enumerate(expanded(dst)) if row in have]
-            found = [(s.src + k, s.dst + k) for s in common(src, dst) for k in range(s.length)]
+            found = [(s.src + k, s.dst + k) for s in common_segments(src, dst) for k in range(s.length)]
             assert found == expected
 
 
@@ -249,5 +249,5 @@ def test_rows_index_numpy_arrays(order, inner, length):
     mesh = xs.Mesh(a=2, b=3)
     dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
     for device in range(6):
-        runs = owned(dim, length, (2, 3), mesh.coords(device))
-        assert np.arange(length)[rows(runs)].tolist() == expanded(runs)
+        runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
+        assert np.arange(length)[as_index(runs)].tolist() == expanded(runs)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import xshard as xs
-from xshard.nn.receptive_fields import dilated, transposed
-from xshard.nn.resample import resampled, taps
+from xshard.nn.receptive_fields import dilated_field, transposed_field
+from xshard.nn.resample import resampled_field, taps
 from xshard.nn.windows import pool_window
 from xshard.notation.overlap import Window
 from xshard.notation.parser import Dim, Shard
@@ -50,7 +50,7 @@ def test_no_such_mode():
 )
 def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
     n = 3 if shard.numbers else 4
-    found = transposed(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+    found = transposed_field(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
     x = torch.arange(1.0, length + 1, dtype=torch.float64)
     weight = torch.arange(1.0, k + 1, dtype=torch.float64)[None, None]
     whole = torch.conv_transpose1d(x[None, None], weight, None, s, p, extra, 1, d).flatten()
@@ -76,7 +76,7 @@ def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra,
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_resampled_blocks_hold_every_tap(mode):
     found = taps(mode, 17, 24)
-    shape = resampled(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
+    shape = resampled_field(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
     for (first, last), (start, stop) in zip(shape.inputs, shape.outputs, strict=True):
         inputs = found.inputs[start:stop]
         assert (inputs.min(), inputs.max() + 1) == (first, last)
@@ -85,7 +85,7 @@ def test_resampled_blocks_hold_every_tap(mode):
 
 def test_parts_that_are_no_intervals_are_refused():
     with pytest.raises(xs.ShapeError, match="not cut into intervals"):
-        transposed(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
+        transposed_field(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
 
 
 @pytest.mark.parametrize("out", ["", "balanced", "aligned"])
@@ -109,9 +109,9 @@ def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, lengt
     dim = Dim("h", (shard,))
     if shard.order == "zigzag":
         with pytest.raises(xs.ShapeError, match="not cut into intervals"):
-            dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
+            dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
         return
-    found = dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
+    found = dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
     outputs = np.arange(((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1)
     assert found.length == len(outputs)
     assert [o for start, stop in found.outputs for o in range(start, stop)] == outputs.tolist()

@@ -260,7 +260,7 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     eight = xs.Mesh(x=8)
     for first, sizes in ((8, [2, 4]), (2, [8])):
         profile = located(machine, eight, tuple(range(first, first + 8)))
-        assert [lane.size for lane in profile.lanes(eight)] == sizes
+        assert [span.size for span in profile.link_spans(eight)] == sizes
     plans = [
         crossing("n", "n", "a=1", "b=4", (4096,), dst_devices=range(k, k + 4), profile=machine)
         for k in (4, 6)

@@ -103,7 +103,7 @@ def graph(mesh, shape, profile):
 
 def allowed(mesh, src, dst, profile):
     """Where a plan may pass: over axes that change, and replicas that relieve them."""
-    level = {lane.axis: lane.level for lane in profile.lanes(mesh)}
+    level = {span.axis: span.level for span in profile.link_spans(mesh)}
     changing = [a for a in mesh.axes if src.role(a) != dst.role(a)]
     slowest = min(level[a] for a in changing)
     ends = set(src.tagged("sum")) - set(dst.tagged("sum"))
@@ -176,9 +176,9 @@ def least_over_parts(mesh, shape, src, dst, profile):
     if src.tags or dst.tags or not split:
         return math.inf
     fine = SubAxisMesh(mesh, split)
-    start, goal = (fine.divided(xs.Sharding(end, mesh, shape)) for end in (src, dst))
+    start, goal = (fine.factored(xs.Sharding(end, mesh, shape)) for end in (src, dst))
     start, goal = (end.with_layout(end.normal) for end in (start, goal))
-    free = [part for a in changing for part in fine.parts[a]]
+    free = [part for a in changing for part in fine.sub_axes[a]]
     blocks = tuple(map(math.gcd, start.max_local_shape, goal.max_local_shape))
     best = math.inf
     for sliced, here in cut_to(blocks, start, free):

@@ -39,8 +39,8 @@ def test_parts_have_names_of_their_own_and_the_same_devices(mesh, split, fine):
     found = SubAxisMesh(whole, split)
     assert str(found) == fine
     for axis in whole.axes:
-        assert found.groups(found.parts[axis]) == whole.groups((axis,))
-        assert {found.origin(part) for part in found.parts[axis]} == {axis}
+        assert found.groups(found.sub_axes[axis]) == whole.groups((axis,))
+        assert {found.origin(part) for part in found.sub_axes[axis]} == {axis}
 
 
 @pytest.mark.parametrize("split", [(("x", (2, 3)),), (("x", (4,)),), (("w", (2, 2)),)])
@@ -68,7 +68,7 @@ STEPS = [
 def test_a_step_over_all_parts_costs_what_it_costs_over_the_axis(layout, step, profile):
     fine = SubAxisMesh(MESH, (("x", (2, 2)),))
     here = xs.Sharding(xs.Layout.parse(layout), MESH, (64, 128))
-    there = fine.divided(here)
+    there = fine.factored(here)
     there = there.with_layout(there.normal)
     ways = (here, step((Shard(("x",)),))), (there, step((Shard(("x_0",)), Shard(("x_1",)))))
     one, other = (astuple(price(s, at, s.after(at), 4, profile)) for at, s in ways)

@@ -53,8 +53,8 @@ def test_it_receives_what_it_says(move, data):
         for level, n in ((slow, over_slow), (fast, over_fast))
         if level and max(n)
     ]
-    lanes = [LinkSpan(a, mesh.size(a), level) for level, axes in enumerate((slow, fast)) for a in axes]
-    traffic = step.traffic(src, tuple(lanes))
+    spans = [LinkSpan(a, mesh.size(a), level) for level, axes in enumerate((slow, fast)) for a in axes]
+    traffic = step.traffic(src, tuple(spans))
     assert [(hop.axis, hop.received) for hop in traffic.hops] == expected
 
 

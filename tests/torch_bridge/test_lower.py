@@ -18,7 +18,7 @@ from torch_bridge.lower.subarray import MAX_SLICES, Subarray, message
 from torch_bridge.mesh.process_mesh import ProcessMesh, process_mesh
 from torch_bridge.testing.byte_counter import Meter
 from xshard.layout.partition import cut_nested
-from xshard.layout.runs import Run, Runs, rows
+from xshard.layout.runs import Run, Runs, as_index
 from xshard.notation.parser import Shard
 from xshard.steps import Step
 
@@ -44,7 +44,9 @@ def _cells(m: Subarray, block: np.ndarray) -> np.ndarray:
 
 
 def _index(m: Subarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    return np.ix_(*(range(n) if r is None else np.r_[rows(r)] for r, n in zip(m.rows, shape, strict=True)))
+    return np.ix_(
+        *(range(n) if r is None else np.r_[as_index(r)] for r, n in zip(m.rows, shape, strict=True))
+    )
 
 
 @pytest.mark.parametrize("order", ["block", "balanced", "zigzag", "cyclic"])

@@ -1,4 +1,4 @@
-"""The named ops: what they do, and what is refused. Their gradients are in test_torch_conventions."""
+"""The named ops: results and refusals. Their gradients are in test_conventions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The one differentiable wrapper: a plan forward, the plan of its adjoint backward.
 
-Decides how executables and autograd meet. It holds no gradient rule: `executable.backward` is what the
-plan between the dual layouts becomes, and runs through the same Function, so that derivatives of any
-order work.
+Decides how autograd calls executables. Holds no gradient rule: `executable.backward` is the executable of
+the plan between the dual layouts, and runs through the same Function, so that derivatives of any order work.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch_bridge.lower.executable import Executable
 
 
 class Map(Protocol):
-    """What runs: tensors -> a tensor, or as many as there are results, and the maps that are its derivatives.
+    """A function of blocks -> one tensor, or a tuple of them, with the maps that are its derivatives.
 
-    A map that is not linear is one of `plan`, from one tensor to one, and has `winners`.
+    A map that is not linear is an `Executable`, from one tensor to one, and has `winners`.
     """
 
     def __call__(self, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]: ...
@@ -40,9 +39,9 @@ class Map(Protocol):
 
 
 class _AsGiven(inspect.Signature):
-    """The signature of a function without defaults, to which arguments are bound as they are.
+    """The signature of a function without defaults: arguments are bound as they are.
 
-    `Function.apply` binds at every call, which takes longer than all else that it does.
+    `Function.apply` binds at every call, which otherwise takes longer than the rest of it.
     """
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +64,7 @@ def _bound_as_given(forward: Any) -> Any:
 class Redistribute(torch.autograd.Function):
     """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable.
 
-    Works under torch.func (grad, jvp, vmap). A max or min has the derivatives of its winners, in equal
+    Works under torch.func (grad, jvp, vmap). The derivative of a max or min goes to its winners, in equal
     shares.
     """
 
@@ -110,24 +109,24 @@ class Redistribute(torch.autograd.Function):
 
 
 def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
-    """1 where the block holds the max or min that came out, divided by how many processes do; else 0."""
+    """1 / (number of processes that hold the max or min) where the block holds it, else 0."""
     result, count, *_ = executable.winners
     won = (block == Redistribute.apply(result, output)).to(block.dtype)
     return won / Redistribute.apply(count, won)
 
 
 def apply(executable: Executable, block: Tensor) -> Tensor:
-    """A plan on one block, differentiable. What travelled is what a max or min compares with."""
+    """A plan on one block, differentiable. For max and min, winners are found in the communication dtype."""
     if not (block.requires_grad and torch.is_grad_enabled()) and not _is_transformed():
-        return executable(block)  # autograd has nothing to record, which takes as long as a small move
+        return executable(block)  # nothing to record; autograd takes as long as a small move
     if executable.is_linear or executable.casts is None:
         return Redistribute.apply(executable, block)
     uncast = replace(executable, casts=None)
-    return Redistribute.apply(uncast, block.to(executable.casts.wire)).to(block.dtype)
+    return Redistribute.apply(uncast, block.to(executable.casts.forward)).to(block.dtype)
 
 
 def _is_transformed() -> bool:
-    """Whether torch.func or forward mode is at work, whose tensors require no gradient."""
+    """Whether torch.func or forward mode is active; their tensors require no gradient."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

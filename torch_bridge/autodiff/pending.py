@@ -1,7 +1,7 @@
-"""Redistributions under way: begun now, ended when their result is first used.
+"""Redistributions in flight: begun now, ended when their result is first used.
 
-Decides how a plan that is begun and ended in two places is two maps to autograd, so that its gradient is
-begun and ended in two places too: what is computed in between, forward, has its own backward in between.
+Decides how a plan becomes two maps for autograd, one that begins it and one that ends it. Its gradient then
+begins and ends in two places too, and overlaps with the backward pass of the work in between.
 """
 
 from __future__ import annotations
@@ -20,75 +20,75 @@ from torch_bridge.lower.executable import Executable
 
 @dataclass(eq=False)
 class InFlight:
-    """One execution of a plan. arrive: ends it. kin: the executions that are its derivatives."""
+    """One execution of a plan. finish: ends it. derivatives: the executions of its derivatives, by kind."""
 
     executable: Executable
-    arrive: Callable[[], Tensor] | None = None
-    kin: dict[Any, InFlight] = field(default_factory=dict)
+    finish: Callable[[], Tensor] | None = None
+    derivatives: dict[Any, InFlight] = field(default_factory=dict)
 
     def to(self, kind: Any, executable: Executable) -> InFlight:
-        """A derivative, begun: the one that `kin[kind]` then is."""
-        self.kin[kind] = InFlight(executable)
-        return self.kin[kind]
+        """A new execution of a derivative, kept in `derivatives[kind]` for the map that ends it."""
+        self.derivatives[kind] = InFlight(executable)
+        return self.derivatives[kind]
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The first half of a plan: a block -> a tensor without elements, which stands for what is under way.
+    """The first half of a plan: a block -> a tensor without elements that stands for the block in flight.
 
-    batch: lengths of the dims that have been put in front of the block.
+    batch: the lengths of the batch dims in front of the block.
     """
 
-    journey: InFlight
+    in_flight: InFlight
     batch: tuple[int, ...] = ()
     is_linear: bool = True
 
     def __call__(self, block: Tensor) -> Tensor:
-        self.journey.arrive = self.journey.executable.begin(block)
+        self.in_flight.finish = self.in_flight.executable.begin(block)
         return block.new_empty((*self.batch, 0))
 
     @property
     def backward(self) -> Finish:
-        return Finish(self.journey.kin.pop("backward"), self.batch)
+        return Finish(self.in_flight.derivatives.pop("backward"), self.batch)
 
     @property
     def tangent(self) -> Start:
-        return Start(self.journey.to("tangent", self.journey.executable.tangent), self.batch)
+        return Start(self.in_flight.to("tangent", self.in_flight.executable.tangent), self.batch)
 
     def batched(self, n: int) -> Start:
-        return Start(self.journey.to(n, self.journey.executable.batched(n)), (n, *self.batch))
+        return Start(self.in_flight.to(n, self.in_flight.executable.batched(n)), (n, *self.batch))
 
 
 @dataclass(frozen=True, eq=False)
 class Finish:
-    """The second half: what stands for a block under way -> the result."""
+    """The second half: the tensor that stands for a block in flight -> the result."""
 
-    journey: InFlight
+    in_flight: InFlight
     batch: tuple[int, ...] = ()
     is_linear: bool = True
 
     def __call__(self, _: Tensor) -> Tensor:
-        arrive, self.journey.arrive = self.journey.arrive, None
-        assert arrive is not None, "a plan ends once"
-        return arrive()
+        finish, self.in_flight.finish = self.in_flight.finish, None
+        assert finish is not None, "a plan ends once"
+        return finish()
 
     @property
     def backward(self) -> Start:
-        return Start(self.journey.to("backward", self.journey.executable.backward), self.batch)
+        return Start(self.in_flight.to("backward", self.in_flight.executable.backward), self.batch)
 
     @property
     def tangent(self) -> Finish:
-        return Finish(self.journey.kin.pop("tangent"), self.batch)
+        return Finish(self.in_flight.derivatives.pop("tangent"), self.batch)
 
     def batched(self, n: int) -> Finish:
-        return Finish(self.journey.kin.pop(n), (n, *self.batch))
+        return Finish(self.in_flight.derivatives.pop(n), (n, *self.batch))
 
 
 class PendingTensor:
-    """The result of a redistribution under way; waits for it when it is used.
+    """The result of a redistribution in flight; any use waits for it.
 
-    Any function of torch takes it for a tensor, and it has a tensor's methods and operators; `wait()` is the
-    tensor itself. Its shape, dtype and device are known at once.
+    Functions of torch take it as a tensor, and it has a tensor's methods and operators; `wait()` returns the
+    tensor. Its shape, dtype and device are known at once.
     """
 
     def __init__(self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor) -> None:
@@ -97,10 +97,10 @@ class PendingTensor:
 
     @classmethod
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
-        """A block sent off; all processes begin and end theirs in the same order."""
-        journey = InFlight(executable)
-        token = Redistribute.apply(Start(journey), block)
-        return cls(lambda: Redistribute.apply(Finish(journey), token), executable.shape, block)
+        """Begin to move a block; all processes begin and end theirs in the same order."""
+        in_flight = InFlight(executable)
+        token = Redistribute.apply(Start(in_flight), block)
+        return cls(lambda: Redistribute.apply(Finish(in_flight), token), executable.shape, block)
 
     def wait(self) -> Tensor:
         """The result, a plain tensor."""

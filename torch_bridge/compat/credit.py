@@ -138,7 +138,7 @@ class HaloExchange(nn.Module):
         self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
 
     def forward(self, x: Tensor) -> Tensor:
-        manager = _cutting(None)
+        manager = _cutting_manager(None)
         if manager is None or self.halo_width == 0:
             return x
         return halo_exchange(
@@ -174,7 +174,7 @@ def shard_tensor(
     >>> xt.run_ranks(2, turn)
     [([0, 1, 2], [0, 1, 2, 3, 4]), ([3, 4], [0, 1, 2, 3, 4])]
     """
-    found = _cutting(manager)
+    found = _cutting_manager(manager)
     if found is None:
         return x
     text = compat.shard_whole(tuple(x.shape), dim, found.domain_parallel_size, AXIS, uneven=uneven)
@@ -194,7 +194,7 @@ def gather_tensor(
     shape: the global shape, where H does not divide. grad: what the gradients of the results are, as in
     `torch_bridge.all_gather`: addends, as where each process has a loss of its own, or one and the same.
     """
-    found = _cutting(manager)
+    found = _cutting_manager(manager)
     if found is None:
         return x
     return all_gather(x, dim, AXIS, found.processes, grad=grad, shape=shape)
@@ -249,7 +249,7 @@ def convert_to_domain_parallel(
     parallel = domain_parallel(
         model,
         found.processes,
-        _layout(shard_dim),
+        _layout_text(shard_dim),
         shape=shape,
         sum_gradients=False,
         converters=custom_converters,
@@ -258,7 +258,7 @@ def convert_to_domain_parallel(
     return model
 
 
-def _layout(shard_dim: int) -> str:
+def _layout_text(shard_dim: int) -> str:
     """One dim cut, of any number of them; one that is counted from the end comes after batch and channels."""
     names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
     if shard_dim < 0:
@@ -272,7 +272,7 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
 
     One all-reduce per dtype.
     """
-    found = _cutting(manager)
+    found = _cutting_manager(manager)
     if found is None:
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -284,7 +284,7 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
             gradient.copy_(part.view_as(gradient))
 
 
-def _cutting(manager: DomainParallelManager | None) -> DomainParallelManager | None:
+def _cutting_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
     """The manager given, or that of the program, if it cuts anything."""
     found = manager or _manager
     return None if found is None or found.domain_parallel_size <= 1 else found

@@ -1,8 +1,8 @@
-"""DTensors that move: blocks by a plan, and their gradients by the plan from wherever they are placed.
+"""The differentiable move of a DTensor: a plan for its block, and another for its gradient.
 
-Decides what the gradient of a DTensor is, and runs it. A DTensor's gradient is that of the array, however
-it is placed: whatever placements it arrives with, it goes straight to those that the source's
-gradient has. Which layouts placements are is decided in `dtensor`.
+Decides what the gradient of a DTensor is: that of the array, in whatever placements it arrives; one move
+takes it to the placements of the source's gradient. Which layout placements mean is decided in
+`dtensor.placements`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class End:
 
 
 @dataclass(frozen=True)
-class Move:
-    """What a DTensor goes through.
+class DTensorMove:
+    """The move of a DTensor from one end to the other.
 
-    op_dtype: what travels. out_dtype: of the result. backward_dtype: what travels backwards; None: the
-    input's dtype. gradient: where the input's gradient goes; None: where the input is placed, with
-    replicas for addends. by_block: whether its blocks, not the array, are what is differentiated, as
-    where `DTensor.from_local` made it of blocks that have a gradient.
+    op_dtype: the dtype that travels. out_dtype: of the result. backward_dtype: the dtype in which gradients
+    travel; None: the input's. gradient: the placements of the input's gradient; None: those of the input,
+    with replicas for addends. by_block: whether the gradient is that of the blocks, not of the array, as
+    where `DTensor.from_local` made the DTensor of blocks that have a gradient.
     """
 
     src: End
@@ -68,8 +68,8 @@ class RedistributeDTensor(torch.autograd.Function):
     """`RedistributeDTensor.apply(x, move)`: a DTensor after a move, differentiable any number of times."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, move: Move) -> DTensor:
-        block = block_of(x)
+    def forward(ctx: Any, x: DTensor, move: DTensorMove) -> DTensor:
+        block = local_block(x)
         ctx.move, ctx.dtype = move, block.dtype
         if move.by_block and move.src.layout.tagged(*NONLINEAR):
             ctx.save_for_backward(block)
@@ -80,40 +80,37 @@ class RedistributeDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        move: Move = ctx.move
+        move: DTensorMove = ctx.move
         here = _end_like(move.dst, gradient.device_mesh, gradient.placements)
         there = _gradient_end(move, here)
-        back = Move(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
+        back = DTensorMove(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
         found = RedistributeDTensor.apply(gradient, back)
         if move.by_block:
             averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
             if averaged > 1:
                 found = found / averaged
             if ctx.saved_tensors:
-                shares = _shares(ctx.saved_tensors[0], move, tuple(gradient.shape))
+                shares = _winner_shares(ctx.saved_tensors[0], move, tuple(gradient.shape))
                 found = found * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
         return found, None
 
 
-def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **options: Any) -> Move:
-    """A move of a DTensor in its own dtype, or as the options say."""
+def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **options: Any) -> DTensorMove:
+    """The move of a DTensor, in its own dtype unless the options say otherwise."""
     made_of_blocks = x.grad_fn is not None and x.grad_fn.name() == "_FromTorchTensorBackward"
     dtypes_ = {"op_dtype": x.dtype, "out_dtype": x.dtype}
-    return Move(src, dst, **{**dtypes_, **options}, profile=profile, by_block=made_of_blocks)
+    return DTensorMove(src, dst, **{**dtypes_, **options}, profile=profile, by_block=made_of_blocks)
 
 
-def block_of(x: DTensor) -> Tensor:
-    """This process's block, arrived, without its history."""
+def local_block(x: DTensor) -> Tensor:
+    """This process's block, without its history; waits until it has arrived."""
     with torch.no_grad():
         block = x.to_local()
     return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
 
 
-def check(move: Move, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
-    """Raise unless the meshes are of the same processes, and this one's block is what its layout says.
-
-    MeshError, ShapeError.
-    """
+def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
+    """Raise MeshError unless both meshes have the same processes, ShapeError for a block of another shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         raise MeshError(
             f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",
@@ -130,18 +127,18 @@ def check(move: Move, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> N
 
 
 def executables(
-    move: Move, shape: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
+    move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
 ) -> tuple[Executable | TransferExecutable, ...]:
-    """What carries out a move: one plan, or two where a max ends before a sum begins.
+    """The executables of a move: one, or two where a max ends before a sum begins.
 
-    Raises what `redistribute` raises, and MeshError where the meshes are of different processes.
+    Raises as `redistribute` does, and MeshError where the meshes have different processes.
     """
     return _executables(move, shape, local_shape, device, dist.group.WORLD)
 
 
 @lru_cache(maxsize=1024)
 def _executables(
-    move: Move,
+    move: DTensorMove,
     shape: tuple[int, ...],
     local_shape: tuple[int, ...],
     device: torch.device,
@@ -161,14 +158,14 @@ def _executables(
             )
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
         else:
-            found.append(_crossing(start, stop, src, dst, shape, move, device))
+            found.append(_transfer(start, stop, src, dst, shape, move, device))
     return tuple(found)
 
 
 def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
-    """The layouts that a move passes: both ends, and what lies between a max that ends and a sum that begins.
+    """The layouts that a move passes: both ends, and one between a max that ends and a sum that begins.
 
-    Equal values are their own max, so a max begins as replicas do.
+    Equal values are their own max, so replicas may take the tag of a max.
     """
     kept = {(kind, a) for kind, a in _tags(src) if kind in NONLINEAR} if same else set()
     kept &= set(_tags(dst))
@@ -181,13 +178,13 @@ def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
     return [src, target]
 
 
-def _crossing(
+def _transfer(
     start: Layout,
     stop: Layout,
     src: ProcessMesh,
     dst: ProcessMesh,
     shape: tuple[int, ...],
-    move: Move,
+    move: DTensorMove,
     device: torch.device,
 ) -> TransferExecutable:
     name = dtypes.name_of(move.op_dtype)
@@ -195,11 +192,11 @@ def _crossing(
     return cross(made, device, group_of(tuple(sorted(src.ranks))))
 
 
-def _gradient_end(move: Move, here: End) -> End:
-    """Where the gradient of a move's input goes that arrives as `here`."""
+def _gradient_end(move: DTensorMove, here: End) -> End:
+    """The end to which the gradient of a move's input goes when it arrives as `here`."""
     src, placements = move.src, move.gradient
     if placements is None:
-        # Addends of a gradient stay addends where the input is one: whoever needs their sum adds them.
+        # Where the input has addends, addends of its gradient stay addends: the sum may not be needed.
         arrives = here.placements if here.mesh == src.mesh else [Replicate()] * len(src.placements)
         placements = tuple(
             _of_addend(of, g, move.by_block) if isinstance(of, Partial) else of
@@ -209,8 +206,8 @@ def _gradient_end(move: Move, here: End) -> End:
 
 
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements) -> End:
-    """Where a gradient is: its cuts are the value's own where their placements are, which tell no sizes."""
-    layout = _layout(placements, mesh, len(value.layout.dims))
+    """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
+    layout = _layout_of(placements, mesh, len(value.layout.dims))
     if mesh == value.mesh and _cuts(placements) == _cuts(value.placements):
         layout = replace(value.layout, tags=layout.tags)
     return End(mesh, placements, layout)
@@ -225,8 +222,8 @@ def _of_addend(of: Partial, arrives: Placement, by_block: bool) -> Placement:
     return arrives if isinstance(arrives, Partial) and (linear or not by_block) else Replicate()
 
 
-def _shares(block: Tensor, move: Move, shape: tuple[int, ...]) -> Tensor:
-    """1 where this process's addend of a max is the maximum, shared where several are; else 0."""
+def _winner_shares(block: Tensor, move: DTensorMove, shape: tuple[int, ...]) -> Tensor:
+    """1 / (number of processes that hold the maximum) where this process's operand is the maximum, else 0."""
     src, processes = move.src, dtensor_mesh(move.src.mesh)
     ended = without_tags(src.layout, src.layout.tagged(*NONLINEAR))
 
@@ -243,5 +240,5 @@ def _tags(layout: Layout) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=4096)
-def _layout(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
+def _layout_of(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
     return from_placements(placements, dtensor_axes(mesh), ndim)

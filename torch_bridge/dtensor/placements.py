@@ -1,8 +1,8 @@
 """Layouts <-> the placements of a DTensor.
 
-Decides which layouts a DTensor can have, and what its placements mean here. `Replicate` reads
-as replicas and is written for replicas and copies both: a DTensor keeps the difference with
-its gradient, not in its placements.
+Decides which layouts a DTensor can have, and which layout its placements mean. `Replicate` is read
+as replicas, and written for replicas and for copies: a DTensor keeps the difference with its gradient,
+not in its placements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Layout, Mesh, NotationError, PlanError, Sharding
 from xshard.layout.layout import NONLINEAR, check_axes
-from xshard.notation.parser import Dim, spans
+from xshard.notation.parser import Dim, text_spans
 from xshard.notation.parser import Shard as Cut
 from xshard.steps.base import without_tags
 
@@ -34,8 +34,8 @@ def to_placements(
 ) -> tuple[Placement, ...]:
     """A layout -> DTensor placements, one per mesh axis.
 
-    shape: the global shape; needed for cuts that are plain ones only where blocks are even, such
-    as `n/(dp,tp)`. A nesting that is not in mesh order becomes `_StridedShard`.
+    shape: the global shape; needed for cuts such as `n/(dp,tp)`, which are nested cuts only if blocks are
+    even. A nesting that is not in mesh order becomes `_StridedShard`.
     Raises PlanError for layouts that a DTensor cannot have (zigzag, cyclic, halo, ...).
 
     >>> to_placements("n/tp/dp d", Mesh(dp=2, tp=4))
@@ -51,7 +51,7 @@ def to_placements(
     for d in range(len(layout.dims)):
         nested = _nested(layout, d, axes, shape)
         for i, axis in enumerate(nested):
-            # How many pieces there are already of what this axis cuts, though it comes first in the mesh.
+            # Axes that cut the dim before this one does, though they come later in the mesh.
             before = [a for a in nested[:i] if axes.position(a) > axes.position(axis)]
             factor = axes.size(*before)
             found[axis] = _StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
@@ -74,7 +74,7 @@ def from_placements(placements: Sequence[Placement], mesh: MeshLike, ndim: int) 
         raise PlanError(f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis")
     orders: list[list[str]] = [[] for _ in range(ndim)]
     tags: dict[str, list[str]] = {}
-    # Backwards: the axes that a strided shard counts are those after it in the mesh.
+    # Backwards: a strided shard counts the axes after it in the mesh.
     for axis, placement in reversed(list(zip(axes.axes, placements, strict=True))):
         if isinstance(placement, Shard | _StridedShard):
             order = orders[placement.dim]
@@ -95,7 +95,7 @@ def from_placements(placements: Sequence[Placement], mesh: MeshLike, ndim: int) 
 
 
 def tag_of(placement: Placement) -> str | None:
-    """The tag that a placement is; subclasses of `Partial`, which keep more than addends, are none."""
+    """The tag of a `Partial`; None for its subclasses, which hold more than addends, and for the rest."""
     return _TAGS.get(placement.reduce_op) if type(placement) is Partial else None
 
 
@@ -106,9 +106,9 @@ def check_placed(x: DTensor, layout: Layout, text: str) -> None:
     """
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
-    placed = from_placements(x.placements, mesh, x.ndim)
-    named = tuple(replace(dim, name=name) for dim, name in zip(placed.dims, want.layout.names, strict=True))
-    have = Sharding(replace(placed, dims=named), mesh, shape)
+    found = from_placements(x.placements, mesh, x.ndim)
+    named = tuple(replace(dim, name=name) for dim, name in zip(found.dims, want.layout.names, strict=True))
+    have = Sharding(replace(found, dims=named), mesh, shape)
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
     if not have.means_the_same_as(uncopied) or have.scale != want.scale:
         raise NotationError(
@@ -120,7 +120,7 @@ def check_placed(x: DTensor, layout: Layout, text: str) -> None:
 
 
 def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
-    """A DTensor -> its local block, whose gradient has the dual of `layout`. As `check_placed` otherwise."""
+    """A DTensor -> its local block; the gradient has the dual of `layout`. Raises as `check_placed` does."""
     check_placed(x, layout, text)
     gradient = to_placements(layout_of_gradient(layout), x.device_mesh, tuple(x.shape))
     return x.to_local(grad_placements=gradient)
@@ -129,7 +129,7 @@ def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
 def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     """A local block under `layout` -> the DTensor of global `shape`."""
     options: dict[str, Any] = {}
-    if layout.tagged("copy"):  # whose gradients are partial: not what a DTensor assumes of `Replicate`
+    if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
         options["grad_placements"] = to_placements(layout_of_gradient(layout), mesh, shape)
     return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape, **options)
 
@@ -137,7 +137,7 @@ def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], **options: Any
 ) -> DTensor:
-    """A local block -> the DTensor of global `shape`, which is contiguous; options: of `from_local`."""
+    """A local block -> the contiguous DTensor of global `shape`. options: as in `from_local`."""
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=stride, **options)
 
@@ -149,34 +149,34 @@ def positional(layout: Layout, ndim: int) -> Layout:
 
 
 def layout_of_gradient(layout: Layout) -> Layout:
-    """The layout of a block's gradient: the dual, with the addends of a maximum read as those of a sum."""
+    """The layout of a block's gradient: the dual, where the operands of a max or min count as addends."""
     return with_sums(layout).dual
 
 
 def with_sums(layout: Layout) -> Layout:
-    """The layout with the addends of a maximum or minimum read as those of a sum."""
+    """The layout with the tags of a max or min replaced by those of a sum."""
     return replace(
         layout, tags=tuple(("sum" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
     )
 
 
 def _nested(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> tuple[str, ...]:
-    """The axes that cut a dim, one inside the other."""
+    """The axes that cut a dim, nested. Raises PlanError for cuts that a DTensor cannot have."""
     dim = layout.dims[d]
-    plain = dim
+    normal = dim
     if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
-        plain = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
-    axes = plain.axes
-    if plain.overlap is not None or any(len(cut.axes) > 1 or cut.order != "block" for cut in plain.shards):
+        normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
+    axes = normal.axes
+    if normal.overlap is not None or any(len(cut.axes) > 1 or cut.order != "block" for cut in normal.shards):
         hint = "its placements are nested contiguous cuts"
         if shape is None:
             hint += "; pass shape= where blocks are even"
     elif shape is not None and len(axes) > 2 and shape[d] % mesh.size(*axes) and _strided(axes, mesh):
-        hint = "it divides uneven dims otherwise, over three axes or more that are not in mesh order"
+        hint = "over three axes or more that are not in mesh order, it cuts uneven dims in another way"
     else:
         return axes
     text = str(layout)
-    span = next((span for name, span in spans(text).dims if name == dim.name), None)
+    span = next((span for name, span in text_spans(text).dims if name == dim.name), None)
     raise PlanError(f"a DTensor cannot hold '{dim}'", text=text, span=span, hint=hint)
 
 

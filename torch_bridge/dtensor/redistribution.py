@@ -1,7 +1,7 @@
 """`redistribute_dtensor`: `DTensor.redistribute`, with every transition, and exact gradients.
 
 Decides what its arguments mean as the two ends of a move, and what is refused. How a DTensor moves is
-decided in `dtensor_moves`.
+decided in `dtensor.function`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_bridge.dtensor.function import End, Move, RedistributeDTensor, block_of, check, move_of
+from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, check, local_block, move_of
 from torch_bridge.dtensor.placements import from_placements, positional, tag_of, to_placements
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
@@ -40,25 +40,25 @@ def redistribute_dtensor(
 ) -> DTensor:
     """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
 
-    Means what `DTensor.redistribute` means, and does also what that refuses: from anything into any
+    Means the same as `DTensor.redistribute`, and takes transitions that that refuses: from anything to any
     `Partial`, to another mesh of the same processes, and from and to blocks of any sizes. The result is
     a new tensor; its gradient may come in any placements.
 
     placements: one per dim of the mesh; `Shard(-1)` is the last dim.
     device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
-    async_op: leave to return before the result has arrived. It is not used: the result has arrived.
-    forward_dtype: what travels, and the result is of. backward_dtype: what the gradient travels as; it
-    comes out in the input's dtype. Default: the input's dtype for both.
+    async_op: accepted and not used; the result has always arrived.
+    forward_dtype: the dtype that travels, and that of the result. backward_dtype: the dtype in which the
+    gradient travels; it comes out in the input's dtype. Default: the input's dtype for both.
     grad_placements: of the input's gradient. Default: the input's, with `Replicate` for `Partial`. The
-    gradient is that of the array, as everywhere in DTensor. Of a DTensor that `from_local` made it is
+    gradient is that of the array, as everywhere in DTensor; for a DTensor that `from_local` made, it is
     that of its blocks: `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
-    src_layout, dst_layout: the layout of the blocks where placements do not tell it, as `n/sizes(a,2,3) d` of
-    blocks that are not cut as `torch.chunk` cuts: without it a `Shard` is cut so.
+    src_layout, dst_layout: the layout of the blocks where placements do not determine it, such as
+    `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
     profile, debug: as in `redistribute`.
-    A `Partial("product")`, bitwise `Partial` or `_MaskPartial`, which no layout is, DTensor ends itself
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout: DTensor reduces it
     first, by its own rules and with its own gradient.
 
-    Raises, before anything is sent, MeshError (other processes), PlanError (placements that are no layout,
+    Raises, before anything is sent, MeshError (other processes), PlanError (placements that have no layout,
     or that DTensor cannot hold), ShapeError, NotationError.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -72,11 +72,11 @@ def redistribute_dtensor(
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
     mesh = device_mesh or dtensor.device_mesh
-    ended = tuple(Replicate() if _is_no_tag(p) else p for p in dtensor.placements)
-    if ended != tuple(dtensor.placements):  # reductions that no layout has: DTensor ends them
-        dtensor = dtensor.redistribute(placements=ended)
+    reduced = tuple(Replicate() if _has_no_tag(p) else p for p in dtensor.placements)
+    if reduced != tuple(dtensor.placements):
+        dtensor = dtensor.redistribute(placements=reduced)
 
-    def prepared() -> Move:
+    def prepared() -> DTensorMove:
         shape = tuple(dtensor.shape)
         src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout)
         dst = _end(mesh, tuple(placements), shape, dst_layout)
@@ -91,11 +91,11 @@ def redistribute_dtensor(
         return move
 
     if (debug or desync.ALWAYS) and not torch.compiler.is_compiling():
-        _compare(dtensor, mesh, prepared)
+        _compare_moves(dtensor, mesh, prepared)
     return RedistributeDTensor.apply(dtensor, prepared())
 
 
-def _is_no_tag(placement: Placement) -> bool:
+def _has_no_tag(placement: Placement) -> bool:
     return isinstance(placement, Partial) and tag_of(placement) is None
 
 
@@ -104,26 +104,26 @@ def _end(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], layout: Layout | str | None
 ) -> End:
     """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError."""
-    placed = tuple(_counted_from_0(p, len(shape)) for p in placements)
+    placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     axes = dtensor_axes(mesh)
-    told = from_placements(placed, axes, len(shape))
+    inferred = from_placements(placements, axes, len(shape))
     if layout is None:
-        to_placements(told, axes, shape)  # refuses what a DTensor divides otherwise
-        return End(mesh, placed, told)
-    given = positional(Layout.parse(layout) if isinstance(layout, str) else layout, len(shape))
-    for axis, placement in zip(axes.axes, placed, strict=True):
-        cut = next((d for d, dim in enumerate(given.dims) if axis in dim.axes), None)
-        tag = next((kind for kind, tagged in given.tags if axis in tagged and kind != "copy"), None)
+        to_placements(inferred, axes, shape)  # refuses cuts that a DTensor makes in another way
+        return End(mesh, placements, inferred)
+    explicit = positional(Layout.parse(layout) if isinstance(layout, str) else layout, len(shape))
+    for axis, placement in zip(axes.axes, placements, strict=True):
+        cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
+        tag = next((kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None)
         if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
             raise PlanError(
-                f"'{layout}' is not what {placement} of axis '{axis}' is",
-                hint="a layout tells sizes and orders of the cuts that the placements name",
+                f"'{layout}' contradicts the placement {placement} of axis '{axis}'",
+                hint="a layout gives sizes and orders for the cuts that the placements name",
             )
-    return End(mesh, placed, given)
+    return End(mesh, placements, explicit)
 
 
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:
-    """The placement with its dim from the front. Raises ShapeError for a dim that there is not."""
+    """The placement with its dim counted from the front. Raises ShapeError for a dim that does not exist."""
     if not isinstance(placement, Shard | _StridedShard):
         return placement
     if not -ndim <= placement.dim < ndim:
@@ -134,7 +134,7 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
     return Shard(dim)
 
 
-def _check_gradient(move: Move) -> None:
+def _check_gradient(move: DTensorMove) -> None:
     won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
     axes = dtensor_axes(move.src.mesh).axes
     partial = {a for a, p in zip(axes, move.gradient or (), strict=False) if isinstance(p, Partial)}
@@ -145,14 +145,14 @@ def _check_gradient(move: Move) -> None:
         )
 
 
-def _compare(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], Move]) -> None:
-    """Raise on all ranks of the meshes unless all of them can do this and are about to."""
+def _compare_moves(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]) -> None:
+    """Raise on all ranks of the meshes unless all of them are about to make this move, and can."""
     ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
-    said = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
+    asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
 
     def facts() -> CallFacts:
-        move, block = prepared(), block_of(x)
-        placed = {
+        move, block = prepared(), local_block(x)
+        everywhere = {
             "placements": f"{move.src.placements} -> {move.dst.placements}",
             "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
             "layouts": f"{move.src.layout} -> {move.dst.layout}",
@@ -163,6 +163,6 @@ def _compare(x: DTensor, mesh: DeviceMesh, prepared: Callable[[], Move]) -> None
         }
         check_device(block.device)
         check(move, tuple(x.shape), tuple(block.shape))
-        return CallFacts(placed, {}, ranks, {"block": str(tuple(block.shape))})
+        return CallFacts(everywhere, {}, ranks, {"block": str(tuple(block.shape))})
 
-    compare_ranks(ranks, said, facts)
+    compare_ranks(ranks, asked, facts)

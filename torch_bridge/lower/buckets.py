@@ -1,6 +1,6 @@
-"""Several executables in lock step: what travels over the same processes travels together.
+"""Several executables run in lock step: messages over the same processes share one collective.
 
-Decides which executables share their collectives. Their plans are what they are alone.
+Decides which executables share their collectives. Each keeps the plan that it has alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch_bridge.lower.packed_collective import PackedCollective, run_together
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
-    """Executables of linear plans as one map: a block of each -> the result of each.
+class BucketedExecutable:
+    """Executables of linear plans as one map: one block for each -> one result for each.
 
-    most_bytes: of what a process sends together, about; None for no limit.
+    most_bytes: about how much a process sends in one bucket; None for no limit.
     """
 
     executables: tuple[Executable, ...]
@@ -39,57 +39,57 @@ class Bucket:
         return True
 
     @cached_property
-    def backward(self) -> Bucket:
+    def backward(self) -> BucketedExecutable:
         return self._of([executable.backward for executable in self.executables])
 
     @cached_property
-    def tangent(self) -> Bucket:
+    def tangent(self) -> BucketedExecutable:
         return self._of([executable.tangent for executable in self.executables])
 
-    def batched(self, n: int) -> Bucket:
+    def batched(self, n: int) -> BucketedExecutable:
         return self._of([executable.batched(n) for executable in self.executables])
 
-    def _of(self, executables: Sequence[Executable]) -> Bucket:
-        return Bucket(tuple(executables), self.most_bytes)
+    def _of(self, executables: Sequence[Executable]) -> BucketedExecutable:
+        return BucketedExecutable(tuple(executables), self.most_bytes)
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
-        """Which executables go together: those with the same collectives on the same dtype, in order.
+        """Numbers of the executables in each bucket: they have the same collectives, in order, and one dtype.
 
-        Sizes are those of the largest block: every process must come to the same buckets.
+        A size is that of the largest block, so that all processes make the same buckets.
         """
         found: dict[Any, list[list[int]]] = {}
-        held: dict[Any, int] = {}
+        filled: dict[Any, int] = {}
         for i, executable in enumerate(self.executables):
             collectives = tuple(m.collective for m in executable.moves if isinstance(m, PackedCollective))
-            # What sends nothing shares nothing.
+            # An executable that sends nothing has a bucket of its own.
             key = (collectives, executable.dtypes[1]) if collectives else i
             nbytes = executable.plan.source.max_local_size * executable.plan.itemsize
             buckets = found.setdefault(key, [[]])
-            if self.most_bytes is not None and buckets[-1] and held[key] + nbytes > self.most_bytes:
+            if self.most_bytes is not None and buckets[-1] and filled[key] + nbytes > self.most_bytes:
                 buckets.append([])
-                held[key] = 0
+                filled[key] = 0
             buckets[-1].append(i)
-            held[key] = held.get(key, 0) + nbytes
+            filled[key] = filled.get(key, 0) + nbytes
         return [bucket for buckets in found.values() for bucket in buckets]
 
 
 def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Every executable's result; all of them have collectives of the same kinds in the same order."""
+    """The result of every executable; all have collectives of the same kinds in the same order."""
     if len(executables) == 1:
         return [executables[0](blocks[0])]
     moves = [iter(executable.moves) for executable in executables]
     outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
     while True:
-        stops = [_until_relay(left, out) for left, out in zip(moves, outs, strict=True)]
-        outs, relays = [out for out, _ in stops], [relay for _, relay in stops if relay is not None]
-        if not relays:
+        stops = [_until_collective(rest, out) for rest, out in zip(moves, outs, strict=True)]
+        outs, packed = [out for out, _ in stops], [move for _, move in stops if move is not None]
+        if not packed:
             return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
-        outs = executables[0].guarded(relays[0], run_together, relays, outs)
+        outs = executables[0].guarded(packed[0], run_together, packed, outs)
 
 
-def _until_relay(moves: Iterator[Move], out: Tensor) -> tuple[Tensor, PackedCollective | None]:
-    """Local moves made up to the next in which messages travel, and that one."""
+def _until_collective(moves: Iterator[Move], out: Tensor) -> tuple[Tensor, PackedCollective | None]:
+    """Make local moves up to the next collective -> the block then, and that collective."""
     for move in moves:
         if isinstance(move, PackedCollective):
             return out, move

@@ -1,9 +1,9 @@
 """Collectives of one group of processes on flat dense tensors.
 
-Decides what backends and torch versions differ in: names, dtypes, and which of two equal
-ways is faster; and that a compiler sees functional collectives, which it can reorder. Knows no layouts.
-No argument is written to, and every result is a new tensor, not a view of one: autograd forbids
-writing to views that a Function returns.
+Hides how backends and torch versions differ: names, dtypes, and which of two equal ways is faster.
+Decides that a compiler sees functional collectives, which it can reorder. Knows no layouts.
+No argument is written to, and every result is a new tensor, not a view: autograd forbids writing to views
+that a Function returns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch._C import _distributed_c10d as c10d
 
 from torch_bridge.mesh.process_mesh import Group
 
-# The methods of a process group, which `dist` wraps in checks that cost as much as all else of a small call.
-# torch 2.13 has new names for them; torch 2.11 has the old ones only.
-_Group = dist.ProcessGroup
-_all_gather = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
-_all_to_all = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base
-_reduce_scatter = getattr(_Group, "reduce_scatter_single", None) or _Group._reduce_scatter_base
+# Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
+# torch 2.13 has new names for them; torch 2.11 has only the old ones.
+_call_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_call_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_call_reduce_scatter = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+)
 
-# Dtypes that no backend knows, and one of the same size as which their bits travel.
+# Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 CARRIERS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
@@ -44,7 +45,6 @@ CARRIERS = {
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-
 _OPTIONS: dict[str, Any] = {
     "all_gather": c10d.AllgatherOptions,
     "all_reduce": c10d.AllreduceOptions,
@@ -52,14 +52,13 @@ _OPTIONS: dict[str, Any] = {
     "reduce_scatter": c10d.ReduceScatterOptions,
 }
 
-
-# Of messages from rank to rank: a tag, so that they meet no others between the same ranks, and what
-# profiles and meters call all of one permutation.
+# For messages from rank to rank: a tag that keeps them apart from others between the same ranks, and the
+# name of one permutation in profiles and byte counters.
 TAG, PERMUTE = 7011, "xshard.permute"
 
 
 class _Works(NamedTuple):
-    """Several things under way, to be waited for as one."""
+    """Several operations under way that are waited for as one."""
 
     works: Sequence[dist.Work]
 
@@ -72,28 +71,28 @@ _UNWATCHED = nullcontext()
 
 
 def _is_watched() -> bool:
-    """Whether anything looks at what is called: only then is a name for it worth its 6 us."""
+    """Whether a profiler or a dispatch mode is active: only then is recording a name worth its 6 us."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
 
 def _in_turn(sizes: Sequence[int]) -> list[tuple[int, slice]]:
-    """Where the messages of the ranks lie, one after the other; those of no elements left out."""
+    """(rank, where its message lies) for messages one after the other; empty messages are left out."""
     ends = list(accumulate(sizes, initial=0))
     return [(rank, slice(ends[rank], ends[rank + 1])) for rank, n in enumerate(sizes) if n]
 
 
-# What is issued -> its result, once it is there.
+# Waits for a result that is under way and returns it.
 Pending = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: what every rank of a group sends in one flat tensor, and what arrives in one.
+    """One collective of a group: every rank sends one flat tensor and receives another.
 
     kind: all_gather, all_reduce, reduce_scatter, all_to_all, or permute: messages from rank to rank, at most
-    one from every rank, of which a compiler knows nothing. op: sum, max or min, where it reduces.
-    sent, received: elements of the messages in either tensor, in their order: one per rank, or one
-    where all ranks get, or send, the same.
+    one from every rank, which compilers cannot record. op: sum, max or min, where it reduces.
+    sent, received: the number of elements of each message, in order: one per rank, or a single one
+    where all ranks receive, or send, the same.
     """
 
     kind: str
@@ -103,7 +102,7 @@ class Collective:
     op: str | None = None
 
     def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
-        """A flat tensor of all messages sent -> all that are received, in a tensor of `shape`."""
+        """A flat tensor of the messages to send -> the messages received, in a tensor of `shape`."""
         if self.group.is_traced:
             return self.begin(messages, shape)()
         out = messages.new_empty(shape)
@@ -111,16 +110,16 @@ class Collective:
         return out
 
     def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
-        """`run`, begun -> what waits for its end and returns its result."""
+        """Begin `run` -> a function that waits for its end and returns its result."""
         if self.group.is_traced:
             arriving = self._functional(messages)
             return lambda: torch.ops._c10d_functional.wait_tensor(arriving).view(shape)
         out = messages.new_empty(shape)
         work = self._issue(out.view(-1), messages, async_op=True)
 
-        def end(_messages: Tensor = messages) -> Tensor:  # which are kept until they have been sent
+        def end(_messages: Tensor = messages) -> Tensor:  # keeps the messages alive until they have been sent
             work.wait()
-            if out.is_cuda:  # the stream that waits need not be the one that `out` was made on
+            if out.is_cuda:  # the stream that waits may not be the one on which `out` was allocated
                 out.record_stream(torch.cuda.current_stream(out.device))
             return out
 
@@ -128,19 +127,19 @@ class Collective:
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:
-        """What an all-to-all is told: nothing where all messages are of one size, which costs less."""
+        """The split sizes of an all-to-all: none where all messages have one size, which is faster."""
         is_even = len({*self.sent, *self.received}) == 1
         return ([], []) if is_even else (list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
-        """Begin it: what to wait for, or None where nothing is left to wait for."""
+        """Begin it -> the work to wait for, or None where it has ended."""
         if self.kind == "all_reduce":
             out.copy_(messages)
         if messages.is_complex():
             out, messages = torch.view_as_real(out), torch.view_as_real(messages)
         work = self._call(out, messages, async_op)
         if work is not None and not async_op:
-            work.wait()  # for backends that have not waited yet
+            work.wait()  # some backends return before the end
         return work
 
     def _call(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
@@ -148,15 +147,15 @@ class Collective:
             return self._sent_directly(out, messages)
         group, options = self.group.process_group, self._options[async_op]
         if self.kind == "all_to_all":
-            return _all_to_all(group, out, messages, *self._splits, options)
+            return _call_all_to_all(group, out, messages, *self._splits, options)
         if self.kind == "all_gather":
-            return _all_gather(group, out, messages, options)
+            return _call_all_gather(group, out, messages, options)
         if self.kind == "all_reduce":
             return group.allreduce([out], options)
-        return _reduce_scatter(group, out, messages, options)
+        return _call_reduce_scatter(group, out, messages, options)
 
     def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
-        """The messages from rank to rank."""
+        """Begin to send and receive messages from rank to rank."""
         group = self.group.process_group
         senders, receivers = self._peers
         with torch.profiler.record_function(PERMUTE) if _is_watched() else _UNWATCHED:
@@ -166,12 +165,12 @@ class Collective:
 
     @cached_property
     def _peers(self) -> tuple[list[tuple[int, slice]], list[tuple[int, slice]]]:
-        """The ranks that anything comes from, and those that anything goes to, and where it lies."""
+        """Ranks that send to this one and ranks that receive from it, with the place of each message."""
         return _in_turn(self.received), _in_turn(self.sent)
 
     @cached_property
     def _options(self) -> tuple[Any, Any]:
-        """How to call it: waiting for its end, and not."""
+        """The options of a call that waits for its end, and of one that does not."""
         return self._made_options(async_op=False), self._made_options(async_op=True)
 
     def _made_options(self, *, async_op: bool) -> Any:
@@ -182,7 +181,7 @@ class Collective:
         return options
 
     def _functional(self, messages: Tensor) -> Tensor:
-        """The collective as a function, whose result is to be waited for."""
+        """The collective as a functional operator; wait for its result with `wait_tensor`."""
         functional, name = torch.ops._c10d_functional, self.group.process_group.group_name
         n = len(self.group.devices)
         if self.kind == "all_to_all":

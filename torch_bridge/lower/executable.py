@@ -1,7 +1,7 @@
 """A plan as one process executes it.
 
-Decides in which order moves run, begin and end, and which other plans derivatives take. What a move does
-is settled in `lower`.
+Decides in which order moves run, begin and end, and which plans its derivatives run. What a move does
+is decided in `lower.rules`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import PackedCollective
-from torch_bridge.mesh.failures import CollectiveError, is_loss, lost
+from torch_bridge.mesh.failures import CollectiveError, collective_error, is_loss
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import DtypeError, Layout, Plan, dtypes
 from xshard.notation.parser import Dim
@@ -27,11 +27,11 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Casts(NamedTuple):
-    """The dtype of blocks, the one in which they travel, and the one in which their gradients do."""
+    """The dtype of blocks, and those in which they and their gradients travel."""
 
     block: torch.dtype
-    wire: torch.dtype
-    adjoint: torch.dtype
+    forward: torch.dtype
+    backward: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,7 @@ class Executable:
 
     The result is a new tensor; the block is left as it is.
     lower: another plan on the same processes -> its executable.
-
-    casts: the dtypes that blocks have and travel in, where they differ.
+    casts: the dtypes of blocks and of what travels, where they differ.
     """
 
     plan: Plan
@@ -59,7 +58,7 @@ class Executable:
             if is_loss(error):
                 raise self._lost(move, error) from error
             raise
-        # Where nothing moves the result still is the caller's own, to write to as they like.
+        # Where nothing moves, the result is a copy: callers may write to it.
         return self.leave(start.clone(memory_format=torch.contiguous_format) if out is start else out)
 
     @cached_property
@@ -69,40 +68,40 @@ class Executable:
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype that is planned for, and the one as which its bits travel."""
+        """The dtype of the plan, and the one as which its bits travel."""
         dtype = getattr(torch, self.plan.dtype)
         return dtype, CARRIERS.get(dtype, dtype)
 
     def enter(self, block: Tensor) -> Tensor:
-        """A block -> what the moves take."""
+        """A block -> the tensor that the first move takes."""
         if self.casts:
-            block = block.to(self.casts.wire)
+            block = block.to(self.casts.forward)
         dtype, carrier = self.dtypes
         return block if carrier is dtype else block.view(carrier)
 
     def leave(self, out: Tensor) -> Tensor:
-        """What the moves have made -> the block."""
+        """The tensor that the last move returns -> the block."""
         dtype, carrier = self.dtypes
         if carrier is not dtype:
             out = out.view(dtype)
         return out.to(self.casts.block) if self.casts else out
 
     def begin(self, block: Tensor) -> Pending:
-        """The plan begun -> what ends it and returns the result. What travels last travels in between.
+        """Begin the plan -> a function that ends it and returns the result.
 
-        All processes begin and end their plans in the same order.
+        The last collective runs in between. All processes begin and end their plans in the same order.
         """
         last = max((i for i, move in enumerate(self.moves) if isinstance(move, PackedCollective)), default=-1)
-        relay = self.moves[last] if last >= 0 else None
-        if not isinstance(relay, PackedCollective):
+        packed = self.moves[last] if last >= 0 else None
+        if not isinstance(packed, PackedCollective):
             return lambda: self(block)
         out = self.enter(block)
         for move in self.moves[:last]:
             out = self.guarded(move, move, out)
-        arrive = self.guarded(relay, relay.begin, out)
+        arrive = self.guarded(packed, packed.begin, out)
 
         def end() -> Tensor:
-            result = self.guarded(relay, arrive)
+            result = self.guarded(packed, arrive)
             for move in self.moves[last + 1 :]:
                 result = self.guarded(move, move, result)
             return self.leave(result)
@@ -110,7 +109,7 @@ class Executable:
         return end
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
-        """`act(*args)`, a part of a move. Raises CollectiveError, which names the step, for a lost peer."""
+        """Run `act(*args)`, a part of a move. Raises CollectiveError, naming the step, for a lost peer."""
         try:
             return act(*args)
         except RuntimeError as error:
@@ -120,24 +119,26 @@ class Executable:
 
     def _lost(self, move: Move, error: RuntimeError) -> CollectiveError:
         at, steps = self.moves.index(move), self.plan.steps
-        return lost(self.plan, f"step {at + 1} of {len(steps)}, '{steps[at]}',", self.processes.ranks, error)
+        return collective_error(
+            self.plan, f"step {at + 1} of {len(steps)}, '{steps[at]}',", self.processes.ranks, error
+        )
 
-    def casting(self, block: torch.dtype, adjoint: torch.dtype) -> Executable:
-        """The same for blocks of another dtype, cast to what is planned for before and back after.
+    def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
+        """The same for blocks of another dtype, cast to the plan's before and back after.
 
-        adjoint: the dtype in which gradients travel.
+        backward: the dtype in which gradients travel.
         """
-        wire = self.dtypes[0]
-        if not self.is_linear and wire != adjoint:
+        forward = self.dtypes[0]
+        if not self.is_linear and forward != backward:
             raise DtypeError(
                 f"the gradient of '{self.plan.src}' goes to the values that are equal to the result",
-                hint=f"it travels as they do: comm_dtype={wire}",
+                hint=f"it travels in the same dtype: comm_dtype={forward}",
             )
-        return self if block == wire == adjoint else replace(self, casts=Casts(block, wire, adjoint))
+        return self if block == forward == backward else replace(self, casts=Casts(block, forward, backward))
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether `backward` and `tangent` are its derivatives; those of a max or min need `winners`."""
+        """Whether `backward` and `tangent` are its derivatives; a max or min has `winners` instead."""
         return self.plan.src.is_linear
 
     @cached_property
@@ -145,22 +146,25 @@ class Executable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
             return self.lower(self.plan.backward)
-        block, wire, adjoint = self.casts
-        return self.lower(self._planned(adjoint).backward).casting(block, wire)
+        block, forward, backward = self.casts
+        return self.lower(self._planned(backward).backward).casting(block, forward)
 
     def plan_gradient(self) -> None:
-        """Lower what the backward pass runs. Raises LinearityError, DtypeError where there is none."""
+        """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
         _ = self.backward if self.is_linear else self.winners
 
     @cached_property
     def tangent(self) -> Executable:
-        """What tangents take: the same, but that constants beyond the ends of the array are zeros."""
+        """The executable for tangents: the same, with zeros for constants beyond the ends of the array."""
         tangent = self.plan.tangent
         return self if tangent is self.plan else replace(self.lower(tangent), casts=self.casts)
 
     @cached_property
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
-        """For the derivatives of a max or min, as in `xshard.plans.max_min`: result, count, cotangent, tangent."""
+        """Executables for the derivatives of a max or min: result, count, cotangent, tangent.
+
+        Their plans are those of `xshard.plans.max_min`.
+        """
         plans = max_min_plans(self.plan)
         result, count = self.lower(plans.result), self.lower(plans.count)
         return result, count, self.lower(plans.cotangent), self.lower(plans.tangent)
@@ -168,7 +172,7 @@ class Executable:
     def batched(self, n: int) -> Executable:
         """The same redistribution of a block with one more dim, whole and leading, of length `n`."""
         plan = self.plan
-        # No two dims have this name: nested batches have ever more dims.
+        # A new name for every level: each batch adds a dim.
         dim = Dim(f"_batch{len(plan.shape)}")
         src, dst = (Layout((dim, *layout.dims), layout.tags) for layout in (plan.src, plan.dst))
         shape = (n, *plan.shape)

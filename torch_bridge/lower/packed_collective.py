@@ -1,4 +1,4 @@
-"""A move in which messages travel, taken apart: what is sent, the collective, what becomes of it.
+"""A move with communication in three parts: pack the messages, run the collective, unpack the result.
 
 Decides how the messages of several moves share one collective.
 """
@@ -18,9 +18,9 @@ from torch_bridge.lower.packing import Packing
 class PackedCollective:
     """A move whose messages travel in one collective.
 
-    sent: the block as messages. arriving: the shape in which to receive everything at once.
-    unpack: the block, and all that arrived in that shape -> the result. place: the block, and what arrived
-    as one flat tensor per message of the collective -> the same.
+    sent: the block as messages. arriving: the shape of the tensor that receives all messages.
+    unpack: the block and that tensor -> the result. place: the block and one flat tensor per message of
+    the collective -> the same result.
     """
 
     collective: Collective
@@ -33,28 +33,28 @@ class PackedCollective:
         return self.unpack(block, self.collective.run(self.sent.pack(block), self.arriving))
 
     def begin(self, block: Tensor) -> Pending:
-        """The move begun -> what ends it and returns the result."""
+        """Begin the move -> a function that ends it and returns the result."""
         arrive = self.collective.begin(self.sent.pack(block), self.arriving)
         return lambda: self.unpack(block, arrive())
 
 
-def run_together(relays: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Several moves of equal collectives as one: every block's result.
+def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Several moves with equal collectives, in one collective -> the result for every block.
 
-    What goes to one rank lies together, the first block's messages first.
+    Messages for one rank lie side by side, in the order of the blocks.
     """
-    collectives = [relay.collective for relay in relays]
+    collectives = [move.collective for move in packed]
     sent, received = [c.sent for c in collectives], [c.received for c in collectives]
     joint = replace(collectives[0], sent=_totals(sent), received=_totals(received))
     messages = blocks[0].new_empty(sum(joint.sent))
-    for relay, block, parts in zip(relays, blocks, _dealt(messages, sent), strict=True):
-        relay.sent.write(block, parts)
+    for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
+        move.sent.write(block, parts)
     arrived = joint.run(messages, (sum(joint.received),))
     shares = _dealt(arrived, received)
-    return [relay.place(block, parts) for relay, block, parts in zip(relays, blocks, shares, strict=True)]
+    return [move.place(block, parts) for move, block, parts in zip(packed, blocks, shares, strict=True)]
 
 
-Sizes = Sequence[Sequence[int]]  # of every move's messages
+Sizes = Sequence[Sequence[int]]  # elements per message, for every move
 
 
 def _totals(sizes: Sizes) -> list[int]:
@@ -62,6 +62,6 @@ def _totals(sizes: Sizes) -> list[int]:
 
 
 def _dealt(joint: Tensor, sizes: Sizes) -> list[Sequence[Tensor]]:
-    """One tensor of the messages of several moves, rank by rank -> the messages of every move."""
+    """One tensor with the messages of several moves, rank by rank -> the messages of every move."""
     parts = joint.split([n for each in zip(*sizes, strict=True) for n in each])
     return [parts[i :: len(sizes)] for i in range(len(sizes))]

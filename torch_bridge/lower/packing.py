@@ -1,4 +1,4 @@
-"""A block as a row of messages: packing them, and putting them together to a block.
+"""A block as a row of messages: packing them, and assembling a block from them.
 
 Decides how elements are copied between a block and a flat buffer: not at all where the
 messages lie in the block one after the other, else every element once.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
-from xshard.layout.runs import Runs, common
+from xshard.layout.runs import Runs, common_segments
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -26,9 +26,9 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 class Packing:
     """A block of `shape` as messages, in the order in which they are sent or received.
 
-    counts: how many of them are for, or from, every rank, where that is not one each.
-    op: how messages that share rows combine: sum, max or min. For max and min they share all or none.
-    fills: what no message brings, written in this order.
+    counts: the number of messages per rank; None: one each.
+    op: how messages that share rows combine: sum, max or min. For max and min they share all rows or none.
+    fills: constant rows that no message brings, written in this order.
     """
 
     shape: tuple[int, ...]
@@ -50,18 +50,18 @@ class Packing:
 
     @cached_property
     def is_flat(self) -> bool:
-        """The messages, one after the other, are the block as it lies in memory."""
+        """Whether the messages, one after the other, are the block as it lies in memory."""
         at = 0
         for m, n in zip(self.messages, self.sizes, strict=True):
             start = _flat_start(m, self.shape)
-            # A number may equal a symbol today and not tomorrow: that is not where the message always lies.
+            # A symbol that equals the number now may differ later: only equality for all values counts.
             if n and (m.sign < 0 or start is None or not statically_known_true(start == at)):
                 return False
             at += n
         return at == math.prod(self.shape)
 
     def pack(self, block: Tensor) -> Tensor:
-        """The block -> its messages in one flat buffer: the block itself where it is that already."""
+        """The block -> its messages in one flat buffer; the block itself where `is_flat`."""
         if not self.messages:
             return block.new_empty(0)
         if self.is_flat:
@@ -89,7 +89,7 @@ class Packing:
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
-        """The shape in which to receive the messages: the block's own where nothing is left to do."""
+        """The shape of the tensor that receives the messages: the block's own where `is_flat`."""
         return self.shape if self.is_flat else (sum(self.sizes),)
 
     def unpack(self, received: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ class Packing:
         return received if self.is_flat else self.place(received, self.split(received))
 
     def split(self, received: Tensor) -> Sequence[Tensor]:
-        """All messages one after the other -> every one in its shape."""
+        """All messages in one tensor -> a list, each message in its shape."""
         if self._is_uniform:
             return received.view(len(self.messages), *self.messages[0].shape).unbind()
         parts = zip(received.view(-1).split_with_sizes(self.sizes), self.messages, strict=True)
         return [part.view(m.shape) for part, m in parts]
 
     def split_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The messages of every rank one after the other, a flat tensor each -> every one in its shape."""
+        """One flat tensor with the messages of each rank -> a list, each message in its shape."""
         if self.counts is not None:
             sizes = iter(self.sizes)
             by_rank = zip(parts, self.counts, strict=True)
@@ -112,7 +112,7 @@ class Packing:
         return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Every message -> the block, a new tensor of the dtype of `like`; zeros where nothing is put."""
+        """The messages -> the block, a new tensor of the dtype of `like`; zeros where no message is put."""
         if self._row is not None:
             return torch.cat([*parts], self._row)
         if self._negates:
@@ -138,7 +138,7 @@ class Packing:
 
     @cached_property
     def _row(self) -> int | None:
-        """The dim along which the messages, as they come, are the block."""
+        """The dim along which the messages, concatenated in order, are the block, if there is one."""
         if (
             self._joined is None
             or self._negates
@@ -163,7 +163,7 @@ class Packing:
 
     @cached_property
     def _tiles(self) -> tuple[int, int] | None:
-        """How many messages, along which dim, where they are the block cut into equal parts."""
+        """(Number of messages, dim) if the messages are equal parts of the block along a dim."""
         places = [box.block for m in self.messages for box in m.boxes]
         if not self._stacks or any(len(index) != 1 for index in places):
             return None
@@ -175,7 +175,7 @@ class Packing:
 
     @cached_property
     def _line(self) -> int | None:
-        """The dim along which all boxes of all messages, one after the other, are what is sent."""
+        """The dim along which the boxes of all messages, concatenated, are the buffer, if there is one."""
         dims = {d for m in self.messages for box in m.boxes for d, _ in box.block}
         if len(dims) != 1 or any(n != 1 for n in self.shape[: min(dims)]):
             return None
@@ -183,7 +183,7 @@ class Packing:
 
     @cached_property
     def _joined(self) -> tuple[int, list[int]] | None:
-        """The dim along which boxes, and fills after them, in this order are the block."""
+        """The dim, and the order of boxes and then fills, whose concatenation is the block; None if none."""
         found = [box.block for m in self.messages for box in m.boxes] + [fill.box for fill in self.fills]
         spans = [_intervals(index, self.shape) for index in found]
         cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
@@ -199,13 +199,13 @@ class Packing:
 
     @cached_property
     def _met(self) -> list[bool]:
-        """Which messages bring rows that an earlier one brought."""
+        """For every message, whether it shares rows with an earlier one."""
         rows = [m.rows for m in self.messages]
         return [any(_meet(r, earlier) for earlier in rows[:i]) for i, r in enumerate(rows)]
 
     @cached_property
     def _covers(self) -> bool:
-        """Every element is written before anything is added to it. Fills of two dims are not counted."""
+        """Whether every element is written before any is added to it. Fills of two dims do not count."""
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
         if len({fill.dim for fill in self.fills}) == 1:
             rest = math.prod(n for d, n in enumerate(self.shape) if d != self.fills[0].dim)
@@ -214,12 +214,14 @@ class Packing:
 
 
 def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
-    # All rows of a dim meet any: where there are none nothing is put.
-    return a == b or all(x is None or y is None or bool(common(x, y)) for x, y in zip(a, b, strict=True))
+    # None stands for all rows of a dim, which meet any others.
+    return a == b or all(
+        x is None or y is None or bool(common_segments(x, y)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The ends of the rows along every dim; where they are not unbroken, ends that meet nothing."""
+    """(start, stop) of the rows along every dim; (-1, -1) where they are not one run."""
     ends = [(0, n) for n in shape]
     for d, rows in index:
         if isinstance(rows, Tensor) or rows.step is not None:
@@ -230,7 +232,7 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _flat_start(m: Subarray, shape: tuple[int, ...]) -> int | None:
-    """Where a message begins in a contiguous block, if it lies there in one stretch."""
+    """Where a message begins in a contiguous block if it lies there in one piece, else None."""
     if len(m.boxes) != 1:
         return None
     start, begun = 0, False

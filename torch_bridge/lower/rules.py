@@ -1,7 +1,7 @@
 """Plans -> what this process executes: one short rule per step.
 
-Decides how torch carries out a step that the plan has decided on. Rows, sizes and groups are
-settled here, once per plan and mesh; running it only moves data.
+Decides how torch executes each step of a plan. Rows, sizes and groups are computed here, once per plan
+and mesh; running the result only moves data. Above 300 lines: the rules of all steps stand side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_bridge.lower.collectives import CARRIERS, Collective
 from torch_bridge.lower.executable import Executable, Move
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.subarray import Fill, Subarray, message
+from torch_bridge.lower.subarray import Fill, Subarray, subarray
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import DtypeError, Plan, PlanError, Sharding
 from xshard.layout.runs import Run, Runs
@@ -37,12 +37,12 @@ from xshard.steps import (
     Step,
 )
 from xshard.steps.base import DimCut, axes_of, even_parts, own_part
-from xshard.steps.exchange.messages import filled, messages_from, messages_to
+from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to
 from xshard.steps.exchange.sources import view_pairs
-from xshard.steps.exchange.traffic import moving
+from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import senders
 
-# The messages of all ranks, one after the other on a leading dim -> their reduction, rounded once.
+# The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
 _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
     "max": lambda parts: parts.amax(0),
@@ -51,11 +51,11 @@ _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Site(NamedTuple):
-    """Where one step happens: the shardings around it, this process, where and what its tensors are.
+    """The context of one step: the shardings around it, this process, the device and dtype of its tensors.
 
-    lengths: what a compiler calls the lengths of dims that are whole all along, counted from the last
-    (-1); None where nothing is traced.
-    is_last: what the step makes is the result, as it is.
+    lengths: the symbols of a compiler for the lengths of dims that no step cuts, by dims counted from the
+    last (-1); None where nothing is traced.
+    is_last: whether the output of the step is the result.
     """
 
     before: Sharding
@@ -84,37 +84,37 @@ class Site(NamedTuple):
         group = self.processes.group(axes)
         return group if self.lengths is None else group.traced
 
-    def message(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
+    def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
         named = {d: runs for d, runs in rows.items() if d - len(shape) not in (self.lengths or {})}
-        return message(shape, named, self.tensor_device)
+        return subarray(shape, named, self.tensor_device)
 
     def whole(self, end: int) -> Packing:
-        """The block before (0) or after (1) the step as one message."""
+        """The whole block before (0) or after (1) the step as one message."""
         shape = self.shapes[end]
-        return Packing(shape, (self.message(shape, {}),))
+        return Packing(shape, (self.subarray(shape, {}),))
 
     def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
-        """Rows of this process's block that hold a constant, in the dtype in which they travel."""
+        """Rows of this process's block that hold a constant, in the dtype of what travels."""
         dtype = getattr(torch, self.dtype)
         constant = torch.tensor(value, dtype=dtype, device=self.tensor_device)
         return Fill(dim, start, stop, constant.view(CARRIERS.get(dtype, dtype)))
 
     def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
-        """This process's rows of the dims that a step cuts, or puts together."""
+        """This process's rows of the dims that a step cuts or gathers."""
         before = self.before
         return {before.dim_index(d): own_part(before, d, shards, self.device) for d, shards in cuts}
 
     def cut(
         self, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], axes: tuple[str, ...], group: Group
     ) -> Packing:
-        """A block with a message for every rank of a group: the part of `dim` at its index along `axes`."""
+        """A block as one message per rank of a group: the part of `dim` at the rank's index along `axes`."""
         mine = [parts[self.before.mesh.index(device, axes)] for device in group.devices]
-        return Packing(shape, tuple(self.message(shape, {dim: rows}) for rows in mine))
+        return Packing(shape, tuple(self.subarray(shape, {dim: rows}) for rows in mine))
 
 
 @functools.lru_cache(maxsize=4096)
 def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
-    """A plan -> what this process executes; all processes of the mesh call it, since groups may be made.
+    """A plan -> its executable; all processes of the mesh call it, since groups may be made.
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
     """
@@ -125,7 +125,7 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
 def lower_traced(
     plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[int, int]
 ) -> Executable:
-    """`lower` for a compiler, for one trace: what is made on the way is a part of what is recorded.
+    """As `lower`, for one trace of a compiler: tensors made here become part of the trace.
 
     lengths: as in `Site`.
     """
@@ -136,7 +136,7 @@ def lower_traced(
 def _moves(
     plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[int, int] | None = None
 ) -> Iterable[Move]:
-    fine = processes.divided(plan.split)
+    on_sub_axes = processes.factored(plan.split)
     last = max(
         (i for i, step in enumerate(plan.steps) if not isinstance(step, Slice | Retag | Mask)), default=-1
     )
@@ -148,8 +148,11 @@ def _moves(
             )
         rule = RULES.get(type(step))
         if rule is None:
-            raise PlanError(f"torch_bridge has no rule for the step '{step}'", hint="add it to lower.RULES")
-        yield rule(step, Site(before, after, fine, tensor_device, plan.dtype, lengths, i >= last))
+            raise PlanError(
+                f"torch_bridge has no rule for the step '{step}'",
+                hint="add it to torch_bridge.lower.rules.RULES",
+            )
+        yield rule(step, Site(before, after, on_sub_axes, tensor_device, plan.dtype, lengths, i >= last))
 
 
 def _computes(step: Step, before: Sharding) -> bool:
@@ -160,8 +163,8 @@ def _computes(step: Step, before: Sharding) -> bool:
     return isinstance(step, AllReduce | ReduceScatter | Scale)
 
 
-def _relay(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
-    """Blocks as messages, one per rank, sent and received."""
+def _packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
+    """A collective that sends a block as messages, and assembles a block from those that it receives."""
     return PackedCollective(
         collective,
         sent,
@@ -175,19 +178,19 @@ def _all_gather(step: AllGather, site: Site) -> Move:
     axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
     group, parts = site.group(axes), even_parts(site.before, step.dim, step.shards)
     sent, received = site.whole(0), site.cut(site.shapes[1], dim, parts, axes, group)
-    return _relay(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
+    return _packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
 def _slice(step: Slice, site: Site) -> Move:
-    part = site.message(site.shapes[0], site.own_part(*step.cuts))
-    # The result is its own tensor; what another step reads need not be.
+    part = site.subarray(site.shapes[0], site.own_part(*step.cuts))
+    # The result must be a new tensor; an input of another step may be a view.
     return part.copied if site.is_last else part.read
 
 
 def _all_reduce(step: AllReduce, site: Site) -> Move:
     sent, received = site.whole(0), site.whole(1)
     group = site.group(step.axes)
-    return _relay(Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received)
+    return _packed(Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received)
 
 
 def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
@@ -195,8 +198,8 @@ def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
     group, parts = site.group(axes), even_parts(site.before, step.dim, step.shards)
     sent, part = site.cut(site.shapes[0], dim, parts, axes, group), site.whole(1)
     if not group.serves(site.tensor_device, "gloo"):
-        return _relay(Collective("reduce_scatter", group, sent.sizes, part.sizes, step.op), sent, part)
-    # Added where it arrives: 1.7 to 2.8 times as fast as gloo's own (4 and 8 ranks, 16 MiB).
+        return _packed(Collective("reduce_scatter", group, sent.sizes, part.sizes, step.op), sent, part)
+    # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB).
     reduced, n = _REDUCED[step.op], len(group.devices)
     return PackedCollective(
         Collective("all_to_all", group, sent.sizes, part.sizes * n),
@@ -215,13 +218,13 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
         site.cut(shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group)
         for shape, dim, shards in ends
     )
-    return _relay(Collective("all_to_all", group, sent.sizes, received.sizes), sent, received)
+    return _packed(Collective("all_to_all", group, sent.sizes, received.sizes), sent, received)
 
 
 def _permute(step: Permute, site: Site) -> Move:
     me, sender = site.device, senders(site.before, site.after)
-    group = site.group(moving(site.before, site.after))
-    # Of one message gloo's all-to-all makes a meeting of all: 1.0 to 1.5 times as slow (4 and 8 ranks).
+    group = site.group(moving_axes(site.before, site.after))
+    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks).
     directly = group.serves(site.tensor_device, "gloo") and not group.is_traced
 
     def packing(end: int, peer: int) -> Packing:
@@ -233,8 +236,8 @@ def _permute(step: Permute, site: Site) -> Move:
     kind = "permute" if directly else "all_to_all"
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
     if sender[me] != me:
-        return _relay(collective, sent, received)
-    kept = site.message(site.shapes[0], {}).copied
+        return _packed(collective, sent, received)
+    kept = site.subarray(site.shapes[0], {}).copied
     if sender == tuple(range(len(sender))):
         return kept
     return PackedCollective(
@@ -249,15 +252,15 @@ def _exchange(step: Exchange, site: Site) -> Move:
     def rows(box: Any, end: int) -> dict[int, Runs]:
         return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
 
-    # Near senders may differ from the receiver along any axis.
-    axes = moving(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
+    # Near senders may differ from their receiver along any axis.
+    axes = moving_axes(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
     return _messages(
         site,
         axes,
-        [(m.dst, site.message(site.shapes[0], rows(m.box, 0))) for m in outgoing],
-        [(m.src, replace(site.message(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
+        [(m.dst, site.subarray(site.shapes[0], rows(m.box, 0))) for m in outgoing],
+        [(m.src, replace(site.subarray(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
         step.op(site.before),
-        [site.fill(*fill) for fill in filled(site.after, site.device)],
+        [site.fill(*fill) for fill in fill_boxes(site.after, site.device)],
     )
 
 
@@ -269,10 +272,10 @@ def _messages(
     op: str | None,
     fills: Sequence[Fill],
 ) -> Move:
-    """Messages to and from some devices; what a device has for itself it takes directly.
+    """Messages to and from some devices; a device copies rows for itself directly.
 
-    One collective in the group along `axes`, in which all movement stays: point-to-point calls are missing
-    from some backends and from torch.compile.
+    One collective in the group along `axes`, which contains all senders and receivers: some backends and
+    torch.compile have no point-to-point calls.
     """
     group = site.group(axes)
     rank = group.devices.index(site.device)
@@ -286,7 +289,7 @@ def _messages(
         return Packing(shape, tuple(m for _, m in theirs), tuple(counts), op)
 
     own = [m for at, m in by_rank(outgoing) if at == rank]
-    # In the order of the ranks, so that replicas add alike; where there are none, a device's own come first.
+    # In the order of the ranks, so that replicas add in one order; without replicas, own rows come first.
     order = by_rank(incoming)
     if not any(a in axes for a in site.after.mesh.axes if a not in site.after.layout.axes):
         order.sort(key=lambda found: found[0] != rank)
@@ -321,7 +324,7 @@ def _communicates(site: Site) -> bool:
 
 
 def _embed(step: Embed, site: Site) -> Move:
-    whole = Packing(site.shapes[1], (site.message(site.shapes[1], site.own_part((step.dim, step.shards))),))
+    whole = Packing(site.shapes[1], (site.subarray(site.shapes[1], site.own_part((step.dim, step.shards))),))
     return lambda block: whole.place(block, [block])
 
 
@@ -339,7 +342,7 @@ def _scale(step: Scale, site: Site) -> Move:
     numerator, denominator = step.factor.numerator, step.factor.denominator
     if denominator == 1:
         return lambda block: block * numerator
-    # Divided, not multiplied by a rounded reciprocal: exact where the result is representable.
+    # Division, not multiplication by a rounded reciprocal: exact where the result is representable.
     return lambda block: block * numerator / denominator
 
 

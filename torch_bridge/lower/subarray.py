@@ -1,4 +1,4 @@
-"""A message: a dense part of a block, and where its elements stand there.
+"""A subarray: a dense part of a block, and where its elements stand in the block.
 
 Decides how rows of a block are reached: as a view where they lie at one stride, piece by piece, or by
 a list of rows. Knows rows of local blocks, no layouts and no processes.
@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xshard.layout.runs import Run, Runs, intervals, size
+from xshard.layout.runs import Run, Runs, as_intervals, n_rows
 
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
 
-# Rows along some dims, the others being whole: a slice makes a view, a tensor lists them.
+# Rows along some dims, all rows along the others: a slice makes a view, a tensor lists rows.
 Index = tuple[tuple[int, slice | Tensor], ...]
 
 
 class Box(NamedTuple):
-    """Where a part of a message stands: in the message, and in the block."""
+    """Where one piece of a subarray stands: in the subarray, and in the block."""
 
-    message: Index
+    own: Index
     block: Index
 
 
@@ -36,8 +36,8 @@ class Box(NamedTuple):
 class Subarray:
     """A dense array of `shape`: the rows `rows[d]` of a block along each dim d, box by box.
 
-    rows: None stands for all rows of a dim, however many: their number may be a symbol.
-    sign: what it is multiplied by when it is put into the block.
+    rows: None stands for all rows of a dim; their number may be a symbol.
+    sign: the factor by which it is multiplied when it is put into the block.
     """
 
     shape: tuple[int, ...]
@@ -47,46 +47,46 @@ class Subarray:
 
     @cached_property
     def is_view(self) -> bool:
-        """The block holds it as one strided view."""
+        """Whether it is one strided view of the block."""
         return len(self.boxes) == 1 and all(isinstance(rows, slice) for _, rows in self.boxes[0].block)
 
     @cached_property
     def line(self) -> tuple[int, list[int]] | None:
-        """The dim along which boxes of these lengths are the message, if there is one."""
-        dims = {d for box in self.boxes for d, _ in box.message}
+        """(Dim, lengths) if boxes of these lengths, concatenated along the dim, are the subarray."""
+        dims = {d for box in self.boxes for d, _ in box.own}
         if len(dims) != 1:
             return None
-        spans = [rows for box in self.boxes for _, rows in box.message if isinstance(rows, slice)]
+        spans = [rows for box in self.boxes for _, rows in box.own if isinstance(rows, slice)]
         return dims.pop(), [rows.stop - rows.start for rows in spans]
 
     def read(self, block: Tensor) -> Tensor:
-        """The message, as a view of the block where it is one."""
+        """The subarray of a block, as a view where `is_view`."""
         return take(block, self.boxes[0].block) if self.is_view else self.copied(block)
 
     def copied(self, block: Tensor) -> Tensor:
-        """The message as a new tensor."""
+        """The subarray of a block, as a new tensor."""
         if self.is_view:
             return take(block, self.boxes[0].block).clone(memory_format=torch.contiguous_format)
         out = block.new_empty(self.shape)
         if len(self.boxes) > 1 and is_symbolic(self.shape):
             for box in self.boxes:
-                out = scattered(out, box.message, take(block, box.block), None)
+                out = scattered(out, box.own, take(block, box.block), None)
             return out
         self.write(block, out)
         return out
 
     def write(self, block: Tensor, out: Tensor) -> None:
-        """Copy the message into a tensor of its shape."""
+        """Copy the subarray of a block into a tensor of its shape."""
         for box, part in zip(self.boxes, self.parts(out), strict=True):
             part.copy_(take(block, box.block))
 
-    def parts(self, message: Tensor) -> Sequence[Tensor]:
-        """The message's boxes, as views of it."""
+    def parts(self, values: Tensor) -> Sequence[Tensor]:
+        """A tensor of its shape -> a view for every box."""
         if len(self.boxes) == 1:
-            return (message,)
+            return (values,)
         if self.line is not None:
-            return message.split_with_sizes(self.line[1], self.line[0])
-        return [take(message, box.message) for box in self.boxes]
+            return values.split_with_sizes(self.line[1], self.line[0])
+        return [take(values, box.own) for box in self.boxes]
 
 
 class Fill(NamedTuple):
@@ -103,17 +103,17 @@ class Fill(NamedTuple):
         return ((self.dim, slice(self.start, self.stop)),)
 
 
-def message(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Subarray:
-    """The rows `rows[d]` of a block along each dim d, in their order; all rows along dims not named.
+def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device) -> Subarray:
+    """The rows `rows[d]` of a block along each dim d, in their order; all rows along other dims.
 
     device: where lists of rows are kept.
     """
     runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
     boxes = itertools.product(*(_spans(r, device) for r in runs))
     return Subarray(
-        tuple(n if r is None else size(r) for r, n in zip(runs, block_shape, strict=True)),
+        tuple(n if r is None else n_rows(r) for r, n in zip(runs, block_shape, strict=True)),
         runs,
-        tuple(Box(_index(m for m, _ in b), _index(r for _, r in b)) for b in boxes),
+        tuple(Box(_index(own for own, _ in b), _index(r for _, r in b)) for b in boxes),
     )
 
 
@@ -122,10 +122,10 @@ def _index(rows: Iterable[slice | Tensor | None]) -> Index:
 
 
 def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, slice | Tensor | None]]:
-    """Rows of a block, in order -> stretches of the message and the rows of the block they are; None: all."""
+    """Rows of a block, in order -> pairs (rows of the subarray, rows of the block); None: all rows."""
     if runs is None:
         return [(None, None)]
-    ends = intervals(runs)
+    ends = as_intervals(runs)
     if len(ends) == 0:
         return []
     heads = np.flatnonzero(np.concatenate([[True], ends[1:, 0] != ends[:-1, 1]]))
@@ -158,7 +158,7 @@ def take(block: Tensor, index: Index) -> Tensor:
 
 
 def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
-    """A block, once a value has been written to, or combined with, some of its rows."""
+    """Write a value to some rows of a block, or combine it with them -> the block."""
     found = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
     if not lists:
@@ -172,12 +172,12 @@ def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor]
 
 
 def is_symbolic(shape: Sequence[int]) -> bool:
-    """Whether a length is a symbol. Torch records no writes to a part of such a tensor."""
+    """Whether a length is a symbol. Torch does not record writes to parts of such tensors."""
     return not all(isinstance(n, int) for n in shape)
 
 
 def scattered(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
-    """What `put` makes of a block, as a new tensor."""
+    """As `put`, but into a new tensor: the block is left as it is."""
     if not index:
         return value if combine is None else combine(out, value)
     (d, rows), *rest = index

@@ -20,8 +20,8 @@ from torch_bridge.lower.collectives import CARRIERS
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
-from torch_bridge.lower.subarray import Subarray, message
-from torch_bridge.mesh.failures import is_loss, lost
+from torch_bridge.lower.subarray import Subarray, subarray
+from torch_bridge.mesh.failures import collective_error, is_loss
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
 from xshard.layout.runs import Run
@@ -79,7 +79,7 @@ class TransferExecutable:
             if not is_loss(error):
                 raise
             ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
-            raise lost(self.plan, "the messages between the meshes", ranks, error) from error
+            raise collective_error(self.plan, "the messages between the meshes", ranks, error) from error
         if self.whole is None:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
@@ -159,7 +159,7 @@ def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
 
 def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Subarray:
     rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
-    return message(shape, rows, tensor_device)
+    return subarray(shape, rows, tensor_device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

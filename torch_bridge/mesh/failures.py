@@ -1,6 +1,6 @@
-"""What a backend raises, told in terms of the plan that it was carrying out.
+"""Errors of a backend, reported in terms of the plan that was running.
 
-Decides which of its errors mean that a peer is gone, and what is said then.
+Decides which errors of a backend mean that a peer is lost, and what the error says then.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from xshard import Plan, TransferPlan, XshardError
 class CollectiveError(XshardError, RuntimeError):
     """A collective failed: a process of its group has ended, has failed, or has not come in time.
 
-    The backend's own error is its cause. Nothing that is sent afterwards in this world is to be relied on.
+    The backend's own error is its cause. Later communication in this world is unreliable.
     """
 
 
 def is_loss(error: RuntimeError) -> bool:
-    """Whether it is what backends raise when a peer is lost: gloo has no class for it, NCCL has."""
+    """Whether backends raise such an error when a peer is lost: gloo has no class for it, NCCL has."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def lost(plan: Plan | TransferPlan, where: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
-    """The error of a plan in which the backend lost a peer. where: the step, in words."""
+def collective_error(
+    plan: Plan | TransferPlan, where: str, ranks: Sequence[int], error: RuntimeError
+) -> CollectiveError:
+    """The error of a plan during which the backend lost a peer. where: the step, in words."""
     world = dist.group.WORLD
     waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
     said = str(error).strip().splitlines()

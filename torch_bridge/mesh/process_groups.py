@@ -1,8 +1,8 @@
-"""Process groups that their members alone make.
+"""Process groups that only their members make.
 
-Decides how such a group is called, and for how long it waits. `torch.distributed.new_group` names
-it after how many groups each member has made before: members of which one is in a mesh more
-look for each other under different names, and wait. Here the name follows from the ranks.
+Decides the name of such a group, and its timeout. `torch.distributed.new_group` counts the groups that
+a process has made and takes the number as the name: members that have made different numbers of groups
+look for each other under different names, and hang. Here the name follows from the ranks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these global ranks, ascending; its members call this, nobody else need.
+    """The process group of these global ranks, ascending; only its members need to call this.
 
     The first call makes it, with the backends and the timeout of the world; its members then wait for
-    each other, as in a collective. All ranks of the world have the group of the world.
+    each other, as in a collective. The group of all ranks is the world itself.
     """
     world = dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
     return world if len(ranks) == dist.get_world_size() else _group_of(ranks, world)
 
 
-def name_of(ranks: tuple[int, ...]) -> str:
-    """A short name that equal ranks, and no others, have."""
+def ranks_digest(ranks: tuple[int, ...]) -> str:
+    """A short name for some ranks, different for different ranks."""
     return hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """For how long its collectives wait."""
+    """How long the collectives of a group wait."""
     options = (_options(group, kind) for kind in sorted(group._device_types, key=str))
     return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
 
@@ -45,7 +45,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
     backend, store = c10d._world.pg_map[world]
-    name: Any = f"xshard/{name_of(ranks)}"
+    name: Any = f"xshard/{ranks_digest(ranks)}"
     with _without_device(world):
         made, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -63,7 +63,7 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
 
 @contextmanager
 def _without_device(world: dist.ProcessGroup) -> Iterator[None]:
-    """With a device bound to it, torch splits the world's communicator, in which all of it must take part."""
+    """Unbind the world's device: with one, torch splits its communicator, which takes all ranks."""
     bound = world.bound_device_id
     world.bound_device_id = None
     try:

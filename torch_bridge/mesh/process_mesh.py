@@ -1,7 +1,7 @@
 """Which process is which device of a mesh, and the process groups along its axes.
 
 Decides how a `DeviceMesh` or an `xshard.Mesh` becomes devices with global ranks, and when
-groups are made. Knows nothing of tensors.
+groups are made. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.process_groups import group_of
 from xshard import Mesh, MeshError
-from xshard.layout.sub_axes import Split, SubAxisMesh, undivided
+from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Processes that communicate: a process group, and the mesh device of each of its ranks.
+
+    is_traced: whether a compiler records its collectives, which are then functions of tensors.
+    """
+
+    process_group: dist.ProcessGroup
+    devices: tuple[int, ...]
+    is_traced: bool = False
+
+    @cached_property
+    def backends(self) -> str:
+        """The backend of each kind of device, as in `cpu:gloo,cuda:nccl`."""
+        return dist.get_backend_config(self.process_group)
+
+    @cached_property
+    def traced(self) -> Group:
+        """The same processes for a compiler."""
+        return replace(self, is_traced=True)
+
+    def serves(self, tensor_device: torch.device, backend: str) -> bool:
+        """Whether `backend` sends tensors on such a device."""
+        return f"{tensor_device.type}:{backend}" in self.backends
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +61,7 @@ class ProcessMesh:
     process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
-    _divisions: dict[Split, ProcessMesh] = field(default_factory=dict)
+    _factored: dict[Split, ProcessMesh] = field(default_factory=dict)
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes that differ from this one along `axes` only; all of them call this the first time."""
@@ -49,7 +75,7 @@ class ProcessMesh:
     def along(self, axes: Sequence[str]) -> ProcessMesh:
         """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone.
 
-        What the other axes hold (replicas, cuts, anything) is then nobody's business.
+        Blocks may differ in any way along the other axes.
         """
         axes = self._in_mesh_order(axes)
         if axes not in self._parts:
@@ -59,21 +85,22 @@ class ProcessMesh:
             self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
         return self._parts[axes]
 
-    def divided(self, split: Split) -> ProcessMesh:
-        """The same processes on a mesh with axes divided into parts; itself where none are."""
+    def factored(self, split: Split) -> ProcessMesh:
+        """The same processes on a mesh with some axes split into sub-axes; itself where none are."""
         if not split:
             return self
-        if split not in self._divisions:
-            fine = SubAxisMesh(self.mesh, split)
+        if split not in self._factored:
+            sub_axis_mesh = SubAxisMesh(self.mesh, split)
 
-            def process_group(parts: tuple[str, ...]) -> dist.ProcessGroup:
-                mesh, axes = undivided(fine, parts)
-                if mesh is not fine:
+            def process_group(sub_axes: tuple[str, ...]) -> dist.ProcessGroup:
+                mesh, axes = unfactored(sub_axis_mesh, sub_axes)
+                if mesh is not sub_axis_mesh:
                     return self.process_group(axes)
-                return group_of(tuple(sorted(self.ranks[d] for d in fine.group(self.device, parts))))
+                devices = sub_axis_mesh.group(self.device, sub_axes)
+                return group_of(tuple(sorted(self.ranks[d] for d in devices)))
 
-            self._divisions[split] = ProcessMesh(fine, self.ranks, self.device, process_group)
-        return self._divisions[split]
+            self._factored[split] = ProcessMesh(sub_axis_mesh, self.ranks, self.device, process_group)
+        return self._factored[split]
 
     def _in_mesh_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(axes, key=self.mesh.position))
@@ -98,7 +125,7 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
     """The processes of a DTensor's mesh, whose dims are m0, m1, ... where they have no names.
 
-    Raises what `process_mesh` raises but for those names.
+    Raises MeshError as `process_mesh` does, but not for missing names.
     """
     return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, dist.group.WORLD)
 
@@ -115,7 +142,7 @@ def dtensor_axes(mesh: DeviceMesh) -> Mesh:
 
 
 def callers(mesh: object) -> tuple[int, ...]:
-    """The global ranks that call something on a mesh: its own, and all where it is none of some ranks."""
+    """The global ranks that call a function on a mesh: those of the mesh, or all for an `xshard.Mesh`."""
     if isinstance(mesh, ProcessMesh):
         return mesh.ranks
     if isinstance(mesh, DeviceMesh):
@@ -124,7 +151,7 @@ def callers(mesh: object) -> tuple[int, ...]:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise MeshError unless the processes can send what is on such a device."""
+    """Raise MeshError unless the processes can send tensors on such a device."""
     backends = dist.get_backend_config()
     if f"{device.type}:" not in backends:
         raise MeshError(
@@ -162,9 +189,10 @@ def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessM
 
 
 def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
-    """A mesh whose device i is the process of global rank `ranks[i]`; this process is one of them.
+    """A mesh whose device i is the process of global rank `ranks[i]`, one of which is this process.
 
-    device_mesh: the same, whose own groups along single axes are then used. Raises MeshError elsewhere.
+    device_mesh: the same mesh, whose own groups along single axes are used.
+    Raises MeshError on a process that is not in `ranks`.
     """
     ranks, rank = tuple(ranks), dist.get_rank()
     if rank not in ranks:
@@ -186,10 +214,10 @@ def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | No
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
     """The processes of a `ProcessGroup` along one axis, in its order; None is the world. Nothing is sent.
 
-    Raises MeshError where none is initialised, for what is none, and for one that this process is not in.
+    Raises MeshError if no group is initialised, `group` is no process group, or this process is not in it.
     """
     _check_initialised()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `dist.new_group` returns to all others
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise MeshError(f"{group!r} is no process group", hint='as in mesh.get_group("cp"), or None')
@@ -210,29 +238,3 @@ def _check_initialised() -> None:
             "no process group is initialised",
             hint="call torch.distributed.init_process_group() in every process, started by torchrun",
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Processes that communicate: a process group, and the mesh device of each of its ranks.
-
-    is_traced: what it does is recorded by a compiler, for which collectives are functions of tensors.
-    """
-
-    process_group: dist.ProcessGroup
-    devices: tuple[int, ...]
-    is_traced: bool = False
-
-    @cached_property
-    def backends(self) -> str:
-        """Which backend serves which kind of device, as in `cpu:gloo,cuda:nccl`."""
-        return dist.get_backend_config(self.process_group)
-
-    @cached_property
-    def traced(self) -> Group:
-        """The same processes for a compiler."""
-        return replace(self, is_traced=True)
-
-    def serves(self, tensor_device: torch.device, backend: str) -> bool:
-        """Whether that backend carries tensors of such a device."""
-        return f"{tensor_device.type}:{backend}" in self.backends

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.window import Piece, by_pieces, no_outputs
 from xshard import ShapeError, Sharding, XshardError
-from xshard.nn.receptive_fields import Read, transposed
-from xshard.nn.windows import Windowed, pieces, windowed
+from xshard.nn.receptive_fields import ReceptiveField, transposed_field
+from xshard.nn.windows import WindowLayouts, output_pieces, window_layouts
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -45,10 +45,10 @@ class Convolution:
     padding_mode: str = "zeros"
     out_rule: str = ""
 
-    def windows(self, placed: Placement) -> tuple[tuple[int, Window], ...]:
+    def windows(self, placement: Placement) -> tuple[tuple[int, Window], ...]:
         """The window over every spatial dim, which are the last ones."""
         boundary = Boundary(BOUNDARIES[self.padding_mode])
-        first = len(placed.shape) - len(self.kernel)
+        first = len(placement.shape) - len(self.kernel)
         return tuple(
             (first + i, Window(k, s, d, p, self.out_rule, boundary, boundary))
             for i, (k, s, d, p) in enumerate(
@@ -56,10 +56,10 @@ class Convolution:
             )
         )
 
-    def padded(self, block: Tensor, placed: Placement) -> Tensor:
+    def padded(self, block: Tensor, placement: Placement) -> Tensor:
         """The block padded along the spatial dims that are whole."""
-        first = len(placed.shape) - len(self.kernel)
-        pads = [(0, 0) if placed.cuts(first + i) else pair for i, pair in enumerate(self.padding)]
+        first = len(placement.shape) - len(self.kernel)
+        pads = [(0, 0) if placement.cuts(first + i) else pair for i, pair in enumerate(self.padding)]
         flat = list(itertools.chain.from_iterable(reversed(pads)))
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(block, flat, mode=mode) if any(flat) else block
@@ -71,14 +71,14 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ConvGeometry:
     """What a process needs to know of one convolution of one array.
 
     pieces: per cut dim, its stretches of rows and outputs.
     """
 
-    windowed: Windowed
-    placed: Placement
+    windowed: WindowLayouts
+    placement: Placement
     pieces: tuple[tuple[int, tuple[Piece, ...]], ...]
 
     @property
@@ -88,7 +88,7 @@ class Prepared:
 
 
 def conv(
-    x: Tensor, placed: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
+    x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> tuple[Tensor, Placement]:
     """A block `(..., c, *spatial)` -> its block of the convolution's outputs, and where that stands.
 
@@ -96,67 +96,69 @@ def conv(
     array. Raises, on all processes alike and before anything is sent, NotationError for channels that are
     cut, ShapeError for channels or outputs that do not fit.
     """
-    prepared = prepare(placed, convolution, weight.shape)
-    weight_, bias_ = placed.copied(weight, bias)
-    block = placed.moved(x, prepared.windowed.source)
+    geometry = conv_geometry(placement, convolution, weight.shape)
+    weight_, bias_ = placement.copied(weight, bias)
+    block = placement.moved(x, geometry.windowed.source)
     assert weight_ is not None
-    if not prepared.computes:
-        return no_outputs(prepared.placed.local_shape, block, weight_, bias_), prepared.placed
+    if not geometry.computes:
+        return no_outputs(geometry.placement.local_shape, block, weight_, bias_), geometry.placement
     y = by_pieces(
-        convolution.padded(block, placed), dict(prepared.pieces), lambda b: convolution(b, weight_, bias_)
+        convolution.padded(block, placement), dict(geometry.pieces), lambda b: convolution(b, weight_, bias_)
     )
-    return y, prepared.placed
+    return y, geometry.placement
 
 
 @lru_cache(maxsize=4096)
-def prepare(placed: Placement, convolution: Convolution, weight_shape: torch.Size) -> Prepared:
+def conv_geometry(placement: Placement, convolution: Convolution, weight_shape: torch.Size) -> ConvGeometry:
     """Everything about a convolution that shapes decide. Raises NotationError, ShapeError."""
-    channels = len(placed.shape) - len(convolution.kernel) - 1
-    check_channels(placed, channels, weight_shape[1] * convolution.groups)
-    windows = convolution.windows(placed)
-    _check_padding(placed, convolution)
-    found = windowed(placed.sharding, windows)
+    channels = len(placement.shape) - len(convolution.kernel) - 1
+    check_channels(placement, channels, weight_shape[1] * convolution.groups)
+    windows = convolution.windows(placement)
+    _check_padding(placement, convolution)
+    found = window_layouts(placement.sharding, windows)
     if any(found.result.shape[d] < 1 for d, _ in windows):
         raise ShapeError(
-            f"no output: kernel {convolution.kernel} over {placed.shape[channels + 1 :]}",
-            text=str(placed.layout),
+            f"no output: kernel {convolution.kernel} over {placement.shape[channels + 1 :]}",
+            text=str(placement.layout),
             hint="a smaller kernel, or more padding",
         )
     own: list[tuple[int, tuple[Piece, ...]]] = []
     for d, w in windows:
-        if placed.cuts(d):
-            runs = pieces(placed.sharding, d, w, placed.processes.device)
+        if placement.cuts(d):
+            runs = output_pieces(placement.sharding, d, w, placement.processes.device)
             own.append((d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in runs)))
-    result = placed.of(found.result).with_length(channels, weight_shape[0])
-    return Prepared(found, result, tuple(own))
+    result = placement.of(found.result).with_length(channels, weight_shape[0])
+    return ConvGeometry(found, result, tuple(own))
 
 
-def _check_padding(placed: Placement, convolution: Convolution) -> None:
+def _check_padding(placement: Placement, convolution: Convolution) -> None:
     """Refuse what torch does, also where this process has nothing to pad."""
     most = {"circular": 0, "reflect": -1}.get(convolution.padding_mode)
-    for n, pair in zip(placed.shape[-len(convolution.padding) :], convolution.padding, strict=True):
+    for n, pair in zip(placement.shape[-len(convolution.padding) :], convolution.padding, strict=True):
         if most is not None and max(pair) > n + most:
             raise ShapeError(
                 f"{convolution.padding_mode} padding {max(pair)} of {n} rows",
-                text=str(placed.layout),
+                text=str(placement.layout),
                 hint=f"at most {n + most}",
             )
 
 
-def check_channels(placed: Placement, dim: int, channels: int) -> None:
+def check_channels(placement: Placement, dim: int, channels: int) -> None:
     """Raise where channels are cut, or are not as many as a layer wants."""
     if dim < 0:
         raise ShapeError(
-            f"a block with {len(placed.shape)} dims", text=str(placed.layout), hint="as in b c h w"
+            f"a block with {len(placement.shape)} dims", text=str(placement.layout), hint="as in b c h w"
         )
-    check_whole(placed, (dim,), "this layer")
-    if placed.shape[dim] != channels:
-        raise ShapeError(f"{placed.shape[dim]} channels, the layer has {channels}", text=str(placed.layout))
+    check_whole(placement, (dim,), "this layer")
+    if placement.shape[dim] != channels:
+        raise ShapeError(
+            f"{placement.shape[dim]} channels, the layer has {channels}", text=str(placement.layout)
+        )
 
 
 def conv_transpose(
     x: Tensor,
-    placed: Placement,
+    placement: Placement,
     weight: Tensor,
     bias: Tensor | None,
     *,
@@ -168,20 +170,22 @@ def conv_transpose(
 ) -> tuple[Tensor, Placement]:
     """A block `(..., c, *spatial)` -> its block of the transposed convolution's outputs, as in `conv`."""
     rank = weight.ndim - 2
-    channels = len(placed.shape) - rank - 1
-    check_channels(placed, channels, weight.shape[0])
-    reads = _transposed_reads(placed, tuple(weight.shape[2:]), stride, padding, output_padding, dilation)
-    first, device, sharding = channels + 1, placed.processes.device, placed.sharding
-    dims = list(placed.layout.dims)
-    shape = list(placed.shape)
+    channels = len(placement.shape) - rank - 1
+    check_channels(placement, channels, weight.shape[0])
+    reads = _transposed_reads(placement, tuple(weight.shape[2:]), stride, padding, output_padding, dilation)
+    first, device, sharding = channels + 1, placement.processes.device, placement.sharding
+    dims = list(placement.layout.dims)
+    shape = list(placement.shape)
     results = list(dims)
     for d, found in reads.items():
         dims[d], results[d], shape[d] = found.source, found.result, found.length
     shape[channels] = weight.shape[1] * groups
-    result = placed.of(Sharding(replace(placed.layout, dims=tuple(results)), sharding.mesh, tuple(shape)))
-    weight_, bias_ = placed.copied(weight, bias)
+    result = placement.of(
+        Sharding(replace(placement.layout, dims=tuple(results)), sharding.mesh, tuple(shape))
+    )
+    weight_, bias_ = placement.copied(weight, bias)
     assert weight_ is not None
-    block = placed.moved(x, replace(placed.layout, dims=tuple(dims)))
+    block = placement.moved(x, replace(placement.layout, dims=tuple(dims)))
     if 0 in result.local_shape or 0 in block.shape:
         y = no_outputs([0], block, weight_).sum().expand(result.local_shape)  # rows that no input reaches
     else:
@@ -201,26 +205,26 @@ def conv_transpose(
 
 @lru_cache(maxsize=4096)
 def _transposed_reads(
-    placed: Placement, kernel: Ints, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
-) -> dict[int, Read]:
-    first, found = len(placed.shape) - len(kernel), {}
+    placement: Placement, kernel: Ints, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
+) -> dict[int, ReceptiveField]:
+    first, found = len(placement.shape) - len(kernel), {}
     options = zip(kernel, stride, padding, output_padding, dilation, strict=True)
     for i, (k, s, p, extra, d) in enumerate(options):
         if not 0 <= extra < max(s, d):
             raise ShapeError(
                 f"output_padding {extra} with stride {s} and dilation {d}", hint="less than one of them"
             )
-        dim: Dim = placed.layout.dims[first + i]
-        length, sizes = placed.shape[first + i], placed.sharding.mesh.sizes_of(dim.axes)
-        found[first + i] = transposed(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
+        dim: Dim = placement.layout.dims[first + i]
+        length, sizes = placement.shape[first + i], placement.sharding.mesh.sizes_of(dim.axes)
+        found[first + i] = transposed_field(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
         if found[first + i].length < 1:
             raise ShapeError(
-                f"no output: {length} rows of dim {dim.name!r}, padding {p}", text=str(placed.layout)
+                f"no output: {length} rows of dim {dim.name!r}, padding {p}", text=str(placement.layout)
             )
     return found
 
 
-def paddings(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:
+def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:
     """torch's ways to write a convolution's padding -> rows before and after, per spatial dim."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.executable import Executable
-from torch_bridge.nn.conv import Convolution, Prepared, conv, prepare
+from torch_bridge.nn.conv import ConvGeometry, Convolution, conv, conv_geometry
 from torch_bridge.nn.placed import Placement
 from torch_bridge.planning import executable_of
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Region:
     """A box of outputs, and the rows, of the exchanged block or of the device's own, that they are of."""
 
-    outputs: Box
-    rows: Box
+    outputs: Slices
+    rows: Slices
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,28 @@ class Job:
     """One convolution of one array, with the exchange that brings its rows."""
 
     convolution: Convolution
-    placed: Placement
-    prepared: Prepared
+    placement: Placement
+    geometry: ConvGeometry
     regions: Regions
     executable: Executable
 
 
 def overlapped_conv(
-    x: Tensor, placed: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
+    x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> tuple[Tensor, Placement]:
     """`conv`, computing while rows travel; for orders with several stretches of rows it is `conv` itself."""
-    if any(shard.order in ("zigzag", "cyclic") for dim in placed.layout.dims for shard in dim.shards):
-        return conv(x, placed, weight, bias, convolution)
-    prepared = prepare(placed, convolution, weight.shape)
-    expression = (placed.layout, prepared.windowed.source)
-    executable = executable_of(expression, placed.processes, tuple(x.shape), x.dtype, x.device, placed.shape)
+    if any(shard.order in ("zigzag", "cyclic") for dim in placement.layout.dims for shard in dim.shards):
+        return conv(x, placement, weight, bias, convolution)
+    geometry = conv_geometry(placement, convolution, weight.shape)
+    expression = (placement.layout, geometry.windowed.source)
+    executable = executable_of(
+        expression, placement.processes, tuple(x.shape), x.dtype, x.device, placement.shape
+    )
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()
-    weight_, bias_ = placed.copied(weight, bias)
-    job = Job(convolution, placed, prepared, _regions(placed, convolution, prepared), executable)
-    return OverlappedConv.apply(x, weight_, bias_, job), prepared.placed
+    weight_, bias_ = placement.copied(weight, bias)
+    job = Job(convolution, placement, geometry, _regions(placement, convolution, geometry), executable)
+    return OverlappedConv.apply(x, weight_, bias_, job), geometry.placement
 
 
 class OverlappedConv(torch.autograd.Function):
@@ -74,15 +76,15 @@ class OverlappedConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
-        convolution, placed, regions = job.convolution, job.placed, job.regions
+        convolution, placement, regions = job.convolution, job.placement, job.regions
         arrive = job.executable.begin(x)
-        y = x.new_empty(job.prepared.placed.local_shape)
+        y = x.new_empty(job.geometry.placement.local_shape)
         if regions.interior is not None:
-            own = convolution.padded(x[regions.interior.rows], placed)
+            own = convolution.padded(x[regions.interior.rows], placement)
             y[regions.interior.outputs] = convolution(own, weight, bias)
         block = arrive()
         for border in regions.borders:
-            y[border.outputs] = convolution(convolution.padded(block[border.rows], placed), weight, bias)
+            y[border.outputs] = convolution(convolution.padded(block[border.rows], placement), weight, bias)
         ctx.job = job
         ctx.save_for_backward(x, block, weight, bias)
         return y
@@ -122,7 +124,7 @@ def _gradients(job: Job, rows: Tensor, weight: Tensor, gradient: Tensor, needs: 
     """The gradients of some rows, of the weight and of the bias by the outputs that were made of the rows."""
     with torch.enable_grad():  # the padding of whole dims has an adjoint too, which torch knows
         rows = rows.detach().requires_grad_()
-        padded = job.convolution.padded(rows, job.placed)
+        padded = job.convolution.padded(rows, job.placement)
     of_padded, *rest = _backward(job.convolution, gradient, padded.detach(), weight, needs)
     if padded is rows or not needs[0]:
         return [of_padded, *rest]
@@ -147,7 +149,7 @@ def _plain_gradients(
 
     Weights are the copies that each device has of its own: nothing is summed here.
     """
-    y = conv(x, replace(job.placed, copies=False), weight, bias, job.convolution)[0]
+    y = conv(x, replace(job.placement, copies=False), weight, bias, job.convolution)[0]
     inputs = (x, weight, bias)
     wanted = [v for v, need in zip(inputs, needs, strict=True) if need and v is not None]
     found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
@@ -155,13 +157,13 @@ def _plain_gradients(
 
 
 @lru_cache(maxsize=4096)
-def _regions(placed: Placement, convolution: Convolution, prepared: Prepared) -> Regions:
+def _regions(placement: Placement, convolution: Convolution, geometry: ConvGeometry) -> Regions:
     """Along every cut dim, where outputs of own rows begin and end; the rest in slabs."""
-    if not prepared.computes:
+    if not geometry.computes:
         return Regions(None, ())
-    sharding, device, ndim = placed.sharding, placed.processes.device, len(placed.shape)
-    cut = [(d, w) for d, w in convolution.windows(placed) if placed.cuts(d)]
-    made = prepared.placed.sharding
+    sharding, device, ndim = placement.sharding, placement.processes.device, len(placement.shape)
+    cut = [(d, w) for d, w in convolution.windows(placement) if placement.cuts(d)]
+    made = geometry.placement.sharding
     full, inner, own = {}, {}, {}
     for d, w in cut:
         at = sharding.dim_device(d, device)
@@ -175,7 +177,7 @@ def _regions(placed: Placement, convolution: Convolution, prepared: Prepared) ->
         own[d] = slice(begin * w.s + shift, (end - 1) * w.s + span + shift)
     windows = dict(cut)
 
-    def box(found: dict[int, Any]) -> Box:
+    def box(found: dict[int, Any]) -> Slices:
         return tuple(found.get(d, slice(None)) for d in range(ndim))
 
     def region(outputs: dict[int, tuple[int, int]]) -> Region:

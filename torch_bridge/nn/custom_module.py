@@ -43,7 +43,7 @@ class Converted(nn.Module):
             return type(y)(self._recorded(part, found[0]) for part in y)
         return self._recorded(y, found[0])
 
-    def _copied(self, placed: Placement) -> dict[str, Tensor]:
+    def _copied(self, placement: Placement) -> dict[str, Tensor]:
         """Its parameters, but for those that layers copy themselves; gradients are summed as in layers."""
         own = {
             name: parameter
@@ -51,22 +51,22 @@ class Converted(nn.Module):
             if not isinstance(module, Layer)
             for name, parameter in module.named_parameters(prefix, recurse=False)
         }
-        copies = placed.copied(*own.values())
+        copies = placement.copied(*own.values())
         return {name: copy for name, copy in zip(own, copies, strict=True) if copy is not None}
 
-    def _recorded(self, y: Any, placed: Placement) -> Any:
+    def _recorded(self, y: Any, placement: Placement) -> Any:
         if not isinstance(y, Tensor) or recorded(y) is not None:
             return y
-        lengths, local = list(placed.shape), placed.local_shape
-        kept = y.ndim == len(local) and all(n == local[d] for d, n in enumerate(y.shape) if placed.cuts(d))
+        lengths, local = list(placement.shape), placement.local_shape
+        kept = y.ndim == len(local) and all(n == local[d] for d, n in enumerate(y.shape) if placement.cuts(d))
         if not kept:
             raise ShapeError(
                 f"{self.path}: a block of shape {local} became one of {tuple(y.shape)}",
-                text=str(placed.layout),
+                text=str(placement.layout),
                 hint="cut dims stay as long as they are, unless a layer returns them",
             )
         for d, n in enumerate(y.shape):
-            if not placed.cuts(d):
+            if not placement.cuts(d):
                 lengths[d] = n
-        sharding = type(placed.sharding)(placed.layout, placed.sharding.mesh, tuple(lengths))
-        return record(y, placed.of(sharding))
+        sharding = type(placement.sharding)(placement.layout, placement.sharding.mesh, tuple(lengths))
+        return record(y, placement.of(sharding))

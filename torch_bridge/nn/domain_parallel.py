@@ -151,11 +151,11 @@ class _Entrance:
         def known(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            placed = recorded(x)
-            if placed is None and self._is_cut(x):
-                placed = self._placed(x)
+            placement = recorded(x)
+            if placement is None and self._is_cut(x):
+                placement = self._placed(x)
             # Of an alias: what the caller has is left as it is.
-            return record(x.view_as(x), placed or whole(x, like))
+            return record(x.view_as(x), placement or whole(x, like))
 
         args, kwargs = tuple(map(known, args)), {k: known(v) for k, v in kwargs.items()}
         self.running.append(Propagation(self.paths))
@@ -168,8 +168,8 @@ class _Entrance:
         return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
 
     def _placed(self, x: Tensor) -> Placement:
-        placed = placed_as(x, self.layout.resolved(x.ndim), self.mesh, self.shape)
-        return placed if self.sum_gradients else replace(placed, copies=False)
+        placement = placed_as(x, self.layout.resolved(x.ndim), self.mesh, self.shape)
+        return placement if self.sum_gradients else replace(placement, copies=False)
 
     def _leave(self, *_: Any) -> None:
         if self.running:

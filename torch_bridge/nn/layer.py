@@ -88,7 +88,7 @@ class Layer:
     def check(self) -> None:
         """Raise XshardError for options of the module that have no exact form."""
 
-    def compute(self, x: Tensor, placed: Placement, *arguments: Any) -> tuple[Tensor, Placement]:
+    def compute(self, x: Tensor, placement: Placement, *arguments: Any) -> tuple[Tensor, Placement]:
         """The block of the outputs, and where it stands."""
         raise NotImplementedError
 
@@ -104,9 +104,9 @@ class Layer:
                     hint="it came by a function that cannot be followed, or not from the model's inputs; "
                     "activations are checkpointed by xt.nn.checkpoint",
                 )
-            placed = placed_as(input, self.layout, self.mesh, self.shape)
+            placement = placed_as(input, self.layout, self.mesh, self.shape)
             with torch._C.DisableTorchFunction():  # what a layer does inside is no business of `propagation`
-                y, result = self.compute(input, placed, *arguments, **named)
+                y, result = self.compute(input, placement, *arguments, **named)
         except XshardError as error:
             raise _named(error, self.path) from None
         return record(y, result)

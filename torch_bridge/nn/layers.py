@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, conv, conv_transpose, paddings
+from torch_bridge.nn.conv import Convolution, conv, conv_transpose, padding_pairs
 from torch_bridge.nn.conv_overlap import overlapped_conv
 from torch_bridge.nn.layer import Layer
 from torch_bridge.nn.placed import Placement, check_whole
@@ -34,17 +34,17 @@ def _pool(layer: Layer, rank: int, dilation: Any = 1) -> Pool:
 class _Conv(Layer):
     options: ClassVar = {"out_rule": "", "overlap": False}
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         convolution = Convolution(
             self.kernel_size,
             self.stride,
-            paddings(self.padding, self.kernel_size, self.dilation),
+            padding_pairs(self.padding, self.kernel_size, self.dilation),
             self.dilation,
             self.groups,
             self.padding_mode,
             self.out_rule,
         )
-        return (overlapped_conv if self.overlap else conv)(x, placed, self.weight, self.bias, convolution)
+        return (overlapped_conv if self.overlap else conv)(x, placement, self.weight, self.bias, convolution)
 
 
 class Conv1d(_Conv, nn.Conv1d):
@@ -73,14 +73,14 @@ class Conv3d(_Conv, nn.Conv3d):
 
 class _ConvTranspose(Layer):
     def compute(
-        self, x: Tensor, placed: Placement, output_size: Sequence[int] | None = None
+        self, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
     ) -> tuple[Tensor, Placement]:
         extra = self.output_padding
         if output_size is not None:
             rank = len(self.kernel_size)
             options = zip(
                 output_size[-rank:],
-                placed.shape[-rank:],
+                placement.shape[-rank:],
                 self.stride,
                 self.padding,
                 self.dilation,
@@ -90,7 +90,7 @@ class _ConvTranspose(Layer):
             extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, s, p, d, k in options)
         return conv_transpose(
             x,
-            placed,
+            placement,
             self.weight,
             self.bias,
             stride=self.stride,
@@ -121,8 +121,8 @@ class _MaxPool(Layer):
         if self.return_indices:
             raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
-        return max_pool(x, placed, _pool(self, self.rank, self.dilation))
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        return max_pool(x, placement, _pool(self, self.rank, self.dilation))
 
 
 class MaxPool1d(_MaxPool, nn.MaxPool1d):
@@ -147,10 +147,10 @@ class _AvgPool(Layer):
     options: ClassVar = {"out_rule": ""}
     rank: int
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         pool = _pool(self, self.rank)
         divisor = getattr(self, "divisor_override", None)  # one dim has none
-        return avg_pool(x, placed, pool, count_include_pad=self.count_include_pad, divisor=divisor)
+        return avg_pool(x, placement, pool, count_include_pad=self.count_include_pad, divisor=divisor)
 
 
 class AvgPool1d(_AvgPool, nn.AvgPool1d):
@@ -180,8 +180,8 @@ class _GlobalAvgPool(Layer):
                 f"output_size={self.output_size}", hint="of cut dims only 1 has an exact form here"
             )
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
-        return global_avg_pool(x, placed, self.rank)
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        return global_avg_pool(x, placement, self.rank)
 
 
 class AdaptiveAvgPool1d(_GlobalAvgPool, nn.AdaptiveAvgPool1d):
@@ -205,10 +205,10 @@ class AdaptiveAvgPool3d(_GlobalAvgPool, nn.AdaptiveAvgPool3d):
 class Upsample(Layer, nn.Upsample):
     """`torch.nn.Upsample` of blocks `(b, c, ...)`, in all its modes; a `size` is global."""
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         return interpolate(
             x,
-            placed,
+            placement,
             self.size,
             self.scale_factor,
             self.mode,
@@ -220,36 +220,37 @@ class Upsample(Layer, nn.Upsample):
 class GroupNorm(Layer, nn.GroupNorm):
     """`torch.nn.GroupNorm` of blocks `(b, c, ...)`, with the statistics of the whole array."""
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
-        return norms.group_norm(x, placed, self.num_groups, self.weight, self.bias, self.eps), placed
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        return norms.group_norm(x, placement, self.num_groups, self.weight, self.bias, self.eps), placement
 
 
 class LayerNorm(Layer, nn.LayerNorm):
     """`torch.nn.LayerNorm` of blocks, any of whose dims may be cut; `normalized_shape` is global."""
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
-        y = norms.layer_norm(x, placed, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
-        return y, placed
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        y = norms.layer_norm(x, placement, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
+        return y, placement
 
 
 class _BatchNorm(Layer):
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
-        check_whole(placed, (1,), "this layer")
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        check_whole(placement, (1,), "this layer")
         self._check_input_dim(x)
-        if placed.shape[1] != self.num_features:
+        if placement.shape[1] != self.num_features:
             raise ShapeError(
-                f"{placed.shape[1]} channels, the layer has {self.num_features}", text=str(placed.layout)
+                f"{placement.shape[1]} channels, the layer has {self.num_features}",
+                text=str(placement.layout),
             )
         if not self.training and self.running_mean is not None:
             statistics = self.running_mean, self.running_var
-            return norms.fixed_norm(x, placed, statistics, self.weight, self.bias, self.eps), placed
-        y, mean, variance = norms.batch_norm(x, placed, self.weight, self.bias, self.eps)
+            return norms.fixed_norm(x, placement, statistics, self.weight, self.bias, self.eps), placement
+        y, mean, variance = norms.batch_norm(x, placement, self.weight, self.bias, self.eps)
         if self.training and self.running_mean is not None:
             self.num_batches_tracked.add_(1)
             part = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.to(self.running_mean), part)
             self.running_var.lerp_(variance.to(self.running_var), part)
-        return y, placed
+        return y, placement
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -267,13 +268,14 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class Linear(Layer, nn.Linear):
     """`torch.nn.Linear` of blocks whose last dim is whole."""
 
-    def compute(self, x: Tensor, placed: Placement) -> tuple[Tensor, Placement]:
-        last = len(placed.shape) - 1
-        check_whole(placed, (last,), "this layer")
-        if placed.shape[last] != self.in_features:
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        last = len(placement.shape) - 1
+        check_whole(placement, (last,), "this layer")
+        if placement.shape[last] != self.in_features:
             raise ShapeError(
-                f"{placed.shape[last]} features, the layer has {self.in_features}", text=str(placed.layout)
+                f"{placement.shape[last]} features, the layer has {self.in_features}",
+                text=str(placement.layout),
             )
-        weight, bias = placed.copied(self.weight, self.bias)
+        weight, bias = placement.copied(self.weight, self.bias)
         assert weight is not None
-        return F.linear(x, weight, bias), placed.with_length(last, self.out_features)
+        return F.linear(x, weight, bias), placement.with_length(last, self.out_features)

@@ -21,7 +21,7 @@ from xshard.ops import tag
 
 
 def mean_and_variance(
-    x: Tensor, placed: Placement, over: Sequence[int], n: int, axes: Sequence[str]
+    x: Tensor, placement: Placement, over: Sequence[int], n: int, axes: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
     """A block -> mean and biased variance along some dims of the array, on every device that needs them.
 
@@ -35,7 +35,7 @@ def mean_and_variance(
             return summed
         names = dim_names(summed.shape)
         expression = f"{names}{tag('sum', tuple(axes))} -> {names}{tag('copy', tuple(axes))}"
-        return redistribute(summed, expression, placed.processes)
+        return redistribute(summed, expression, placement.processes)
 
     mean = total(x) / n
     # Not the mean of squares less the square of the mean: that cancels.
@@ -43,10 +43,10 @@ def mean_and_variance(
 
 
 def _standardised(
-    x: Tensor, placed: Placement, over: Sequence[int], n: int, axes: Sequence[str], eps: float
+    x: Tensor, placement: Placement, over: Sequence[int], n: int, axes: Sequence[str], eps: float
 ) -> Tensor:
     """Mean 0 and variance 1 along some dims of the array, as in `mean_and_variance`."""
-    mean, variance = mean_and_variance(x, placed, over, n, axes)
+    mean, variance = mean_and_variance(x, placement, over, n, axes)
     return (x - mean) * (variance + eps).rsqrt()
 
 
@@ -55,32 +55,32 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _cutting(placed: Placement, dims: Iterable[int]) -> tuple[str, ...]:
-    return tuple(axis for d in dims for axis in placed.layout.dims[d].axes)
+def _axes_cutting(placement: Placement, dims: Iterable[int]) -> tuple[str, ...]:
+    return tuple(axis for d in dims for axis in placement.layout.dims[d].axes)
 
 
 def group_norm(
-    x: Tensor, placed: Placement, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, placement: Placement, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """A block `(b, c, ...)`, normalised over its group of channels and all dims after them.
 
     Raises NotationError for channels that are cut, ShapeError for channels that are no whole groups.
     """
-    channels = placed.shape[1]
-    check_channels(placed, 1, channels if weight is None else len(weight))
+    channels = placement.shape[1]
+    check_channels(placement, 1, channels if weight is None else len(weight))
     if channels % groups:
-        raise ShapeError(f"{channels} channels in {groups} groups", text=str(placed.layout))
-    n = channels // groups * math.prod(placed.shape[2:])
-    weight_, bias_ = placed.copied(weight, bias)
+        raise ShapeError(f"{channels} channels in {groups} groups", text=str(placement.layout))
+    n = channels // groups * math.prod(placement.shape[2:])
+    weight_, bias_ = placement.copied(weight, bias)
     grouped = _wide(x).reshape(x.shape[0], groups, channels // groups, *x.shape[2:])
-    axes = _cutting(placed, range(2, x.ndim))
-    y = _standardised(grouped, placed, range(2, grouped.ndim), n, axes, eps)
-    return _affine(y.reshape(x.shape).to(x.dtype), weight_, bias_, x.ndim - 2)
+    axes = _axes_cutting(placement, range(2, x.ndim))
+    y = _standardised(grouped, placement, range(2, grouped.ndim), n, axes, eps)
+    return _scaled_and_shifted(y.reshape(x.shape).to(x.dtype), weight_, bias_, x.ndim - 2)
 
 
 def layer_norm(
     x: Tensor,
-    placed: Placement,
+    placement: Placement,
     normalized_shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
@@ -91,65 +91,65 @@ def layer_norm(
     Raises ShapeError where the array does not end in `normalized_shape`.
     """
     rank = len(normalized_shape)
-    if placed.shape[-rank:] != normalized_shape:
+    if placement.shape[-rank:] != normalized_shape:
         raise ShapeError(
-            f"the last dims of {placed.shape} are not {normalized_shape}", text=str(placed.layout)
+            f"the last dims of {placement.shape} are not {normalized_shape}", text=str(placement.layout)
         )
-    first = len(placed.shape) - rank
-    last = placed.layout.dims[first:]
+    first = len(placement.shape) - rank
+    last = placement.layout.dims[first:]
     cut = {axis for dim in last for axis in dim.axes}
-    others = tuple(axis for axis in placed.axes if axis not in cut)
+    others = tuple(axis for axis in placement.axes if axis not in cut)
     whole = " ".join(dim.name for dim in last)
-    if not placed.copies and placed.axes:
-        whole += tag("copy", placed.axes)  # what each process does with the weights stays its own
+    if not placement.copies and placement.axes:
+        whole += tag("copy", placement.axes)  # what each process does with the weights stays its own
     part = f"{' '.join(map(str, last))}{tag('copy', others) if others else ''}"
 
     def own(parameter: Tensor | None) -> Tensor | None:
-        if parameter is None or not placed.axes:
+        if parameter is None or not placement.axes:
             return parameter
-        return redistribute(parameter, f"{whole} -> {part}", placed.processes, shape=normalized_shape)
+        return redistribute(parameter, f"{whole} -> {part}", placement.processes, shape=normalized_shape)
 
     weight_, bias_ = own(weight), own(bias)
     n = math.prod(normalized_shape)
-    over = range(first, len(placed.shape))
-    y = _standardised(_wide(x), placed, over, n, _cutting(placed, over), eps)
-    return _affine(y.to(x.dtype), weight_, bias_, 0)
+    over = range(first, len(placement.shape))
+    y = _standardised(_wide(x), placement, over, n, _axes_cutting(placement, over), eps)
+    return _scaled_and_shifted(y.to(x.dtype), weight_, bias_, 0)
 
 
 def batch_norm(
-    x: Tensor, placed: Placement, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, placement: Placement, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block `(b, c, ...)` -> it normalised over all dims but c; the mean and the unbiased variance, `(c,)`.
 
     Raises NotationError for channels that are cut, ShapeError where there is one value per channel.
     """
-    n = math.prod(placed.shape) // max(1, placed.shape[1])
+    n = math.prod(placement.shape) // max(1, placement.shape[1])
     if n <= 1:
         raise ShapeError(
-            f"one value per channel of a {placed.shape} array", hint="normalise over more, or call eval()"
+            f"one value per channel of a {placement.shape} array", hint="normalise over more, or call eval()"
         )
-    weight_, bias_ = placed.copied(weight, bias)
+    weight_, bias_ = placement.copied(weight, bias)
     over, wide = [d for d in range(x.ndim) if d != 1], _wide(x)
-    mean, variance = mean_and_variance(wide, placed, over, n, _cutting(placed, over))
+    mean, variance = mean_and_variance(wide, placement, over, n, _axes_cutting(placement, over))
     y = ((wide - mean) * (variance + eps).rsqrt()).to(x.dtype)
-    y = _affine(y, weight_, bias_, x.ndim - 2)
+    y = _scaled_and_shifted(y, weight_, bias_, x.ndim - 2)
     return y, mean.detach().flatten(), (variance.detach() * (n / (n - 1))).flatten()
 
 
 def fixed_norm(
     x: Tensor,
-    placed: Placement,
+    placement: Placement,
     statistics: tuple[Tensor, Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
     """A block `(b, c, ...)` normalised by a mean and a variance that are given, `(c,)`."""
-    weight_, bias_ = placed.copied(weight, bias)
+    weight_, bias_ = placement.copied(weight, bias)
     return torch.nn.functional.batch_norm(x, *statistics, weight_, bias_, False, 0.0, eps)
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, dims_after: int) -> Tensor:
+def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None, dims_after: int) -> Tensor:
     columns = (1,) * dims_after
     if weight is not None:
         x = x * weight.view(*weight.shape, *columns)

@@ -88,21 +88,21 @@ def _nowhere() -> None:
     return None
 
 
-def check_whole(placed: Placement, dims: Iterable[int], what: str) -> None:
+def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
     """Raise NotationError where one of the dims is cut."""
     for d in dims:
-        if placed.cuts(d):
-            dim = placed.layout.dims[d]
+        if placement.cuts(d):
+            dim = placement.layout.dims[d]
             raise NotationError(
                 f"{what} needs dim {dim.name!r} whole",
-                text=str(placed.layout),
+                text=str(placement.layout),
                 hint=f"redistribute first, as in '{dim} -> {dim.name}'",
             )
 
 
-def record(x: Tensor, placed: Placement) -> Tensor:
+def record(x: Tensor, placement: Placement) -> Tensor:
     """The same tensor, which now knows where it stands."""
-    setattr(x, _RECORD, placed)
+    setattr(x, _RECORD, placement)
     return x
 
 
@@ -116,13 +116,13 @@ def sharding_of(x: Tensor) -> Sharding:
 
     Raises ShapeError for any other tensor.
     """
-    placed = recorded(x)
-    if placed is None:
+    placement = recorded(x)
+    if placement is None:
         raise ShapeError(
             f"nothing is known of a tensor of shape {tuple(x.shape)}",
             hint="the outputs of domain-parallel layers and models have a sharding",
         )
-    return placed.sharding
+    return placement.sharding
 
 
 def placed_as(
@@ -155,11 +155,11 @@ def _placed_as(
     # Equal blocks only say how long the dims are that nothing else does.
     even = whole_shape(layout, processes.mesh, local, text)
     whole = even if shape is None else tuple(e if n is None else n for e, n in zip(even, shape, strict=True))
-    placed = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
-    if placed.local_shape != local:
+    placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
+    if placement.local_shape != local:
         raise ShapeError(
-            f"the block has shape {local}, not {placed.local_shape}",
+            f"the block has shape {local}, not {placement.local_shape}",
             text=text,
             hint=f"that is this process's part of a {whole} array; pass shape= where blocks differ in size",
         )
-    return placed
+    return placement

@@ -21,7 +21,7 @@ from torch_bridge.nn.window import Piece, by_pieces, no_outputs
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.runs import Run
-from xshard.nn.windows import pieces, pool_counts, pool_window, windowed
+from xshard.nn.windows import output_pieces, pool_counts, pool_window, window_layouts
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -43,7 +43,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PoolGeometry:
     """What a process needs to know of one pool of one array.
 
     runs: per spatial dim, the outputs that it computes. pieces: per cut dim, their rows and numbers. padding:
@@ -51,123 +51,127 @@ class Prepared:
     """
 
     source: Layout
-    placed: Placement
+    placement: Placement
     windows: tuple[Window, ...]
     runs: tuple[tuple[Run, ...], ...]
     pieces: tuple[tuple[int, tuple[Piece, ...]], ...]
     padding: Ints
 
 
-def max_pool(x: Tensor, placed: Placement, pool: Pool) -> tuple[Tensor, Placement]:
+def max_pool(x: Tensor, placement: Placement, pool: Pool) -> tuple[Tensor, Placement]:
     """A block `(..., *spatial)` -> its block of the maxima, and where that stands. Raises ShapeError."""
-    prepared = prepare(placed, pool, Boundary("constant", float("-inf")))
+    geometry = pool_geometry(placement, pool, Boundary("constant", float("-inf")))
     local = _MAX[len(pool.kernel) - 1]
     return _pooled(
         x,
-        placed,
-        prepared,
+        placement,
+        geometry,
         lambda block: local(
-            block, pool.kernel, pool.stride, prepared.padding, pool.dilation, ceil_mode=pool.ceil_mode
+            block, pool.kernel, pool.stride, geometry.padding, pool.dilation, ceil_mode=pool.ceil_mode
         ),
     )
 
 
 def avg_pool(
-    x: Tensor, placed: Placement, pool: Pool, *, count_include_pad: bool = True, divisor: int | None = None
+    x: Tensor, placement: Placement, pool: Pool, *, count_include_pad: bool = True, divisor: int | None = None
 ) -> tuple[Tensor, Placement]:
     """A block `(..., *spatial)` -> its block of the averages, and where that stands. Raises ShapeError.
 
     divisor: what sums are divided by, instead of the rows that they are of.
     """
-    prepared = prepare(placed, pool, Boundary())
+    geometry = pool_geometry(placement, pool, Boundary())
 
     def sums(block: Tensor) -> Tensor:
         if len(pool.kernel) == 1:  # torch has no sums over windows of one dim
             kernel, stride, padding = (
                 (n, *pair)
-                for n, pair in zip((1, 1, 0), (pool.kernel, pool.stride, prepared.padding), strict=True)
+                for n, pair in zip((1, 1, 0), (pool.kernel, pool.stride, geometry.padding), strict=True)
             )
             y = F.avg_pool2d(block.unsqueeze(-2), kernel, stride, padding, pool.ceil_mode, divisor_override=1)
             return y.squeeze(-2)
         local = F.avg_pool2d if len(pool.kernel) == 2 else F.avg_pool3d
-        return local(block, pool.kernel, pool.stride, prepared.padding, pool.ceil_mode, divisor_override=1)
+        return local(block, pool.kernel, pool.stride, geometry.padding, pool.ceil_mode, divisor_override=1)
 
-    y, result = _pooled(x, placed, prepared, sums)
+    y, result = _pooled(x, placement, geometry, sums)
     if divisor is None:
-        return y / _counts(placed, pool, prepared, count_include_pad, y.dtype, y.device), result
+        return y / _counts(placement, pool, geometry, count_include_pad, y.dtype, y.device), result
     return y / divisor, result
 
 
 @lru_cache(maxsize=4096)
-def prepare(placed: Placement, pool: Pool, boundary: Boundary) -> Prepared:
+def pool_geometry(placement: Placement, pool: Pool, boundary: Boundary) -> PoolGeometry:
     """Everything about a pool that shapes decide. Raises ShapeError."""
     rank = len(pool.kernel)
-    first = len(placed.shape) - rank
+    first = len(placement.shape) - rank
     windows = []
     for i, (k, s, d, p) in enumerate(zip(pool.kernel, pool.stride, pool.dilation, pool.padding, strict=True)):
         if not 0 <= p <= (d * (k - 1) + 1) // 2:
             raise ShapeError(f"padding {p} of a pool with kernel {k}", hint="at most half the kernel")
         window = Window(k, s, d, (p, p), pool.out_rule, boundary, boundary)
-        windows.append(pool_window(placed.shape[first + i], window, ceil=pool.ceil_mode))
+        windows.append(pool_window(placement.shape[first + i], window, ceil=pool.ceil_mode))
     over = tuple((first + i, window) for i, window in enumerate(windows))
-    found = windowed(placed.sharding, over)
+    found = window_layouts(placement.sharding, over)
     if any(found.result.shape[d] < 1 for d, _ in over):
         raise ShapeError(
-            f"no output: kernel {pool.kernel} over {placed.shape[first:]}",
-            text=str(placed.layout),
+            f"no output: kernel {pool.kernel} over {placement.shape[first:]}",
+            text=str(placement.layout),
             hint="a smaller kernel, or more padding",
         )
-    runs = tuple(pieces(placed.sharding, d, window, placed.processes.device) for d, window in over)
+    runs = tuple(
+        output_pieces(placement.sharding, d, window, placement.processes.device) for d, window in over
+    )
     own = tuple(
         (d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in of))
         for (d, w), of in zip(over, runs, strict=True)
-        if placed.cuts(d)
+        if placement.cuts(d)
     )
-    padding = tuple(0 if placed.cuts(first + i) else p for i, p in enumerate(pool.padding))
-    return Prepared(found.source, placed.of(found.result), tuple(windows), runs, own, padding)
+    padding = tuple(0 if placement.cuts(first + i) else p for i, p in enumerate(pool.padding))
+    return PoolGeometry(found.source, placement.of(found.result), tuple(windows), runs, own, padding)
 
 
 def _pooled(
-    x: Tensor, placed: Placement, prepared: Prepared, local: Callable[[Tensor], Tensor]
+    x: Tensor, placement: Placement, geometry: PoolGeometry, local: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Placement]:
-    block = placed.moved(x, prepared.source)
-    if not all(prepared.runs):
-        return no_outputs(prepared.placed.local_shape, block), prepared.placed
-    return by_pieces(block, dict(prepared.pieces), local), prepared.placed
+    block = placement.moved(x, geometry.source)
+    if not all(geometry.runs):
+        return no_outputs(geometry.placement.local_shape, block), geometry.placement
+    return by_pieces(block, dict(geometry.pieces), local), geometry.placement
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # what is kept here may serve a backward pass later
 def _counts(
-    placed: Placement,
+    placement: Placement,
     pool: Pool,
-    prepared: Prepared,
+    geometry: PoolGeometry,
     include_pad: bool,
     dtype: torch.dtype,
     tensor_device: torch.device,
 ) -> int | Tensor:
     """What this process's sums are divided by: one number where it is the same for all."""
-    first, counts = len(placed.shape) - len(pool.kernel), np.ones((), np.int64)
-    for i, (window, runs) in enumerate(zip(prepared.windows, prepared.runs, strict=True)):
+    first, counts = len(placement.shape) - len(pool.kernel), np.ones((), np.int64)
+    for i, (window, runs) in enumerate(zip(geometry.windows, geometry.runs, strict=True)):
         one = pool_counts(
-            placed.shape[first + i], window, runs, padding=pool.padding[i], include_pad=include_pad
+            placement.shape[first + i], window, runs, padding=pool.padding[i], include_pad=include_pad
         )
         counts = counts[..., None] * one
     every = math.prod(pool.kernel)
     return every if (counts == every).all() else torch.from_numpy(counts).to(tensor_device, dtype)
 
 
-def global_avg_pool(x: Tensor, placed: Placement, rank: int) -> tuple[Tensor, Placement]:
+def global_avg_pool(x: Tensor, placement: Placement, rank: int) -> tuple[Tensor, Placement]:
     """A block `(..., *spatial)` -> the means over the last `rank` dims of the array, which are whole then."""
-    first = len(placed.shape) - rank
-    over = range(first, len(placed.shape))
-    dims, shape, n = list(placed.layout.dims), list(placed.shape), math.prod(placed.shape[first:])
+    first = len(placement.shape) - rank
+    over = range(first, len(placement.shape))
+    dims, shape, n = list(placement.layout.dims), list(placement.shape), math.prod(placement.shape[first:])
     axes = tuple(axis for d in over for axis in dims[d].axes)
     for d in over:
         dims[d], shape[d] = Dim(dims[d].name), 1
-    result = placed.of(Sharding(replace(placed.layout, dims=tuple(dims)), placed.sharding.mesh, tuple(shape)))
+    result = placement.of(
+        Sharding(replace(placement.layout, dims=tuple(dims)), placement.sharding.mesh, tuple(shape))
+    )
     summed = x.sum(tuple(over), keepdim=True)
     if axes:
         addends = replace(result.layout, tags=(("sum", axes),))
-        summed = redistribute(summed, (addends, result.layout), placed.processes, shape=result.shape)
+        summed = redistribute(summed, (addends, result.layout), placement.processes, shape=result.shape)
     return summed / n, result

@@ -46,7 +46,7 @@ class Propagation(TorchFunctionMode):
         if not found or name in _READING:
             return func(*args, **kwargs)
         try:
-            if not any(placed.axes for placed in found):
+            if not any(placement.axes for placement in found):
                 return of_whole(func, args, kwargs, found[0], name)
             rule = rule_of(name)
             if rule is None:

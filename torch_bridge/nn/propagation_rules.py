@@ -52,98 +52,98 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _prelu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, weight = _arguments(args, kwargs, ("input", "weight"))
-    placed = _placed(x)
-    return record(func(x, *placed.copied(weight)), placed)
+    placement = _placed(x)
+    return record(func(x, *placement.copied(weight)), placement)
 
 
 def _getitem(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, index = args
-    placed = _placed(x)
+    placement = _placed(x)
     index = list(index) if isinstance(index, tuple) else [index]
     for at in [i for i, part in enumerate(index) if part is Ellipsis]:
         index[at : at + 1] = [slice(None)] * (x.ndim - len(index) + 1)
     if not all(isinstance(i, slice) for i in index) or len(index) > x.ndim:
         raise XshardError("a block indexed by more than slices", hint="slice whole dims, as in x[:, :4]")
-    check_whole(placed, (d for d, i in enumerate(index) if i != slice(None)), "a slice")
+    check_whole(placement, (d for d, i in enumerate(index) if i != slice(None)), "a slice")
     y = func(*args)
-    lengths = [n if placed.cuts(d) else y.shape[d] for d, n in enumerate(placed.shape)]
-    return record(y, _reshaped(placed, placed.layout.dims, lengths))
+    lengths = [n if placement.cuts(d) else y.shape[d] for d, n in enumerate(placement.shape)]
+    return record(y, _reshaped(placement, placement.layout.dims, lengths))
 
 
 def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
     found = []
     for x in tensors:
-        placed = recorded(x)
-        if placed is None:
+        placement = recorded(x)
+        if placement is None:
             raise XshardError(
                 "cat() of a block and a tensor of which nothing is known", hint="slice it first"
             )
-        check_whole(placed, (_dim(dim, placed),), "cat()")
-        found.append((x, placed))
+        check_whole(placement, (_dim(dim, placement),), "cat()")
+        found.append((x, placement))
     d = _dim(dim, found[0][1])
-    whole = _met([placed.with_length(d, 1) for _, placed in found])
-    parts = [_fitted(x, whole.with_length(d, placed.shape[d])) for x, placed in found]
-    return record(func(parts, d), whole.with_length(d, sum(placed.shape[d] for _, placed in found)))
+    whole = _met([placement.with_length(d, 1) for _, placement in found])
+    parts = [_fitted(x, whole.with_length(d, placement.shape[d])) for x, placement in found]
+    return record(func(parts, d), whole.with_length(d, sum(placement.shape[d] for _, placement in found)))
 
 
 def _split(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("input", "chunks" if func.__name__ == "chunk" else "split_size_or_sections", "dim")
     x, n, dim = _arguments(args, kwargs, names, 0)
-    placed = _placed(x)
-    d = _dim(dim, placed)
-    check_whole(placed, (d,), f"{func.__name__}()")
-    return tuple(record(y, placed.with_length(d, y.shape[d])) for y in func(x, n, d))
+    placement = _placed(x)
+    d = _dim(dim, placement)
+    check_whole(placement, (d,), f"{func.__name__}()")
+    return tuple(record(y, placement.with_length(d, y.shape[d])) for y in func(x, n, d))
 
 
 def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, keepdim = _arguments(args, kwargs, ("input", "dim", "keepdim"), None, False)
-    placed = _placed(x)
-    every = range(len(placed.shape))
-    dims = sorted({_dim(d, placed) for d in ([dim] if isinstance(dim, int) else dim or every)})
-    check_whole(placed, dims, f"{func.__name__}()")
-    layout, shape = list(placed.layout.dims), list(placed.shape)
+    placement = _placed(x)
+    every = range(len(placement.shape))
+    dims = sorted({_dim(d, placement) for d in ([dim] if isinstance(dim, int) else dim or every)})
+    check_whole(placement, dims, f"{func.__name__}()")
+    layout, shape = list(placement.layout.dims), list(placement.shape)
     for d in reversed(dims):
         if keepdim:
             shape[d] = 1
         else:
             del layout[d], shape[d]
-    return record(func(*args, **kwargs), _reshaped(placed, layout, shape))
+    return record(func(*args, **kwargs), _reshaped(placement, layout, shape))
 
 
 def _softmax(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = _arguments(args, kwargs, ("input", "dim"), None)
-    placed = _placed(x)
+    placement = _placed(x)
     if dim is None:
         raise XshardError(f"{func.__name__}() without dim", hint="name the dim, as in dim=1")
-    check_whole(placed, (_dim(dim, placed),), f"{func.__name__}()")
-    return record(func(*args, **kwargs), placed)
+    check_whole(placement, (_dim(dim, placement),), f"{func.__name__}()")
+    return record(func(*args, **kwargs), placement)
 
 
 def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, pad = _arguments(args, kwargs, ("input", "pad"))
-    placed = _placed(x)
-    shape = list(placed.shape)
+    placement = _placed(x)
+    shape = list(placement.shape)
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         d = len(shape) - 1 - i
         if before or after:
-            check_whole(placed, (d,), "pad()")
+            check_whole(placement, (d,), "pad()")
         shape[d] += before + after
-    return record(func(*args, **kwargs), _reshaped(placed, placed.layout.dims, shape))
+    return record(func(*args, **kwargs), _reshaped(placement, placement.layout.dims, shape))
 
 
 def _flatten(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, start, stop = _arguments(args, kwargs, ("input", "start_dim", "end_dim"), 0, -1)
-    placed = _placed(x)
-    first, last = _dim(start, placed), _dim(stop, placed)
-    check_whole(placed, range(first, last + 1), "flatten()")
-    y, layout, shape = func(*args, **kwargs), list(placed.layout.dims), list(placed.shape)
+    placement = _placed(x)
+    first, last = _dim(start, placement), _dim(stop, placement)
+    check_whole(placement, range(first, last + 1), "flatten()")
+    y, layout, shape = func(*args, **kwargs), list(placement.layout.dims), list(placement.shape)
     layout[first : last + 1] = [Dim(layout[first].name)]
     shape[first : last + 1] = [y.shape[first]]
-    return record(y, _reshaped(placed, layout, shape))
+    return record(y, _reshaped(placement, layout, shape))
 
 
-def of_whole(func: Function, args: Any, kwargs: Any, placed: Placement, name: str) -> Any:
+def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
     """Any function of values that every device has whole: it has the results whole too."""
     if name in _RANDOM and _is_random(args, kwargs):
         raise XshardError(
@@ -152,7 +152,7 @@ def of_whole(func: Function, args: Any, kwargs: Any, placed: Placement, name: st
         )
     result = func(*args, **kwargs)
     for y in tensors_in((result,)):
-        record(y, whole(y, placed))
+        record(y, whole(y, placement))
     return result
 
 
@@ -169,16 +169,16 @@ def _is_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _met(found: Sequence[Placement]) -> Placement:
     """Where the result of a broadcasting function stands: cut as the first that is cut, dim by dim."""
-    rank = max(len(placed.shape) for placed in found)
-    base = next(placed for placed in found if len(placed.shape) == rank)
+    rank = max(len(placement.shape) for placement in found)
+    base = next(placement for placement in found if len(placement.shape) == rank)
     dims, shape = list(base.layout.dims), list(base.shape)
-    for placed in found:
-        for d in range(-1, -len(placed.shape) - 1, -1):
-            dim, n = placed.layout.dims[d], placed.shape[d]
+    for placement in found:
+        for d in range(-1, -len(placement.shape) - 1, -1):
+            dim, n = placement.layout.dims[d], placement.shape[d]
             if (shape[d] == 1 and n != 1) or (not dims[d].axes and dim.axes and n == shape[d]):
                 dims[d], shape[d] = replace(dim, name=dims[d].name), n
             elif n not in (1, shape[d]):
-                raise ShapeError(f"{n} rows of dim {dim.name!r} meet {shape[d]}", text=str(placed.layout))
+                raise ShapeError(f"{n} rows of dim {dim.name!r} meet {shape[d]}", text=str(placement.layout))
     return _reshaped(base, dims, shape)
 
 
@@ -188,13 +188,13 @@ def _fitted(x: Any, result: Placement) -> Any:
         return type(x)(_fitted(v, result) for v in x)
     if not isinstance(x, Tensor):
         return x
-    placed = recorded(x)
+    placement = recorded(x)
     offset = len(result.shape) - x.ndim
     if offset < 0:
         raise ShapeError(
             f"{x.ndim} dims meet {len(result.shape)}", text=str(result.layout), hint="as many dims"
         )
-    if placed is None:
+    if placement is None:
         for d, n in enumerate(x.shape):
             if n > 1 and result.cuts(d + offset):
                 raise ShapeError(
@@ -206,11 +206,13 @@ def _fitted(x: Any, result: Placement) -> Any:
     else:
         to = [
             replace(aim if n > 1 else Dim(aim.name), name=dim.name)
-            for dim, n, aim in zip(placed.layout.dims, placed.shape, result.layout.dims[offset:], strict=True)
+            for dim, n, aim in zip(
+                placement.layout.dims, placement.shape, result.layout.dims[offset:], strict=True
+            )
         ]
-        aim = placed.of(replace(placed.sharding, layout=Layout(tuple(to))))
-        if not placed.sharding.means_the_same_as(aim.sharding):
-            x = record(placed.moved(x, aim.layout), aim)
+        aim = placement.of(replace(placement.sharding, layout=Layout(tuple(to))))
+        if not placement.sharding.means_the_same_as(aim.sharding):
+            x = record(placement.moved(x, aim.layout), aim)
         mine = aim.axes
     missing = tuple(axis for axis in result.axes if axis not in mine)
     if missing and result.copies and x.requires_grad and torch.is_grad_enabled():
@@ -218,20 +220,22 @@ def _fitted(x: Any, result: Placement) -> Any:
     return x
 
 
-def _reshaped(placed: Placement, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-    return placed.of(Sharding(Layout(tuple(dims)), placed.sharding.mesh, tuple(shape)))
+def _reshaped(placement: Placement, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
+    return placement.of(Sharding(Layout(tuple(dims)), placement.sharding.mesh, tuple(shape)))
 
 
 def _placed(x: Tensor) -> Placement:
-    placed = recorded(x)
-    assert placed is not None
-    return placed
+    placement = recorded(x)
+    assert placement is not None
+    return placement
 
 
-def _dim(dim: int, placed: Placement) -> int:
-    if not -len(placed.shape) <= dim < len(placed.shape):
-        raise ShapeError(f"no dim {dim} in a block of {len(placed.shape)} dims", text=str(placed.layout))
-    return dim % len(placed.shape)
+def _dim(dim: int, placement: Placement) -> int:
+    if not -len(placement.shape) <= dim < len(placement.shape):
+        raise ShapeError(
+            f"no dim {dim} in a block of {len(placement.shape)} dims", text=str(placement.layout)
+        )
+    return dim % len(placement.shape)
 
 
 def _arguments(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import no_outputs
 from xshard import Layout, ShapeError, Sharding, XshardError
-from xshard.nn.resample import resampled, taps
+from xshard.nn.resample import resampled_field, taps
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
 MODES = {
@@ -31,20 +31,20 @@ MODES = {
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ResampleGeometry:
     """Rows to hold, and for every spatial dim the taps of this process's outputs.
 
     taps: of every dim, for each tap the rows of the block and their weights.
     """
 
     source: Layout
-    placed: Placement
+    placement: Placement
     taps: tuple[tuple[int, tuple[tuple[Tensor, Tensor], ...]], ...]
 
 
 def interpolate(
     x: Tensor,
-    placed: Placement,
+    placement: Placement,
     size: int | Sequence[int] | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
@@ -57,11 +57,11 @@ def interpolate(
     size: global. The other arguments are those of `torch.nn.functional.interpolate`.
     Raises XshardError, ShapeError for arguments that torch refuses too.
     """
-    rank = len(placed.shape) - 2
+    rank = len(placement.shape) - 2
     known, one_dim = MODES.get(mode, (0, ""))
     if known not in (None, rank):
         raise XshardError(f"no interpolation {mode!r} of {rank} dims", hint=f"modes are: {', '.join(MODES)}")
-    lengths = placed.shape[2:]
+    lengths = placement.shape[2:]
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
     factors: tuple[float | None, ...] = (None,) * rank
@@ -73,40 +73,45 @@ def interpolate(
         factors = (None,) * rank if recompute_scale_factor else tuple(map(float, given))
     if len(outputs) != rank or min(outputs, default=0) < 1:
         raise ShapeError(f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim")
-    prepared = _prepare(placed, outputs, factors, one_dim, bool(align_corners), x.dtype, x.device)
-    block = placed.moved(x, prepared.source)
-    if 0 in prepared.placed.local_shape:
-        return no_outputs(prepared.placed.local_shape, block), prepared.placed
-    for d, found in prepared.taps:
+    geometry = _geometry(placement, outputs, factors, one_dim, bool(align_corners), x.dtype, x.device)
+    block = placement.moved(x, geometry.source)
+    if 0 in geometry.placement.local_shape:
+        return no_outputs(geometry.placement.local_shape, block), geometry.placement
+    for d, found in geometry.taps:
         block = _tapped(block, d, found)
-    return block, prepared.placed
+    return block, geometry.placement
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # what is kept here may serve a backward pass later
-def _prepare(
-    placed: Placement,
+def _geometry(
+    placement: Placement,
     outputs: tuple[int, ...],
     factors: tuple[float | None, ...],
     mode: str,
     align_corners: bool,
     dtype: torch.dtype,
     tensor_device: torch.device,
-) -> Prepared:
-    dims, results, shape, found = list(placed.layout.dims), list(placed.layout.dims), list(placed.shape), []
-    mesh, device = placed.sharding.mesh, placed.processes.device
+) -> ResampleGeometry:
+    dims, results, shape, found = (
+        list(placement.layout.dims),
+        list(placement.layout.dims),
+        list(placement.shape),
+        [],
+    )
+    mesh, device = placement.sharding.mesh, placement.processes.device
     for i, (n, factor) in enumerate(zip(outputs, factors, strict=True)):
         d = 2 + i
         every = taps(mode, shape[d], n, align_corners=align_corners, scale=factor)
-        read = resampled(dims[d], shape[d], mesh.sizes_of(dims[d].axes), every)
-        at = placed.sharding.dim_device(d, device)
+        read = resampled_field(dims[d], shape[d], mesh.sizes_of(dims[d].axes), every)
+        at = placement.sharding.dim_device(d, device)
         (first, _), (start, stop) = read.inputs[at], read.outputs[at]
         dims[d], results[d], shape[d] = read.source, read.result, n
         rows = torch.from_numpy(every.inputs[start:stop] - first).to(tensor_device)
         weights = torch.from_numpy(every.weights[start:stop]).to(tensor_device, dtype)
         found.append((d, tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))))
-    result = Sharding(replace(placed.layout, dims=tuple(results)), mesh, tuple(shape))
-    return Prepared(replace(placed.layout, dims=tuple(dims)), placed.of(result), tuple(found))
+    result = Sharding(replace(placement.layout, dims=tuple(results)), mesh, tuple(shape))
+    return ResampleGeometry(replace(placement.layout, dims=tuple(dims)), placement.of(result), tuple(found))
 
 
 def _tapped(block: Tensor, d: int, found: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from xshard.cli.bench import bench
 from xshard.cli.calibrate import calibrate_command
 from xshard.cli.console import print_error
-from xshard.cli.plan import plan
+from xshard.cli.plan import plan_command
 from xshard.cli.show import show
 from xshard.cli.verify import verify
 from xshard.errors import XshardError
@@ -34,6 +34,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, show, verify, bench):
-    app.command()(command)
-app.command("calibrate")(calibrate_command)
+for name, command in (
+    ("plan", plan_command),
+    ("show", show),
+    ("verify", verify),
+    ("bench", bench),
+    ("calibrate", calibrate_command),
+):
+    app.command(name)(command)

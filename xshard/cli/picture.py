@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.layout.runs import FILL, Run, Runs, intervals
+from xshard.layout.runs import FILL, Run, Runs, as_intervals, merge_adjacent
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold, Halo, Window
 from xshard.notation.parser import Dim
@@ -63,7 +63,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Part:
+class DeviceBlock:
     """What one device has: coordinates, the shape of its block, per dim the rows it owns and holds."""
 
     device: int
@@ -84,7 +84,7 @@ class Picture:
     sharding: Sharding
     strips: tuple[Strip, ...]
     cells: tuple[tuple[Cell, ...], ...]
-    parts: tuple[Part, ...]
+    devices: tuple[DeviceBlock, ...]
     notes: tuple[str, ...]
 
 
@@ -101,7 +101,11 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_
     drawn = tuple(_drawn(sharding, dims))
     strips = tuple(_strip(sharding, d, max_blocks) for d in drawn)
     return Picture(
-        sharding, strips, _cells(sharding, drawn, strips), _parts(sharding), _notes(sharding, drawn)
+        sharding,
+        strips,
+        _picture_cells(sharding, drawn, strips),
+        _device_blocks(sharding),
+        _notes(sharding, drawn),
     )
 
 
@@ -111,7 +115,7 @@ def rows_text(runs: Runs, most: int = 6) -> str:
     >>> rows_text((Run(0, 2), Run(6, 2))), rows_text((Run(0, 1, 4, 8),)), rows_text((Run(FILL, 1), Run(0, 3)))
     ('0-1, 6-7', '0-24 step 8', '1 fill, 0-2')
     """
-    pieces = [text for run in _joined(runs) for text in _run_texts(run, most)]
+    pieces = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
     if len(pieces) > most:
         pieces = [*pieces[:most], "..."]
     return ", ".join(pieces) or "none"
@@ -148,12 +152,12 @@ def _strip(sharding: Sharding, d: int, max_blocks: int) -> Strip:
     """The blocks between all places where some device's rows begin or end."""
     length = sharding.shape[d]
     everyone = itertools.chain.from_iterable(sharding.owners(d) + sharding.holders(d))
-    edges = np.unique(np.append(intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
+    edges = np.unique(np.append(as_intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
     blocks = tuple(itertools.pairwise(edges))
     return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
 
 
-def _cells(
+def _picture_cells(
     sharding: Sharding, drawn: tuple[int, ...], strips: tuple[Strip, ...]
 ) -> tuple[tuple[Cell, ...], ...]:
     """Per block of the picture, the devices that own it and those that only hold it."""
@@ -168,7 +172,9 @@ def _cells(
     hold = holds[-2][:, :, None] & holds[-1][:, None, :]
     return tuple(
         tuple(
-            Cell(_numbers(own[:, i, j] & hold[:, i, j]), _numbers(hold[:, i, j] & ~own[:, i, j]))
+            Cell(
+                _device_numbers(own[:, i, j] & hold[:, i, j]), _device_numbers(hold[:, i, j] & ~own[:, i, j])
+            )
             for j in range(own.shape[2])
         )
         for i in range(own.shape[1])
@@ -181,19 +187,19 @@ def _covered(everyone: Sequence[Runs], strip: Strip) -> NDArray[np.bool_]:
     covered = np.zeros((len(everyone), len(starts) + 1), np.int64)
     for row, runs in zip(covered, everyone, strict=True):
         # +1 where an interval begins, -1 where it ends: the running sum counts those that are open.
-        for edge, change in zip(intervals(runs).T, (1, -1), strict=True):
+        for edge, change in zip(as_intervals(runs).T, (1, -1), strict=True):
             np.add.at(row, np.searchsorted(starts, edge), change)
     return covered.cumsum(axis=1)[:, :-1] > 0
 
 
-def _numbers(mask: NDArray[np.bool_]) -> tuple[int, ...]:
+def _device_numbers(mask: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(np.flatnonzero(mask).tolist())
 
 
-def _parts(sharding: Sharding) -> tuple[Part, ...]:
+def _device_blocks(sharding: Sharding) -> tuple[DeviceBlock, ...]:
     mesh, dims = sharding.mesh, range(len(sharding.shape))
     return tuple(
-        Part(
+        DeviceBlock(
             device,
             tuple(zip(mesh.axes, mesh.coords(device), strict=True)),
             sharding.local_shape(device),
@@ -222,19 +228,6 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     flat = [f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"]
     return (*cuts, *overlaps, *tags, *whole, *(flat if others else ()))
-
-
-def _joined(runs: Runs) -> list[Run]:
-    """Plain runs that continue one another as one."""
-    joined: list[Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        plain = last is not None and last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
-        if last is not None and plain and last.start + last.length == run.start:
-            joined[-1] = Run(last.start, last.length + run.length)
-        else:
-            joined.append(run)
-    return joined
 
 
 def _run_texts(run: Run, most: int) -> list[str]:

@@ -19,7 +19,7 @@ from xshard.plans.plan import Plan
 from xshard.plans.priced import FORWARD, OBJECTIVES
 
 
-def plan(
+def plan_command(
     expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')],
     mesh: MeshText,
     shape: ShapeText,
@@ -53,7 +53,7 @@ def plan(
         typer.echo(made.to_json())
         return
     out = console()
-    for name, part in _parts(made):
+    for name, part in _named_plans(made):
         out.print(Text.assemble((f"{name}  ", "bold"), table.title(part)), soft_wrap=True)
         out.print(_rich_table(part))
         out.print(Text(f"{table.total(part)}\n"), soft_wrap=True)
@@ -61,7 +61,7 @@ def plan(
             out.print(Text(f"{part.explain()}\n"), soft_wrap=True)
 
 
-def _parts(made: Plan) -> list[tuple[str, Plan]]:
+def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
     """The plan and the plans that its gradient consists of."""
     if made.src.is_linear and made.dst.is_linear:
         return [("forward", made), ("backward", made.backward)]

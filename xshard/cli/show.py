@@ -113,16 +113,16 @@ def _range(block: tuple[int, int]) -> str:
 def _reading(drawn: Picture) -> list[str]:
     """How to read the marks that this picture uses."""
     cells = list(itertools.chain.from_iterable(drawn.cells))
-    told = [
+    marks = [
         f"only the first {strip.length - strip.hidden} of {strip.length} rows of {strip.dim.name} are drawn"
         for strip in drawn.strips
         if strip.hidden
     ]
     if any(cell.guests for cell in cells):
-        told.append("+d: a device that holds the block too, as overlap")
+        marks.append("+d: a device that holds the block too, as overlap")
     if any(not cell.owners for cell in cells):
-        told.append(".: the owner does not hold this block")
-    return told
+        marks.append(".: the owner does not hold this block")
+    return marks
 
 
 def _legend(drawn: Picture) -> Table:
@@ -136,16 +136,16 @@ def _legend(drawn: Picture) -> Table:
         table.add_column(f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}")
         if dim.overlap:
             table.add_column(f"{dim.name} held")
-    for part in drawn.parts:
+    for block in drawn.devices:
         rows = []
         for d, dim in cut:
-            rows.append(rows_text(part.owned[d]))
+            rows.append(rows_text(block.owned[d]))
             if dim.overlap:
-                rows.append(rows_text(part.held[d]))
+                rows.append(rows_text(block.held[d]))
         table.add_row(
-            Text(f" {part.device} ", style=colour.get(part.device, "")),
-            *(str(c) for _, c in part.coords),
-            "x".join(map(str, part.local_shape)) or "scalar",
+            Text(f" {block.device} ", style=colour.get(block.device, "")),
+            *(str(c) for _, c in block.coords),
+            "x".join(map(str, block.local_shape)) or "scalar",
             *rows,
         )
     return table

@@ -142,9 +142,9 @@ class Profile:
         """Predicted time of a step of a kind on the busiest device."""
         return self.fabric(mesh).seconds(kind, traffic, itemsize)
 
-    def lanes(self, mesh: Mesh) -> LinkSpans:
+    def link_spans(self, mesh: Mesh) -> LinkSpans:
         """What each kind of link connects along the axes of a mesh, the slowest first."""
-        return self.fabric(mesh).lanes
+        return self.fabric(mesh).spans
 
     def to_json(self) -> str:
         """The profile as text; in a file, `load_profile` reads it back."""
@@ -167,13 +167,13 @@ class Profile:
 class Fabric:
     """A profile on one mesh: which links there are and what they connect.
 
-    links: by level, the slowest first. lanes: what they connect along the axes, in the same order.
+    links: by level, the slowest first. spans: what they connect along the axes, in the same order.
     """
 
     profile: Profile
     mesh: Mesh
     links: tuple[Link, ...]
-    lanes: LinkSpans
+    spans: LinkSpans
 
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predicted time of a step of a kind on the busiest device."""
@@ -209,13 +209,13 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
     links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
-    lanes = [
+    spans = [
         LinkSpan(
             axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis)
         )
         for link, axis, size, stride in found
     ]
-    return Fabric(profile, mesh, tuple(links), tuple(sorted(lanes, key=lambda lane: lane.level)))
+    return Fabric(profile, mesh, tuple(links), tuple(sorted(spans, key=lambda span: span.level)))
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Price:
 def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
     """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
     fabric = profile.fabric(before.mesh)
-    traffic = step.traffic(before, fabric.lanes)
+    traffic = step.traffic(before, fabric.spans)
     buffer = traffic.copied if traffic.hops else 0
     made = 0 if step.kind == "retag" else after.max_local_size  # a block renamed is the same block
     held = before.max_local_size + made + buffer

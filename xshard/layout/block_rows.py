@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from xshard.errors import ShapeError
-from xshard.layout.partition import cut_nested, misfit, owned, owners
-from xshard.layout.runs import FILL, Run, Runs, flat, size
-from xshard.notation.overlap import Boundary, Fold, Halo, Window, rows_of
+from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows
+from xshard.layout.runs import FILL, Run, Runs, merge_adjacent, n_rows, unrolled
+from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
 Sizes = tuple[int, ...]
@@ -31,47 +31,49 @@ class RowSpan(NamedTuple):
     origin: str
 
 
-def held(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+def held_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
     """Global rows that the device's block spans: what it owns, widened by the dim's overlap."""
     if dim.overlap is None:
-        return owned(dim, length, sizes, coords)
-    return tuple(stretch.run for stretch in stretches(dim, length, sizes, coords))
+        return owned_rows(dim, length, sizes, coords)
+    return tuple(stretch.run for stretch in row_spans(dim, length, sizes, coords))
 
 
 @lru_cache(maxsize=4096)
-def holders(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     """`held` for every index along the dim's axes, row-major."""
-    return tuple(held(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+    return tuple(held_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
-def stretches(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[RowSpan, ...]:
+def row_spans(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[RowSpan, ...]:
     """The rows of `held` with their origins, in local order."""
-    mine = owned(dim, length, sizes, coords)
+    mine = owned_rows(dim, length, sizes, coords)
     if dim.overlap is None:
         return tuple(RowSpan(run, "own") for run in mine)
-    overlap = rows_of(dim.overlap)
+    overlap = unfolded(dim.overlap)
     if isinstance(overlap, Halo):
-        reach = _halo_reach(dim, overlap, length, sizes, coords)
+        reach = _halo_intervals(dim, overlap, length, sizes, coords)
     else:
         before, span = overlap.padding[0], overlap.d * (overlap.k - 1) + 1
         reach = [
             (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + span)
-            for r in flat(outputs(dim, overlap, length, sizes, coords))
+            for r in unrolled(window_outputs(dim, overlap, length, sizes, coords))
         ]
     return tuple(
         itertools.chain.from_iterable(
-            _stretched(start, stop, mine, length, overlap) for start, stop in reach if start < stop
+            _spans_between(start, stop, mine, length, overlap) for start, stop in reach if start < stop
         )
     )
 
 
 @lru_cache(maxsize=4096)
-def all_stretches(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
+def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
     """`stretches` for every index along the dim's axes, row-major."""
-    return tuple(stretches(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+    return tuple(row_spans(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
-def outputs(dim: Dim, window: Window, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+def window_outputs(
+    dim: Dim, window: Window, length: int, sizes: Sequence[int], coords: Sequence[int]
+) -> Runs:
     """Which outputs of a window op over `length` rows the device computes."""
     n = window.output_length(length)
     rule = window.out or ("aligned" if any(s.order == SIZES for s in dim.shards) else "")
@@ -80,7 +82,7 @@ def outputs(dim: Dim, window: Window, length: int, sizes: Sequence[int], coords:
     if not rule:
         return cut_nested(n, dim.shards, sizes, coords)
     found = []
-    for run in flat(owned(dim, length, sizes, coords)):
+    for run in unrolled(owned_rows(dim, length, sizes, coords)):
         first, stop = -(-run.start // window.s), -(-(run.start + run.length) // window.s)
         if run.start + run.length == length:
             stop = n  # outputs that start beyond the array are the last owner's
@@ -99,28 +101,30 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     >>> str(dim), n
     ('h/sp', 7)
     """
-    window = rows_of(dim.overlap) if dim.overlap is not None else None
+    window = unfolded(dim.overlap) if dim.overlap is not None else None
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' has no outputs", hint="a window does: h/sp:window(k=3,p=1)")
     n = window.output_length(length)
-    every = [tuple(outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))]
-    lengths = tuple(map(size, every))
+    every = [
+        tuple(window_outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))
+    ]
+    lengths = tuple(map(n_rows, every))
     candidates = [dim.shards, (Shard(dim.axes, "balanced"),), (Shard(dim.axes, SIZES, lengths),)]
     for shards in candidates[:1] if not dim.axes else candidates:
         plain = Dim(dim.name, shards)
-        if misfit(plain, n, sizes) is None and owners(plain, n, sizes) == tuple(every):
+        if misfit(plain, n, sizes) is None and all_owned_rows(plain, n, sizes) == tuple(every):
             return plain, n
     raise ShapeError(
         f"no layout says how the {n} outputs of '{dim}' are cut", hint="leave out= away: as the dim is"
     )
 
 
-def fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
+def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
     """Local rows [start, stop) that lie outside the array, with the value that stands there."""
     if dim.overlap is None or isinstance(dim.overlap, Fold):
         return ()  # a contribution to no row is nothing
-    overlap, found, at = rows_of(dim.overlap), [], 0
-    for run, origin in all_stretches(dim, length, sizes)[index]:
+    overlap, found, at = unfolded(dim.overlap), [], 0
+    for run, origin in all_row_spans(dim, length, sizes)[index]:
         n = run.length * run.repeats
         if run.start == FILL:
             found.append((at, at + n, float(boundary_at(overlap, origin).value)))
@@ -131,11 +135,11 @@ def fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, i
 def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ...]:
     """What stands in every row of a block: equal for two dims that mean the same."""
     beyond = [
-        (stretch.run, boundary_at(rows_of(dim.overlap), stretch.origin))
-        for stretch in all_stretches(dim, length, sizes)[index]
+        (stretch.run, boundary_at(unfolded(dim.overlap), stretch.origin))
+        for stretch in all_row_spans(dim, length, sizes)[index]
         if dim.overlap is not None and (stretch.run.start == FILL or is_flipped(stretch, dim))
     ]
-    return _joined(holders(dim, length, sizes)[index]), tuple(beyond)
+    return merge_adjacent(unrolled(all_held_rows(dim, length, sizes)[index])), tuple(beyond)
 
 
 def length_of_equal_blocks(dim: Dim, rows: int, parts: int) -> int | None:
@@ -144,7 +148,7 @@ def length_of_equal_blocks(dim: Dim, rows: int, parts: int) -> int | None:
     >>> length_of_equal_blocks(Dim("h", (Shard(("sp",)),), Halo(1, 1)), 6, 4)
     16
     """
-    overlap = None if dim.overlap is None else rows_of(dim.overlap)
+    overlap = None if dim.overlap is None else unfolded(dim.overlap)
     if overlap is None:
         return rows * parts
     widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
@@ -164,10 +168,10 @@ def is_flipped(stretch: RowSpan, dim: Dim) -> bool:
     """Whether the rows come from the far side of a pole."""
     if dim.overlap is None or stretch.origin not in ("before", "after"):
         return False
-    return stretch.run.stride < 0 and boundary_at(rows_of(dim.overlap), stretch.origin).kind == "pole"
+    return stretch.run.stride < 0 and boundary_at(unfolded(dim.overlap), stretch.origin).kind == "pole"
 
 
-def _halo_reach(
+def _halo_intervals(
     dim: Dim, halo: Halo, length: int, sizes: Sequence[int], coords: Sequence[int]
 ) -> list[tuple[int, int]]:
     part = 0
@@ -175,19 +179,23 @@ def _halo_reach(
         part = part * n + at
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
-        return [(r.start - lo, r.start + r.length + hi) for r in flat(owned(dim, length, sizes, coords))]
+        return [
+            (r.start - lo, r.start + r.length + hi) for r in unrolled(owned_rows(dim, length, sizes, coords))
+        ]
     # With widths of its own even an empty part has a place: after the parts before it.
     every = itertools.islice(itertools.product(*map(range, sizes)), part + 1)
-    *earlier, mine = (size(owned(dim, length, sizes, c)) for c in every)
+    *earlier, mine = (n_rows(owned_rows(dim, length, sizes, c)) for c in every)
     return [(sum(earlier) - lo, sum(earlier) + mine + hi)]
 
 
-def _stretched(start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window) -> Iterator[RowSpan]:
+def _spans_between(
+    start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window
+) -> Iterator[RowSpan]:
     """[start, stop), which may reach over the ends of the array, by the boundary rules."""
     if length:
         yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
     at, end = max(start, 0), min(stop, length)
-    for run in sorted(flat(mine)):
+    for run in sorted(unrolled(mine)):
         first, last = max(run.start, at), min(run.start + run.length, end)
         if first < last:
             if at < first:
@@ -230,15 +238,3 @@ def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
             runs.append(Run(period - at - (period == 2 * length), 1, n, -1))
         start += n
     return runs
-
-
-def _joined(runs: Runs) -> Runs:
-    """Runs with those that go on where another ends as one."""
-    joined: list[Run] = []
-    for run in flat(runs):
-        last = joined[-1] if joined and run.start != FILL else Run(FILL, 0)
-        if last.start != FILL and last.start + last.length == run.start:
-            joined[-1] = Run(last.start, last.length + run.length)
-        else:
-            joined.append(run)
-    return tuple(joined)

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import LinearityError, NotationError, ShapeError
-from xshard.layout.block_rows import held
+from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh
-from xshard.layout.runs import Runs, numbers, size
+from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_fit
 from xshard.notation import parser
 from xshard.notation.overlap import Fold, Halo, Overlap, Window
@@ -143,7 +143,7 @@ class Layout:
         >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
         (4, 3)
         """
-        return tuple(size(runs) for runs in self._held(mesh, shape, device))
+        return tuple(n_rows(runs) for runs in self._held(mesh, shape, device))
 
     def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> NDArray[np.int64]:
         """Which global row every local row of a dim is: `[rows of the device's block]`, int64.
@@ -161,7 +161,7 @@ class Layout:
         [2, 3, 4, 5, -1]
         """
         at = self.resolved(len(shape)).dim_index(dim)
-        return numbers(self._held(mesh, shape, device)[at])
+        return row_numbers(self._held(mesh, shape, device)[at])
 
     def dim_index(self, dim: int | str) -> int:
         """Where a dim stands, by its name or an index that may count from the end. Raises ShapeError."""
@@ -178,7 +178,7 @@ class Layout:
         check_axes(layout, mesh)
         check_fit(layout.dims, shape, mesh)
         return tuple(
-            held(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
+            held_rows(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
             for dim, n in zip(layout.dims, shape, strict=True)
         )
 
@@ -198,7 +198,7 @@ def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side:
         axis = next(a for a in axes if axes.count(a) > 1)
         text = parser.write(dims, tags) if text is None else text
         where = range(len(text))[side]
-        found = [span for name, span in parser.spans(text).axes if name == axis and span[0] in where]
+        found = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]
         raise NotationError(
             f"mesh axis {axis!r} twice",
             text=text,
@@ -221,7 +221,7 @@ def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
     for axis in layout.axes:
         if axis not in mesh.axes:
             text = str(layout) if text is None else text
-            found = [span for name, span in parser.spans(text).axes if name == axis]
+            found = [span for name, span in parser.text_spans(text).axes if name == axis]
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=text,
@@ -230,7 +230,7 @@ def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
             )
 
 
-def divided(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
     """The layout with every axis replaced by the axes it consists of, the slowest first; none drops it."""
 
     def over(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,13 +252,13 @@ def _parse(text: str) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _parse_expression(text: str) -> tuple[Layout, Layout]:
-    sides = parser.parse_expression(text)
+    sides = parser.parse_sides(text)
     arrow = text.index(parser.ARROW)
     for parsed, side in zip(sides, (slice(arrow), slice(arrow, None)), strict=True):
         check_form(*parsed, text, side)
     src, dst = (Layout(*parsed) for parsed in sides)
     if src.names != dst.names:
-        odd = [s for name, s in parser.spans(text).dims if s[0] > arrow and name not in src.names]
+        odd = [s for name, s in parser.text_spans(text).dims if s[0] > arrow and name not in src.names]
         raise NotationError(
             "dim names differ across the arrow",
             text=text,

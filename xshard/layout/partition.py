@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from xshard.layout.runs import Run, Runs, _interval, _pairs, _select, size
+from xshard.layout.runs import Run, Runs, interval, interval_pairs, n_rows, select
 from xshard.notation.parser import INTERVALS, SIZES, Dim, Shard
 
 
@@ -19,16 +19,16 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
     """
     order, numbers = shard.order, shard.numbers
     if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
-        return _interval(0, length)
+        return interval(0, length)
     if order == SIZES:
         ends = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
-        return _interval(ends[index], ends[index + 1])
+        return interval(ends[index], ends[index + 1])
     if order == INTERVALS:
-        return tuple(itertools.chain(*(_interval(a, b) for a, b in _pairs(numbers[index]))))
+        return tuple(itertools.chain(*(interval(a, b) for a, b in interval_pairs(numbers[index]))))
     if order == "balanced":
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)
-        return _interval(start, start + each + (index < longer))
+        return interval(start, start + each + (index < longer))
     if order == "zigzag":
         documents = [d for d in numbers if isinstance(d, int)] or [length]
         starts = itertools.accumulate(documents, initial=0)
@@ -45,15 +45,15 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coord
 
     sizes, coords: one number per axis, in the order the shards name them.
     """
-    runs = _interval(0, length)
+    runs = interval(0, length)
     at = 0
     for shard in shards:
         n, index = 1, 0
         for size_, coord in zip(sizes[at : at + len(shard.axes)], coords[at:], strict=False):
             n, index = n * size_, index * size_ + coord
         at += len(shard.axes)
-        parts = cut(size(runs), shard, n, index)
-        runs = tuple(itertools.chain.from_iterable(_select(runs, part) for part in parts))
+        parts = cut(n_rows(runs), shard, n, index)
+        runs = tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
     return runs
 
 
@@ -67,9 +67,9 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
             continue
         if shard.order != "zigzag" and len(shard.numbers) != n:
             return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
-        for rows in {size(runs) for runs in owners(outer, length, tuple(sizes[: len(outer.axes)]))}:
+        for rows in {n_rows(runs) for runs in all_owned_rows(outer, length, tuple(sizes[: len(outer.axes)]))}:
             if shard.order == INTERVALS:
-                found = [p for part in shard.numbers for p in _pairs(part)]
+                found = [p for part in shard.numbers for p in interval_pairs(part)]
                 covered = sorted(found)
                 ends = [0, *(b for _, b in covered)]
                 if [a for a, _ in covered] != ends[:-1] or ends[-1] != rows or any(a > b for a, b in covered):
@@ -81,7 +81,7 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
     return None
 
 
-def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
     """Global rows of a dim of `length` that the device at `coords` owns, in its local order.
 
     sizes, coords: one number per axis of `dim.axes`.
@@ -109,14 +109,14 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
         left = -(-left // n)
     if even is not None:
         return left, even
-    lengths = set(map(size, owners(dim, length, sizes)))
+    lengths = set(map(n_rows, all_owned_rows(dim, length, sizes)))
     return max(lengths), len(lengths) == 1
 
 
 @lru_cache(maxsize=4096)
-def owners(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+def all_owned_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     """`owned` for every index along the dim's axes, row-major."""
-    return tuple(owned(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+    return tuple(owned_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
 def _zigzag(start: int, length: int, n: int, index: int) -> Runs:
@@ -130,11 +130,11 @@ def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
     """Every n-th stretch of so many rows; the last may be shorter."""
     whole = len(range(index * rows, length - rows + 1, n * rows))
     rest = index * rows + whole * n * rows
-    tail = _interval(rest, min(length, rest + rows))
+    tail = interval(rest, min(length, rest + rows))
     if whole < 2:
-        return (*_interval(index * rows, index * rows + whole * rows), *tail)
+        return (*interval(index * rows, index * rows + whole * rows), *tail)
     return (Run(index * rows, rows, whole, n * rows), *tail)
 
 
 def _chunk(length: int, chunk: int, index: int) -> Runs:
-    return _interval(min(index * chunk, length), min((index + 1) * chunk, length))
+    return interval(min(index * chunk, length), min((index + 1) * chunk, length))

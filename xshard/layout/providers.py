@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import RowSpan, Sizes, all_stretches, is_flipped
-from xshard.layout.partition import owners
-from xshard.layout.runs import FILL, Run, Runs, numbers, size
+from xshard.layout.block_rows import RowSpan, Sizes, all_row_spans, is_flipped
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import FILL, Run, Runs, n_rows, row_numbers
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 
@@ -28,21 +28,23 @@ STRAIGHT = "straight"
 
 
 @lru_cache(maxsize=4096)
-def wanted(dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0) -> tuple[Runs, ...]:
+def wanted_rows(
+    dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
+) -> tuple[Runs, ...]:
     """For every index, the rows that it must get, FILL where it gets none.
 
     Of a fold only the one device that gives a row has it: the others contribute nothing.
     side: of rows from beyond a pole, which (`before`, `after`). shift: added to every row, modulo `length`.
     """
     if isinstance(dim.overlap, Fold):
-        found = providers(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
+        found = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
     else:
         found = _on_side(dim, length, sizes, side)
     return shifted(found, shift, length)
 
 
 @lru_cache(maxsize=4096)
-def given(
+def offered_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> tuple[tuple[Runs, ...], ...]:
     """For every index, the rows that it gives to whoever wants them: lists of distinct rows.
@@ -51,19 +53,19 @@ def given(
     contribution is given, a row's second one in a second list.
     """
     if not isinstance(dim.overlap, Fold):
-        once = shifted(providers(dim, length, sizes), shift, length)
+        once = shifted(provided_rows(dim, length, sizes), shift, length)
         return tuple((runs,) if side == STRAIGHT else () for runs in once)
     return tuple(_layers(runs) for runs in shifted(_on_side(dim, length, sizes, side), shift, length))
 
 
 @lru_cache(maxsize=4096)
-def at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, ...]:
+def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, ...]:
     """For every index, the rows that it need not ask others for, each once, its own before copies."""
     found = []
-    for all_ in all_stretches(dim, length, sizes):
-        rows = np.concatenate([numbers((s.run,)) for s in all_] or [np.zeros(0, np.int64)])
-        rank = np.concatenate([np.full(size((s.run,)), _RANK[s.origin]) for s in all_] or [rows])
-        flipped = np.concatenate([np.full(size((s.run,)), is_flipped(s, dim)) for s in all_] or [rows == 0])
+    for all_ in all_row_spans(dim, length, sizes):
+        rows = np.concatenate([row_numbers((s.run,)) for s in all_] or [np.zeros(0, np.int64)])
+        rank = np.concatenate([np.full(n_rows((s.run,)), _RANK[s.origin]) for s in all_] or [rows])
+        flipped = np.concatenate([np.full(n_rows((s.run,)), is_flipped(s, dim)) for s in all_] or [rows == 0])
         rows = np.where(flipped, FILL, rows)
         order = np.argsort(rank, kind="stable")
         _, first = np.unique(rows[order], return_index=True)
@@ -74,21 +76,21 @@ def at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, 
 
 
 @lru_cache(maxsize=4096)
-def providers(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+def provided_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     """For every index, the rows of its block that it gives; every row that anyone holds once."""
     if dim.overlap is None:
-        return owners(dim, length, sizes)
-    blocks = all_stretches(dim, length, sizes)
-    results = [np.full(sum(size((s.run,)) for s in all_), FILL) for all_ in blocks]
+        return all_owned_rows(dim, length, sizes)
+    blocks = all_row_spans(dim, length, sizes)
+    results = [np.full(sum(n_rows((s.run,)) for s in all_), FILL) for all_ in blocks]
     free = np.ones(length + 1, bool)
     free[FILL] = False  # the last place stands for FILL
     for rank in sorted(set(_RANK.values())):
         for all_, result in zip(blocks, results, strict=True):
             at = 0
             for stretch in all_:
-                n = size((stretch.run,))
+                n = n_rows((stretch.run,))
                 if _RANK[stretch.origin] == rank and not is_flipped(stretch, dim):
-                    rows = numbers((stretch.run,))
+                    rows = row_numbers((stretch.run,))
                     rows = np.where(free[rows] & _first_of_each(rows), rows, FILL)
                     free[rows] = False
                     result[at : at + n] = rows
@@ -96,16 +98,16 @@ def providers(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     return tuple(map(as_runs, results))
 
 
-def lost(dim: Dim, length: int, sizes: Sizes) -> Runs:
+def missing_rows(dim: Dim, length: int, sizes: Sizes) -> Runs:
     """Rows that no block holds."""
-    rows = np.concatenate([numbers(runs) for runs in providers(dim, length, sizes)])
+    rows = np.concatenate([row_numbers(runs) for runs in provided_rows(dim, length, sizes)])
     return as_runs(np.setdiff1d(np.arange(length), rows))
 
 
 def without(runs: Runs, others: Runs) -> Runs:
     """The rows with FILL where `others` have them too."""
-    rows = numbers(runs)
-    return as_runs(np.where(np.isin(rows, numbers(others)), FILL, rows))
+    rows = row_numbers(runs)
+    return as_runs(np.where(np.isin(rows, row_numbers(others)), FILL, rows))
 
 
 def as_runs(rows: Numbers) -> Runs:
@@ -125,21 +127,21 @@ def shifted(blocks: tuple[Runs, ...], shift: int, length: int) -> tuple[Runs, ..
     """Rows moved on by `shift`, around the end."""
     if not shift:
         return blocks
-    rows = (numbers(runs) for runs in blocks)
+    rows = (row_numbers(runs) for runs in blocks)
     return tuple(as_runs(np.where(r == FILL, FILL, (r + shift) % length)) for r in rows)
 
 
 def _on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> tuple[Runs, ...]:
     def chosen(stretch: RowSpan) -> Run:
         on = stretch.origin if is_flipped(stretch, dim) else STRAIGHT
-        return stretch.run if on == side else Run(FILL, size((stretch.run,)))
+        return stretch.run if on == side else Run(FILL, n_rows((stretch.run,)))
 
-    return tuple(tuple(map(chosen, all_)) for all_ in all_stretches(dim, length, sizes))
+    return tuple(tuple(map(chosen, all_)) for all_ in all_row_spans(dim, length, sizes))
 
 
 def _layers(runs: Runs) -> tuple[Runs, ...]:
     """Lists of distinct rows that together are the rows, FILL elsewhere."""
-    rows, found = numbers(runs), []
+    rows, found = row_numbers(runs), []
     while (rows != FILL).any():
         now = np.where(_first_of_each(rows), rows, FILL)
         found.append(as_runs(now))

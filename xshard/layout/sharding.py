@@ -14,16 +14,16 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 
 from xshard.errors import ShapeError
-from xshard.layout.block_rows import holders, meaning
+from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import block_length, cut_nested, owners
-from xshard.layout.runs import Runs, size
+from xshard.layout.partition import all_owned_rows, block_length, cut_nested
+from xshard.layout.runs import Runs, n_rows
 from xshard.layout.validation import check_fit
-from xshard.notation.overlap import Fold, Halo, Overlap, rows_of
+from xshard.notation.overlap import Fold, Halo, Overlap, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
-Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
+EvenCuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,20 @@ class Sharding:
 
     def owners(self, dim: int) -> tuple[Runs, ...]:
         d = self.layout.dims[dim]
-        return owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        return all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
 
     def holders(self, dim: int) -> tuple[Runs, ...]:
         d = self.layout.dims[dim]
-        return holders(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        return all_held_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
 
     def local_shape(self, device: int) -> tuple[int, ...]:
         """Shape of the block of one device."""
-        return tuple(size(self.held(d, device)) for d in range(len(self.shape)))
+        return tuple(n_rows(self.held(d, device)) for d in range(len(self.shape)))
 
     @cached_property
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """For every dim, the block's length at every index along the dim's axes."""
-        return tuple(tuple(map(size, self.holders(d))) for d in range(len(self.shape)))
+        return tuple(tuple(map(n_rows, self.holders(d))) for d in range(len(self.shape)))
 
     @cached_property
     def max_local_shape(self) -> tuple[int, ...]:
@@ -117,11 +117,11 @@ class Sharding:
         )
 
     def _held_length(self, dim: int) -> tuple[int, bool]:
-        lengths = set(map(size, self.holders(dim)))
+        lengths = set(map(n_rows, self.holders(dim)))
         return max(lengths), len(lengths) == 1
 
     @cached_property
-    def even_cuts(self) -> Cuts | None:
+    def even_cuts(self) -> EvenCuts | None:
         """The axes (name, size) that cut every dim in turn, if all cuts are contiguous and divide."""
         plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
         if not plain or not self.is_even or any(d.overlap for d in self.layout.dims):
@@ -174,13 +174,15 @@ class Sharding:
         d = self.layout.dims[dim]
         if shards and d.shards[-len(shards) :] == tuple(shards):
             d = replace(d, shards=d.shards[: -len(shards)])
-        length = size(owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)])
+        length = n_rows(
+            all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)]
+        )
         axes = tuple(a for shard in shards for a in shard.axes)
-        return _parts(length, tuple(shards), self.mesh.sizes_of(axes))
+        return _part_positions(length, tuple(shards), self.mesh.sizes_of(axes))
 
 
 @lru_cache(maxsize=4096)
-def _parts(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     return tuple(cut_nested(length, shards, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
@@ -188,7 +190,7 @@ def _parts(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tu
 def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     overlap = _normal_overlap(dim.overlap)
     # The outputs of a window are cut as the dim is, and what divides its rows need not divide them.
-    regroups = overlap is None or isinstance(rows_of(overlap), Halo)
+    regroups = overlap is None or isinstance(unfolded(overlap), Halo)
     shards: list[Shard] = []
     left: int | None = length  # rows of every block so far; None once blocks differ
     for shard in dim.shards:
@@ -215,14 +217,14 @@ def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
     """Whether a cut of so many rows is the contiguous one by another name."""
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
-    parts = [size(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
-    return parts == [size(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
+    parts = [n_rows(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
+    return parts == [n_rows(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
 
 
 def _normal_overlap(overlap: Overlap | None) -> Overlap | None:
     if overlap is None:
         return None
-    rows = rows_of(overlap)
+    rows = unfolded(overlap)
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
     return None if nothing else overlap

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from xshard.errors import MeshError
-from xshard.layout.layout import Layout, divided
+from xshard.layout.layout import Layout, factored
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
@@ -30,65 +30,65 @@ class SubAxisMesh(Mesh):
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
     >>> fine.axes, fine.origin("x_1"), fine.coords(5)
     (('x_0', 'x_1', 'y'), 'x', (1, 0, 1))
-    >>> str(fine.divided(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
+    >>> str(fine.factored(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
     'n/(x_0,x_1)/y'
     """
 
-    whole: Mesh
+    base: Mesh
     split: Split
 
-    def __init__(self, whole: Mesh, split: Split) -> None:
+    def __init__(self, base: Mesh, split: Split) -> None:
         for axis, sizes in split:
-            if len(sizes) < 2 or math.prod(sizes) != whole.size(axis):
+            if len(sizes) < 2 or math.prod(sizes) != base.size(axis):
                 raise MeshError(
-                    f"axis {axis!r} of size {whole.size(axis)} does not consist of parts {sizes}",
+                    f"axis {axis!r} of size {base.size(axis)} does not consist of parts {sizes}",
                     hint="two parts or more, whose sizes multiply to that of the axis",
                 )
         sizes_of = dict(split)
         super().__init__(
             {
                 name: size
-                for axis, names in _names(whole, split).items()
-                for name, size in zip(names, sizes_of.get(axis, (whole.size(axis),)), strict=True)
+                for axis, names in _sub_axis_names(base, split).items()
+                for name, size in zip(names, sizes_of.get(axis, (base.size(axis),)), strict=True)
             }
         )
-        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "base", base)
         object.__setattr__(self, "split", split)
 
     @cached_property
-    def parts(self) -> Mapping[str, tuple[str, ...]]:
+    def sub_axes(self) -> Mapping[str, tuple[str, ...]]:
         """Every axis of `whole` with its parts, the slowest first; itself where it is not divided."""
-        return _names(self.whole, self.split)
+        return _sub_axis_names(self.base, self.split)
 
     def origin(self, axis: str) -> str:
         return self._origins[axis]
 
     @cached_property
     def _origins(self) -> dict[str, str]:
-        return {name: axis for axis, names in self.parts.items() for name in names}
+        return {name: axis for axis, names in self.sub_axes.items() for name in names}
 
-    def divided(self, sharding: Sharding) -> Sharding:
+    def factored(self, sharding: Sharding) -> Sharding:
         """A sharding on `whole` -> the same sharding here."""
-        return Sharding(divided(sharding.layout, self.parts), self, sharding.shape)
+        return Sharding(factored(sharding.layout, self.sub_axes), self, sharding.shape)
 
 
-def undivided(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
+def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
     """Axes and their mesh: on the whole mesh where all parts of each stand in order, else as given.
 
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
-    >>> [undivided(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
+    >>> [unfactored(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
     [('y', 'x'), ('x_1', 'y')]
     """
     if not isinstance(mesh, SubAxisMesh):
         return mesh, tuple(axes)
     whole = tuple(dict.fromkeys(map(mesh.origin, axes)))
-    complete = tuple(part for axis in whole for part in mesh.parts[axis]) == tuple(axes)
-    return (mesh.whole, whole) if complete else (mesh, tuple(axes))
+    complete = tuple(part for axis in whole for part in mesh.sub_axes[axis]) == tuple(axes)
+    return (mesh.base, whole) if complete else (mesh, tuple(axes))
 
 
-def _names(whole: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
-    taken = set(whole.axes)
-    found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in whole.axes}
+def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
+    taken = set(base.axes)
+    found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
         names = [f"{axis}_{i}" for i in range(len(sizes))]
         while taken & set(names):  # beside an axis of that name
@@ -112,11 +112,11 @@ class Refinement:
 
     def source(self, layout: Layout) -> Layout:
         """A layout on the source's mesh -> the same layout on the refined one."""
-        return divided(layout, dict(self.src))
+        return factored(layout, dict(self.src))
 
     def target(self, layout: Layout) -> Layout:
         """A layout on the destination's mesh -> the same layout on the refined one."""
-        return divided(layout, dict(self.dst))
+        return factored(layout, dict(self.dst))
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
@@ -135,7 +135,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         return Refinement(src_mesh, same, same)
     if src_mesh.n_devices != dst_mesh.n_devices:
         return None
-    sides = _spans(src_mesh), _spans(dst_mesh)
+    sides = _axis_ranges(src_mesh), _axis_ranges(dst_mesh)
     ends = sorted({end for spans in sides for _, _, end in spans} | {1})
     if any(later % earlier for earlier, later in itertools.pairwise(ends)):
         return None
@@ -156,7 +156,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     )
 
 
-def _spans(mesh: Mesh) -> list[tuple[str, int, int]]:
+def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:
     """Every axis longer than 1 with the number of parts before it and after it."""
     parts, found = 1, []
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import misfit
-from xshard.notation.overlap import Boundary, Halo, rows_of
+from xshard.notation.overlap import Boundary, Halo, unfolded
 from xshard.notation.parser import Dim
 
 
@@ -27,7 +27,7 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
                 hint=f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}",
             )
         if dim.overlap is not None:
-            overlap = rows_of(dim.overlap)
+            overlap = unfolded(dim.overlap)
             if isinstance(overlap, Halo):
                 _check_widths(dim, overlap, mesh)
             for end in (overlap.before, overlap.after):

@@ -13,19 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xshard.errors import ShapeError
-from xshard.layout.partition import owners
-from xshard.layout.runs import Runs, size
+from xshard.layout.block_rows import Sizes
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import Runs, n_rows
 from xshard.notation.overlap import Boundary, Halo
 from xshard.notation.parser import SIZES, Dim, Shard
 
 NOTHING = Boundary("none")
 
-Sizes = tuple[int, ...]
-Needs = Callable[[int, int], tuple[int, int]]  # outputs [start, stop) -> the inputs they need
+NeededInputs = Callable[[int, int], tuple[int, int]]  # outputs [start, stop) -> the inputs they need
 
 
 @dataclass(frozen=True)
-class Read:
+class ReceptiveField:
     """One dim of an op: the input it reads, and the output it makes.
 
     source: the dim as blocks must hold it. result: the dim of the outputs, of length `length`.
@@ -39,22 +39,22 @@ class Read:
     outputs: tuple[tuple[int, int], ...]
 
 
-def transposed(
+def transposed_field(
     dim: Dim, length: int, sizes: Sizes, *, k: int, s: int = 1, d: int = 1, p: int = 0, extra: int = 0
-) -> Read:
+) -> ReceptiveField:
     """What a transposed convolution reads: output `i * s - p + d * j` gets input i by tap j.
 
     extra: rows added to the output at its end (torch's output_padding).
 
-    >>> read = transposed(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, s=2, p=1, extra=1)
-    >>> str(read.source), read.inputs, read.outputs
+    >>> field = transposed_field(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, s=2, p=1, extra=1)
+    >>> str(field.source), field.inputs, field.outputs
     ('h/sp:halo([0,0],[1,0],none)', ((0, 5), (4, 8)), ((0, 8), (8, 16)))
     """
     outputs = max(0, (length - 1) * s - 2 * p + d * (k - 1) + 1 + extra) if length else 0
-    return read(dim, length, sizes, outputs, covered(k, 1, d, s, d * (k - 1) - p))
+    return receptive_field(dim, length, sizes, outputs, tap_inputs(k, 1, d, s, d * (k - 1) - p))
 
 
-def dilated(
+def dilated_field(
     dim: Dim,
     length: int,
     sizes: Sizes,
@@ -66,24 +66,24 @@ def dilated(
     p: tuple[int, int] = (0, 0),
     fill: float = 0.0,
     out: str = "",
-) -> Read:
+) -> ReceptiveField:
     """What windows over a dilated or cropped (negative `p`) input read.
 
     Output `o` takes row `o * s - p[0] + d * j` by tap j, input i being row `i * base`.
     fill: what stands between the inputs, and beyond the ends. out: how the outputs are cut (see `read`).
     Raises ShapeError where the parts of the dim are no intervals.
 
-    >>> found = dilated(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, base=2, p=(1, 2))
+    >>> found = dilated_field(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, base=2, p=(1, 2))
     >>> str(found.source), found.inputs, found.outputs
     ('h/sp:halo([0,0],[1,1],constant)', ((0, 5), (4, 9)), ((0, 8), (8, 16)))
     """
     rows = (length - 1) * base + 1 if length else 0
     outputs = max(0, (rows + sum(p) - d * (k - 1) - 1) // s + 1)
-    needs, beyond = covered(k, s, d, base, p[0]), Boundary("constant", fill)
-    return read(dim, length, sizes, outputs, needs, out=out, beyond=beyond)
+    needs, beyond = tap_inputs(k, s, d, base, p[0]), Boundary("constant", fill)
+    return receptive_field(dim, length, sizes, outputs, needs, out=out, beyond=beyond)
 
 
-def covered(k: int, s: int, d: int, base: int, before: int) -> Needs:
+def tap_inputs(k: int, s: int, d: int, base: int, before: int) -> NeededInputs:
     """The inputs under taps: tap j of output o is at row `o * s - before + d * j`, input i at `i * base`."""
 
     def needs(start: int, stop: int) -> tuple[int, int]:
@@ -92,16 +92,16 @@ def covered(k: int, s: int, d: int, base: int, before: int) -> Needs:
     return needs
 
 
-def read(
+def receptive_field(
     dim: Dim,
     length: int,
     sizes: Sizes,
     outputs: int,
-    needs: Needs,
+    needs: NeededInputs,
     *,
     out: str = "",
     beyond: Boundary = NOTHING,
-) -> Read:
+) -> ReceptiveField:
     """The read of an op of which every part makes some outputs and reads an interval of inputs.
 
     out: how the outputs are cut: as the inputs are or, where the sizes of those are given, aligned
@@ -109,14 +109,14 @@ def read(
     beyond: what is read outside the array; by default nothing: intervals end where it ends.
     Raises ShapeError where the parts of the dim are no intervals.
     """
-    owned = owners(dim, length, sizes)
+    owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
         raise ShapeError(
             f"'{dim}' is not cut into intervals",
             hint="redistribute to contiguous parts first, as in h/sp",
         )
     result = _result(dim, length, outputs, owned, out)
-    mine, made = intervals(owned), intervals(owners(result, outputs, sizes))
+    mine, made = contiguous_intervals(owned), contiguous_intervals(all_owned_rows(result, outputs, sizes))
     inputs = []
     for (start, stop), (own, _) in zip(made, mine, strict=True):
         first, last = needs(start, stop) if start < stop else (own, own)
@@ -126,7 +126,7 @@ def read(
     lo = tuple(own[0] - first for own, (first, _) in zip(mine, inputs, strict=True))
     hi = tuple(last - own[1] for own, (_, last) in zip(mine, inputs, strict=True))
     source = Dim(dim.name, dim.shards, Halo(lo, hi, beyond, beyond))
-    return Read(source, result, outputs, tuple(inputs), tuple(made))
+    return ReceptiveField(source, result, outputs, tuple(inputs), tuple(made))
 
 
 def _result(dim: Dim, length: int, outputs: int, owned: tuple[Runs, ...], out: str) -> Dim:
@@ -134,11 +134,15 @@ def _result(dim: Dim, length: int, outputs: int, owned: tuple[Runs, ...], out: s
         return Dim(dim.name, (Shard(dim.axes, out),))
     if out != "aligned" and not any(shard.order == SIZES for shard in dim.shards):
         return Dim(dim.name, dim.shards)
-    ends = [math.ceil(at * outputs / length) for _, at in intervals(owned)] if length else [0] * len(owned)
+    ends = (
+        [math.ceil(at * outputs / length) for _, at in contiguous_intervals(owned)]
+        if length
+        else [0] * len(owned)
+    )
     return Dim(dim.name, (Shard(dim.axes, SIZES, tuple(b - a for a, b in itertools.pairwise((0, *ends)))),))
 
 
-def intervals(parts: tuple[Runs, ...]) -> list[tuple[int, int]]:
+def contiguous_intervals(parts: tuple[Runs, ...]) -> list[tuple[int, int]]:
     """Contiguous parts in their order; an empty one stands where the ones before it end."""
-    ends = list(itertools.accumulate((size(runs) for runs in parts), initial=0))
+    ends = list(itertools.accumulate((n_rows(runs) for runs in parts), initial=0))
     return list(itertools.pairwise(ends))

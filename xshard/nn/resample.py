@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import XshardError
-from xshard.nn.receptive_fields import Read, Sizes, read
+from xshard.layout.block_rows import Sizes
+from xshard.nn.receptive_fields import ReceptiveField, receptive_field
 from xshard.notation.parser import Dim
 
 MODES = ("nearest", "nearest-exact", "linear", "cubic")
@@ -57,22 +58,25 @@ def taps(
     first = np.floor(centre).astype(np.int64)
     part = centre - first
     inputs = np.clip(first[:, None] + np.arange(-1, 3), 0, length - 1)
-    return Taps(inputs, np.stack([_far(part + 1), _near(part), _near(1 - part), _far(2 - part)], 1))
+    return Taps(
+        inputs,
+        np.stack([_cubic_far(part + 1), _cubic_near(part), _cubic_near(1 - part), _cubic_far(2 - part)], 1),
+    )
 
 
-def resampled(dim: Dim, length: int, sizes: Sizes, found: Taps) -> Read:
+def resampled_field(dim: Dim, length: int, sizes: Sizes, found: Taps) -> ReceptiveField:
     """What the outputs of some taps read, cut as the dim is."""
 
     def needs(start: int, stop: int) -> tuple[int, int]:
         inputs = found.inputs[start:stop]
         return int(inputs.min()), int(inputs.max()) + 1
 
-    return read(dim, length, sizes, len(found.inputs), needs)
+    return receptive_field(dim, length, sizes, len(found.inputs), needs)
 
 
-def _near(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cubic_near(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
 
 
-def _far(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cubic_far(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC

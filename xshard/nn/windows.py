@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.layout.block_rows import output_dim, outputs
+from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.layout import Layout
-from xshard.layout.runs import Run, Runs, flat
+from xshard.layout.runs import Run, Runs, unrolled
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Window
 
@@ -24,7 +24,7 @@ Windows = tuple[tuple[int, Window], ...]  # dims, and the window that goes over 
 
 
 @dataclass(frozen=True)
-class Windowed:
+class WindowLayouts:
     """An op whose outputs read windows of some dims.
 
     source: the layout that blocks must hold: cut dims with their windows, whole dims as they are.
@@ -36,13 +36,15 @@ class Windowed:
 
 
 @lru_cache(maxsize=4096)
-def windowed(sharding: Sharding, windows: Windows) -> Windowed:
+def window_layouts(sharding: Sharding, windows: Windows) -> WindowLayouts:
     """The input's sharding and the windows -> what is read and what comes out.
 
     Raises ShapeError where no layout says how the outputs are cut.
 
     >>> from xshard import Mesh
-    >>> found = windowed(Sharding(Layout.parse("h/sp w"), Mesh(sp=2), (14, 9)), ((0, Window(k=3, s=2, p=1)),))
+    >>> found = window_layouts(
+    ...     Sharding(Layout.parse("h/sp w"), Mesh(sp=2), (14, 9)), ((0, Window(k=3, s=2, p=1)),)
+    ... )
     >>> str(found.source), str(found.result.layout), found.result.shape
     ('h/sp:window(k=3,s=2,p=1) w', 'h/sp w', (7, 9))
     """
@@ -58,16 +60,16 @@ def windowed(sharding: Sharding, windows: Windows) -> Windowed:
             result[d], shape[d] = output_dim(source[d], sharding.shape[d], sizes)
     layout = sharding.layout
     made = Sharding(replace(layout, dims=tuple(result)), sharding.mesh, tuple(shape))
-    return Windowed(replace(layout, dims=tuple(source)), made)
+    return WindowLayouts(replace(layout, dims=tuple(source)), made)
 
 
-def pieces(sharding: Sharding, d: int, window: Window, device: int) -> Runs:
+def output_pieces(sharding: Sharding, d: int, window: Window, device: int) -> Runs:
     """The intervals of outputs that a device computes; its block holds the rows of each in turn."""
     dim = replace(sharding.layout.dims[d], overlap=window)
     mesh = sharding.mesh
     coords = [mesh.coords(device)[mesh.position(axis)] for axis in dim.axes]
-    found = outputs(dim, window, sharding.shape[d], mesh.sizes_of(dim.axes), coords)
-    return tuple(run for run in flat(found) if run.length)
+    found = window_outputs(dim, window, sharding.shape[d], mesh.sizes_of(dim.axes), coords)
+    return tuple(run for run in unrolled(found) if run.length)
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:

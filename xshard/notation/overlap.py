@@ -28,7 +28,7 @@ class Boundary:
 
     def __str__(self) -> str:
         if self.kind == "constant" and self.value:
-            return f"constant({_number(self.value)})"
+            return f"constant({_number_text(self.value)})"
         arguments = [self.dim] * bool(self.dim) + ["-1"] * (self.sign < 0)
         return f"{self.kind}({','.join(arguments)})" if arguments else self.kind
 
@@ -59,7 +59,7 @@ class Halo:
     after: Boundary = ZERO
 
     def __str__(self) -> str:
-        return f"halo({listed(self.lo)},{listed(self.hi)}{_ends(self)})"
+        return f"halo({bracketed(self.lo)},{bracketed(self.hi)}{_boundary_text(self)})"
 
     def widths(self, part: int) -> tuple[int, int]:
         """Rows before and after the block of one part."""
@@ -86,11 +86,11 @@ class Window:
     def __str__(self) -> str:
         defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
         options = "".join(
-            f",{name}={listed(value)}"
+            f",{name}={bracketed(value)}"
             for name, default in defaults
             if (value := getattr(self, name)) != default
         )
-        return f"window(k={self.k}{options}{_ends(self)})"
+        return f"window(k={self.k}{options}{_boundary_text(self)})"
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -115,20 +115,20 @@ class Fold:
 Overlap = Halo | Window | Fold
 
 
-def rows_of(overlap: Overlap) -> Halo | Window:
+def unfolded(overlap: Overlap) -> Halo | Window:
     """The overlap whose rows a block holds, folded or not."""
     return overlap.of if isinstance(overlap, Fold) else overlap
 
 
-def _ends(overlap: Halo | Window) -> str:
+def _boundary_text(overlap: Halo | Window) -> str:
     both = (overlap.before,) if overlap.before == overlap.after else (overlap.before, overlap.after)
     return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
 
 
-def listed(value: str | Width) -> str:
+def bracketed(value: str | Width) -> str:
     """A number as it is, several in brackets."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return str(int(value)) if value.is_integer() else repr(value)

@@ -22,7 +22,7 @@ from xshard.notation.scanner import Scanner
 _SMALLEST = {"k": 1, "s": 1, "d": 1, "p": 0}
 
 
-def overlap(scanner: Scanner) -> Overlap:
+def parse_overlap(scanner: Scanner) -> Overlap:
     """`halo(...)`, `window(...)` or `fold(...)`."""
     span = scanner.span
     kind = scanner.expect("name", hint="overlaps are: halo, window, fold")
@@ -32,7 +32,7 @@ def overlap(scanner: Scanner) -> Overlap:
         return _window(scanner)
     if kind == "fold":
         scanner.expect("(")
-        inner = overlap(scanner)
+        inner = parse_overlap(scanner)
         if isinstance(inner, Fold):
             raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x")
         scanner.expect(")")
@@ -42,13 +42,13 @@ def overlap(scanner: Scanner) -> Overlap:
 
 def _halo(scanner: Scanner) -> Halo:
     scanner.expect("(")
-    lo = width(scanner)
+    lo = parse_width(scanner)
     scanner.expect(",", hint="as in halo(1,1)")
     span = scanner.span
-    hi = width(scanner)
+    hi = parse_width(scanner)
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
         raise scanner.error(f"{len(lo)} widths before and {len(hi)} after", span, "one per part of the dim")
-    ends = _ends(scanner)
+    ends = _optional_boundaries(scanner)
     scanner.expect(")")
     return Halo(lo, hi, *ends)
 
@@ -78,7 +78,7 @@ def _window(scanner: Scanner) -> Window:
                 known = f"rules are: {', '.join(OUTPUT_RULES)}"
                 raise scanner.error(f"unknown output rule {out!r}", span, known)
         elif name == "p":
-            padding = width(scanner)
+            padding = parse_width(scanner)
             if isinstance(padding, tuple) and len(padding) != 2:
                 raise scanner.error(f"window p of {len(padding)} numbers", span, "p=1 or p=[before,after]")
             if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
@@ -95,29 +95,29 @@ def _window(scanner: Scanner) -> Window:
     return Window(**widths, p=padding, out=out, before=ends[0], after=ends[1])
 
 
-def boundaries(text: str) -> tuple[Boundary, Boundary]:
+def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
     """The rules beyond either end of the array, of a text of their own: one for both, or two.
 
-    >>> boundaries("edge,zero")[0].kind
+    >>> parse_boundaries("edge,zero")[0].kind
     'edge'
     """
     scanner = Scanner(text)
-    both = _both(scanner)
+    both = _boundaries(scanner)
     scanner.expect("end")
     return both
 
 
-def width(scanner: Scanner) -> Width:
+def parse_width(scanner: Scanner) -> Width:
     """A number, or several in brackets."""
     return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
 
 
-def _ends(scanner: Scanner) -> tuple[Boundary, Boundary]:
+def _optional_boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
     """No boundary, one for both ends of the array, or one for either."""
-    return _both(scanner) if scanner.take(",") else (ZERO, ZERO)
+    return _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
 
 
-def _both(scanner: Scanner) -> tuple[Boundary, Boundary]:
+def _boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
     before = _next_boundary(scanner)
     return before, _next_boundary(scanner) if scanner.take(",") else before
 

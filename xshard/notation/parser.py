@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from xshard.errors import NotationError, Span, XshardError
-from xshard.notation.overlap import Overlap, Width, listed
-from xshard.notation.overlap_parser import overlap, width
+from xshard.notation.overlap import Overlap, Width, bracketed
+from xshard.notation.overlap_parser import parse_overlap, parse_width
 from xshard.notation.scanner import Scanner
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
@@ -37,7 +37,7 @@ class Shard:
 
     def __str__(self) -> str:
         if self.order != "block":
-            return f"{self.order}({','.join((*self.axes, *map(listed, self.numbers)))})"
+            return f"{self.order}({','.join((*self.axes, *map(bracketed, self.numbers)))})"
         return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
 
 
@@ -64,12 +64,12 @@ Parsed = tuple[tuple[Dim, ...], Tags]
 
 
 @dataclass(frozen=True)
-class Spans:
+class TextSpans:
     """Where the parts of a text stand, in reading order: names of dims and axes, and dims as a whole."""
 
     dims: tuple[tuple[str, Span], ...]
     axes: tuple[tuple[str, Span], ...]
-    whole: tuple[tuple[Dim, Span], ...]
+    full_dims: tuple[tuple[Dim, Span], ...]
 
 
 def parse_layout(text: str) -> Parsed:
@@ -82,7 +82,7 @@ def parse_layout(text: str) -> Parsed:
     return parsed
 
 
-def parse_expression(text: str) -> tuple[Parsed, Parsed]:
+def parse_sides(text: str) -> tuple[Parsed, Parsed]:
     """Text of `layout -> layout` -> both sides. Raises NotationError."""
     if not isinstance(text, str):
         raise NotationError(f"an expression is text, not {type(text).__name__}")
@@ -94,23 +94,23 @@ def parse_expression(text: str) -> tuple[Parsed, Parsed]:
     return src, dst
 
 
-def spans(text: str) -> Spans:
+def text_spans(text: str) -> TextSpans:
     """Where dim and axis names stand in a text that parses, for errors found later."""
     parser = _Parser(text)
     parser.layout()
     if parser.kind == ARROW:
         parser.expect(ARROW)
         parser.layout()
-    return Spans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
+    return TextSpans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
 
 
 @contextmanager
-def marked(text: str | None) -> Iterator[None]:
+def mark_errors(text: str | None) -> Iterator[None]:
     """Errors that know no text, or only the text of one dim, get the user's, with that dim marked.
 
     >>> expression = "n d/sizes(a,1,2) -> n d"
     >>> try:
-    ...     with marked(expression):
+    ...     with mark_errors(expression):
     ...         raise XshardError("3 rows, not 4", text="d/sizes(a,1,2)")
     ... except XshardError as error:
     ...     print(error.text[slice(*error.span)])
@@ -121,7 +121,7 @@ def marked(text: str | None) -> Iterator[None]:
     except XshardError as error:
         if text is None or error.span is not None:
             raise
-        span = next((span for dim, span in spans(text).whole if str(dim) == error.text), None)
+        span = next((span for dim, span in text_spans(text).full_dims if str(dim) == error.text), None)
         raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
 
 
@@ -188,7 +188,7 @@ class _Parser(Scanner):
             if name == ELLIPSIS:
                 raise self.error("'...' stands for whole dims and cannot overlap")
             self.advance()
-            overlaps = overlap(self)
+            overlaps = parse_overlap(self)
         dim = Dim(name, tuple(shards), overlaps)
         self.whole_spans.append((dim, (span[0], self.end)))
         return dim
@@ -220,11 +220,11 @@ class _Parser(Scanner):
                 axes.append(self.axis())
                 continue
             at = self.span
-            numbers.append(width(self))
+            numbers.append(parse_width(self))
             if isinstance(numbers[-1], tuple) != (order == INTERVALS):
-                raise self.error(f"'{listed(numbers[-1])}' in {order}", at, _NUMBERS[order])
+                raise self.error(f"'{bracketed(numbers[-1])}' in {order}", at, _NUMBERS[order])
             if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
-                raise self.error(f"a number below 0: {listed(numbers[-1])}", at, _NUMBERS[order])
+                raise self.error(f"a number below 0: {bracketed(numbers[-1])}", at, _NUMBERS[order])
         self.expect(")")
         most = {"block": 0, "balanced": 0, "cyclic": 1}.get(order, len(numbers))
         least = int(order in (SIZES, INTERVALS))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from xshard.errors import PlanError
-from xshard.formatting import aligned, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.plans.priced import Priced
 from xshard.search.alternatives import alternative_steps
 from xshard.search.solve import with_copies, with_scale, without_copies
@@ -58,7 +58,7 @@ def explain(plan: Priced) -> str:
     """The alternatives as a table, and why the plan won."""
     ways = alternatives(plan)
     head = ("", "time", "received", "peak", "messages", "steps")
-    return "\n".join([aligned([head, *map(_row, ways)]), "", _verdict(plan, ways)])
+    return "\n".join([align_columns([head, *map(_row, ways)]), "", _verdict(plan, ways)])
 
 
 def _row(way: Alternative[Any]) -> tuple[str, ...]:

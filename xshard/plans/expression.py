@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.block_rows import length_of_equal_blocks
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
-from xshard.notation.parser import ELLIPSIS, marked, spans
+from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 
-LayoutPair = str | tuple[Layout | str, Layout | str]  # "layout -> layout", or both sides
+
+class Sides(NamedTuple):
+    """A parsed expression: both layouts, and the text that errors mark."""
+
+    src: Layout
+    dst: Layout
+    text: str
+
+
+LayoutPair = str | tuple[Layout | str, Layout | str] | Sides  # "layout -> layout", or both sides
 Expression = LayoutPair | Plan
 
 
-def sides(expression: Expression) -> tuple[Layout, Layout, str]:
-    """Both layouts of an expression, and the text that errors mark.
+def sides(expression: Expression) -> Sides:
+    """Parse an expression; a parsed one is returned as it is.
 
     Raises NotationError where the two sides do not name the same dims in the same order.
     """
+    if isinstance(expression, Sides):
+        return expression
     if isinstance(expression, str):
-        return *parse_expression(expression), expression
+        return Sides(*parse_expression(expression), expression)
     if isinstance(expression, Plan):
         src, dst = expression.src, expression.dst
     else:
         src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
     if src.names != dst.names:
         raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
-    return src, dst, f"{src} -> {dst}"
+    return Sides(src, dst, f"{src} -> {dst}")
 
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
     """The global shape of which every block is as large as this one. Raises ShapeError where none is."""
-    with marked(text):
+    with mark_errors(text):
         found = layout.resolved(len(local_shape)).dims
     lengths = []
     for dim, rows in zip(found, local_shape, strict=True):
@@ -65,7 +77,7 @@ def check_block(
     if local_shape == expected:
         return
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(spans(text).dims))  # the left side's, which come first
+    where = dict(reversed(text_spans(text).dims))  # the left side's, which come first
     raise ShapeError(
         f"{what} has shape {local_shape}, not {expected}",
         text=text,

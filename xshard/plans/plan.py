@@ -101,7 +101,7 @@ class Plan(Priced):
     def _finely(self, sharding: Sharding) -> Sharding:
         """The same sharding on the mesh of the steps."""
         fine = self.steps_mesh
-        return fine.divided(sharding) if isinstance(fine, SubAxisMesh) else sharding
+        return fine.factored(sharding) if isinstance(fine, SubAxisMesh) else sharding
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -162,8 +162,8 @@ class Plan(Priced):
     @property
     def messages(self) -> int:
         """Latencies paid one after the other, over all steps."""
-        lanes = self.profile.lanes(self.steps_mesh)
-        return sum(hop.messages for s in self.stages for hop in s.step.traffic(s.before, lanes).hops)
+        spans = self.profile.link_spans(self.steps_mesh)
+        return sum(hop.messages for s in self.stages for hop in s.step.traffic(s.before, spans).hops)
 
     @property
     def swells(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.formatting import aligned, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout.sharding import Sharding
 from xshard.plans.priced import FORWARD, Priced
 
@@ -31,7 +31,7 @@ HEAD = Row("step", "layout after", "local shape", "received", "time", "peak")
 
 def text(plan: Plan) -> str:
     """The whole table, aligned."""
-    return "\n".join([title(plan), "", aligned([HEAD, *rows(plan)]), "", total(plan)])
+    return "\n".join([title(plan), "", align_columns([HEAD, *rows(plan)]), "", total(plan)])
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:

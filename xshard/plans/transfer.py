@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from xshard.cost.device_links import link_between
 from xshard.cost.model import Link, Profile
-from xshard.formatting import aligned
-from xshard.layout.runs import Segment, common
+from xshard.formatting import align_columns
+from xshard.layout.runs import Segment, common_segments
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import REDUCERS, Block, Blocks
 from xshard.steps.exchange.messages import Message
@@ -165,7 +165,7 @@ class Transfer:
             for m in moved[:MAX_LISTED]
         ]
         more = f"\n... and {len(moved) - MAX_LISTED} more" if len(moved) > MAX_LISTED else ""
-        return aligned([("from", "rows", "to", "rows"), *rows]) + more
+        return align_columns([("from", "rows", "to", "rows"), *rows]) + more
 
     @cached_property
     def _devices(self) -> dict[int, int]:
@@ -198,7 +198,11 @@ class Transfer:
         # For every dim and every block of it in the target: which blocks of the source hold a part of it.
         found = [
             [
-                [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common(rows, wanted))]
+                [
+                    (i, box)
+                    for i, rows in enumerate(source.owners(d))
+                    if (box := common_segments(rows, wanted))
+                ]
                 for wanted in target.holders(d)
             ]
             for d in dims

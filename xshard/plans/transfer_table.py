@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xshard.formatting import aligned, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.plans import table
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def text(plan: TransferPlan) -> str:
     """The whole table, aligned."""
     rows = [("on", *table.HEAD), *(tuple(row) for row in _rows(plan))]
     columns = [(step, on, *others) for on, step, *others in rows]
-    return "\n".join([_title(plan), "", aligned(columns), "", _total(plan)])
+    return "\n".join([_title(plan), "", align_columns(columns), "", _total(plan)])
 
 
 def numbers(devices: Sequence[int]) -> str:

@@ -53,7 +53,7 @@ def plan_between(
             "relabel=True is for two meshes over the same devices",
             hint=f"the source has {numbers(givers)}, the destination {numbers(takers)}",
         )
-    with parser.marked(text):
+    with parser.mark_errors(text):
         for layout, mesh in ((src, src_mesh), (dst, dst_mesh)):
             Sharding(layout, mesh, shape)  # a wrong shape is found before the cache of plans is asked
     name, machine = dtypes.name_of(dtype), load_profile(profile)
@@ -75,7 +75,7 @@ def _check_destination(dst: Layout, mesh: Mesh, text: str | None) -> None:
     for axis in dst.axes:
         if axis not in mesh.axes:
             marked = str(dst) if text is None else text
-            found = [span for name, span in parser.spans(marked).axes if name == axis]
+            found = [span for name, span in parser.text_spans(marked).axes if name == axis]
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=marked,

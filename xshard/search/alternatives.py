@@ -19,7 +19,7 @@ from xshard.search.overlap_paths import overlaps
 from xshard.search.states import Space
 from xshard.steps import AllGather, AllReduce, Mask, Slice, Step
 from xshard.steps.base import DimCut
-from xshard.steps.exchange.traffic import begun, ended
+from xshard.steps.exchange.traffic import begun_axes, ended_axes
 
 
 def alternative_steps(
@@ -47,7 +47,7 @@ def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     src, dst = start.layout, goal.layout
     steps: list[Step] = []
     for kind, axes in src.tags:
-        over = tuple(a for a in axes if a in ended(src, dst))
+        over = tuple(a for a in axes if a in ended_axes(src, dst))
         if over:
             steps.append(AllReduce(over, kind))
     slices: list[DimCut] = []
@@ -59,6 +59,6 @@ def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
             steps.append(AllGather(here.name, here.shards[n:]))
         if there.shards[n:]:
             slices.append((there.name, there.shards[n:]))
-    begins = begun(src, dst)
+    begins = begun_axes(src, dst)
     sliced = (Slice(tuple(slices)),) if slices else ()
     return (*steps, *sliced, *((Mask(begins),) if begins else ()))

@@ -19,10 +19,10 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
-from xshard.layout.providers import lost, providers, wanted
-from xshard.layout.runs import Runs, numbers
+from xshard.layout.providers import missing_rows, provided_rows, wanted_rows
+from xshard.layout.runs import Runs, row_numbers
 from xshard.layout.sharding import Sharding
-from xshard.notation.overlap import Fold, Halo, Window, rows_of
+from xshard.notation.overlap import Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.states import Space
@@ -153,7 +153,7 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
     src, dst = source.layout.dims[d], target.layout.dims[d]
     every, asked = ((dim, length, mesh.sizes_of(dim.axes)) for dim in (src, dst))
     if src.overlap is not None and not isinstance(src.overlap, Fold):
-        missing = np.intersect1d(numbers(lost(*every)), _rows(wanted(*asked)))
+        missing = np.intersect1d(row_numbers(missing_rows(*every)), _rows(wanted_rows(*asked)))
         if len(missing):
             raise PlanError(
                 f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
@@ -161,7 +161,7 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
                 hint="a window holds the rows that its outputs read, and no others",
             )
     if isinstance(dst.overlap, Fold):
-        homeless = np.intersect1d(numbers(lost(*asked)), _rows(providers(*every)))
+        homeless = np.intersect1d(row_numbers(missing_rows(*asked)), _rows(provided_rows(*every)))
         if len(homeless):
             raise PlanError(
                 f"row {homeless[0]} of dim {dst.name!r} has no place under '{target.layout}'",
@@ -171,13 +171,13 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
 
 def _rows(blocks: tuple[Runs, ...]) -> NDArray[np.int64]:
     """Every row of some blocks."""
-    return np.concatenate([numbers(runs) for runs in blocks])
+    return np.concatenate([row_numbers(runs) for runs in blocks])
 
 
 def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
     if dim.overlap is None:
         return
-    overlap = rows_of(dim.overlap)
+    overlap = unfolded(dim.overlap)
     for end in (overlap.before, overlap.after):
         if end.value and layout.tagged("sum", "mean"):
             raise PlanError(

@@ -49,7 +49,7 @@ def solve(
         path, split = _best_path(Space(*ends, dtype, profile), memory_limit, scaled)
     if split:
         fine = SubAxisMesh(source.mesh, split)
-        start, goal = (s.with_layout(s.normal) for s in map(fine.divided, (source, target)))
+        start, goal = (s.with_layout(s.normal) for s in map(fine.factored, (source, target)))
     return with_scale(with_copies(path, start, goal), factor, start, goal), split
 
 

@@ -121,10 +121,10 @@ def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The axes that may be divided: those that change into prime factors, others where nodes end."""
     changing = _changing(space)
     for a in (*changing, *_relief(space)):
-        lanes = sorted(space.group((a,)), key=lambda lane: -lane.stride)
+        spans = sorted(space.group((a,)), key=lambda span: -span.stride)
         # A part of a ring is no ring.
-        whole = any(space.fabric.links[lane.level].topology == "ring" for lane in lanes)
-        sizes = tuple(p for lane in lanes for p in (_primes(lane.size) if a in changing else (lane.size,)))
+        whole = any(space.fabric.links[span.level].topology == "ring" for span in spans)
+        sizes = tuple(p for span in spans for p in (_primes(span.size) if a in changing else (span.size,)))
         if len(sizes) > 1 and not whole:
             yield space.axes[a], sizes
 
@@ -184,7 +184,7 @@ def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, 
     assert isinstance(mesh, SubAxisMesh)
     passed = [move.after.cuts for _, move in moves]
     for axis, _ in mesh.split:
-        numbers = [space.axes.index(part) for part in mesh.parts[axis]]
+        numbers = [space.axes.index(part) for part in mesh.sub_axes[axis]]
         sizes = [space.sizes[numbers[0]]]
         for one, other in pairwise(numbers):
             if all(_together(one, other, cuts) for cuts in passed):
@@ -204,7 +204,7 @@ def _together(one: int, other: int, cuts: Cuts) -> bool:
 def _divided(space: Space, split: Split) -> Space:
     """The space on a mesh with axes divided."""
     mesh = SubAxisMesh(space.start.mesh, split)
-    fine = (mesh.divided(end) for end in (space.start, space.goal))
+    fine = (mesh.factored(end) for end in (space.start, space.goal))
     start, goal = (end.with_layout(end.normal) for end in fine)
     return Space(start, goal, space.dtype, space.profile)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from xshard.errors import PlanError
 from xshard.layout.layout import Layout
 from xshard.layout.partition import block_length
-from xshard.layout.runs import Runs, rows
+from xshard.layout.runs import Runs, as_index
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Shard, Tags
 from xshard.steps.traffic import LinkSpans, Traffic
@@ -44,10 +44,10 @@ class Step(ABC):
         """The sharding it leads to. Raises PlanError where the step does not apply."""
 
     @abstractmethod
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """Its price in elements; `cost` turns that into seconds.
 
-        lanes: the links along every axis, the slowest first; without them all are alike.
+        spans: the links along every axis, the slowest first; without them all are alike.
         """
 
     @abstractmethod
@@ -63,7 +63,7 @@ def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     return tuple(axis for shard in shards for axis in shard.axes)
 
 
-def names(shards: Sequence[Shard]) -> str:
+def shards_text(shards: Sequence[Shard]) -> str:
     return "/".join(map(str, shards))
 
 
@@ -71,7 +71,7 @@ def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout
     """The layout with `shards`, which must be the innermost cuts of `dim`, taken off."""
     d = layout.dim(dim) if dim in layout.names else None
     if d is None or not shards or d.shards[-len(shards) :] != shards:
-        raise PlanError(f"'{names(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
+        raise PlanError(f"'{shards_text(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
     return _with_shards(layout, dim, d.shards[: -len(shards)])
 
 
@@ -119,7 +119,7 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
     for cut_by in (outer, outer + shards):
         whole = replace(d, shards=cut_by)
         if not block_length(whole, sharding.shape[at], sharding.mesh.sizes_of(whole.axes))[1]:
-            raise PlanError(f"'{names(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
+            raise PlanError(f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
 
 
 def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
@@ -139,17 +139,17 @@ def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> boo
     return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
 
 
-def take(block: Block, dim: int, runs: Runs) -> Block:
+def take_rows(block: Block, dim: int, runs: Runs) -> Block:
     """Rows of a block at local positions."""
-    return block[(slice(None),) * dim + (rows(runs),)]
+    return block[(slice(None),) * dim + (as_index(runs),)]
 
 
-def place(out: Block, dim: int, runs: Runs, block: Block) -> None:
+def put_rows(out: Block, dim: int, runs: Runs, block: Block) -> None:
     """Write a block to local positions of `out`."""
-    out[(slice(None),) * dim + (rows(runs),)] = block
+    out[(slice(None),) * dim + (as_index(runs),)] = block
 
 
-def reduced(op: str, blocks: Sequence[Block]) -> Block:
+def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
     """Blocks of one shape -> their reduction, in order."""
     total = blocks[0].copy()
     for block in blocks[1:]:

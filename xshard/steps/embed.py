@@ -18,9 +18,9 @@ from xshard.steps.base import (
     Blocks,
     Step,
     axes_of,
-    names,
     own_part,
-    place,
+    put_rows,
+    shards_text,
     take_free,
     with_tag,
     without_inner,
@@ -43,7 +43,7 @@ class Embed(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -51,12 +51,12 @@ class Embed(Step):
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
-            place(out, at, own_part(before, self.dim, self.shards, device), block)
+            put_rows(out, at, own_part(before, self.dim, self.shards, device), block)
             results.append(out)
         return results
 
     def __str__(self) -> str:
-        return f"embed {self.dim}/{names(self.shards)} -> sum"
+        return f"embed {self.dim}/{shards_text(self.shards)} -> sum"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Mask(Step):
     def after(self, before: Sharding) -> Sharding:
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

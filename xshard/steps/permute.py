@@ -12,7 +12,7 @@ from xshard.layout.layout import Layout
 from xshard.layout.runs import Runs
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block, Blocks, Step, without_tags
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, slow_first
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Permute(Step):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
         return after
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
-        return permute_traffic(before.max_local_size, slow_first(before.mesh, moved, lanes))
+        return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]

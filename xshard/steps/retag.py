@@ -35,7 +35,7 @@ class Retag(Step):
         layout = take_free(without_tags(layout, self.replicas), self.copies)
         return before.with_layout(with_tag(layout, "copy", self.copies))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic()
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -60,7 +60,7 @@ class Scale(Step):
     def after(self, before: Sharding) -> Sharding:
         return before
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

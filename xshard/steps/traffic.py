@@ -14,15 +14,15 @@ from xshard.layout.mesh import Mesh
 class LinkSpan(NamedTuple):
     """What one kind of link connects along an axis: all of it, or a part where nodes end half-way.
 
-    level: how fast the link is, 0 for the slowest. size: positions along the lane. stride: how far
-    apart they are along the axis. whole: the axis that this one is a part of, if it is one.
+    level: how fast the link is, 0 for the slowest. size: positions along the span. stride: how far
+    apart they are along the axis. origin: the axis that this one is a part of, if it is one.
     """
 
     axis: str
     size: int
     level: int = 0
     stride: int = 1
-    whole: str = ""
+    origin: str = ""
 
 
 LinkSpans = tuple[LinkSpan, ...]  # of all axes of a mesh, the slowest first
@@ -53,19 +53,19 @@ class Traffic:
     kept: int = 0
 
 
-def slow_first(mesh: Mesh, axes: Sequence[str], lanes: LinkSpans) -> LinkSpans:
-    """The lanes of some axes, the slowest first."""
-    if not lanes:
+def slowest_first(mesh: Mesh, axes: Sequence[str], spans: LinkSpans) -> LinkSpans:
+    """The spans of some axes, the slowest first."""
+    if not spans:
         return tuple(LinkSpan(a, mesh.size(a)) for a in axes)
-    return tuple(lane for lane in lanes if lane.axis in axes)
+    return tuple(span for span in spans if span.axis in axes)
 
 
 def rings(group: LinkSpans) -> LinkSpans:
-    """The lanes, parts of one axis on one level taken together: they are one ring, as the whole axis is."""
-    if not any(lane.whole for lane in group):
+    """The spans, parts of one axis on one level taken together: they are one ring, as the whole axis is."""
+    if not any(span.origin for span in group):
         return group
     found = []
-    for _, alike in groupby(group, key=lambda lane: (lane.whole or lane.axis, lane.level)):
-        lanes = tuple(alike)
-        found.append(lanes[0]._replace(size=math.prod(lane.size for lane in lanes)))
+    for _, alike in groupby(group, key=lambda span: (span.origin or span.axis, span.level)):
+        spans = tuple(alike)
+        found.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
     return tuple(found)

@@ -17,9 +17,9 @@ from xshard.layout.layout import Layout
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import filled, messages_to
-from xshard.steps.exchange.near_senders import nearby_traffic
-from xshard.steps.exchange.traffic import begun, ended, exchange_traffic
+from xshard.steps.exchange.messages import fill_boxes, messages_to
+from xshard.steps.exchange.near_senders import near_traffic
+from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, Traffic
 
 
@@ -44,7 +44,9 @@ class Exchange(Step):
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
-        if self.node_devices is not None and (ended(before.layout, self.to) or begun(before.layout, self.to)):
+        if self.node_devices is not None and (
+            ended_axes(before.layout, self.to) or begun_axes(before.layout, self.to)
+        ):
             raise PlanError(f"no near senders where a sum ends or begins: '{before.layout}' -> '{self.to}'")
         if self.node_devices is not None and any(d.overlap for d in (*before.layout.dims, *self.to.dims)):
             raise PlanError(f"no near senders where blocks overlap: '{before.layout}' -> '{self.to}'")
@@ -54,11 +56,11 @@ class Exchange(Step):
             raise PlanError(f"'{before.layout}' holds no max or min to keep in '{self.to}'")
         return after
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         after = before.with_layout(self.to)
         if self.node_devices is not None:
-            return nearby_traffic(before, after, self.node_devices)
-        return exchange_traffic(before, after, lanes)
+            return near_traffic(before, after, self.node_devices)
+        return exchange_traffic(before, after, spans)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)
@@ -66,7 +68,7 @@ class Exchange(Step):
         results = []
         for device in range(before.mesh.n_devices):
             out = np.zeros(after.local_shape(device), blocks[device].dtype)
-            for d, start, stop, value in filled(after, device):
+            for d, start, stop, value in fill_boxes(after, device):
                 out[(slice(None),) * d + (slice(start, stop),)] = value
             written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):

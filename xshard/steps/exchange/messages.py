@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import fills
-from xshard.layout.runs import Run, Segment, rows
+from xshard.layout.block_rows import block_fills
+from xshard.layout.runs import Run, Segment, as_index
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.near_senders import holders, nearby_senders
-from xshard.steps.exchange.sources import sides, sources, view_pairs
-from xshard.steps.exchange.traffic import begun, cut_axes, ended
+from xshard.steps.exchange.near_senders import block_holders, near_senders
+from xshard.steps.exchange.sources import dim_sides, sources, view_pairs
+from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes
 
 
 class Message(NamedTuple):
@@ -59,8 +59,8 @@ def messages_to(
     plain = _messages_to(before, after, device)
     if node_devices is None:
         return plain
-    blocks = holders(before, node_devices).block_of
-    near = nearby_senders(before, after, node_devices)
+    blocks = block_holders(before, node_devices).block_of
+    near = near_senders(before, after, node_devices)
     chosen = (m._replace(src=near.get((int(blocks[m.src]), device), m.src)) for m in plain)
     return tuple(sorted(chosen, key=lambda m: m.src))
 
@@ -69,7 +69,7 @@ def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> tuple[Message, ...]:
     """What a device sends to every receiver (itself included), receivers in order."""
-    mesh, ends = before.mesh, ended(before.layout, after.layout)
+    mesh, ends = before.mesh, ended_axes(before.layout, after.layout)
     moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ends]
     receivers = mesh.group(device, moving if node_devices is None else mesh.axes)
     found = (m for r in receivers for m in messages_to(before, after, r, node_devices))
@@ -78,16 +78,16 @@ def messages_from(
 
 def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
     """Local rows of the segments in the sender's (0) or the receiver's (1) block."""
-    index = rows(tuple(Run(segment[end], segment.length) for segment in segments))
+    index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
     return np.r_[index] if isinstance(index, slice) else index
 
 
-def filled(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
+def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
     """Rows outside the array, which a device fills: (dim, start, stop, value), written in this order."""
     found: list[tuple[int, int, int, float]] = []
     for d, dim in enumerate(after.layout.dims):
         sizes = after.mesh.sizes_of(dim.axes)
-        found += [(d, *fill) for fill in fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
+        found += [(d, *fill) for fill in block_fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
     return tuple(found)
 
 
@@ -95,14 +95,14 @@ def filled(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], .
 def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Message, ...]:
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
-    begins = begun(src, dst)
+    begins = begun_axes(src, dst)
     cut = cut_axes(src)
     if any(coords[mesh.position(a)] for a in begins if a not in cut):
         return ()  # the first device along the new sum contributes, this one adds nothing
     found = []
     for mine, theirs in view_pairs(before, after):
         per_dim = []
-        for d, (a, b) in enumerate(sides(before, after, mine, theirs)):
+        for d, (a, b) in enumerate(dim_sides(before, after, mine, theirs)):
             sizes = mesh.sizes_of(a.dim.axes)
             at = before.dim_device(d, device), after.dim_device(d, device)
             places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
@@ -117,10 +117,10 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
                     )
                 ]
             )
-        for addend in _indices(mesh.sizes_of(ended(src, dst))):
+        for addend in _indices(mesh.sizes_of(ended_axes(src, dst))):
             for combo in itertools.product(*per_dim):
                 sender = list(coords)
-                for axis, c in zip(ended(src, dst), addend, strict=True):
+                for axis, c in zip(ended_axes(src, dst), addend, strict=True):
                     sender[mesh.position(axis)] = c
                 for dim, (place, _) in zip(src.dims, combo, strict=True):
                     for axis, c in zip(dim.axes, place, strict=True):

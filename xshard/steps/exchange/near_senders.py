@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owners
+from xshard.layout.partition import all_owned_rows
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Dim
 from xshard.steps.exchange.traffic import rows_in_common
@@ -25,7 +25,7 @@ from xshard.steps.traffic import Hop, Traffic
 MAX_PAIRED = 512
 
 
-class Holders(NamedTuple):
+class BlockHolders(NamedTuple):
     """Who holds which of the distinct blocks of a sharding.
 
     keys: (blocks, dims + 1), the position of every block along every dim, and which addend it is.
@@ -40,38 +40,38 @@ class Holders(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def holders(sharding: Sharding, node_devices: int) -> Holders:
+def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """Blocks are told apart by their cuts and by the addends they are."""
     mesh, layout = sharding.mesh, sharding.layout
-    addends = _places(mesh, layout.tagged("sum", "max", "min"))
-    places = np.stack([*(_places(mesh, dim.axes) for dim in layout.dims), addends], axis=1)
+    addends = _positions_along(mesh, layout.tagged("sum", "max", "min"))
+    places = np.stack([*(_positions_along(mesh, dim.axes) for dim in layout.dims), addends], axis=1)
     keys, block_of = np.unique(places, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)
     nodes = np.arange(mesh.n_devices) // node_devices
     held = np.zeros((len(keys), nodes[-1] + 1), bool)
     held[block_of, nodes] = True
-    return Holders(keys, block_of, addends, held[:, nodes])
+    return BlockHolders(keys, block_of, addends, held[:, nodes])
 
 
-def needed(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
+def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
     """(blocks, devices): how many elements of every block of `before` every device needs for `after`."""
-    have = holders(before, node_devices)
+    have = block_holders(before, node_devices)
     elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
     for d, dim in enumerate(after.layout.dims):
         shared = _rows_in_common(before.layout.dims[d], dim, before.shape[d], before.mesh)
-        elements *= shared[:, _places(after.mesh, dim.axes)][have.keys[:, d]]
+        elements *= shared[:, _positions_along(after.mesh, dim.axes)][have.keys[:, d]]
     return elements
 
 
 @lru_cache(maxsize=4096)
 def _rows_in_common(src: Dim, dst: Dim, length: int, mesh: Mesh) -> NDArray[np.int64]:
     """Rows of a dim that each block before (first index) shares with each block after."""
-    blocks = owners(src, length, mesh.sizes_of(src.axes))
-    return rows_in_common(blocks, owners(dst, length, mesh.sizes_of(dst.axes))).T
+    blocks = all_owned_rows(src, length, mesh.sizes_of(src.axes))
+    return rows_in_common(blocks, all_owned_rows(dst, length, mesh.sizes_of(dst.axes))).T
 
 
 @lru_cache(maxsize=1024)
-def _places(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
+def _positions_along(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
     """Every device's position along the axes, the first axis slowest."""
     numbers = np.arange(mesh.n_devices).reshape(mesh.sizes)
     places = np.zeros_like(numbers)
@@ -82,9 +82,9 @@ def _places(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
     return places.reshape(-1)
 
 
-def nearby_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
+def near_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
     """Traffic of an exchange with near senders: the slowest links between nodes, the fastest inside."""
-    elements, have = needed(before, after, node_devices), holders(before, node_devices)
+    elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
     wanted = elements.sum(axis=0)
     elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
     arrives, hops = elements.sum(axis=0), []
@@ -97,12 +97,12 @@ def nearby_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traf
 
 
 @lru_cache(maxsize=1024)
-def nearby_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
+def near_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
     """(block, receiver) -> the holder in the receiver's node that has least to send, where there are any.
 
     What crosses nodes stays with the plain choice, which is balanced.
     """
-    elements, have = needed(before, after, node_devices), holders(before, node_devices)
+    elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
     at_home: dict[tuple[int, int], list[int]] = {}
     for device, block in enumerate(have.block_of.tolist()):
         at_home.setdefault((block, device // node_devices), []).append(device)

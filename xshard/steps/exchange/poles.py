@@ -14,7 +14,7 @@ from xshard.layout.block_rows import boundary_at
 from xshard.layout.providers import STRAIGHT
 from xshard.layout.sharding import Sharding
 from xshard.layout.validation import rolled_dim
-from xshard.notation.overlap import rows_of
+from xshard.notation.overlap import unfolded
 
 
 class View(NamedTuple):
@@ -40,7 +40,7 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
         if dim.overlap is None or d in carried:
             continue
         for end in ("before", "after"):
-            rule = boundary_at(rows_of(dim.overlap), end)
+            rule = boundary_at(unfolded(dim.overlap), end)
             if rule.kind == "pole":
                 poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
     options = [
@@ -59,7 +59,7 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     return tuple(found)
 
 
-def carried(before: Sharding, after: Sharding) -> tuple[int, ...]:
+def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
     """Dims that overlap alike before and after: their rows stay on their device, whatever they are."""
     dims = zip(before.layout.dims, after.layout.dims, strict=True)
     return tuple(d for d, (a, b) in enumerate(dims) if a.overlap is not None and a == b)

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import holders
+from xshard.layout.block_rows import all_held_rows
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owners
-from xshard.layout.providers import STRAIGHT, at_hand, given, wanted, without
-from xshard.layout.runs import Runs, Segment, common, extents, size
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted_rows, without
+from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
-from xshard.steps.exchange.poles import View, carried, views
+from xshard.steps.exchange.poles import View, carried_dims, views
 
 CARRIED = "carried"  # every row of a block, left where it is
 
@@ -63,36 +63,36 @@ def sources(
     new sum, to which every row is contributed once).
     """
     if dst.side == CARRIED:
-        n = size(holders(src.dim, length, src_sizes)[me])
+        n = n_rows(all_held_rows(src.dim, length, src_sizes)[me])
         return (Source(me, (Segment(0, 0, n),)),) if n else ()
-    rows = wanted(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
+    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
     if src.is_plain:
-        every = owners(src.dim, length, src_sizes)
-        met = ((i, common(every[i], rows)) for i in _near(extents(every), rows))
+        every = all_owned_rows(src.dim, length, src_sizes)
+        met = ((i, common_segments(every[i], rows)) for i in _near_indices(extents(every), rows))
         return tuple(Source(i, segments) for i, segments in met if segments)
     taken: list[Source] = []
     if not isinstance(src.dim.overlap, Fold):
         if src.side != STRAIGHT:
             return ()  # what lies beyond a pole is a copy of what does not
         if not once:
-            own = at_hand(src.dim, length, src_sizes, src.shift)[me]
-            taken.append(Source(me, common(own, rows)))
+            own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
+            taken.append(Source(me, common_segments(own, rows)))
             rows = without(rows, own)
-    lists = given(src.dim, length, src_sizes, src.side, src.shift)
-    spans = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
-    for i in _near(spans, rows):
-        taken += [Source(i, common(runs, rows)) for runs in lists[i]]
+    lists = offered_rows(src.dim, length, src_sizes, src.side, src.shift)
+    ranges = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
+    for i in _near_indices(ranges, rows):
+        taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
 
 
-def _near(spans: NDArray[np.int64], rows: Runs) -> list[int]:
-    """Which of the spans [first, stop) meet some rows: only a neighbour's rows are looked at one by one."""
+def _near_indices(ranges: NDArray[np.int64], rows: Runs) -> list[int]:
+    """Which of the ranges [first, stop) meet some rows: only a neighbour's rows are looked at one by one."""
     wanted = extents(tuple((run,) for run in rows))
-    meets = (spans[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < spans[:, None, 1])
+    meets = (ranges[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < ranges[:, None, 1])
     return [int(i) for i in np.flatnonzero(meets.any(axis=1))]
 
 
-def counts(
+def count_sources(
     src: Side, dst: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For every device, the rows it takes from senders that share its coordinates along `fixed`, and
@@ -116,9 +116,9 @@ def counts(
     return elements, senders
 
 
-def sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
+def dim_sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
     """For every dim, its source and destination as one pair of views has them."""
-    stay = carried(before, after)
+    stay = carried_dims(before, after)
     for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
         shifts = theirs.shifts[d], mine.shifts[d]
         if d in stay and not any(shifts):
@@ -129,5 +129,5 @@ def sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterat
 
 def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
     """The parts of a destination with those of the source that each may come from."""
-    stay = carried(before, after)
+    stay = carried_dims(before, after)
     return itertools.product(views(after, stay), views(before, stay))

@@ -13,34 +13,34 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.layout import Layout, divided
+from xshard.layout.layout import Layout, factored
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owners
-from xshard.layout.runs import Runs, common
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import Runs, common_segments
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.even_traffic import LaneCuts, digit_traffic
-from xshard.steps.exchange.sources import Side, counts, sides, view_pairs
-from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slow_first
+from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
+from xshard.steps.exchange.sources import Side, count_sources, dim_sides, view_pairs
+from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 
-def exchange_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traffic:
+def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
     """Traffic of an exchange in which a sender differs from the receiver along cuts and ended sums only."""
-    even = even_traffic(before, after, lanes)
-    return counted_traffic(before, after, lanes) if even is None else even
+    even = even_traffic(before, after, spans)
+    return counted_traffic(before, after, spans) if even is None else even
 
 
-def counted_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traffic:
+def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
     """The same, counted device by device: for cuts that are uneven or do not divide each other."""
-    before, after, levels = _on_lanes(before, after, lanes)
-    reached = wanted = reach(before, after, ())
-    hops, may_differ = list[Hop](), moving(before, after)
+    before, after, levels = _on_span_axes(before, after, spans)
+    reached = wanted = received_from(before, after, ())
+    hops, may_differ = list[Hop](), moving_axes(before, after)
     agree: tuple[str, ...] = ()
     total = np.zeros_like(reached.elements)
     for level, axes in levels:
         # What a device gets at this level: all it can reach with the slower levels' coordinates
         # its own, less what it can reach with this level's too.
         agree = (*agree, *axes)
-        nearer = reach(before, after, agree)
+        nearer = received_from(before, after, agree)
         received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
         total = total + received
         if received.any():
@@ -52,33 +52,33 @@ def counted_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traf
     return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
 
 
-def _on_lanes(
-    before: Sharding, after: Sharding, lanes: LinkSpans
+def _on_span_axes(
+    before: Sharding, after: Sharding, spans: LinkSpans
 ) -> tuple[Sharding, Sharding, list[tuple[int, dict[str, str]]]]:
-    """Both on a mesh whose axes are the lanes; and by level, the lanes' names with the axes they are of."""
+    """Both on a mesh whose axes are the spans; and by level, the spans' names with the axes they are of."""
     mesh = before.mesh
-    if not lanes:
+    if not spans:
         return before, after, [(0, {a: a for a in mesh.axes})]
-    parts = lanes_by_axis(mesh, lanes)
+    parts = spans_by_axis(mesh, spans)
     names: dict[LinkSpan, str] = {}
-    for lane in (lane for own in parts.values() for lane in own):
-        name = lane.axis if len(parts[lane.axis]) == 1 else f"{lane.axis}_{lane.stride}"
-        while name in names.values() or (name != lane.axis and name in mesh.axes):
+    for span in (span for own in parts.values() for span in own):
+        name = span.axis if len(parts[span.axis]) == 1 else f"{span.axis}_{span.stride}"
+        while name in names.values() or (name != span.axis and name in mesh.axes):
             name += "_"
-        names[lane] = name
+        names[span] = name
     levels = [
-        (level, {names[lane]: lane.axis for lane in at})
-        for level, at in groupby(lanes, key=lambda lane: lane.level)
+        (level, {names[span]: span.axis for span in at})
+        for level, at in groupby(spans, key=lambda span: span.level)
     ]
     if len(names) == len(mesh.axes):
         return before, after, levels
-    factors = {axis: tuple(names[lane] for lane in own) for axis, own in parts.items()}
-    split = Mesh({names[lane]: lane.size for own in parts.values() for lane in own})
-    source, target = (Sharding(divided(s.layout, factors), split, s.shape) for s in (before, after))
+    factors = {axis: tuple(names[span] for span in own) for axis, own in parts.items()}
+    split = Mesh({names[span]: span.size for own in parts.values() for span in own})
+    source, target = (Sharding(factored(s.layout, factors), split, s.shape) for s in (before, after))
     return source, target, levels
 
 
-def moving(before: Sharding, after: Sharding) -> tuple[str, ...]:
+def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
     """Axes along which a sender and its receiver may differ."""
     src, dst = before.layout, after.layout
     parts = [view for pair in view_pairs(before, after) for view in pair]
@@ -87,13 +87,13 @@ def moving(before: Sharding, after: Sharding) -> tuple[str, ...]:
     return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled)
 
 
-def ended(src: Layout, dst: Layout) -> tuple[str, ...]:
+def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes whose sum, max or min ends between the layouts."""
     kinds = ("sum", "max", "min")
     return tuple(a for kind in kinds for a in src.tagged(kind) if a not in dst.tagged(kind))
 
 
-def begun(src: Layout, dst: Layout) -> tuple[str, ...]:
+def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes along which a sum begins between the layouts."""
     return tuple(a for a in dst.tagged("sum") if a not in src.tagged("sum"))
 
@@ -102,28 +102,28 @@ def cut_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(a for dim in layout.dims for a in dim.axes)
 
 
-def even_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traffic | None:
+def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
     """Traffic of an exchange where it has a closed form: between even contiguous cuts."""
-    src, dst = cuts_on_lanes(before, lanes), cuts_on_lanes(after, lanes)
-    if src is None or dst is None or begun(before.layout, after.layout):
+    src, dst = link_cuts(before, spans), link_cuts(after, spans)
+    if src is None or dst is None or begun_axes(before.layout, after.layout):
         return None
-    by_axis = lanes_by_axis(before.mesh, lanes)
-    addends = [lane for a in ended(before.layout, after.layout) for lane in by_axis[a]]
+    by_axis = spans_by_axis(before.mesh, spans)
+    addends = [span for a in ended_axes(before.layout, after.layout) for span in by_axis[a]]
     return digit_traffic(before.shape, src, dst, addends)
 
 
-def cuts_on_lanes(sharding: Sharding, lanes: LinkSpans) -> LaneCuts | None:
-    """The lanes that cut every dim in turn, if all cuts are contiguous and divide."""
+def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
+    """The spans that cut every dim in turn, if all cuts are contiguous and divide."""
     if sharding.even_cuts is None:
         return None
-    by_axis = lanes_by_axis(sharding.mesh, lanes)
-    return tuple(tuple(lane for axis, _ in cut for lane in by_axis[axis]) for cut in sharding.even_cuts)
+    by_axis = spans_by_axis(sharding.mesh, spans)
+    return tuple(tuple(span for axis, _ in cut for span in by_axis[axis]) for cut in sharding.even_cuts)
 
 
-def lanes_by_axis(mesh: Mesh, lanes: LinkSpans) -> dict[str, LinkSpans]:
-    """Every axis longer than 1 with its lanes, the outermost first."""
-    outer_first = sorted(slow_first(mesh, mesh.axes, lanes), key=lambda lane: -lane.stride)
-    return {a: tuple(lane for lane in outer_first if lane.axis == a) for a in mesh.axes}
+def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
+    """Every axis longer than 1 with its spans, the outermost first."""
+    outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
+    return {a: tuple(span for span in outer_first if span.axis == a) for a in mesh.axes}
 
 
 class Received(NamedTuple):
@@ -134,21 +134,21 @@ class Received(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
+def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
     """What every device takes from the senders that share its coordinates along `agree`.
 
     No axis: from all senders, itself included. All axes: from itself.
     """
     mesh, src, dst = before.mesh, before.layout, after.layout
-    begins = begun(src, dst)
-    addends = mesh.size(*(a for a in ended(src, dst) if a not in agree))
+    begins = begun_axes(src, dst)
+    addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
     elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
-    for pairs in _sides(before, after):
+    for pairs in _all_dim_sides(before, after):
         boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
-            dim_elements, dim_senders = _dim_reach(a, b, length, fixed, mesh, once)
+            dim_elements, dim_senders = _received_of_dim(a, b, length, fixed, mesh, once)
             boxes, parts = boxes * dim_elements, parts * dim_senders
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
@@ -159,21 +159,21 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received
 
 
 @lru_cache(maxsize=64)
-def _sides(before: Sharding, after: Sharding) -> tuple[tuple[tuple[Side, Side], ...], ...]:
+def _all_dim_sides(before: Sharding, after: Sharding) -> tuple[tuple[tuple[Side, Side], ...], ...]:
     """For every pair of views, both sides of every dim."""
-    return tuple(tuple(sides(before, after, *views)) for views in view_pairs(before, after))
+    return tuple(tuple(dim_sides(before, after, *views)) for views in view_pairs(before, after))
 
 
 @lru_cache(maxsize=16384)
-def _dim_reach(
+def _received_of_dim(
     a: Side, b: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """One dim's share of `reach`, as arrays over the axes that cut it, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
-        return counts(a, b, length, fixed, mesh, once)
+        return count_sources(a, b, length, fixed, mesh, once)
     src, dst = a.dim, b.dim
     src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
-    shared = rows_in_common(owners(src, length, src_sizes), owners(dst, length, dst_sizes))
+    shared = rows_in_common(all_owned_rows(src, length, src_sizes), all_owned_rows(dst, length, dst_sizes))
     # Over (destination indices, source indices); the fixed axes of the source are the receiver's own.
     shared = shared.reshape((*dst_sizes, *src_sizes))
     over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
@@ -194,7 +194,7 @@ def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.i
         ends: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
         shared: NDArray[np.int64] = np.maximum(ends - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
         return shared
-    return np.array([[sum(s.length for s in common(a, b)) for a in src] for b in dst])
+    return np.array([[sum(s.length for s in common_segments(a, b)) for a in src] for b in dst])
 
 
 def _spread(table: NDArray[np.int64], axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:
