@@ -141,7 +141,8 @@ def mixed() -> Iterator[ModuleType]:
 def test_another_loss_or_gradient_fails(
     mixed: ModuleType, capsys: pytest.CaptureFixture[str], loss: float, gradient: float
 ) -> None:
-    one, four = (([2.0, last], {"p": mixed.torch.full((2,), g)}) for last, g in ((1.0, 1.0), (loss, gradient)))
+    full, given = mixed.torch.full, ((1.0, 1.0), (loss, gradient))
+    one, four = (([2.0, last], {"p": full((2,), g)}) for last, g in given)
     assert mixed.judge(one, four, Console()) == 1
     assert "They differ by more than" in capsys.readouterr().out
 
