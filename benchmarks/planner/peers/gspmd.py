@@ -26,7 +26,7 @@ from xshard.steps import Traffic
 from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.gather import gather_traffic
 from xshard.steps.permute import permute_traffic
-from xshard.steps.traffic import Lanes, slow_first
+from xshard.steps.traffic import LinkSpans, slow_first
 
 MOST_DEVICES = 256
 # Operations that write no elements.
@@ -53,7 +53,7 @@ class Collective:
         """The largest group."""
         return xs.Mesh(across=self.nodes, inside=self.devices // self.nodes)
 
-    def traffic(self, lanes: Lanes = ()) -> Traffic:
+    def traffic(self, lanes: LinkSpans = ()) -> Traffic:
         """lanes: of the group's mesh."""
         group = tuple(lane for lane in slow_first(self.mesh, self.mesh.axes, lanes) if lane.size > 1)
         if self.kind == "all_gather":
