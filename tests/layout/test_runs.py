@@ -24,7 +24,7 @@ HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_
 
 
 def expanded(runs):
-    """Runs -> the list of rows they stand for, None for fill."""
+    """Runs -> list of row numbers; None for fill."""
     return [
         None if run.start == FILL else run.start + i * run.stride + j
         for run in runs
@@ -44,9 +44,9 @@ def test_owned_rows_of_any_layout(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
     sharding = xs.Sharding(layout, mesh, (length,))
     for device in range(mesh.n_devices):
-        rows_ = oracle.owned_rows(layout.dims[0], length, mesh, device)
-        assert expanded(sharding.owned(0, device)) == rows_
-        assert sharding.local_shape(device) == layout.local_shape(mesh, (length,), device) == (len(rows_),)
+        rows = oracle.owned_rows(layout.dims[0], length, mesh, device)
+        assert expanded(sharding.owned(0, device)) == rows
+        assert sharding.local_shape(device) == layout.local_shape(mesh, (length,), device) == (len(rows),)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -95,7 +95,7 @@ def test_nested_and_grouped_cuts_differ_where_uneven():
 @pytest.mark.parametrize(
     ("text", "length", "expected"),
     [
-        # Rank-major, as ring-flash-attention's varlen and TransformerEngine's THD have it.
+        # Rank-major, as in ring-flash-attention's varlen and TransformerEngine's THD.
         ("s/zigzag(a,4,8,4)", 16, [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]]),
         ("s/zigzag(a,3,5)", 8, [[0, 3, 4], [1, 2, 5, 6, 7]]),
         ("s/cyclic(a,3)", 14, [[0, 1, 2, 6, 7, 8, 12, 13], [3, 4, 5, 9, 10, 11]]),
@@ -110,9 +110,9 @@ def test_orders_that_are_written_in_numbers(text, length, expected):
     assert [oracle.owned_rows(dim, length, mesh, device) for device in (0, 1)] == expected
 
 
-def test_one_part_is_the_whole_in_its_order():
+def test_one_part_is_the_whole_dim_in_order():
     assert held("s/intervals(a,[0,2,2,4])", 4, xs.Mesh(a=1)) == [[0, 1, 2, 3]]
-    with pytest.raises(xs.ShapeError, match="one part holds its rows in order"):
+    with pytest.raises(xs.ShapeError, match="one part, which must hold its rows in order"):
         held("s/intervals(a,[2,4,0,2])", 4, xs.Mesh(a=1))
 
 
@@ -122,8 +122,8 @@ def test_one_part_is_the_whole_in_its_order():
         ("s/zigzag(a,4,8)", "'zigzag(a,4,8)' adds up to 12 rows, not 16 in 's/zigzag(a,4,8)'"),
         ("s/sizes(a,4,8,4)", "3 sizes for 2 parts"),
         ("s/b/sizes(a,4,8)", "adds up to 12 rows, not 8"),
-        ("s/intervals(a,[0,8],[8,12])", "does not hold each of 16 rows once"),
-        ("s/intervals(a,[0,9],[8,16])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,8],[8,12])", "does not hold each of the 16 rows once"),
+        ("s/intervals(a,[0,9],[8,16])", "does not hold each of the 16 rows once"),
         ("s/intervals(a,[0,16])", "1 intervals for 2 parts"),
     ],
 )
@@ -143,7 +143,7 @@ def test_zigzag_and_cyclic_are_few_runs_however_long_the_dim():
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 2), st.integers(1, 24))
 def test_overlaps(data, n, order, length):
-    """Halos and windows of every boundary, reaching over several neighbours and both ends."""
+    """Halos and windows of every boundary, over several neighbours and both ends of the array."""
     mesh = xs.Mesh(a=n)
     shards = (Shard(("a",), ("block", "balanced", "block")[order]),)
     dim = Dim("h", shards, data.draw(any_overlap(folded=False)))
@@ -160,7 +160,7 @@ def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_halo_wider_than_every_block(boundary):
-    """Blocks of two rows, six rows of halo: three neighbours away and over the ends."""
+    """Blocks of two rows with halos of six: over three neighbours and the ends of the array."""
     outside = {
         "zero": ([None] * 6, [None] * 6),
         "constant": ([None] * 6, [None] * 6),
@@ -190,10 +190,10 @@ def test_negative_widths_leave_rows_out():
 
 
 def conv_dims():
-    """(name, length, parts, window text, shard sizes + halo widths) of every cut dim of a window case."""
+    """(length, window text, rows of every block) of every cut dim of a window case."""
     for case in HALO_CASES:
         op = re.fullmatch(r"(?:conv|maxpool|avgpool) k=(.*) s=(.*) d=(.*) p=(.*)", case["op"])
-        if op is None or case["name"] == "run-empty-shard":  # cut 3, 0, 3, 2: no order of ours
+        if op is None or case["name"] == "run-empty-shard":  # cut 3, 0, 3, 2: no order has these parts
             continue
         options = [json.loads(text) for text in op.groups()]
         boundary = {"zero": "zero", "circular": "periodic"}[case["boundary"]]
@@ -211,13 +211,13 @@ def conv_dims():
 
 @pytest.mark.parametrize(("length", "window", "widths"), [*conv_dims()])
 def test_windows_span_what_a_convolution_reads(length, window, widths):
-    """Input ranges of other libraries' test suites, whose outputs are cut in balanced parts."""
+    """Input ranges from test suites of other libraries, which cut outputs into balanced parts."""
     spans = held(f"h/balanced(a):{window}", length, xs.Mesh(a=len(widths)))
-    assert [len(rows_) for rows_ in spans] == widths
+    assert [len(rows) for rows in spans] == widths
 
 
 def test_windows_hold_the_rows_that_torch_reads():
-    """A block convolved without padding is the device's part of the whole convolution."""
+    """Convolving a block without padding gives the device's part of the whole convolution."""
     x = torch.arange(1.0, 24.0)
     mesh = xs.Mesh(a=4)
     for k, s, d, p in [(3, 1, 1, 1), (3, 2, 1, 1), (2, 2, 1, 0), (5, 4, 1, 2), (3, 1, 4, 4), (4, 3, 2, 0)]:

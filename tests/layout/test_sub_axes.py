@@ -1,4 +1,4 @@
-"""The same devices under other axes: one refined mesh, and ordinary plans on it."""
+"""The same devices under other axes: the refined mesh of two meshes, and ordinary plans on it."""
 
 import numpy as np
 import pytest
@@ -71,8 +71,8 @@ def test_a_refined_plan_prints_in_the_refined_axes():
     assert (str(plan.src), str(plan.dst)) == ("n/(dp,dp_tp) d", "n/dp d/dp_tp")
 
 
-def test_a_link_of_an_axis_is_that_of_its_factors():
-    """Where both ends name one, the slower counts."""
+def test_the_factors_of_an_axis_have_its_link():
+    """If both ends name a link, the slower one counts."""
     fast, slow = xs.Link(0.0, 8e9), xs.Link(0.0, 2e9)
     machine = xs.Profile("named", "made up", xs.Link(0.0, 1e9), axes=(("dp", fast), ("tp", slow)))
     found = refined(machine, refine(xs.Mesh(dp=4, pp=2), xs.Mesh(tp=2, ep=4)))
@@ -80,7 +80,7 @@ def test_a_link_of_an_axis_is_that_of_its_factors():
 
 
 def test_three_by_two_to_two_by_three():
-    """No refinement: every device gets what it lacks straight from its holders."""
+    """No refinement exists: every device gets the elements that it lacks directly from their holders."""
     plan = crossing("n/x d/y", "n/x d/y", "x=3,y=2", "x=2,y=3", (6, 6))
     assert (plan.steps, plan.src_devices) == ((plan.transfer,), plan.dst_devices)
     assert plan.bytes_received == plan.bytes_lower_bound == 6 * 8

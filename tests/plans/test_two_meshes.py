@@ -107,12 +107,12 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
             {"shape": (4, 4)},
             xs.ShapeError,
             "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
-            "  write one name per dim, or '...' for any number of whole dims",
+            "  write one name per dim, or '...' for any number of uncut dims",
         ),
         (
             {"shape": (4.0,)},
             xs.ShapeError,
-            "shape (4.0,) has 4.0 where a length >= 0 belongs in 'n/a -> n/b'",
+            "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'",
         ),
         (
             {"src_devices": (0,)},

@@ -1,4 +1,4 @@
-"""Closed forms of what even layouts move: against the messages themselves, counted one by one."""
+"""Closed forms of the traffic between even layouts, against messages counted one by one."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ FAST, SLOW = xs.Link(1e-6, 1e11), xs.Link(1e-5, 1e9)
 
 @st.composite
 def even_moves(draw, sums=True):
-    """(source, destination, spans): contiguous cuts that divide, on nodes of a few devices."""
+    """(source, destination, spans): even contiguous cuts, on nodes of a few devices."""
     sizes = draw(st.lists(st.sampled_from((2, 2, 3, 4, 6)), min_size=1, max_size=3))
     assume(math.prod(sizes) <= 48)
     mesh = xs.Mesh(dict(zip("xyz", sizes, strict=False)))
@@ -47,7 +47,7 @@ def plain_layouts(draw, mesh, sums):
 
 
 def slowest(mesh, spans, a, b):
-    """The level over which a device is reached: that of the slowest span along which it differs."""
+    """The level between two devices: that of the slowest span along which they differ."""
     coords = [dict(zip(mesh.axes, mesh.coords(device), strict=True)) for device in (a, b)]
     return min(
         span.level for span in spans if len({c[span.axis] // span.stride % span.size for c in coords}) == 2
@@ -55,10 +55,10 @@ def slowest(mesh, spans, a, b):
 
 
 def counted(src, dst, spans):
-    """By level, the most elements and messages that a device receives; and the traffic of all levels.
+    """Per level, the most elements and messages that a device receives; and totals over all levels.
 
-    Of that: what is received; what is packed at one end and unpacked at the other, as all boxes, and as those
-    from others while a device's own is put into place at once.
+    Totals: elements received; elements packed and unpacked if all boxes are; and if a device's own box is
+    put into place directly.
     """
     elements, messages, most = Counter(), Counter(), [0, 0, 0]
     for device in range(src.mesh.n_devices):
@@ -89,7 +89,7 @@ def test_traffic_by_level_is_that_of_the_messages(move):
 
 @given(even_moves())
 def test_layouts_without_a_closed_form_are_priced_alike(move):
-    """Cuts that do not divide each other, as 4 and 6: by arrays over the mesh."""
+    """Cuts that do not divide each other, such as 4 and 6, are priced by arrays over the mesh."""
     src, dst, spans = move
     hops, most = counted(src, dst, spans)
     traffic = Exchange(dst.layout).traffic(src, spans)
@@ -98,7 +98,7 @@ def test_layouts_without_a_closed_form_are_priced_alike(move):
 
 
 def rows_of(sharding, device):
-    """Positions of a device's block."""
+    """Positions of all elements in a device's block."""
     return set(
         product(
             *(
@@ -146,9 +146,9 @@ def test_elements_that_some_device_holds_at_both_ends(move):
         # 3 messages until one of 4 devices has the sum of an element, 3 more until all have.
         ("n d | sum(a,b) -> n d", 6 * 64),
         ("n d | sum(a,b) -> n/a/b d", 3 * 64),
-        # Every device takes the 16 elements of its block from the one that shares `b`.
+        # Every device takes the 16 elements of its block from the device with the same `b`.
         ("n/b d | sum(a) -> n/b/a d", 64),
-        # Half of the rows are where neither owner holds an addend of them: two messages, not one.
+        # Half of the rows move to devices that hold no addend of them: two messages, not one.
         ("n/b d | sum(a) -> n/a/b d", 64 + 32),
         ("n/a d -> n d", 4 * 32),
     ],

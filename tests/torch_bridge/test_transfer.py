@@ -285,7 +285,7 @@ def test_wrong_input():
         (
             "LinearityError",
             "'n | max(a)' has no dual: max and min are not linear\n"
-            "  their gradient goes to the winners; the bridges do that for a max -> redistribution",
+            "  their gradient goes to the winners; redistribute of either bridge computes it",
         ),
     ]
     part = "\n  under 'n' on Mesh(a=1) that is its part of a (4,) array"

@@ -1,7 +1,11 @@
-"""The app: which commands there are, and how an error of xshard ends one."""
+"""The app: its commands, and the exit of a command that raises an error of xshard.
+
+Decides which commands exist. Knows nothing of what they do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -17,7 +21,7 @@ from xshard.errors import XshardError
 
 
 class _Commands(TyperGroup):
-    """Prints errors of xshard as their message and exits with 2; others are bugs and keep a traceback."""
+    """Prints the message of an xshard error and exits with 2; other errors are bugs and keep a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -34,11 +38,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for name, command in (
-    ("plan", plan_command),
-    ("show", show),
-    ("verify", verify),
-    ("bench", bench),
-    ("calibrate", calibrate_command),
-):
+COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan_command,
+    "show": show,
+    "verify": verify,
+    "bench": bench,
+    "calibrate": calibrate_command,
+}
+for name, command in COMMANDS.items():
     app.command(name)(command)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console
-from xshard.cli.options import Dtype, MeshText, ShapeText, parse_shape
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout.mesh import Mesh
 from xshard.planner import plan as make_plan
@@ -23,7 +23,7 @@ TIMEOUT_S = 600.0
 
 
 def bench(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')],
+    expression: ExpressionText,
     mesh: MeshText,
     shape: ShapeText,
     dtype: Dtype = "float32",

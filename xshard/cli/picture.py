@@ -1,7 +1,6 @@
 """A picture of a sharding as data: the blocks of the global array and the devices that hold each.
 
-Decides what a picture shows; a terminal, a document or a plot decides how it looks. Knows
-nothing of any of them.
+Decides what a picture shows. Does not know how a terminal, a document or a plot draws it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold, Halo, Window
 from xshard.notation.parser import Dim
 
-# Blocks drawn along a dim: a cyclic cut of a long dim has as many as rows.
+# Most blocks drawn along a dim: a cyclic cut of a long dim has as many blocks as rows.
 MAX_BLOCKS = 64
 
 _ORDER_TEXT = {
@@ -46,7 +45,7 @@ _TAG_TEXT = {
 
 @dataclass(frozen=True)
 class Strip:
-    """A drawn dim: its blocks (start, stop) in order, and how many rows after them are not drawn."""
+    """A drawn dim: its blocks (start, stop) in order; hidden: the number of rows after them, not drawn."""
 
     dim: Dim
     length: int
@@ -56,7 +55,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Cell:
-    """The devices that own and hold a block of the array, and those that hold it as overlap only."""
+    """A block of the array: devices that own and hold it; guests: devices that hold it only as overlap."""
 
     owners: tuple[int, ...]
     guests: tuple[int, ...] = ()
@@ -64,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class DeviceBlock:
-    """What one device has: coordinates, the shape of its block, per dim the rows it owns and holds."""
+    """The block of one device: coordinates, local shape, and per dim the rows that it owns and holds."""
 
     device: int
     coords: tuple[tuple[str, int], ...]
@@ -75,10 +74,10 @@ class DeviceBlock:
 
 @dataclass(frozen=True)
 class Picture:
-    """Who holds which slice of an array.
+    """The blocks of an array and the devices that hold them.
 
     strips: the drawn dims, at most two. cells: one row per block of the first of two strips, one
-    column per block of the last. notes: the roles of the mesh axes, in words.
+    column per block of the last. devices: one entry per device. notes: the roles of the mesh axes, in words.
     """
 
     sharding: Sharding
@@ -91,7 +90,7 @@ class Picture:
 def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_BLOCKS) -> Picture:
     """A sharding -> its picture along one or two dims, by default the first two that are cut.
 
-    Raises ShapeError for dims that the layout does not have, or more than two.
+    Raises ShapeError for unknown dims, or more than two.
 
     >>> from xshard import Layout, Mesh
     >>> p = picture(Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3)))
@@ -110,7 +109,7 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_
 
 
 def rows_text(runs: Runs, most: int = 6) -> str:
-    """Runs in local order, as people write them.
+    """Runs in local order as text, at most `most` pieces.
 
     >>> rows_text((Run(0, 2), Run(6, 2))), rows_text((Run(0, 1, 4, 8),)), rows_text((Run(FILL, 1), Run(0, 3)))
     ('0-1, 6-7', '0-24 step 8', '1 fill, 0-2')
@@ -122,7 +121,7 @@ def rows_text(runs: Runs, most: int = 6) -> str:
 
 
 def devices_text(devices: Sequence[int], most: int = 3) -> str:
-    """Device numbers, ranges and even steps joined.
+    """Device numbers as text, with ranges and even steps.
 
     >>> devices_text((0, 1, 2, 3)), devices_text((0, 4)), devices_text((0, 4, 8, 12))
     ('0-3', '0,4', '0-12 step 4')
@@ -149,7 +148,7 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:
 
 
 def _strip(sharding: Sharding, d: int, max_blocks: int) -> Strip:
-    """The blocks between all places where some device's rows begin or end."""
+    """The blocks between all positions where rows of some device begin or end."""
     length = sharding.shape[d]
     everyone = itertools.chain.from_iterable(sharding.owners(d) + sharding.holders(d))
     edges = np.unique(np.append(as_intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
@@ -160,9 +159,9 @@ def _strip(sharding: Sharding, d: int, max_blocks: int) -> Strip:
 def _picture_cells(
     sharding: Sharding, drawn: tuple[int, ...], strips: tuple[Strip, ...]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """Per block of the picture, the devices that own it and those that only hold it."""
+    """Per block of the picture, the devices that own it and the devices that only hold it."""
     everyone = np.ones((sharding.mesh.n_devices, 1), bool)
-    # A picture has rows and columns; a dim that is not drawn is one block that everyone has.
+    # A picture has rows and columns; a missing dim is one block that all devices have.
     owns, holds = [everyone, everyone], [everyone, everyone]
     for d, strip in zip(drawn, strips, strict=True):
         index = [sharding.dim_device(d, device) for device in range(sharding.mesh.n_devices)]
@@ -182,11 +181,11 @@ def _picture_cells(
 
 
 def _covered(everyone: Sequence[Runs], strip: Strip) -> NDArray[np.bool_]:
-    """(index along the dim's axes, block of the strip) -> whether the runs have the block."""
+    """(index along the dim's axes, block of the strip) -> True if the runs contain the block."""
     starts = np.array([start for start, _ in strip.blocks], np.int64)
     covered = np.zeros((len(everyone), len(starts) + 1), np.int64)
     for row, runs in zip(covered, everyone, strict=True):
-        # +1 where an interval begins, -1 where it ends: the running sum counts those that are open.
+        # +1 where an interval begins, -1 where it ends: the running sum counts open intervals.
         for edge, change in zip(as_intervals(runs).T, (1, -1), strict=True):
             np.add.at(row, np.searchsorted(starts, edge), change)
     return covered.cumsum(axis=1)[:, :-1] > 0

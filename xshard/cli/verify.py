@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from xshard.cli.console import console, print_error
-from xshard.cli.options import MESH_HELP, SHAPE_HELP, Dtype, parse_shape
+from xshard.cli.options import MESH_HELP, SHAPE_HELP, Dtype, ExpressionText, parse_shape
 from xshard.cli.verify_table import Row, Section, print_sections
 from xshard.layout.mesh import Mesh
 from xshard.planner import plan as make_plan
@@ -22,7 +22,7 @@ _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
 
 
 def verify(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')] = "",
+    expression: ExpressionText = "",
     every: Annotated[
         bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
     ] = False,

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Which rows of a dim each device owns under the dim's cuts.
+
+Decides how a cut divides a length (torch.chunk's ceil rule, balanced, zigzag, cyclic, given sizes or
+intervals), how cuts nest and which numbers fit. Knows one dim at a time: no overlaps, no tags.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from xshard.notation.parser import INTERVALS, SIZES, Dim, Shard
 
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
-    """Positions of `range(length)` that part `index` of `n` holds, in its order.
+    """Positions of `range(length)` in part `index` of `n`, in the order of the part.
 
     >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
     (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
     """
     order, numbers = shard.order, shard.numbers
-    if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
+    if n == 1:  # one part is one interval in every order, so that an overlap widens it only once
         return interval(0, length)
     if order == SIZES:
         ends = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
@@ -41,9 +45,9 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
 
 
 def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Positions of `range(length)` that remain after every cut in turn.
+    """Positions of `range(length)` that one device keeps after every cut in turn.
 
-    sizes, coords: one number per axis, in the order the shards name them.
+    sizes, coords: one number per axis, in the order of the shards.
     """
     runs = interval(0, length)
     at = 0
@@ -58,7 +62,7 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coord
 
 
 def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
-    """The first cut whose numbers do not fit what it cuts, and why."""
+    """The first cut whose numbers do not fit the rows that it cuts, with the reason; None if all fit."""
     at = 0
     for i, shard in enumerate(dim.shards):
         outer = Dim(dim.name, dim.shards[:i])
@@ -73,16 +77,16 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
                 covered = sorted(found)
                 ends = [0, *(b for _, b in covered)]
                 if [a for a, _ in covered] != ends[:-1] or ends[-1] != rows or any(a > b for a, b in covered):
-                    return shard, f"'{shard}' does not hold each of {rows} rows once"
+                    return shard, f"'{shard}' does not hold each of the {rows} rows once"
                 if n == 1 and found != covered:
-                    return shard, f"'{shard}': one part holds its rows in order"
+                    return shard, f"'{shard}' has one part, which must hold its rows in order"
             elif (total := sum(k for k in shard.numbers if isinstance(k, int))) != rows:
                 return shard, f"'{shard}' adds up to {total} rows, not {rows}"
     return None
 
 
 def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Global rows of a dim of `length` that the device at `coords` owns, in its local order.
+    """Global rows of a dim of `length` that the device at `coords` owns, in local order.
 
     sizes, coords: one number per axis of `dim.axes`.
     """
@@ -91,14 +95,15 @@ def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int
 
 @lru_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
-    """The most rows that one device owns, and whether all own as many; without looking at devices
-    where every cut divides.
+    """The most rows that any device owns, and whether all devices own equally many.
+
+    Computed without listing devices if the cuts allow.
 
     >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
     (4, True)
     """
     left, at = length, 0
-    even: bool | None = True  # None where the blocks have to be looked at
+    even: bool | None = True  # None: the blocks of all devices must be compared
     for shard in dim.shards:
         n = math.prod(sizes[at : at + len(shard.axes)])
         at += len(shard.axes)
@@ -115,19 +120,19 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
 
 @lru_cache(maxsize=4096)
 def all_owned_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
-    """`owned` for every index along the dim's axes, row-major."""
+    """`owned_rows` for every index along the dim's axes, row-major."""
     return tuple(owned_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
 def _zigzag(start: int, length: int, n: int, index: int) -> Runs:
-    """Chunks `index` and `2n - 1 - index` of 2n of a document."""
+    """Chunks `index` and `2n - 1 - index` of the 2n chunks of a document."""
     chunk = -(-length // (2 * n))
     both = _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
     return tuple(run._replace(start=start + run.start) for run in both)
 
 
 def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
-    """Every n-th stretch of so many rows; the last may be shorter."""
+    """Every n-th group of `rows` rows, from group `index`; the last group may be shorter."""
     whole = len(range(index * rows, length - rows + 1, n * rows))
     rest = index * rows + whole * n * rows
     tail = interval(rest, min(length, rest + rows))

@@ -1,8 +1,7 @@
-"""Which global rows each device holds: interval algebra on one dim.
+"""Runs: lists of rows of one dim, and interval algebra on them.
 
-Decides how a cut divides a length (torch.chunk's ceil rule, zigzag, cyclic, balanced, given
-sizes) and how cuts nest. Everything else (what an overlap adds, local shapes, what must move,
-bounds, pictures) is computed from the runs made here. Knows no tags and no whole layouts.
+Decides how rows are written down, intersected and merged without listing them one by one. Ownership,
+overlaps, traffic, bounds and pictures are computed from runs. Knows no cuts, tags or layouts.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from numpy.typing import NDArray
 
 from xshard.notation.overlap import Width
 
-FILL = -1  # start of a run of rows that lie outside the array and are filled by the boundary rule
+FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
 
 class Run(NamedTuple):
     """`length` consecutive rows, `repeats` times, with starts `stride` apart.
 
     A plain interval has repeats 1, a mirrored boundary stride -1, a repeated edge row stride 0. A
-    cyclic shard is one run, however long the dim is. A start of FILL marks rows outside the array.
+    cyclic shard is one run and at most one shorter interval, however long the dim is. A start of FILL
+    marks rows outside the array.
     """
 
     start: int
@@ -51,7 +51,7 @@ def n_rows(runs: Iterable[Run]) -> int:
 
 
 def as_index(runs: Runs) -> slice | NDArray[np.int64]:
-    """Runs of local positions as a numpy index: a slice where they are one interval."""
+    """Runs of local positions -> numpy index: a slice if they are evenly spaced, else an array."""
     if not runs:
         return slice(0, 0)
     if len(runs) == 1 and (runs[0].repeats == 1 or (runs[0].length == 1 and runs[0].stride > 0)):
@@ -62,7 +62,7 @@ def as_index(runs: Runs) -> slice | NDArray[np.int64]:
 
 
 def as_intervals(runs: Iterable[Run]) -> Intervals:
-    """Runs -> every interval as a row (start, stop), in local order; FILL rows left out."""
+    """Runs -> array of intervals (start, stop), in local order; without FILL."""
     parts = [
         np.stack([starts, starts + run.length], axis=1)
         for run in runs
@@ -73,7 +73,7 @@ def as_intervals(runs: Iterable[Run]) -> Intervals:
 
 
 def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
-    """Runs, written out; FILL for rows outside the array."""
+    """Runs -> array of row numbers; FILL for rows outside the array."""
     parts = [
         np.full(r.length * r.repeats, FILL)
         if r.start == FILL
@@ -85,7 +85,7 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=4096)
 def extents(blocks: tuple[Runs, ...]) -> Intervals:
-    """For every block, the smallest [start, stop) that all its rows lie in; [0, 0) where it has none."""
+    """For every block, the smallest [start, stop) that contains all its rows; [0, 0) if it has none."""
     found = np.zeros((len(blocks), 2), np.int64)
     for at, runs in enumerate(blocks):
         ends = [
@@ -101,7 +101,7 @@ def extents(blocks: tuple[Runs, ...]) -> Intervals:
 
 @lru_cache(maxsize=65536)
 def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
-    """Where rows of `dst` stand in `src`: segments in the order of `dst`, merged where adjacent.
+    """The rows that `src` and `dst` share: segments in the order of `dst`, merged where adjacent.
 
     Rows of `src` must be distinct; rows of `dst` may repeat (a wrapped halo).
     """
@@ -142,7 +142,7 @@ def _merged(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
 
 
 def _positions(runs: Runs) -> NDArray[np.int64]:
-    """Local position of every interval that `intervals(runs)` lists."""
+    """Local position of every interval that `as_intervals(runs)` lists."""
     at, parts = 0, []
     for run in runs:
         if run.start != FILL and run.length > 0:
@@ -152,11 +152,12 @@ def _positions(runs: Runs) -> NDArray[np.int64]:
 
 
 def interval(start: int, stop: int) -> Runs:
+    """[start, stop) as runs; none if it is empty."""
     return (Run(start, stop - start),) if stop > start else ()
 
 
 def interval_pairs(part: Width) -> list[tuple[int, int]]:
-    """(start, stop, start, stop, ...) two by two."""
+    """(start, stop, start, stop, ...) -> pairs (start, stop)."""
     ends = part if isinstance(part, tuple) else ()
     return list(zip(ends[::2], ends[1::2], strict=False))
 
@@ -179,7 +180,7 @@ def merge_adjacent(runs: Iterable[Run]) -> Runs:
 
 
 def unrolled(runs: Runs) -> Iterable[Run]:
-    """Runs with every repeat a run of its own."""
+    """The same rows as runs without repeats."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)

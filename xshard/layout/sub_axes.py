@@ -1,7 +1,7 @@
-"""A mesh some of whose axes are divided into parts: the same devices, in the same order, under finer names.
+"""A mesh with some axes split into sub-axes; devices and their order are unchanged.
 
-Decides how parts are named and what a layout becomes on them. Which axes are worth dividing is the
-business of `aligned`.
+Decides the names of sub-axes and what a layout becomes on them, and the common refinement of two
+meshes. Does not know which splits are worth it: that is decided in `xshard/search/sub_axis_paths.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from xshard.layout.layout import Layout, factored
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
-Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its parts, the slowest first
+Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its sub-axes, the slowest first
 
 
 @dataclass(frozen=True, init=False)
 class SubAxisMesh(Mesh):
-    """`whole` with some axes divided: `x` of 4 into `x_0` and `x_1` of 2, the slowest first.
+    """`base` with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`.
 
-    Raises MeshError for an axis that `whole` has not, or parts that do not make it up.
+    Raises MeshError for an axis that `base` does not have, or sizes that do not multiply to its size.
 
     >>> from xshard import Layout
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
@@ -41,8 +41,8 @@ class SubAxisMesh(Mesh):
         for axis, sizes in split:
             if len(sizes) < 2 or math.prod(sizes) != base.size(axis):
                 raise MeshError(
-                    f"axis {axis!r} of size {base.size(axis)} does not consist of parts {sizes}",
-                    hint="two parts or more, whose sizes multiply to that of the axis",
+                    f"axis {axis!r} of size {base.size(axis)} does not split into {sizes}",
+                    hint="two sub-axes or more, whose sizes multiply to the size of the axis",
                 )
         sizes_of = dict(split)
         super().__init__(
@@ -57,7 +57,7 @@ class SubAxisMesh(Mesh):
 
     @cached_property
     def sub_axes(self) -> Mapping[str, tuple[str, ...]]:
-        """Every axis of `whole` with its parts, the slowest first; itself where it is not divided."""
+        """Every axis of `base` -> its sub-axes, the slowest first; an axis that is not split -> itself."""
         return _sub_axis_names(self.base, self.split)
 
     def origin(self, axis: str) -> str:
@@ -68,12 +68,14 @@ class SubAxisMesh(Mesh):
         return {name: axis for axis, names in self.sub_axes.items() for name in names}
 
     def factored(self, sharding: Sharding) -> Sharding:
-        """A sharding on `whole` -> the same sharding here."""
+        """A sharding on `base` -> the same sharding on this mesh."""
         return Sharding(factored(sharding.layout, self.sub_axes), self, sharding.shape)
 
 
 def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
-    """Axes and their mesh: on the whole mesh where all parts of each stand in order, else as given.
+    """Axes of a mesh -> the base mesh and its axes if the sub-axes of each are complete and in order.
+
+    Else the mesh and the axes as given.
 
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
     >>> [unfactored(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
@@ -91,14 +93,14 @@ def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
         names = [f"{axis}_{i}" for i in range(len(sizes))]
-        while taken & set(names):  # beside an axis of that name
+        while taken & set(names):  # the mesh has an axis of that name
             names = [f"{name}_" for name in names]
         taken |= set(names)
         found[axis] = tuple(names)
     return found
 
 
-# Axis -> the factor axes it consists of, the slowest first; none for an axis of size 1.
+# Axis -> its factor axes, the slowest first; none for an axis of size 1.
 Factors = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -111,19 +113,19 @@ class Refinement:
     dst: Factors
 
     def source(self, layout: Layout) -> Layout:
-        """A layout on the source's mesh -> the same layout on the refined one."""
+        """A layout on the source mesh -> the same layout on the refined mesh."""
         return factored(layout, dict(self.src))
 
     def target(self, layout: Layout) -> Layout:
-        """A layout on the destination's mesh -> the same layout on the refined one."""
+        """A layout on the destination mesh -> the same layout on the refined mesh."""
         return factored(layout, dict(self.dst))
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
-    """The coarsest mesh whose axes make up both, if sizes allow: `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`.
+    """The coarsest mesh that splits the axes of both: `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`.
 
-    A factor is named after the axes it is a part of, once where these have one name. None where
-    the axes do not divide each other (3x2 and 2x3), or the meshes differ in size.
+    A factor has the names of the axes that contain it, or their common name. None if the axes do not
+    divide each other (3x2 and 2x3), or the meshes differ in size.
 
     >>> refine(Mesh(dp=4, tp=2), Mesh(dp=2, tp=4)).mesh
     Mesh(dp=2, dp_tp=2, tp=2)
@@ -144,7 +146,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     for start, end in itertools.pairwise(ends):
         owners = [next(a for a, first, last in spans if first <= start and end <= last) for spans in sides]
         name = "_".join(dict.fromkeys(owners))
-        while name in sizes:  # axes `a_b` and `c` beside `a` and `b_c`
+        while name in sizes:  # `a_b` and `c` meet `a` and `b_c`
             name += "_"
         sizes[name] = end // start
         for axis, found in zip(owners, factors, strict=True):
@@ -157,7 +159,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
 
 
 def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:
-    """Every axis longer than 1 with the number of parts before it and after it."""
+    """Every axis longer than 1, with the product of the sizes before it, and of those up to it."""
     parts, found = 1, []
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1:

@@ -1,8 +1,8 @@
-"""Which rows of its input a device needs for the outputs it computes: dilated inputs and resampling.
+"""Receptive fields: the input rows that each device needs for the outputs that it computes.
 
-Decides the interval of every part's inputs, written as a halo with a width per part, with the fill
-beyond the ends in it. What a plain window reads is notation of its own (`window(...)`,
-`held.output_dim`).
+Decides these intervals for transposed and dilated windows and for resampling, as halos with a width per
+part and a boundary. Plain windows have a notation of their own (`window(...)`, see `windows.py`). Knows
+one dim at a time and no framework.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from xshard.notation.parser import SIZES, Dim, Shard
 
 NOTHING = Boundary("none")
 
-NeededInputs = Callable[[int, int], tuple[int, int]]  # outputs [start, stop) -> the inputs they need
+NeededInputs = Callable[[int, int], tuple[int, int]]  # outputs [start, stop) -> inputs [first, last)
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """One dim of an op: the input it reads, and the output it makes.
+    """The input and the output of an op along one dim.
 
-    source: the dim as blocks must hold it. result: the dim of the outputs, of length `length`.
-    inputs, outputs: for every part, row-major, the global interval that its block holds and computes.
+    source: the input dim with the overlap that blocks must hold. result: the dim of the outputs, of
+    length `length`. inputs, outputs: per part, row-major, the global intervals that it holds and computes.
     """
 
     source: Dim
@@ -42,9 +42,9 @@ class ReceptiveField:
 def transposed_field(
     dim: Dim, length: int, sizes: Sizes, *, k: int, s: int = 1, d: int = 1, p: int = 0, extra: int = 0
 ) -> ReceptiveField:
-    """What a transposed convolution reads: output `i * s - p + d * j` gets input i by tap j.
+    """The receptive field of a transposed convolution: tap j adds input i to output `i * s - p + d * j`.
 
-    extra: rows added to the output at its end (torch's output_padding).
+    extra: rows added at the end of the output (torch's output_padding). Raises as `receptive_field` does.
 
     >>> field = transposed_field(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, s=2, p=1, extra=1)
     >>> str(field.source), field.inputs, field.outputs
@@ -67,11 +67,11 @@ def dilated_field(
     fill: float = 0.0,
     out: str = "",
 ) -> ReceptiveField:
-    """What windows over a dilated or cropped (negative `p`) input read.
+    """The receptive field of windows over an input that is dilated (`base`) or cropped (negative `p`).
 
-    Output `o` takes row `o * s - p[0] + d * j` by tap j, input i being row `i * base`.
-    fill: what stands between the inputs, and beyond the ends. out: how the outputs are cut (see `read`).
-    Raises ShapeError where the parts of the dim are no intervals.
+    Tap j of output `o` reads row `o * s - p[0] + d * j`, and input i is row `i * base`.
+    fill: the value between the inputs and beyond the ends. out: as in `receptive_field`.
+    Raises ShapeError if the parts of the dim are not intervals.
 
     >>> found = dilated_field(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, base=2, p=(1, 2))
     >>> str(found.source), found.inputs, found.outputs
@@ -84,7 +84,7 @@ def dilated_field(
 
 
 def tap_inputs(k: int, s: int, d: int, base: int, before: int) -> NeededInputs:
-    """The inputs under taps: tap j of output o is at row `o * s - before + d * j`, input i at `i * base`."""
+    """The inputs of taps: tap j of output o reads row `o * s - before + d * j`; input i is row `i * base`."""
 
     def needs(start: int, stop: int) -> tuple[int, int]:
         return -((before - start * s) // base), ((stop - 1) * s - before + d * (k - 1)) // base + 1
@@ -102,12 +102,12 @@ def receptive_field(
     out: str = "",
     beyond: Boundary = NOTHING,
 ) -> ReceptiveField:
-    """The read of an op of which every part makes some outputs and reads an interval of inputs.
+    """The receptive field of an op in which the outputs of every part need an interval of inputs.
 
-    out: how the outputs are cut: as the inputs are or, where the sizes of those are given, aligned
-    (empty), `balanced`, or `aligned`: a part makes the share of all outputs that it has of the inputs.
-    beyond: what is read outside the array; by default nothing: intervals end where it ends.
-    Raises ShapeError where the parts of the dim are no intervals.
+    out: how the outputs are cut: like the inputs, or aligned if these have given sizes (empty);
+    `balanced`; or `aligned`: a part has the same share of the outputs as of the inputs.
+    beyond: the boundary at the ends of the array; by default intervals end with the array.
+    Raises ShapeError if the parts of the dim are not intervals.
     """
     owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
@@ -143,6 +143,6 @@ def _result(dim: Dim, length: int, outputs: int, owned: tuple[Runs, ...], out: s
 
 
 def contiguous_intervals(parts: tuple[Runs, ...]) -> list[tuple[int, int]]:
-    """Contiguous parts in their order; an empty one stands where the ones before it end."""
+    """The intervals of contiguous parts; an empty part is at the end of the parts before it."""
     ends = list(itertools.accumulate((n_rows(runs) for runs in parts), initial=0))
     return list(itertools.pairwise(ends))

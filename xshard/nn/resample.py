@@ -1,7 +1,7 @@
-"""Resampling of one dim as a few taps per output: which inputs, with which weights.
+"""Resampling of one dim: for every output a few taps, each an input and its weight.
 
-Decides what nearest, linear and cubic interpolation mean, once for both frameworks; the formulas are
-those of torch's `interpolate`, half-pixel centres and cubic constant included.
+Decides what nearest, linear and cubic interpolation mean, once for both frameworks. The formulas are
+those of torch's `interpolate`, with its half-pixel centres and cubic constant. Knows no framework.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, Op
 
 
 class Taps(NamedTuple):
-    """(outputs, taps): the inputs of every output, and what they are multiplied by."""
+    """Arrays (outputs, taps): the inputs of every output, and their weights."""
 
     inputs: NDArray[np.int64]
     weights: NDArray[np.float64]
@@ -32,7 +32,7 @@ def taps(
 ) -> Taps:
     """Taps of `outputs` rows interpolated from `length` rows.
 
-    scale: outputs per input, where it is not `outputs / length`. Raises XshardError for an unknown mode.
+    scale: outputs per input, if it is not `outputs / length`. Raises XshardError for an unknown mode.
 
     >>> taps("linear", 2, 4).weights.tolist()
     [[1.0, 0.0], [0.75, 0.25], [0.25, 0.75], [0.75, 0.25]]
@@ -65,7 +65,7 @@ def taps(
 
 
 def resampled_field(dim: Dim, length: int, sizes: Sizes, found: Taps) -> ReceptiveField:
-    """What the outputs of some taps read, cut as the dim is."""
+    """The receptive field of taps; the outputs are cut like the dim. Raises as `receptive_field` does."""
 
     def needs(start: int, stop: int) -> tuple[int, int]:
         inputs = found.inputs[start:stop]

@@ -31,7 +31,7 @@ from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 class AllToAll(Step):
     """Every device sends each member of its group that member's part of `dst_dim`.
 
-    src_shards: the innermost cuts of `src_dim`, which go; their axes form the group.
+    src_shards: the innermost cuts of `src_dim`, which are removed; their axes form the group.
     dst_shards: the new innermost cuts of `dst_dim`, over the same axes, in any order.
     """
 
@@ -70,13 +70,14 @@ class AllToAll(Step):
         return results
 
     def __str__(self) -> str:
-        return f"all_to_all {self.src_dim}/{shards_text(self.src_shards)} -> {self.dst_dim}/{shards_text(self.dst_shards)}"
+        src, dst = shards_text(self.src_shards), shards_text(self.dst_shards)
+        return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
 
 
 def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Traffic of an all-to-all of blocks of `block` elements over spans, slowest first.
+    """Traffic of an all-to-all of blocks of `block` elements; group: slowest first.
 
-    A peer is reached over the slowest span along which it differs.
+    The slowest span along which two devices differ carries what they exchange.
     """
     left = math.prod(span.size for span in group)
     piece, hops = block // left, []

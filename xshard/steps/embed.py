@@ -1,7 +1,7 @@
 """Embed and Mask: values become addends of a sum, without communication.
 
-Into a sum every element is contributed by exactly one device and nothing is divided; the
-adjoint of both is a slice or nothing, out of copies that are equal by contract.
+Exactly one device contributes each element, so nothing is divided. The adjoint of Embed is a slice
+of copies, which are equal by contract; the adjoint of Mask moves nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from xshard.steps.traffic import LinkSpans, Traffic
 
 @dataclass(frozen=True)
 class Embed(Step):
-    """Every device puts its part of `dim` into zeros of the whole: a cut becomes a sum.
+    """Every device puts its part of `dim` into a block of zeros: a cut becomes a sum.
 
-    shards: the innermost cuts of `dim`, which go; their axes become a sum.
+    shards: the innermost cuts of `dim`, which are removed; their axes become a sum.
     """
 
     kind: ClassVar[str] = "embed"

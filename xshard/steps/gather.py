@@ -35,10 +35,10 @@ from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slowest_first
 
 @dataclass(frozen=True)
 class AllGather(Step):
-    """Every device of a group gets the group's blocks, put together along `dim`.
+    """Every device of a group gets the group's blocks, concatenated along `dim`.
 
-    shards: the innermost cuts of `dim`, which go; their axes form the group.
-    copies: those of the axes that hold copies afterwards; the others hold replicas.
+    shards: the innermost cuts of `dim`, which are removed; their axes form the group.
+    copies: the axes that hold copies afterwards; the others hold replicas.
     """
 
     kind: ClassVar[str] = "all_gather"
@@ -71,9 +71,9 @@ class AllGather(Step):
 
 
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of an all-gather of blocks of `block` elements over spans, slowest first.
+    """Traffic of an all-gather of blocks of `block` elements; group: slowest first.
 
-    The slowest link comes first, while blocks are small.
+    The slowest link is used first, while blocks are small.
     """
     whole, hops = block, []
     for span in rings(group):
@@ -85,9 +85,9 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
 
 @dataclass(frozen=True)
 class Slice(Step):
-    """Every device keeps its own part of some dims; nothing is sent, and one copy is made.
+    """Every device keeps its own part of some dims: one local copy, no communication.
 
-    cuts: (dim, its new innermost cuts), over axes that held replicas or copies.
+    cuts: (dim, its new innermost cuts), over axes that hold replicas or copies before.
     """
 
     kind: ClassVar[str] = "slice"

@@ -1,7 +1,7 @@
 """AllReduce and ReduceScatter: partial values become values.
 
-The adjoint of a sum is a copy: that of an all-reduce moves nothing, that of a reduce-scatter
-is an all-gather. The planner finds both from the dual layouts.
+The adjoint of a sum is a copy: the adjoint of an all-reduce moves nothing, the adjoint of a
+reduce-scatter is an all-gather. The planner finds both from the dual layouts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AllReduce(Step):
     """Every device of a group gets the reduction of the group's blocks.
 
     axes: axes under the tag `op`; they form the group.
-    copies: those of the axes that hold copies afterwards; the others hold replicas.
+    copies: the axes that hold copies afterwards; the others hold replicas.
     """
 
     kind: ClassVar[str] = "all_reduce"
@@ -101,10 +101,10 @@ class ReduceScatter(Step):
 
 
 def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Traffic of an all-reduce of blocks of `block` elements over spans, slowest first.
+    """Traffic of an all-reduce of blocks of `block` elements; group: slowest first.
 
-    Reduced over the fastest link first, so that the slow one sees a small piece, and gathered
-    back: the bytes of both, the latencies of a tree.
+    A reduce-scatter over the fastest link first, so that the slow one carries a small piece, and an
+    all-gather back: the bytes of both, with the latencies of a tree.
     """
     hops, n = [], 1
     for span in reversed(group):
@@ -116,9 +116,9 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of a reduce-scatter of blocks of `block` elements over spans, slowest first.
+    """Traffic of a reduce-scatter of blocks of `block` elements; group: slowest first.
 
-    Over the fastest link first, so that the slowest sees the smallest pieces.
+    The fastest link is used first, so that the slowest carries the smallest pieces.
     """
     piece, hops = block, []
     for span in reversed(rings(group)):

@@ -1,7 +1,7 @@
-"""What an exchange costs: how much every device takes from which senders, by interval algebra.
+"""The traffic of an exchange: how much every device takes from how many senders, by interval algebra.
 
-Decides the traffic of an exchange over links of several speeds. Even layouts over one kind of link
-are priced by closed formulas, others by arrays that broadcast over the mesh; no messages are listed.
+Decides the traffic over links of several speeds: in closed form between even contiguous cuts, else with
+arrays that broadcast over the mesh. Lists no messages and knows no seconds.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Runs, common_segments
 from xshard.layout.sharding import Sharding
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
-from xshard.steps.exchange.sources import Side, count_sources, dim_sides, view_pairs
+from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """Traffic of an exchange in which a sender differs from the receiver along cuts and ended sums only."""
+    """Traffic of an exchange whose senders differ from the receiver only along cuts and ended sums."""
     even = even_traffic(before, after, spans)
     return counted_traffic(before, after, spans) if even is None else even
 
 
 def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """The same, counted device by device: for cuts that are uneven or do not divide each other."""
+    """The same traffic, counted per device: for cuts that are uneven or do not divide each other."""
     before, after, levels = _on_span_axes(before, after, spans)
-    reached = wanted = received_from(before, after, ())
+    farther = wanted = received_from(before, after, ())
     hops, may_differ = list[Hop](), moving_axes(before, after)
     agree: tuple[str, ...] = ()
-    total = np.zeros_like(reached.elements)
+    total = np.zeros_like(wanted.elements)
     for level, axes in levels:
-        # What a device gets at this level: all it can reach with the slower levels' coordinates
-        # its own, less what it can reach with this level's too.
+        # Over this level a device receives what it takes from senders that share its coordinates on
+        # slower levels, less what it takes from those that share them on this level too.
         agree = (*agree, *axes)
         nearer = received_from(before, after, agree)
-        received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
+        received, messages = farther.elements - nearer.elements, farther.senders - nearer.senders
         total = total + received
         if received.any():
             longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
             hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level))
-        reached = nearer
-    # Every box is packed at one end and unpacked at the other.
+        farther = nearer
+    # Every box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
     return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
 
@@ -55,7 +55,7 @@ def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traf
 def _on_span_axes(
     before: Sharding, after: Sharding, spans: LinkSpans
 ) -> tuple[Sharding, Sharding, list[tuple[int, dict[str, str]]]]:
-    """Both on a mesh whose axes are the spans; and by level, the spans' names with the axes they are of."""
+    """Both shardings on a mesh whose axes are the spans; and per level, the name of a span -> its axis."""
     mesh = before.mesh
     if not spans:
         return before, after, [(0, {a: a for a in mesh.axes})]
@@ -103,7 +103,7 @@ def cut_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
-    """Traffic of an exchange where it has a closed form: between even contiguous cuts."""
+    """Traffic of an exchange between even contiguous cuts, in closed form; None for other cuts."""
     src, dst = link_cuts(before, spans), link_cuts(after, spans)
     if src is None or dst is None or begun_axes(before.layout, after.layout):
         return None
@@ -113,7 +113,7 @@ def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """The spans that cut every dim in turn, if all cuts are contiguous and divide."""
+    """Per dim, the spans that cut it, outermost first; None unless all cuts are contiguous and even."""
     if sharding.even_cuts is None:
         return None
     by_axis = spans_by_axis(sharding.mesh, spans)
@@ -121,13 +121,13 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 
 def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
-    """Every axis longer than 1 with its spans, the outermost first."""
+    """Every axis -> its spans, the outermost first."""
     outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
     return {a: tuple(span for span in outer_first if span.axis == a) for a in mesh.axes}
 
 
 class Received(NamedTuple):
-    """Arrays over the mesh: the elements that a device takes from some senders, and how many these are."""
+    """Arrays over the mesh: the elements that each device takes, and the number of their senders."""
 
     elements: NDArray[np.int64]
     senders: NDArray[np.int64]
@@ -135,15 +135,15 @@ class Received(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """What every device takes from the senders that share its coordinates along `agree`.
+    """What every device takes from senders that share its coordinates along the axes `agree`.
 
-    No axis: from all senders, itself included. All axes: from itself.
+    Without axes: from all senders, itself included. With all axes: from itself.
     """
     mesh, src, dst = before.mesh, before.layout, after.layout
     begins = begun_axes(src, dst)
     addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
     elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
-    for pairs in _all_dim_sides(before, after):
+    for pairs in _all_dim_ends(before, after):
         boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
@@ -159,27 +159,27 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
 
 
 @lru_cache(maxsize=64)
-def _all_dim_sides(before: Sharding, after: Sharding) -> tuple[tuple[tuple[Side, Side], ...], ...]:
-    """For every pair of views, both sides of every dim."""
-    return tuple(tuple(dim_sides(before, after, *views)) for views in view_pairs(before, after))
+def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
+    """For every pair of views, the source and the destination of every dim."""
+    return tuple(tuple(dim_ends(before, after, *views)) for views in view_pairs(before, after))
 
 
 @lru_cache(maxsize=16384)
 def _received_of_dim(
-    a: Side, b: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
+    a: DimEnd, b: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One dim's share of `reach`, as arrays over the axes that cut it, shaped to broadcast over the mesh."""
+    """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
         return count_sources(a, b, length, fixed, mesh, once)
     src, dst = a.dim, b.dim
     src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
     shared = rows_in_common(all_owned_rows(src, length, src_sizes), all_owned_rows(dst, length, dst_sizes))
-    # Over (destination indices, source indices); the fixed axes of the source are the receiver's own.
+    # Over (destination indices, source indices); along fixed axes the source has the receiver's index.
     shared = shared.reshape((*dst_sizes, *src_sizes))
     over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
     left = [mesh.position(a) for a in (*dst.axes, *(a for a in src.axes if a in fixed))]
     shape = [n if i in left else 1 for i, n in enumerate(mesh.sizes)]
-    # An axis on both sides is read on its diagonal: receiver and sender share it.
+    # An axis at both ends is summed on its diagonal, where receiver and sender share the index.
     elements, senders = (
         np.einsum(table, left, sorted(set(left))).reshape(shape)
         for table in (shared.sum(axis=over), (shared > 0).sum(axis=over))
@@ -188,7 +188,7 @@ def _received_of_dim(
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
-    """How many rows every block of `dst` (first index) shares with every block of `src`."""
+    """Number of rows that every block of `dst` (first index) shares with every block of `src`."""
     if all(len(runs) == 1 and runs[0].repeats == 1 and runs[0].start >= 0 for runs in (*src, *dst)):
         a, b = (np.array([(r.start, r.start + r.length) for (r,) in side]) for side in (src, dst))
         ends: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
