@@ -299,3 +299,26 @@ def test_devices_are_relabelled_for_both_passes_at_once():
         plan = xs.plan("n/a/b -> n/b/a", objective=objective, **ask)
         assert plan.dst_devices == (0, 2, 1, 3)
         assert (plan.cost, plan.backward.cost, plan.objective) == (0, 0, objective)
+
+
+def test_steps_at_either_end_may_split_axes():
+    """Every mesh has its own split: the source's is the plan's, the destination's is in the transfer."""
+    mesh, apart = xs.Mesh(x=4, y=2), xs.Mesh(z=8)
+    inner = xs.plan("a/x b -> a/y b", mesh, (16, 16), "int64")
+    assert inner.split
+    far = xs.Sharding(xs.Layout.parse("a/z b"), apart, (16, 16))
+    here, there = inner.stages[0].before, inner.stages[-1].after
+    devices = tuple(range(8)), tuple(range(8, 16))
+    into = xs.Transfer(far, here, *devices, inner.profile)
+    out = xs.Transfer(there, far, *devices, inner.profile)
+    ends = (far.layout, inner.dst, apart), (inner.src, far.layout, mesh)
+    options = {"shape": (16, 16), "dtype": "int64"}
+    after = xs.Plan(*ends[0], steps=(into, *inner.steps), **options)
+    before = xs.Plan(*ends[1], steps=(*inner.steps, out), split=inner.split, **options)
+    x = np.arange(256).reshape(16, 16)
+    for plan in (after, before):
+        assert xs.Plan.from_json(plan.to_json()) == plan
+        assert sum(price == other for price in plan.prices for other in inner.prices) >= len(inner.prices)
+        blocks = xs.reference.run(plan, xs.reference.scatter(x, plan.src, plan.src_mesh))
+        assert np.array_equal(xs.reference.gather(blocks, plan.dst, plan.dst_mesh, x.shape), x)
+    assert (after.dst_mesh, before.src_mesh, after.split) == (mesh, mesh, ())

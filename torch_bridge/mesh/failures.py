@@ -26,7 +26,7 @@ def is_loss(error: RuntimeError) -> bool:
 
 
 def collective_error(plan: Plan, where: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
-    """The error of a plan in which the backend lost a peer. where: the step, in words."""
+    """The error of a plan during which the backend lost a peer. where: the step, in words."""
     world = dist.group.WORLD
     waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
     said = str(error).strip().splitlines()
