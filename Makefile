@@ -23,9 +23,10 @@ PIP  := $(BIN)/python -m pip --no-input --disable-pip-version-check
 DEV  := $(VENV)/.installed-dev
 JAX  := $(VENV)/.installed-dev-jax
 
-# The part of the suite that needs no torch.
+# The part of the suite that needs no torch, without the longest files. test_nn.py compares with torch.
 JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/plans tests/jax_bridge \
-	tests/test_planner.py tests/test_reference.py tests/test_replicas.py
+	tests/test_planner.py tests/test_reference.py tests/test_replicas.py \
+	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-jax lint format clean

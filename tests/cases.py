@@ -6,10 +6,14 @@ It has every row of the documents' tables, on meshes of one, two and three axes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import xshard as xs
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -200,3 +204,15 @@ CASES = (
     Case("fold-stays", "h/a:fold(halo(1,1)) c/b -> h/a:fold(halo(1,1)) c", "a=2,b=2", (8, 4)),
     Case("fold-corners", "h/a:fold(halo(1,1)) w/b:fold(halo(1,1,edge)) -> h w/a", "a=2,b=2", (8, 8)),
 )
+
+
+def one_of_each(plans: Mapping[Name, xs.Plan]) -> list[Name]:
+    """The fewest first names whose plans, forward and backward, have every kind of step on every mesh."""
+    seen: set[tuple[str, str]] = set()
+    chosen = []
+    for name, plan in plans.items():
+        steps = (*plan.steps, *(plan.backward.steps if plan.src.is_linear else ()))
+        if new := {(step.kind, str(plan.mesh)) for step in steps} - seen:
+            chosen.append(name)
+            seen |= new
+    return chosen

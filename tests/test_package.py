@@ -13,7 +13,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
-from importlib.metadata import distribution
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
@@ -97,15 +97,17 @@ def environment(wheel, tmp_path_factory) -> Path:
     return made
 
 
-def needed(extra: str) -> set[str]:
-    """The distributions that the package needs with an extra, and what they need in turn."""
+def needed(extra: str, environment: Path) -> set[str]:
+    """The distributions that the installed wheel needs with an extra, and what they need in turn."""
+    (metadata,) = environment.glob("lib/*/site-packages/xshard-*.dist-info")
     found, left = set(), [Requirement(f"xshard[{extra}]" if extra else "xshard")]
     while left:
         asked = left.pop()
         if (key := (asked.name, tuple(sorted(asked.extras)))) in found:
             continue
         found.add(key)
-        for line in distribution(asked.name).requires or ():
+        about = Distribution.at(metadata) if asked.name == "xshard" else distribution(asked.name)
+        for line in about.requires or ():
             needs = Requirement(line)
             if needs.marker is None or any(needs.marker.evaluate({"extra": e}) for e in ("", *asked.extras)):
                 left.append(needs)
@@ -154,7 +156,7 @@ print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.ent
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra or "alone")
 def test_it_imports_with_what_an_extra_declares_and_nothing_else(extra, environment, tmp_path):
-    for name in needed(extra):
+    for name in needed(extra, environment):
         for path in top_level(name):
             link = tmp_path / path.name
             if not link.exists():  # folders that several distributions share, as nvidia/
@@ -163,4 +165,4 @@ def test_it_imports_with_what_an_extra_declares_and_nothing_else(extra, environm
     run(environment / "bin/python", "-c", EXTRAS[extra], cwd=tmp_path, env=alone)
     if extra == "cli":
         shown = run(environment / "bin/xshard", "show", "n/a", "--mesh", "a=2", "--shape", "4", env=alone)
-        assert "a=1" in shown
+        assert "n is cut over a" in shown

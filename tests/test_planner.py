@@ -216,9 +216,10 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
     ends = [xs.Sharding(layout, mesh, shape) for layout in (src, dst)]
     start, goal = (without_copies(s.with_layout(s.normal)) for s in ends)
     space = Space(start, goal, "float32", xs.load_profile(profile))
-    path = Search(space, None).path()
-    steps = tuple(space.step(move, state) for state, move in path.moves)
-    plan = xs.Plan(start.layout, goal.layout, mesh, shape, "float32", steps, profile=space.profile)
+    search = Search(space, None)
+    path = search.path()
+    ends = start.layout, goal.layout, mesh, shape, "float32"
+    plan = xs.Plan(*ends, search.steps(path), profile=space.profile)
     assert path.seconds == pytest.approx(plan.cost, rel=1e-12)
     assert path.held * 4 == plan.peak_bytes
 

@@ -30,7 +30,7 @@ HOST_ROUNDS = 300
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options(__doc__, quick="few rounds").parse_args(arguments)
-    rounds, host_rounds = (3, 10) if options.quick else (ROUNDS, HOST_ROUNDS)
+    rounds, host_rounds = (1, 3) if options.quick else (ROUNDS, HOST_ROUNDS)
     host = measures.host(RANKS, host_rounds)
     verbs = []
     for i, verb in record.shown(list(enumerate(VERBS)), "drop-ins"):

@@ -34,7 +34,7 @@ HOST_ROUNDS = 300
 def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options(__doc__, quick="one small array, few rounds").parse_args(arguments)
     blocks, convolutions = (some[:1] if options.quick else some for some in (BLOCKS, CONVOLUTIONS))
-    rounds, host_rounds = (3, 10) if options.quick else (ROUNDS, HOST_ROUNDS)
+    rounds, host_rounds = (3, 3) if options.quick else (ROUNDS, HOST_ROUNDS)
     host = measures.host(*blocks[0], RANKS, host_rounds)
     cases = []
     for shape, rows in record.shown(blocks, "arrays"):

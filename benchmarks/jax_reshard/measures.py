@@ -25,7 +25,6 @@ from jax_bridge.testing.hlo import collectives
 from xshard import PlanError
 
 COMPILES = 2  # the quicker one counts: the other was disturbed
-CALLS = 2000
 
 
 def configure(devices: int) -> None:
@@ -108,13 +107,13 @@ def timed(case: Case, rounds: int) -> Row:
     }
 
 
-def dispatch() -> Row:
+def dispatch(calls: int) -> Row:
     """Host seconds of a cached `reshard` that moves nothing, and of a plain cached `jit` of the identity."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:8])
     x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, PartitionSpec("a", "b")))
     identity = jax.jit(lambda x: x)
-    calls = {"reshard": lambda: xj.reshard(x, "n/a d/b -> n/a d/b"), "jit": lambda: identity(x)}
-    seconds = by_turns.seconds(calls, CALLS, warm_up=1, after=jax.block_until_ready)
+    ways = {"reshard": lambda: xj.reshard(x, "n/a d/b -> n/a d/b"), "jit": lambda: identity(x)}
+    seconds = by_turns.seconds(ways, calls, warm_up=1, after=jax.block_until_ready)
     ours, plain = map(statistics.median, seconds.values())
     return {"reshard_s": ours, "jit_identity_s": plain, "ratio": ours / plain}
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import xshard as xs
+from xshard import reference
 
 SMALL_ELEMENTS = 1 << 20  # arrays up to this size are run as they are
 ROWS = (2, 1, 3, 5, 8)  # rows per finest part; the first that fits is taken
@@ -54,14 +55,14 @@ def _small(length: int, parts: int, rows: int) -> int:
 @lru_cache(maxsize=4096)
 def _runs_right(plan: xs.Plan) -> bool:
     blocks, value = _drawn(plan)
-    return is_value(xs.reference.run(plan, blocks), value, plan)
+    return is_value(reference.run(plan, blocks), value, plan)
 
 
 def is_value(blocks: list[NDArray[np.int64]], value: NDArray[np.int64], plan: xs.Plan) -> bool:
     """Whether the blocks of all devices, in the plan's destination, hold an array."""
     if plan.dst.tagged("sum"):
-        return np.array_equal(xs.reference.gather(blocks, plan.dst, plan.mesh, plan.shape), value)
-    wanted = xs.reference.scatter(value, plan.dst, plan.mesh)
+        return np.array_equal(reference.gather(blocks, plan.dst, plan.mesh, plan.shape), value)
+    wanted = reference.scatter(value, plan.dst, plan.mesh)
     return all(np.array_equal(a, b) for a, b in zip(blocks, wanted, strict=True))
 
 
@@ -72,6 +73,6 @@ def _drawn(plan: xs.Plan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     shares = []
     for _ in itertools.product(*(range(n) for n in plan.mesh.sizes_of(sums))):
         shares.append(rng.integers(-1000, 1000, plan.shape))
-    scattered = [xs.reference.scatter(share, whole, plan.mesh) for share in shares]
+    scattered = [reference.scatter(share, whole, plan.mesh) for share in shares]
     blocks = [scattered[plan.mesh.index(d, sums)][d] for d in range(plan.mesh.n_devices)]
     return blocks, np.sum(shares, axis=0)

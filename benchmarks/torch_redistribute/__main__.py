@@ -27,8 +27,9 @@ from xshard.formatting import format_bytes
 RANKS = (4, 8)
 # Bytes of the whole array, the stride of the cases that have this size, and rounds.
 SIZES = ((1 << 10, 2, 31), (1 << 16, 2, 31), (1 << 20, 3, 21), (1 << 24, 6, 11), (1 << 26, 12, 7))
-QUICK = ((1 << 12, 12, 5), (1 << 20, 24, 3))
+QUICK = ((1 << 12, 24, 3),)
 PACKED = {"cpu": (1 << 24, 1 << 26), "cuda": (1 << 26, 1 << 28, 1 << 30, 1 << 31)}
+QUICK_PACKED = (1 << 20,)
 PROFILE = "gloo"
 
 
@@ -61,9 +62,9 @@ def measure(*, quick: bool) -> dict[str, Any]:
         rounds += [turns] * len(some)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return {
-        "host": host.call_times(100 if quick else 1000),
+        "host": host.call_times(20 if quick else 1000),
         "memory": host.memory(),
-        "packs": packing.rates(PACKED[kind][:1] if quick else PACKED[kind], 3 if quick else 9),
+        "packs": packing.rates(QUICK_PACKED if quick else PACKED[kind], 3 if quick else 9),
         "ends": run_time.end_to_end(chosen, rounds, PROFILE, claims.LEAST),
     }
 

@@ -7,7 +7,7 @@ the log "xshard.reshard".
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -59,8 +59,12 @@ def make_program(
     moves = []
     for i, (expression, shape, dtype) in enumerate(zip(expressions, shapes, dtypes, strict=True), 1):
         text = sides(expression).text
-        plan = _plan(expression, mesh, shape, dtype.name, profile)
-        moves.append(_move(plan, text, mesh))
+        plan = (
+            expression
+            if isinstance(expression, Plan)
+            else planner.plan(expression, xshard_mesh(mesh), shape, dtype.name, profile=profile)
+        )
+        moves.append(_move_of(plan, text, mesh))
         LOG.info(
             "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device",
             *(i, len(expressions), text, dtype.name, list(shape)),
@@ -82,19 +86,7 @@ def make_program(
     )
 
 
-def _plan(
-    expression: Expression,
-    mesh: JaxMesh | AbstractMesh,
-    shape: Sequence[int],
-    dtype: str,
-    profile: str | Path | Profile,
-) -> Plan:
-    if isinstance(expression, Plan):
-        return expression
-    return planner.plan(expression, xshard_mesh(mesh), shape, dtype, profile=profile)
-
-
-def _move(plan: Plan, text: str, mesh: JaxMesh | AbstractMesh) -> _Move:
+def _move_of(plan: Plan, text: str, mesh: JaxMesh | AbstractMesh) -> _Move:
     for side in (plan.source, plan.target):
         if not side.is_even:
             raise ShapeError(

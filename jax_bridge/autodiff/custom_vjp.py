@@ -44,7 +44,7 @@ def _rule(plan: Plan, tangent: Tangent, primals: Any, tangents: Any) -> tuple[ja
     return _collectives(plan, move, *primals), tangent(plan, *tangents)
 
 
-def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
+def _transpose_of_pulled(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
     back = partial(_collectives, plan.backward, move)
     return back(cotangent) if devices is None else jax.vmap(back, axis_name=devices)(cotangent)
 
@@ -60,7 +60,7 @@ _pulled: Callable[..., jax.Array] = linear_primitive(
     "xshard_pulled",
     run=lambda x, *, plan, devices: _refuse("forward mode", plan),
     abstract_eval=abstract_eval,
-    transpose=_transpose,
+    transpose=_transpose_of_pulled,
     batch=lambda *block, **params: batch(_pulled, *block, **params),
 )
 

@@ -34,7 +34,7 @@ class Transport(NamedTuple):
     branches: bool
 
 
-def _permute(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+def _by_ppermute(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
     """One `ppermute` per round."""
     return [
         ppermute(box, mesh, [(m.src, m.dst) for m in messages])
@@ -42,7 +42,7 @@ def _permute(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) ->
     ]
 
 
-def _ragged_all_to_all(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+def _by_ragged_all_to_all(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
     """All rounds one after the other in one buffer, sent by one `ragged_all_to_all`.
 
     That has one slice per pair of devices; if a pair has several messages, there are as many collectives.
@@ -113,5 +113,5 @@ def ragged_arguments(
     return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())
 
 
-PERMUTE, RAGGED = Transport(_permute, branches=True), Transport(_ragged_all_to_all, branches=False)
-PERMUTE_UNBRANCHED = Transport(_permute, branches=False)  # for programs that do not know their platform
+PERMUTE, RAGGED = Transport(_by_ppermute, branches=True), Transport(_by_ragged_all_to_all, branches=False)
+PERMUTE_UNBRANCHED = Transport(_by_ppermute, branches=False)  # for programs that do not know their platform

@@ -34,7 +34,7 @@ def layer_norm(
     (see `conv_general_dilated`).
     """
     x, dims = x.owned(), [d % x.block.ndim for d in dims]
-    normal = _normal(x, x.block, dims, epsilon)
+    normal = _normalised(x, x.block, dims, epsilon)
     return _affine(x, normal, dims, scale, bias)
 
 
@@ -66,7 +66,7 @@ def group_norm(
     origin: list[int | None] = list(range(len(shape)))
     origin.insert(feature, None)
     over = [at for at, d in enumerate(origin) if d is not None and d != batch]
-    normal = _normal(x, grouped, over, epsilon, origin).reshape(shape)
+    normal = _normalised(x, grouped, over, epsilon, origin).reshape(shape)
     return _affine(x, normal, [feature], scale, bias)
 
 
@@ -88,7 +88,7 @@ def batch_norm(
     x, feature = x.owned(), feature_dim % x.block.ndim
     if mean is None or variance is None:
         others = [d for d in range(x.block.ndim) if d != feature]
-        normal = _normal(x, x.block, others, epsilon)
+        normal = _normalised(x, x.block, others, epsilon)
     else:
         centred = x.block - _parameter(x, mean, [feature])
         normal = centred * lax.rsqrt(_parameter(x, variance, [feature]) + epsilon)
@@ -108,7 +108,7 @@ def moments(x: Placed, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
 Origin = Sequence[int | None]  # for every dim of a reshaped block, its dim in the array
 
 
-def _normal(
+def _normalised(
     x: Placed, block: jax.Array, over: Sequence[int], epsilon: float, origin: Origin | None = None
 ) -> jax.Array:
     _, centred = _centred(x, block, over, origin)

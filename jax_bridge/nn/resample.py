@@ -34,7 +34,8 @@ def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = Tr
     (1, 8)
     """
     changed = {d: n for d, n in enumerate(shape) if n != x.sharding.shape[d]}
-    found = {d: _jax_taps(x.sharding.shape[d], n, method, antialias) for d, n in changed.items()}
+    dtype = jnp.result_type(float)
+    found = {d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()}
     return _resampled(x, found)
 
 
@@ -60,10 +61,11 @@ def interpolate(
     return _resampled(x, found)
 
 
-def _jax_taps(length: int, outputs: int, method: str, antialias: bool) -> Taps:
+@functools.lru_cache(maxsize=256)
+def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np.dtype) -> Taps:
     """The taps of `jax.image.resize`, from its response to every single input."""
     with jax.ensure_compile_time_eval():
-        eye = jnp.eye(length, dtype=jnp.result_type(float))
+        eye = jnp.eye(length, dtype=dtype)
         each = jax.image.resize(eye, (outputs, length), method, antialias=antialias)
     matrix = np.asarray(each, np.float64)
     first = (matrix != 0).argmax(axis=1)

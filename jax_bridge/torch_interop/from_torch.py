@@ -24,8 +24,8 @@ from jax_bridge.torch_interop.devices import Ends, ends_of
 from jax_bridge.torch_interop.handover import layouts_of, named
 from jax_bridge.torch_interop.host_call import Flat, HostCall
 from jax_bridge.torch_interop.pullback import broadcast_layouts
-from xshard import Layout, Plan, XshardError, plan
-from xshard.plans.expression import Expression, whole_shape
+from xshard import Plan, XshardError, plan
+from xshard.plans.expression import Sides, whole_shape
 from xshard.steps.base import without_tags
 
 
@@ -90,7 +90,7 @@ class TorchCall:
         for x in arrays:
             buffers.torch_dtype(x.dtype)  # refused here, if torch has none
         enters = tuple(
-            _plan(layout, ends, x.shape, x.dtype.name, enters=True)
+            _plan(layouts_of(layout), ends, x.shape, x.dtype.name, enters=True)
             for layout, x in zip(broadcast_layouts(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
         )
         trees: list[Any] = []
@@ -105,9 +105,9 @@ class TorchCall:
         for layout, block in zip(
             broadcast_layouts(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True
         ):
-            src, _, text = layouts_of(layout)
-            shape = whole_shape(src, ends.axes, block.shape, text)
-            leaves.append(_plan(layout, ends, shape, buffers.jax_name(block.dtype), enters=False))
+            parsed = layouts_of(layout)
+            shape = whole_shape(parsed.src, ends.axes, block.shape, parsed.text)
+            leaves.append(_plan(parsed, ends, shape, buffers.jax_name(block.dtype), enters=False))
 
         def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
             return jax.tree.leaves(self.fn(*jax.tree.unflatten(tree, tensors)))
@@ -115,11 +115,9 @@ class TorchCall:
         return HostCall(of_tensors, ends, enters, tuple(leaves)), out_tree
 
 
-def _plan(
-    layout: Layout | Expression, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool
-) -> Plan:
+def _plan(parsed: Sides, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
     """The plan from an array to the function's blocks or, unless it `enters`, from blocks to an array."""
-    src, dst, _ = layouts_of(layout)
+    src, dst, _ = parsed
     if src == dst:
         whole = without_tags(src, tuple(axis for _, axes in src.tags for axis in axes))
         src, dst = (whole, dst) if enters else (src, whole)

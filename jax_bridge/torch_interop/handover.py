@@ -26,12 +26,11 @@ from xshard.plans.expression import Expression, Sides, sides, whole_shape
 class Arrangement:
     """One array's way from one framework to the other.
 
-    src, dst: its layouts before and after. text: what errors mark. blocks: the sharding of torch's blocks,
-    before (to JAX) or after (to torch). array: the sharding of JAX's array. route: the move in between.
+    src: its layout before. text: what errors mark. blocks: the sharding of torch's blocks. array: that of
+    JAX's array. route: the move in between.
     """
 
     src: Layout
-    dst: Layout
     text: str
     blocks: Sharding
     array: NamedSharding
@@ -52,7 +51,8 @@ def arranged_to_jax(
     via: str | None,
 ) -> Arrangement:
     """For blocks of `local_shape`, or of an array of global `shape`. Raises as `api.to_jax` does."""
-    return _to_jax(layout, ends, local_shape, shape, dtype, _by_side(profile), via, torch_refuses(ends))
+    machine = _by_side(profile), via, torch_refuses(ends)
+    return _arranged(layout, ends, local_shape, shape, dtype, *machine, to_jax=True)
 
 
 def arranged_to_torch(
@@ -64,7 +64,8 @@ def arranged_to_torch(
     via: str | None,
 ) -> Arrangement:
     """For an array of global `shape`. Raises as `api.to_torch` does."""
-    return _to_torch(layout, ends, shape, dtype, _by_side(profile), via, torch_refuses(ends))
+    machine = _by_side(profile), via, torch_refuses(ends)
+    return _arranged(layout, ends, (), shape, dtype, *machine, to_jax=False)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -84,7 +85,7 @@ def named(layout: Layout, ends: Ends, shape: tuple[int, ...]) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=65536)
-def _to_jax(
+def _arranged(
     layout: Layout | Expression,
     ends: Ends,
     local_shape: tuple[int, ...],
@@ -93,36 +94,20 @@ def _to_jax(
     profiles: tuple,
     via: str | None,
     refused: str | None,
+    *,
+    to_jax: bool,
 ) -> Arrangement:
     src, dst, text = layouts_of(layout)
+    before, after = (ends.axes, ends.jax_axes) if to_jax else (ends.jax_axes, ends.axes)
+    of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
-        check_axes(src, ends.axes, text)
-        check_axes(dst, ends.jax_axes, text)
-        whole = whole_shape(src, ends.axes, local_shape, text) if shape is None else shape
-        source = Sharding(src, ends.axes, whole)
-        target = named(dst, ends, whole)
-        route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=True)
-    return Arrangement(src, dst, text, source, target, route)
-
-
-@functools.lru_cache(maxsize=65536)
-def _to_torch(
-    layout: Layout | Expression,
-    ends: Ends,
-    shape: tuple[int, ...],
-    dtype: str,
-    profiles: tuple,
-    via: str | None,
-    refused: str | None,
-) -> Arrangement:
-    src, dst, text = layouts_of(layout)
-    with mark_errors(text):
-        check_axes(src, ends.jax_axes, text)
-        check_axes(dst, ends.axes, text)
-        source = named(src, ends, shape)
-        target = Sharding(dst, ends.axes, shape)
-        route = find_route(src, dst, ends, shape, dtype, profiles, via, refused, to_jax=False)
-    return Arrangement(src, target.layout, text, target, source, route)
+        check_axes(src, before, text)
+        check_axes(dst, after, text)
+        whole = whole_shape(src, before, local_shape, text) if shape is None else shape
+        blocks = Sharding(of_blocks, ends.axes, whole)
+        array = named(of_array, ends, whole)
+        route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=to_jax)
+    return Arrangement(src, text, blocks, array, route)
 
 
 def layouts_of(layout: Layout | Expression) -> Sides:

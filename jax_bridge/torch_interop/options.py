@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
+from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.handover import Arrangement
 from jax_bridge.torch_interop.route import Profiles
 from xshard import XshardError
-
-LOG = logging.getLogger("xshard.interop")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def prepare_to_jax(
     def run() -> jax.Array:
         given, copy = blocks, options.copy if route.side is None else None
         if route.side == "torch":
-            given = [by_torch(blocks[0], route.plan, ends.numbers(ends.devices))]
+            given = [by_torch(blocks[0], route.plan)]
         parts = [buffers.array_over(x, device, copy) for x, device in zip(given, devices, strict=True)]
         if route.side == "jax":
             parts = by_jax(parts, route.plan, ends.devices)

@@ -54,7 +54,7 @@ def prepare_to_torch(
             hint=f"it has {array.sharding}",
         )
     if device_mesh is not None and options.dtensor:
-        to_placements(found.dst, device_mesh, array.shape)  # refused here, before anything is sent
+        to_placements(found.blocks.layout, device_mesh, array.shape)  # refused here, before anything is sent
     if route.side is not None:
         options.check_moved(found)
 
@@ -67,9 +67,9 @@ def prepare_to_torch(
         else:  # moved blocks belong to nobody else
             blocks = [buffers.tensor_over(x, copy=None, writable=True) for x in parts]
         if route.side == "torch":
-            blocks = [by_torch(blocks[0], route.plan, ends.numbers(ends.jax_devices))]
+            blocks = [by_torch(blocks[0], route.plan)]
         if device_mesh is not None and options.dtensor:
-            return as_dtensor(blocks[0], found.dst, device_mesh, array.shape)
+            return as_dtensor(blocks[0], found.blocks.layout, device_mesh, array.shape)
         return blocks[0] if len(blocks) == 1 else blocks
 
     return run

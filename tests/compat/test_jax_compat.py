@@ -13,6 +13,7 @@ import xshard as xs
 from jax_bridge import compat
 from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.helpers import in_jax
+from xshard.compat import DIRECTIONS
 
 N = 4
 AXIS = "a"
@@ -41,7 +42,7 @@ def test_uneven_blocks(zigzag) -> None:
         for text in (f"b c {'l/zigzag(a)' if zigzag else 'l/a'}", "b c/a l")
     ]
     blocks = [padded(xs.reference.scatter(x, end.layout, mesh), end, fill=0) for end in ends]
-    for direction, (before, after) in zip(xs.verbs.DIRECTIONS, ((0, 1), (1, 0)), strict=True):
+    for direction, (before, after) in zip(DIRECTIONS, ((0, 1), (1, 0)), strict=True):
 
         def local(x, cotangent, direction=direction):
             def move(x):

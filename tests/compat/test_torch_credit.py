@@ -236,7 +236,7 @@ def test_what_has_no_exact_form_is_refused_where_it_stands() -> None:
             found,
             [
                 ("XshardError", "0 (MultiheadAttention) has no exact form on blocks"),
-                ("XshardError", "1: einsum() of a block is not that of the array"),
+                ("XshardError", "1: einsum() of a block is not a block of einsum() of the array"),
                 ("ShapeError", "0: a block of shape (1, 2, 4, 4) became one of (1, 2, 3, 4)"),
                 ("ShapeError", "2 channels"),
             ],

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
+from importlib import import_module
 
 
-def printed(path: str) -> str:
+def printed(path: str, _timeout_s: float) -> str:
     """What the script prints, run as `python path` would."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(path, run_name="__main__")
@@ -20,9 +21,8 @@ def printed(path: str) -> str:
 
 def on_ranks(n: int, path: str, timeout_s: float) -> None:
     """The script on `n` forked gloo ranks."""
-    import torch._dynamo  # here, once, and not in every rank that needs it
-    import torch.distributed.tensor
-
     import torch_bridge as xt
 
-    xt.run_ranks(n, printed, path, timeout_s=timeout_s)
+    for module in ("torch._dynamo", "torch.distributed.tensor"):  # once here, not in every rank that needs it
+        import_module(module)
+    xt.run_ranks(n, printed, path, timeout_s, timeout_s=timeout_s)

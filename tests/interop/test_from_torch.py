@@ -242,6 +242,7 @@ for _ in range(3):
 
 
 def test_more_devices_than_threads_do_not_wait_for_each_other() -> None:
-    """As they do, with blocks of this size, in callbacks whose arguments XLA's own threads bring."""
+    """With blocks of this size they would, in callbacks whose arguments XLA's own threads copy."""
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path), "PJRT_NPROC": "2"}
-    subprocess.run([sys.executable, "-c", MANY_DEVICES], check=True, timeout=60, env=environment)
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    subprocess.run([sys.executable, "-c", MANY_DEVICES], check=True, timeout=300, env=environment)

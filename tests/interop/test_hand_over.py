@@ -24,7 +24,7 @@ WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every pattern of bits that the dtype may have, those of nan included."""
+    """Every bit pattern of the dtype, including NaNs."""
     if dtype is torch.bool:
         return torch.randint(2, shape).bool()
     size = dtype.itemsize

@@ -1,4 +1,4 @@
-"""What the JAX tests share: a process with host devices in which they run.
+"""Shared by the JAX tests: a process with host devices, where they run.
 
 JAX makes its devices once per process, so pytest's own process never asks for any. A test under
 `@in_jax` runs in the process that `xshard.testing` keeps for JAX, one for each process of pytest.

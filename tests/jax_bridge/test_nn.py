@@ -522,7 +522,7 @@ def test_a_block_that_has_its_halo_is_the_input_of_a_layer() -> None:
 
 
 def refused(call, layout="n c h/sp", shape=(2, 4, 8)) -> str:
-    """What a layer says while it is traced."""
+    """The error of a layer while it is traced."""
     import jax
 
     from jax_bridge import nn

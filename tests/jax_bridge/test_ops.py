@@ -87,7 +87,7 @@ def test_a_named_op_is_its_expression(case) -> None:
 
 @in_jax
 def test_halos_of_another_width_for_every_part() -> None:
-    """Heat's, which stay inside the array: the shorter blocks are padded."""
+    """As in Heat, halos stop at the ends of the array: the shorter blocks are padded."""
 
     def widened(x):
         return xj.halo_exchange(x, ([0, 2, 1, 3], [1, -1, 2, 0]), 0, "b", shape=(8, 8))
@@ -137,7 +137,7 @@ def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
 
 @in_jax
 def test_every_kind_of_mesh() -> None:
-    """Whatever the order of its axes: `ppermute` has one of its own, which an exchange must follow."""
+    """For any order of the mesh's axes: an exchange must follow the order of `ppermute`."""
     here, expression = mesh(a=2, b=4), "n/b d/a -> n/a d/b"
     assert [step.kind for step in xs.plan(expression, xs.Mesh(b=4, a=2), X.shape).steps] == ["exchange"]
     meshes = (None, here, here.abstract_mesh, xs.Mesh(a=2, b=4), xs.Mesh(b=4, a=2), xs.Mesh(b=4, z=1, a=2))

@@ -235,7 +235,7 @@ def xshard(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ("--backend", "mpi", "--mesh", "dp=2"),
@@ -256,9 +256,9 @@ def xshard(*arguments):
         ),
     ],
 )
-def test_what_the_command_refuses(arguments, told):
+def test_what_the_command_refuses(arguments, message):
     refused = xshard(*arguments)
-    assert (refused.exit_code, refused.stderr) == (2, told)
+    assert (refused.exit_code, refused.stderr) == (2, message)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,10 @@ def test_what_the_command_refuses(arguments, told):
 def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds):
     path = tmp_path / "mine.json"
     small = ("--largest", "16KiB", "--rounds", 2)
-    told = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
-    assert told.exit_code == 0, told.stderr
+    result = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
+    assert result.exit_code == 0, result.stderr
     for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
-        assert line in told.stdout
+        assert line in result.stdout
     profile = xs.load_profile(path)
     assert (profile.name, profile.rounds) == ("mine", rounds)
     assert f"2 {devices} " in profile.source

@@ -11,7 +11,6 @@ from tests import oracle
 from xshard.cost.model import price
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim, Shard
-from xshard.plans.plan import find_plan
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice
 
 MESH = xs.Mesh(x=4, y=2, z=2)
@@ -159,8 +158,7 @@ def test_a_memory_limit_holds_for_divided_plans():
 
 def test_links_named_by_axis_hold_for_parts():
     slow = replace(FLAT, name="slow", axes=(("x", xs.Link(14e-6, 5e10)),), copy_bytes_per_s=float("inf"))
-    ends = (*xs.parse_expression("a/x b -> a/y b"), xs.Mesh(x=4, y=2), (1024, 1024), "int8")
-    plan = find_plan(*ends, slow)
+    plan = xs.plan("a/x b -> a/y b", xs.Mesh(x=4, y=2), (1024, 1024), "int8", profile=slow)
     assert plan.split
     expected = [6e-6 + 14e-6 + p.received_bytes / 5e10 for p in plan.prices]
     assert [p.seconds for p in plan.prices] == pytest.approx(expected)

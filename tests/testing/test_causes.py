@@ -21,7 +21,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def case(got, x: np.ndarray, layout: str, mesh: xs.Mesh = MESH, **more) -> Case:
-    """The case of blocks `got(blocks)` where those of `x` are wanted."""
+    """The case of blocks `got(blocks)` in place of the blocks of `x`."""
     want = tuple(reference.scatter(x, layout, mesh))
     sharding = xs.Sharding(xs.Layout.parse(layout), mesh, x.shape)
     return Case(tuple(got(want)), want, sharding, 1e-6, **more)

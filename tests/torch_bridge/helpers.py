@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,14 +18,34 @@ import torch_bridge as xt
 import xshard as xs
 from xshard import reference
 
-# Ranks are forked from a server that has imported torch and done nothing else: pytest's own process
-# may have run JAX or a backward pass before, after which it cannot be forked safely.
-multiprocessing.set_forkserver_preload(["torch_bridge", "pytest"])
+# Ranks are forked from a server that has only imported modules: pytest's own process may have run JAX or a
+# backward pass before, after which it cannot be forked safely. Dynamo, which torch.func needs too, takes a
+# second to import: once here, not on every rank.
+PRELOADED = ["torch_bridge", "pytest", "hypothesis", "torch._dynamo.testing", "torch._functorch.aot_autograd"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
-def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """The results of `function(*args)` on `n` ranks; a failed assertion in any of them is raised here."""
+def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
+    """The results of `function(*args)` on `n` ranks; a failed assertion in any of them is raised here.
+
+    timeout_s: guards against a hang, far above what any test takes.
+    """
     return xt.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
+
+
+def failed_examples(modules: Sequence[str]) -> dict[str, str]:
+    """Modules whose docstrings have no examples, or failing ones -> the result.
+
+    They run in a process forked from the clean server, since they fork ranks themselves.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_failed_examples, list(modules)).result()
+
+
+def _failed_examples(modules: Sequence[str]) -> dict[str, str]:
+    found = {name: doctest.testmod(importlib.import_module(name)) for name in modules}
+    return {name: str(result) for name, result in found.items() if result.failed or not result.attempted}
 
 
 def for_each(expressions: Sequence[str], function: Callable[[str], None]) -> None:

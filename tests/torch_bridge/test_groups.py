@@ -169,7 +169,7 @@ def _histories() -> list[tuple[int, ...]]:
 
 
 def test_members_with_different_histories_find_each_other() -> None:
-    made = on_ranks(4, _histories, timeout_s=60)
+    made = on_ranks(4, _histories)
     world, three = (0, 1, 2, 3), (1, 2, 3)
     assert made[0] == sorted([world, (0, 1), (0, 2)])
     assert made[1] == sorted([world, (0, 1), (1, 3), three])

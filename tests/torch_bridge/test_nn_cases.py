@@ -65,7 +65,7 @@ def options_of(op: str) -> dict[str, Any]:
 def shape_of(case: Case) -> tuple[int, ...]:
     """Batch and channels decide nothing about halos: the largest are made smaller."""
     batch, channels, *spatial = case["global_shape"]
-    small = (1, 2) if math.prod(spatial) > 100_000 else (2, 16)
+    small = (1, 2) if math.prod(spatial) > 100_000 else (2, 4)
     return (min(batch, small[0]), min(channels, small[1]), *spatial)
 
 

@@ -160,7 +160,7 @@ NO_LAYER: dict[str, tuple[Callable[[], Any], str]] = {
     "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "0: return_indices=True"),
     "a kind of its own": (
         lambda: nn.Sequential(type("Periodic", (nn.Conv2d,), {})(1, 1, 3)),
-        "0 (Periodic) is a Conv2d of its own kind",
+        "0 (Periodic) is a subclass of Conv2d",
     ),
 }
 
@@ -184,11 +184,14 @@ NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "cat of rows": (lambda x: torch.cat([x, x], 2), "cat() needs dim 'h' whole"),
     "cat with rows": (lambda x: torch.cat([x.mean(1, keepdim=True), x], -2), "cat() needs dim 'h' whole"),
     "padding of rows": (lambda x: F.pad(x, (1, 1, 1, 1)), "pad() needs dim 'h' whole"),
-    "a function of neighbours": (lambda x: F.max_pool2d(x, 2), "of a block is not that of the array"),
+    "a function of neighbours": (
+        lambda x: F.max_pool2d(x, 2),
+        "of a block is not a block of max_pool2d() of the array",
+    ),
     "a flip": (lambda x: x.flip(2), "flip() of a block"),
     "rows of unknown origin": (
         lambda x: x + torch.ones(4, 1),
-        "4 rows, of which nothing is known, meet dim 'h/sp'",
+        "4 rows without a recorded sharding meet dim 'h/sp'",
     ),
     "a view": (lambda x: x.view(-1), "view() of a block"),
     "a sum over rows": (lambda x: x.cumsum(2), "cumsum() of a block"),

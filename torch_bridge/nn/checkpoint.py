@@ -1,7 +1,7 @@
 """Activation checkpoints in the code of a domain-parallel model.
 
-Decides that records follow blocks through the second forward pass too, which torch makes while it goes
-backward, long after the model has been left.
+Decides that records also follow blocks through the second forward pass, which torch runs during the backward
+pass, after the model has returned.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch_bridge.nn.propagation import Propagation
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`, also in the code of models that become domain-parallel.
 
-    The call is the function's, and its activations are computed again in the backward pass. options: the
-    function's own, and those of torch but for `use_reentrant`, which is False, and `context_fn`.
+    Calls the function; the backward pass computes its activations again. options: those of the function and
+    of torch's checkpoint, except `use_reentrant`, which is False, and `context_fn`.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)

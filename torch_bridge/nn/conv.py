@@ -1,7 +1,7 @@
 """Convolutions of blocks, plain and transposed, equal to those of the whole array.
 
-Decides which rows travel (those that a device's outputs read) and what is then left to torch: a convolution
-of the block that pads no dim that is cut.
+Decides which rows travel (those that a device's outputs read), and what torch computes then: a convolution
+of the block, without padding along cut dims.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement, check_whole
-from torch_bridge.nn.window import Piece, by_pieces, no_outputs
+from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
 from xshard import ShapeError, Sharding, XshardError
 from xshard.nn.receptive_fields import ReceptiveField, transposed_field
-from xshard.nn.windows import WindowLayouts, output_pieces, window_layouts
+from xshard.nn.windows import WindowLayouts, output_pieces
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
 Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
-Ints = tuple[int, ...]
 
 # torch's padding modes, as boundaries.
 BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
@@ -35,7 +34,7 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 @dataclass(frozen=True)
 class Convolution:
-    """All that a convolution is but for its weights: one number, or pair of paddings, per spatial dim."""
+    """A convolution without its weights: one number, or one pair of paddings, per spatial dim."""
 
     kernel: Ints
     stride: Ints
@@ -65,16 +64,16 @@ class Convolution:
         return F.pad(block, flat, mode=mode) if any(flat) else block
 
     def __call__(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of rows that are padded already."""
+        """The convolution of rows that include the padding."""
         rank = len(self.kernel)
         return _CONV[rank - 1](block, weight, bias, self.stride, 0, self.dilation, self.groups)
 
 
 @dataclass(frozen=True)
 class ConvGeometry:
-    """What a process needs to know of one convolution of one array.
+    """One convolution of one array, as one process computes it.
 
-    pieces: per cut dim, its stretches of rows and outputs.
+    pieces: per cut dim, its runs of rows and outputs.
     """
 
     windowed: WindowLayouts
@@ -90,9 +89,9 @@ class ConvGeometry:
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> tuple[Tensor, Placement]:
-    """A block `(..., c, *spatial)` -> its block of the convolution's outputs, and where that stands.
+    """A block `(..., c, *spatial)` -> the block of the convolution's outputs, and its placement.
 
-    weight, bias: whole, as of the ordinary layer; their gradients are summed over the axes that cut the
+    weight, bias: whole, as in the ordinary layer; their gradients are summed over the axes that cut the
     array. Raises, on all processes alike and before anything is sent, NotationError for channels that are
     cut, ShapeError for channels or outputs that do not fit.
     """
@@ -110,29 +109,22 @@ def conv(
 
 @lru_cache(maxsize=4096)
 def conv_geometry(placement: Placement, convolution: Convolution, weight_shape: torch.Size) -> ConvGeometry:
-    """Everything about a convolution that shapes decide. Raises NotationError, ShapeError."""
+    """Everything about a convolution that follows from shapes. Raises NotationError, ShapeError."""
     channels = len(placement.shape) - len(convolution.kernel) - 1
     check_channels(placement, channels, weight_shape[1] * convolution.groups)
     windows = convolution.windows(placement)
     _check_padding(placement, convolution)
-    found = window_layouts(placement.sharding, windows)
-    if any(found.result.shape[d] < 1 for d, _ in windows):
-        raise ShapeError(
-            f"no output: kernel {convolution.kernel} over {placement.shape[channels + 1 :]}",
-            text=str(placement.layout),
-            hint="a smaller kernel, or more padding",
-        )
-    own: list[tuple[int, tuple[Piece, ...]]] = []
-    for d, w in windows:
-        if placement.cuts(d):
-            runs = output_pieces(placement.sharding, d, w, placement.processes.device)
-            own.append((d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in runs)))
-    result = placement.of(found.result).with_length(channels, weight_shape[0])
-    return ConvGeometry(found, result, tuple(own))
+    found, device = checked_windows(placement, windows), placement.processes.device
+    own = tuple(
+        (d, pieces_of(output_pieces(placement.sharding, d, w, device), w))
+        for d, w in windows
+        if placement.cuts(d)
+    )
+    return ConvGeometry(found, placement.of(found.result).with_length(channels, weight_shape[0]), own)
 
 
 def _check_padding(placement: Placement, convolution: Convolution) -> None:
-    """Refuse what torch does, also where this process has nothing to pad."""
+    """Raise ShapeError where torch would, also if this process has nothing to pad."""
     most = {"circular": 0, "reflect": -1}.get(convolution.padding_mode)
     for n, pair in zip(placement.shape[-len(convolution.padding) :], convolution.padding, strict=True):
         if most is not None and max(pair) > n + most:
@@ -144,7 +136,7 @@ def _check_padding(placement: Placement, convolution: Convolution) -> None:
 
 
 def check_channels(placement: Placement, dim: int, channels: int) -> None:
-    """Raise where channels are cut, or are not as many as a layer wants."""
+    """Raise NotationError if the channels are cut, ShapeError if their number is wrong."""
     if dim < 0:
         raise ShapeError(
             f"a block with {len(placement.shape)} dims", text=str(placement.layout), hint="as in b c h w"
@@ -168,7 +160,7 @@ def conv_transpose(
     dilation: Ints,
     groups: int = 1,
 ) -> tuple[Tensor, Placement]:
-    """A block `(..., c, *spatial)` -> its block of the transposed convolution's outputs, as in `conv`."""
+    """A block `(..., c, *spatial)` -> the block of the transposed convolution's outputs, as in `conv`."""
     rank = weight.ndim - 2
     channels = len(placement.shape) - rank - 1
     check_channels(placement, channels, weight.shape[0])
@@ -189,7 +181,7 @@ def conv_transpose(
     if 0 in result.local_shape or 0 in block.shape:
         y = no_outputs([0], block, weight_).sum().expand(result.local_shape)  # rows that no input reaches
     else:
-        # Whole dims are cropped like cut ones, from the outputs of all inputs: one rule for both.
+        # Whole dims are cropped like cut ones, from the outputs of all their inputs.
         full = _CONV_TRANSPOSE[rank - 1](block, weight_, None, stride, 0, 0, groups, dilation)
         crop: list[int] = []
         for i in reversed(range(rank)):
@@ -225,7 +217,7 @@ def _transposed_reads(
 
 
 def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:
-    """torch's ways to write a convolution's padding -> rows before and after, per spatial dim."""
+    """A convolution's padding as torch writes it -> rows before and after, per spatial dim."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

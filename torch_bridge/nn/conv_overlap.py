@@ -1,7 +1,7 @@
-"""Convolutions that compute while rows travel: what needs own rows only, forward and backward.
+"""Convolutions that compute while rows travel, forward and backward.
 
 Decides the order of work. Forward: the exchange begins, the interior is convolved, the exchange ends, the
-borders are convolved. Backward: the gradients of the borders first; while those of rows travel back to
+borders are convolved. Backward: first the gradients of the borders; then, while those of rows travel back to
 their owners, the gradients of the interior.
 """
 
@@ -25,7 +25,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A box of outputs, and the rows, of the exchanged block or of the device's own, that they are of."""
+    """A box of outputs, and the rows they are made of: of the exchanged block, or of the device's own."""
 
     outputs: Slices
     rows: Slices
@@ -33,7 +33,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Regions:
-    """All outputs of a device: those made of its own rows, if there are any, and the borders around."""
+    """All outputs of a device: the interior, made of its own rows, if any, and the borders around it."""
 
     interior: Region | None
     borders: tuple[Region, ...]
@@ -53,7 +53,7 @@ class Job:
 def overlapped_conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> tuple[Tensor, Placement]:
-    """`conv`, computing while rows travel; for orders with several stretches of rows it is `conv` itself."""
+    """`conv`, computing while rows travel; for orders with several runs of rows it is `conv` itself."""
     if any(shard.order in ("zigzag", "cyclic") for dim in placement.layout.dims for shard in dim.shards):
         return conv(x, placement, weight, bias, convolution)
     geometry = conv_geometry(placement, convolution, weight.shape)
@@ -71,7 +71,7 @@ def overlapped_conv(
 class OverlappedConv(torch.autograd.Function):
     """`OverlappedConv.apply(x, weight, bias, job)`: this process's block of the outputs.
 
-    A second derivative is that of the plain convolution.
+    Second derivatives are those of `conv`.
     """
 
     @staticmethod
@@ -121,8 +121,8 @@ class OverlappedConv(torch.autograd.Function):
 
 
 def _gradients(job: Job, rows: Tensor, weight: Tensor, gradient: Tensor, needs: Sequence[bool]) -> list[Any]:
-    """The gradients of some rows, of the weight and of the bias by the outputs that were made of the rows."""
-    with torch.enable_grad():  # the padding of whole dims has an adjoint too, which torch knows
+    """The gradients of some rows, of the weight and of the bias, from the outputs made of these rows."""
+    with torch.enable_grad():  # torch differentiates the padding of whole dims
         rows = rows.detach().requires_grad_()
         padded = job.convolution.padded(rows, job.placement)
     of_padded, *rest = _backward(job.convolution, gradient, padded.detach(), weight, needs)
@@ -147,7 +147,7 @@ def _plain_gradients(
 ) -> list[Tensor | None]:
     """The gradients as functions that can be differentiated again.
 
-    Weights are the copies that each device has of its own: nothing is summed here.
+    Weights are each device's own copies: nothing is summed here.
     """
     y = conv(x, replace(job.placement, copies=False), weight, bias, job.convolution)[0]
     inputs = (x, weight, bias)
@@ -158,7 +158,7 @@ def _plain_gradients(
 
 @lru_cache(maxsize=4096)
 def _regions(placement: Placement, convolution: Convolution, geometry: ConvGeometry) -> Regions:
-    """Along every cut dim, where outputs of own rows begin and end; the rest in slabs."""
+    """The interior, of outputs made of own rows along every cut dim, and the borders as slabs."""
     if not geometry.computes:
         return Regions(None, ())
     sharding, device, ndim = placement.sharding, placement.processes.device, len(placement.shape)
@@ -197,7 +197,7 @@ def _regions(placement: Placement, convolution: Convolution, geometry: ConvGeome
 def _slabs(
     full: dict[int, tuple[int, int]], inner: dict[int, tuple[int, int]]
 ) -> Iterator[dict[int, tuple[int, int]]]:
-    """A box without an inner one, as boxes before and after it along every dim."""
+    """A box minus an inner box, as boxes before and after the inner one along every dim."""
     for j, d in enumerate(full):
         around = {e: (inner if i < j else full)[e] for i, e in enumerate(full)}
         for ends in ((full[d][0], inner[d][0]), (inner[d][1], full[d][1])):
@@ -206,6 +206,6 @@ def _slabs(
 
 
 def _start(parts: tuple[Any, ...], at: int) -> int:
-    """Where an interval of a dim begins; an empty one has no place of its own."""
+    """Where an interval of a dim begins; 0 for an empty one."""
     runs = parts[at]
     return int(runs[0].start) if runs else 0

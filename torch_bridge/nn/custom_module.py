@@ -1,7 +1,7 @@
 """A module of the user's own inside a domain-parallel model.
 
-Decides what is believed of it: that it does to a block what the model's does to the whole array, and leaves
-the lengths of cut dims as they are. That is checked; what it computes is not.
+Decides what is assumed about it: that it is right on blocks, and leaves the lengths of cut dims as they
+are. The lengths are checked; the values are not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from xshard import ShapeError
 
 
 class Converted(nn.Module):
-    """Calls a module on blocks, and records where the results stand: as the first block that it is given.
+    """Calls a module on blocks, and records the placement of its first block for the results.
 
-    What layers inside it record of their outputs is taken over. path: what errors call it.
+    Records that layers inside it make are kept. path: its name in errors.
     """
 
     module: nn.Module
@@ -27,7 +27,7 @@ class Converted(nn.Module):
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__()
         self.path = path
-        # Not a child: names of parameters are the module's own, and so is the state dict.
+        # Not a child: names of parameters, and the state dict, stay those of the module.
         self.__dict__["module"] = module
         for name in ("_parameters", "_buffers", "_modules"):
             self.__dict__[name] = getattr(module, name)
@@ -35,7 +35,7 @@ class Converted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.module.training = self.training
         found = [p for p in map(recorded, (*args, *kwargs.values())) if p is not None]
-        with torch._C.DisableTorchFunction():  # what it does inside is no business of `propagation`
+        with torch._C.DisableTorchFunction():  # `propagation` does not look inside
             if not found:
                 return self.module(*args, **kwargs)
             y = torch.func.functional_call(self.module, self._copied(found[0]), args, kwargs)
@@ -44,7 +44,7 @@ class Converted(nn.Module):
         return self._recorded(y, found[0])
 
     def _copied(self, placement: Placement) -> dict[str, Tensor]:
-        """Its parameters, but for those that layers copy themselves; gradients are summed as in layers."""
+        """Copies of its parameters, except those of layers, which copy their own; as in layers."""
         own = {
             name: parameter
             for prefix, module in self.module.named_modules()
@@ -63,7 +63,7 @@ class Converted(nn.Module):
             raise ShapeError(
                 f"{self.path}: a block of shape {local} became one of {tuple(y.shape)}",
                 text=str(placement.layout),
-                hint="cut dims stay as long as they are, unless a layer returns them",
+                hint="cut dims keep their lengths, unless a layer returns them",
             )
         for d, n in enumerate(y.shape):
             if not placement.cuts(d):

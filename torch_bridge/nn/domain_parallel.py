@@ -1,6 +1,6 @@
-"""`domain_parallel`: a model whose activations are cut, made from an ordinary one.
+"""`domain_parallel`: an ordinary model -> the same model on blocks of cut activations.
 
-Decides which modules become layers, which may stay since records follow blocks through them, and which are
+Decides which modules become layers, which stay because records follow blocks through them, and which are
 refused.
 """
 
@@ -19,7 +19,7 @@ from torch_bridge.nn.custom_module import Converted
 from torch_bridge.nn.layer import Layer, same_state
 from torch_bridge.nn.placed import Placement, placed_as, record, recorded
 from torch_bridge.nn.propagation import Propagation
-from torch_bridge.nn.propagation_rules import whole
+from torch_bridge.nn.propagation_rules import whole_placement
 from xshard import Layout, XshardError
 from xshard.notation.parser import ELLIPSIS
 
@@ -56,19 +56,19 @@ def domain_parallel(
 ) -> nn.Module:
     """A model of whole arrays -> the same model of blocks: outputs and gradients are those of the whole.
 
-    The result shares parameters and buffers with `model`, which stays as it is: one optimiser and one state
-    dict serve both. Every layer that reads neighbours or reduces becomes its counterpart of `xt.nn`; code
+    The result shares parameters and buffers with `model`, which is left as it is: one optimiser and one state
+    dict serve both. Every layer that reads neighbours or reduces becomes its counterpart in `xt.nn`; code
     between them (skip connections, cat along channels, gates) is followed as it runs.
 
-    layout: of every input tensor with so many dims, as in "b c h/sp w"; other inputs are whole. shape: its
-    global shape, where blocks differ in size; a length that is None is the block's times the parts of the
-    dim. overlap, out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
+    layout: of every input tensor with as many dims, as in "b c h/sp w"; other inputs are whole. shape: its
+    global shape, where blocks differ in size; None for a length: the block's, times the number of
+    parts. overlap, out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
     of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
     share. converters: of modules of these classes, which are not looked into: what they return works on a
     block as it is, and leaves cut dims as long as they are.
-    In the model's code `x.shape` is the block's, and dropout draws for every block by itself. Code that
-    checkpoints activations calls `xt.nn.checkpoint`. The outputs' layout and global shape are
-    `sharding_of(y)`. A loss over blocks is this process's share: all shares together are the loss.
+    In the model's code `x.shape` is the block's, and dropout draws separately for every block. Code that
+    checkpoints activations must call `xt.nn.checkpoint`. The outputs' layout and global shape are
+    `sharding_of(y)`. A loss over blocks is this process's share: the sum of all shares is the loss.
 
     Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
     for a function that has none.
@@ -124,7 +124,7 @@ def domain_parallel(
 
 
 class _Entrance:
-    """Where tensors enter a model and leave it: records are made, and followed while it runs."""
+    """The hooks where tensors enter a model, which records them, and leave it."""
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class _Entrance:
             placement = recorded(x)
             if placement is None and self._is_cut(x):
                 placement = self._placed(x)
-            # Of an alias: what the caller has is left as it is.
-            return record(x.view_as(x), placement or whole(x, like))
+            # The record is set on an alias: the caller's tensor is left as it is.
+            return record(x.view_as(x), placement or whole_placement(x, like))
 
         args, kwargs = tuple(map(known, args)), {k: known(v) for k, v in kwargs.items()}
         self.running.append(Propagation(self.paths))
@@ -185,8 +185,8 @@ def _check_followed(module: nn.Module, path: str) -> None:
     known = next((c for c in kind.__mro__ if c in LAYERS), None)
     if known is not None:
         raise XshardError(
-            f"{name} is a {known.__name__} of its own kind",
-            hint=f"what it does is not known: use {known.__name__}",
+            f"{name} is a subclass of {known.__name__}",
+            hint=f"its effect on blocks is not known: use {known.__name__}",
         )
     if kind.__module__.startswith("torch.nn."):
         raise XshardError(

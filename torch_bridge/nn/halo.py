@@ -1,6 +1,6 @@
 """The halo exchange as a module.
 
-Decides nothing of its own: it does what `torch_bridge.ops.halo_exchange` does.
+Decides nothing of its own: it calls `torch_bridge.ops.halo_exchange`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from xshard.ops import Axes, HaloWidth
 
 
 class HaloExchange(nn.Module):
-    """Widens blocks by rows of their neighbours; `trim` gives them up again.
+    """Widens blocks by rows of their neighbours; `trim` drops them again.
 
     halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` cuts; without a
-    mesh all processes of the world cut it, in their order. boundary: what stands beyond the ends of the
+    mesh, all processes of the world cut it, in their order. boundary: the values beyond the ends of the
     array, as in a layout. shape: the global shape, where blocks differ in size.
 
     >>> import torch, torch_bridge as xt
@@ -50,7 +50,7 @@ class HaloExchange(nn.Module):
             raise MeshError(f"axes {axis} of no mesh", hint="pass mesh=, or one axis for all processes")
 
     def forward(self, x: Tensor) -> Tensor:
-        """`n/axis -> n/axis:halo(...)`; gradients of rows that were copied are added at their owner."""
+        """`n/axis -> n/axis:halo(...)`; the gradients of copied rows are added at their owner."""
         return halo_exchange(x, self.halo_width, self.dim, self.axis, self._mesh(), **self._options())
 
     def trim(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What all domain-parallel layers share: made from an ordinary module, called on a block.
 
-Decides how a module becomes a layer that knows its mesh, and where a layer's input and output stand.
+Decides how a module becomes a layer that knows its mesh, and which placement its input and output have.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ HOOKS = (
 
 
 class Layer:
-    """Mixed in before the torch class that a layer is the counterpart of.
+    """A mixin, before the torch class whose counterpart a layer is.
 
-    A layer takes this process's block and returns this process's block of the outputs; where these stand is
-    recorded (`sharding_of`). An input that no other layer made stands as the layer's `layout` says.
+    A layer takes this process's block and returns this process's block of the outputs, with a record of
+    their sharding (`sharding_of`). An input without a record has the layer's `layout`.
     """
 
-    options: ClassVar[dict[str, Any]] = {}  # what `from_module` takes beside, with defaults
+    options: ClassVar[dict[str, Any]] = {}  # more options of `from_module`, with defaults
 
     layout: Layout
     mesh: MeshLike
     shape: tuple[int | None, ...] | None
     path: str
-    follows: bool = False  # part of a model in which every tensor is recorded, or not to be trusted
+    follows: bool = False  # whether it is part of a model, where an input without a record is an error
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__
         raise TypeError(
-            f"a domain-parallel layer is made of an ordinary one: {name}.from_module(module, mesh, layout)"
+            f"a domain-parallel layer is made from an ordinary one: {name}.from_module(module, mesh, layout)"
         )
 
     @classmethod
@@ -56,14 +56,14 @@ class Layer:
         path: str = "",
         **options: Any,
     ) -> Self:
-        """An ordinary module -> the layer that does to blocks what the module does to the whole array.
+        """An ordinary module -> the layer whose blocks equal those of the module on the whole array.
 
         Parameters and buffers are the module's own: one optimiser, one state dict. Gradients of parameters
         are summed over all axes that cut the array. layout: of the input, as in "b c h/sp w". shape: the
-        input's global shape, where blocks differ in size; a length that is None is the block's, times the
-        parts of the dim. path: what errors call the layer. out_rule (convolutions, pools): how outputs are
-        cut, "" for as the input is, "balanced" or "aligned". overlap (convolutions): compute what needs no
-        other device while the rows of others travel.
+        input's global shape, where blocks differ in size; None for a length: the block's, times the
+        number of parts. path: the layer's name in errors. out_rule (convolutions, pools): how outputs are
+        cut: "" like the input, "balanced" or "aligned". overlap (convolutions): compute outputs of own rows
+        while the rows of other devices travel.
 
         Raises XshardError for a module of another kind, and for one that has no exact form.
         """
@@ -82,14 +82,14 @@ class Layer:
         try:
             layer.check()
         except XshardError as error:
-            raise _named(error, layer.path) from None
+            raise with_path(error, layer.path) from None
         return layer
 
     def check(self) -> None:
         """Raise XshardError for options of the module that have no exact form."""
 
     def compute(self, x: Tensor, placement: Placement, *arguments: Any) -> tuple[Tensor, Placement]:
-        """The block of the outputs, and where it stands."""
+        """The block of the outputs, and its placement."""
         raise NotImplementedError
 
     if TYPE_CHECKING:  # the options of the torch class
@@ -101,14 +101,14 @@ class Layer:
             if self.follows and recorded(input) is None:
                 raise ShapeError(
                     f"nothing is known of an input of shape {tuple(input.shape)}",
-                    hint="it came by a function that cannot be followed, or not from the model's inputs; "
+                    hint="it comes from a function that cannot be followed, or not from the model's inputs; "
                     "activations are checkpointed by xt.nn.checkpoint",
                 )
             placement = placed_as(input, self.layout, self.mesh, self.shape)
-            with torch._C.DisableTorchFunction():  # what a layer does inside is no business of `propagation`
+            with torch._C.DisableTorchFunction():  # `propagation` does not look into layers
                 y, result = self.compute(input, placement, *arguments, **named)
         except XshardError as error:
-            raise _named(error, self.path) from None
+            raise with_path(error, self.path) from None
         return record(y, result)
 
     def extra_repr(self) -> str:
@@ -117,9 +117,9 @@ class Layer:
 
 
 def same_state(module: nn.Module, kind: type[Any]) -> Any:
-    """A module of a kind with the very dicts of parameters and buffers of another, and hooks of its own.
+    """A module of a kind that shares the dicts of parameters and buffers of another; its hooks are copies.
 
-    What one of the two loads or casts, both have.
+    Loading or casting one of the two changes both.
     """
     new = object.__new__(kind)
     new.__dict__.update(module.__dict__)
@@ -128,5 +128,7 @@ def same_state(module: nn.Module, kind: type[Any]) -> Any:
     return new
 
 
-def _named(error: XshardError, path: str) -> XshardError:
-    return type(error)(f"{path}: {error.reason}", text=error.text, span=error.span, hint=error.hint)
+def with_path(error: XshardError, path: str) -> XshardError:
+    """The same error, its reason after the path of a module; "" for no path."""
+    reason = f"{path}: {error.reason}" if path else error.reason
+    return type(error)(reason, text=error.text, span=error.span, hint=error.hint)

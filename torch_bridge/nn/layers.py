@@ -1,6 +1,6 @@
-"""The layers: each is its torch namesake with the same parameters, for blocks.
+"""The layers: each equals the torch class of the same name, with the same parameters, on blocks.
 
-Decides how the options of torch's modules reach the functions that do the work, and which have no exact form.
+Decides how the options of torch's modules reach the functions that compute, and which have no exact form.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _GlobalAvgPool(Layer):
     def check(self) -> None:
         if set(_each(self.output_size, self.rank)) != {1}:
             raise XshardError(
-                f"output_size={self.output_size}", hint="of cut dims only 1 has an exact form here"
+                f"output_size={self.output_size}", hint="for cut dims, only 1 has an exact form here"
             )
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
@@ -225,7 +225,7 @@ class GroupNorm(Layer, nn.GroupNorm):
 
 
 class LayerNorm(Layer, nn.LayerNorm):
-    """`torch.nn.LayerNorm` of blocks, any of whose dims may be cut; `normalized_shape` is global."""
+    """`torch.nn.LayerNorm` of blocks; any dim may be cut, and `normalized_shape` is global."""
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         y = norms.layer_norm(x, placement, tuple(self.normalized_shape), self.weight, self.bias, self.eps)

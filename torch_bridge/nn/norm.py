@@ -1,7 +1,7 @@
 """Normalisation of blocks with the statistics of the whole array.
 
-Decides that means and variances are sums over all devices that have a part of them: redistributions, through
-which gradients flow.
+Decides that means and variances are sums over all devices that hold a part: redistributions, which have
+gradients.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def mean_and_variance(
 ) -> tuple[Tensor, Tensor]:
     """A block -> mean and biased variance along some dims of the array, on every device that needs them.
 
-    over: dims of `x`, which become 1. n: how many elements of the array each mean is of. axes: those that cut
-    the dims.
+    over: dims of `x`, which become 1. n: the number of elements of the array per mean. axes: the mesh axes
+    that cut the dims.
     """
 
     def total(part: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def mean_and_variance(
         return redistribute(summed, expression, placement.processes)
 
     mean = total(x) / n
-    # Not the mean of squares less the square of the mean: that cancels.
+    # Not the mean of squares minus the square of the mean: that cancels.
     return mean, total((x - mean).square()) / n
 
 
@@ -51,7 +51,7 @@ def _standardised(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A block in a dtype in which sums over many elements mean something, as torch's own norms have it."""
+    """A block in a dtype that is wide enough for sums over many elements, as in torch's own norms."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -62,9 +62,9 @@ def _axes_cutting(placement: Placement, dims: Iterable[int]) -> tuple[str, ...]:
 def group_norm(
     x: Tensor, placement: Placement, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """A block `(b, c, ...)`, normalised over its group of channels and all dims after them.
+    """A block `(b, c, ...)`, normalised over each group of channels and all dims after them.
 
-    Raises NotationError for channels that are cut, ShapeError for channels that are no whole groups.
+    Raises NotationError for channels that are cut, ShapeError if groups do not divide them.
     """
     channels = placement.shape[1]
     check_channels(placement, 1, channels if weight is None else len(weight))
@@ -86,7 +86,7 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """A block normalised over its last dims, any of which may be cut; weights whole, of which parts are used.
+    """A block normalised over its last dims, which may be cut; weights are whole, each device uses a part.
 
     Raises ShapeError where the array does not end in `normalized_shape`.
     """
@@ -101,7 +101,7 @@ def layer_norm(
     others = tuple(axis for axis in placement.axes if axis not in cut)
     whole = " ".join(dim.name for dim in last)
     if not placement.copies and placement.axes:
-        whole += tag("copy", placement.axes)  # what each process does with the weights stays its own
+        whole += tag("copy", placement.axes)  # the gradients of the processes are not summed
     part = f"{' '.join(map(str, last))}{tag('copy', others) if others else ''}"
 
     def own(parameter: Tensor | None) -> Tensor | None:
@@ -119,9 +119,9 @@ def layer_norm(
 def batch_norm(
     x: Tensor, placement: Placement, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block `(b, c, ...)` -> it normalised over all dims but c; the mean and the unbiased variance, `(c,)`.
+    """A block `(b, c, ...)` -> normalised over all dims except c; the mean and the unbiased variance, `(c,)`.
 
-    Raises NotationError for channels that are cut, ShapeError where there is one value per channel.
+    Raises NotationError for channels that are cut, ShapeError if there is only one value per channel.
     """
     n = math.prod(placement.shape) // max(1, placement.shape[1])
     if n <= 1:
@@ -144,7 +144,7 @@ def fixed_norm(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """A block `(b, c, ...)` normalised by a mean and a variance that are given, `(c,)`."""
+    """A block `(b, c, ...)` normalised by given `statistics`: mean and variance, `(c,)`."""
     weight_, bias_ = placement.copied(weight, bias)
     return torch.nn.functional.batch_norm(x, *statistics, weight_, bias_, False, 0.0, eps)
 

@@ -1,7 +1,7 @@
-"""Where a block stands: the record that lets a layer know the global length of what it gets.
+"""Where a block stands: the record from which a layer knows the global shape of its input.
 
-Decides how a block and its sharding stay together: the sharding is an attribute of the tensor, made where a
-model is entered and at every layer, and equal on all processes, so that they never have to ask each other.
+Decides how a block and its sharding stay together: the sharding is an attribute of the tensor, set where a
+model is entered and at every layer. It is equal on all processes, so that nothing is sent for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from xshard import Layout, NotationError, ShapeError, Sharding
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import whole_shape
 
-_RECORD = "_xshard_placed"
+_RECORD = "_xshard_placement"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A global array as these processes hold it.
+    """The sharding of a global array, and the processes that hold it.
 
     copies: whether gradients of parameters are summed over the axes that cut it.
     """
@@ -34,7 +34,7 @@ class Placement:
     processes: ProcessMesh
     copies: bool = True
 
-    def __reduce__(self) -> tuple[Any, ...]:  # processes end with their program: elsewhere nothing is known
+    def __reduce__(self) -> tuple[Any, ...]:  # unpickled as None: the processes end with their program
         return _nowhere, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
@@ -60,7 +60,7 @@ class Placement:
         return self.sharding.local_shape(self.processes.device)
 
     def cuts(self, dim: int) -> bool:
-        """Whether an axis of the mesh cuts a dim."""
+        """Whether an axis of the mesh cuts the dim."""
         return bool(self.layout.dims[dim].axes)
 
     def of(self, sharding: Sharding) -> Placement:
@@ -68,7 +68,7 @@ class Placement:
         return replace(self, sharding=sharding)
 
     def with_length(self, dim: int, length: int) -> Placement:
-        """The same cuts of an array of another length along a whole dim."""
+        """The same cuts, for another length of a whole dim."""
         shape = list(self.shape)
         shape[dim] = length
         return self.of(replace(self.sharding, shape=tuple(shape)))
@@ -78,7 +78,7 @@ class Placement:
         return redistribute(x, (self.layout, to), self.processes, shape=self.shape)
 
     def copied(self, *parameters: Tensor | None) -> list[Tensor | None]:
-        """Parameters, whose gradients then add up over the axes that cut the array."""
+        """Parameters as copies: their gradients are summed over the axes that cut the array."""
         if not self.axes or not self.copies:
             return list(parameters)
         return [None if p is None else copy_to(p, self.axes, self.processes) for p in parameters]
@@ -101,13 +101,13 @@ def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
 
 
 def record(x: Tensor, placement: Placement) -> Tensor:
-    """The same tensor, which now knows where it stands."""
+    """Record the placement of a tensor -> the same tensor."""
     setattr(x, _RECORD, placement)
     return x
 
 
 def recorded(x: object) -> Placement | None:
-    """Where a block stands, if it is known."""
+    """The placement of a block, or None if nothing is recorded."""
     return getattr(x, _RECORD, None) if isinstance(x, Tensor) else None
 
 
@@ -128,9 +128,9 @@ def sharding_of(x: Tensor) -> Sharding:
 def placed_as(
     x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Sequence[int | None] | None = None
 ) -> Placement:
-    """Where a block stands: as is recorded, else under `layout`.
+    """The placement of a block: the recorded one, else the one under `layout`.
 
-    shape: the global shape; where it or a length of it is None, blocks are equally large along that dim.
+    shape: the global shape; None, for it or for one length: blocks have equal lengths along that dim.
     Raises ShapeError, NotationError.
     """
     known = recorded(x)
@@ -152,7 +152,7 @@ def _placed_as(
         )
     if shape is not None and len(shape) != len(local):
         raise ShapeError(f"shape {shape} of a block with {len(local)} dims", text=text)
-    # Equal blocks only say how long the dims are that nothing else does.
+    # Equal blocks determine the lengths that `shape` leaves open.
     even = whole_shape(layout, processes.mesh, local, text)
     whole = even if shape is None else tuple(e if n is None else n for e, n in zip(even, shape, strict=True))
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
@@ -160,6 +160,6 @@ def _placed_as(
         raise ShapeError(
             f"the block has shape {local}, not {placement.local_shape}",
             text=text,
-            hint=f"that is this process's part of a {whole} array; pass shape= where blocks differ in size",
+            hint=f"this process's part of a {whole} array; pass shape= where blocks differ in size",
         )
     return placement

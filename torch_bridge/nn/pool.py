@@ -1,7 +1,7 @@
 """Pools of blocks, equal to those of the whole array.
 
-Decides that the rows of cut dims travel like a convolution's, filled with -inf for a maximum, and that an
-average is a sum divided by what torch counts.
+Decides that the rows of cut dims travel as for a convolution, filled with -inf for a maximum, and that an
+average is a sum divided by the count that torch uses.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement
-from torch_bridge.nn.window import Piece, by_pieces, no_outputs
+from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.runs import Run
-from xshard.nn.windows import output_pieces, pool_counts, pool_window, window_layouts
+from xshard.nn.windows import output_pieces, pool_counts, pool_window
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
-
-Ints = tuple[int, ...]
 
 _MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The windows of a pool: one number per spatial dim, which are the last ones."""
+    """The windows of a pool: one number per spatial dim, the last ones of the array."""
 
     kernel: Ints
     stride: Ints
@@ -44,10 +42,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """What a process needs to know of one pool of one array.
+    """One pool of one array, as one process computes it.
 
-    runs: per spatial dim, the outputs that it computes. pieces: per cut dim, their rows and numbers. padding:
-    what is left to torch.
+    runs: per spatial dim, the outputs that it computes. pieces: per cut dim, the numbers of rows and outputs.
+    padding: per spatial dim, the rows that torch adds.
     """
 
     source: Layout
@@ -59,7 +57,7 @@ class PoolGeometry:
 
 
 def max_pool(x: Tensor, placement: Placement, pool: Pool) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> its block of the maxima, and where that stands. Raises ShapeError."""
+    """A block `(..., *spatial)` -> the block of the maxima, and its placement. Raises ShapeError."""
     geometry = pool_geometry(placement, pool, Boundary("constant", float("-inf")))
     local = _MAX[len(pool.kernel) - 1]
     return _pooled(
@@ -75,9 +73,9 @@ def max_pool(x: Tensor, placement: Placement, pool: Pool) -> tuple[Tensor, Place
 def avg_pool(
     x: Tensor, placement: Placement, pool: Pool, *, count_include_pad: bool = True, divisor: int | None = None
 ) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> its block of the averages, and where that stands. Raises ShapeError.
+    """A block `(..., *spatial)` -> the block of the averages, and its placement. Raises ShapeError.
 
-    divisor: what sums are divided by, instead of the rows that they are of.
+    divisor: divides the sums, instead of the number of rows.
     """
     geometry = pool_geometry(placement, pool, Boundary())
 
@@ -100,7 +98,7 @@ def avg_pool(
 
 @lru_cache(maxsize=4096)
 def pool_geometry(placement: Placement, pool: Pool, boundary: Boundary) -> PoolGeometry:
-    """Everything about a pool that shapes decide. Raises ShapeError."""
+    """Everything about a pool that follows from shapes. Raises ShapeError."""
     rank = len(pool.kernel)
     first = len(placement.shape) - rank
     windows = []
@@ -110,21 +108,11 @@ def pool_geometry(placement: Placement, pool: Pool, boundary: Boundary) -> PoolG
         window = Window(k, s, d, (p, p), pool.out_rule, boundary, boundary)
         windows.append(pool_window(placement.shape[first + i], window, ceil=pool.ceil_mode))
     over = tuple((first + i, window) for i, window in enumerate(windows))
-    found = window_layouts(placement.sharding, over)
-    if any(found.result.shape[d] < 1 for d, _ in over):
-        raise ShapeError(
-            f"no output: kernel {pool.kernel} over {placement.shape[first:]}",
-            text=str(placement.layout),
-            hint="a smaller kernel, or more padding",
-        )
+    found = checked_windows(placement, over)
     runs = tuple(
         output_pieces(placement.sharding, d, window, placement.processes.device) for d, window in over
     )
-    own = tuple(
-        (d, tuple(((r.length - 1) * w.s + w.d * (w.k - 1) + 1, r.length) for r in of))
-        for (d, w), of in zip(over, runs, strict=True)
-        if placement.cuts(d)
-    )
+    own = tuple((d, pieces_of(of, w)) for (d, w), of in zip(over, runs, strict=True) if placement.cuts(d))
     padding = tuple(0 if placement.cuts(first + i) else p for i, p in enumerate(pool.padding))
     return PoolGeometry(found.source, placement.of(found.result), tuple(windows), runs, own, padding)
 
@@ -139,7 +127,7 @@ def _pooled(
 
 
 @lru_cache(maxsize=1024)
-@torch.inference_mode(False)  # what is kept here may serve a backward pass later
+@torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _counts(
     placement: Placement,
     pool: Pool,
@@ -148,7 +136,7 @@ def _counts(
     dtype: torch.dtype,
     tensor_device: torch.device,
 ) -> int | Tensor:
-    """What this process's sums are divided by: one number where it is the same for all."""
+    """The divisors of this process's sums; a single number where they are equal."""
     first, counts = len(placement.shape) - len(pool.kernel), np.ones((), np.int64)
     for i, (window, runs) in enumerate(zip(geometry.windows, geometry.runs, strict=True)):
         one = pool_counts(
@@ -160,7 +148,7 @@ def _counts(
 
 
 def global_avg_pool(x: Tensor, placement: Placement, rank: int) -> tuple[Tensor, Placement]:
-    """A block `(..., *spatial)` -> the means over the last `rank` dims of the array, which are whole then."""
+    """A block `(..., *spatial)` -> the means over the last `rank` dims of the array; these are whole then."""
     first = len(placement.shape) - rank
     over = range(first, len(placement.shape))
     dims, shape, n = list(placement.layout.dims), list(placement.shape), math.prod(placement.shape[first:])

@@ -1,24 +1,23 @@
-"""Records follow blocks through a model's own code: what stands between its layers.
+"""Records follow blocks through a model's own code, between its layers.
 
-Decides that functions without a rule are refused, on every process alike, as nothing in a shape tells a right
-result from a wrong one.
+Decides that functions without a rule are refused, on every process alike: a wrong result could have the
+right shape.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from torch_bridge.nn.layer import with_path
 from torch_bridge.nn.placed import recorded
-from torch_bridge.nn.propagation_rules import of_whole, rule_of, tensors_in
+from torch_bridge.nn.propagation_rules import Function, of_whole, rule_of, tensors_in
 from xshard import XshardError
 
-Function = Callable[..., Any]
-
-# What tells something of a tensor, and makes none.
+# Functions that read properties of a tensor and return no tensor.
 _READING = frozenset((
     "__bool__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
     "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous",
@@ -28,9 +27,9 @@ _READING = frozenset((
 
 
 class Propagation(TorchFunctionMode):
-    """While it is entered, functions of recorded tensors have recorded results, or are refused.
+    """While it is active, functions of tensors with records give results with records, or are refused.
 
-    paths: the modules of a model by their ids, and the name of each.
+    paths: the path of each module of a model, by the module's id.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -51,18 +50,15 @@ class Propagation(TorchFunctionMode):
             rule = rule_of(name)
             if rule is None:
                 raise XshardError(
-                    f"{name}() of a block is not that of the array",
+                    f"{name}() of a block is not a block of {name}() of the array",
                     hint="use a module, which becomes a layer, or redistribute what it needs whole",
                 )
             return rule(func, args, kwargs)
         except XshardError as error:
-            where = f"{self._path()}: " if self._path() else ""
-            raise type(error)(
-                f"{where}{error.reason}", text=error.text, span=error.span, hint=error.hint
-            ) from None
+            raise with_path(error, self._path()) from None
 
     def _path(self) -> str:
-        """The module in whose code this is."""
+        """The path of the innermost module of the model on the call stack."""
         frame = sys._getframe(1)
         while frame is not None:
             path = self.paths.get(id(frame.f_locals.get("self")))

@@ -1,7 +1,7 @@
-"""What torch functions do to blocks: the rules by which records follow them.
+"""Rules for torch functions of blocks: the placement of their results.
 
-Decides which functions do the same to a block as to the whole array, and where their results stand; arguments
-that are cut otherwise are moved, and gradients of those that are whole are summed.
+Decides which functions of a block give a block of the function of the array, and its placement; arguments
+with another cut are moved, and gradients of whole ones are summed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xshard.notation.parser import Dim
 Function = Callable[..., Any]
 Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
-# Element by element, though torch has no tag that says so.
+# Functions that work element by element, though torch has no tag for them.
 _POINTWISE = frozenset((
     "alpha_dropout", "bfloat16", "contiguous", "detach", "double", "dropout", "float", "half", "hardswish",
     "hardswish_", "log_sigmoid", "logsigmoid", "masked_fill", "ones_like", "requires_grad_", "softsign",
@@ -40,12 +40,14 @@ def is_pointwise(name: str) -> bool:
 
 
 def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = _met([p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None])
+    result = _broadcast([p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None])
     written, args = args[0], tuple(_fitted(a, result) for a in args)
     if func.__name__.endswith("_") and not func.__name__.endswith("__") and args[0] is not written:
-        raise XshardError(f"{func.__name__}() on a tensor that is not cut as the result", hint="not in place")
+        raise XshardError(
+            f"{func.__name__}() on a tensor that is not cut like its result", hint="not in place"
+        )
     y = func(*args, **{k: _fitted(v, result) for k, v in kwargs.items()})
-    # What is not recorded may have broadcast whole dims.
+    # Arguments without a record may have broadcast whole dims.
     lengths = [n if result.cuts(d) else y.shape[d] for d, n in enumerate(result.shape)]
     return record(y, _reshaped(result, result.layout.dims, lengths))
 
@@ -77,14 +79,14 @@ def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         placement = recorded(x)
         if placement is None:
             raise XshardError(
-                "cat() of a block and a tensor of which nothing is known", hint="slice it first"
+                "cat() of a block and a tensor without a recorded sharding", hint="slice it first"
             )
         check_whole(placement, (_dim(dim, placement),), "cat()")
         found.append((x, placement))
     d = _dim(dim, found[0][1])
-    whole = _met([placement.with_length(d, 1) for _, placement in found])
-    parts = [_fitted(x, whole.with_length(d, placement.shape[d])) for x, placement in found]
-    return record(func(parts, d), whole.with_length(d, sum(placement.shape[d] for _, placement in found)))
+    one_row = _broadcast([placement.with_length(d, 1) for _, placement in found])
+    parts = [_fitted(x, one_row.with_length(d, placement.shape[d])) for x, placement in found]
+    return record(func(parts, d), one_row.with_length(d, sum(placement.shape[d] for _, placement in found)))
 
 
 def _split(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,20 +146,20 @@ def _flatten(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
-    """Any function of values that every device has whole: it has the results whole too."""
+    """Any function of replicated values: its results are replicated too."""
     if name in _RANDOM and _is_random(args, kwargs):
         raise XshardError(
             f"{name}() of a whole tensor in training: devices would draw different numbers",
-            hint="use it on blocks, or behind the model",
+            hint="use it on blocks, or after the model",
         )
     result = func(*args, **kwargs)
     for y in tensors_in((result,)):
-        record(y, whole(y, placement))
+        record(y, whole_placement(y, placement))
     return result
 
 
-def whole(x: Tensor, like: Placement) -> Placement:
-    """A tensor that every device has whole."""
+def whole_placement(x: Tensor, like: Placement) -> Placement:
+    """The placement of a tensor that every device has whole."""
     dims = tuple(Dim(f"d{i}") for i in range(x.ndim))
     return like.of(Sharding(Layout(dims), like.sharding.mesh, tuple(x.shape)))
 
@@ -167,8 +169,8 @@ def _is_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(training) and p > 0
 
 
-def _met(found: Sequence[Placement]) -> Placement:
-    """Where the result of a broadcasting function stands: cut as the first that is cut, dim by dim."""
+def _broadcast(found: Sequence[Placement]) -> Placement:
+    """The placement of the result of a broadcasting function: each dim is cut as in the first cut of it."""
     rank = max(len(placement.shape) for placement in found)
     base = next(placement for placement in found if len(placement.shape) == rank)
     dims, shape = list(base.layout.dims), list(base.shape)
@@ -183,7 +185,7 @@ def _met(found: Sequence[Placement]) -> Placement:
 
 
 def _fitted(x: Any, result: Placement) -> Any:
-    """An argument of a function whose result is cut: cut alike, its gradient summed where it is not cut."""
+    """An argument, moved to the cuts of the result; its gradient is summed over axes that do not cut it."""
     if isinstance(x, list | tuple):
         return type(x)(_fitted(v, result) for v in x)
     if not isinstance(x, Tensor):
@@ -198,7 +200,7 @@ def _fitted(x: Any, result: Placement) -> Any:
         for d, n in enumerate(x.shape):
             if n > 1 and result.cuts(d + offset):
                 raise ShapeError(
-                    f"{n} rows, of which nothing is known, meet dim '{result.layout.dims[d + offset]}'",
+                    f"{n} rows without a recorded sharding meet dim '{result.layout.dims[d + offset]}'",
                     text=str(result.layout),
                     hint="slice it first, or make it an input of the model",
                 )
@@ -241,15 +243,15 @@ def _dim(dim: int, placement: Placement) -> int:
 def _arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], *defaults: Any
 ) -> list[Any]:
-    """Some arguments of a function, by position or by name."""
+    """The arguments of these names, given by position or by name; `defaults` are those of the last ones."""
     named = {"dim" if k == "axis" else k: v for k, v in kwargs.items()}
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in named.items() if k in names}
-    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | given
+    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    values |= dict(zip(names, args, strict=False)) | {k: v for k, v in named.items() if k in names}
     return [values[name] for name in names]
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors among arguments, and in lists of them."""
+    """The tensors among arguments, also those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

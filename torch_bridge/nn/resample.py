@@ -1,7 +1,7 @@
 """Interpolation of blocks, equal to that of the whole array.
 
-Decides that every dim is resampled by itself: some taps per output, whose inputs an exchange brings where the
-dim is cut.
+Decides that every dim is resampled separately, with some taps per output; where the dim is cut, an exchange
+brings their inputs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ MODES = {
 
 @dataclass(frozen=True)
 class ResampleGeometry:
-    """Rows to hold, and for every spatial dim the taps of this process's outputs.
+    """One interpolation of one array, as one process computes it.
 
-    taps: of every dim, for each tap the rows of the block and their weights.
+    source: the layout with the rows that it needs. taps: per spatial dim, for each tap of its outputs the
+    rows of the block and their weights.
     """
 
     source: Layout
@@ -52,7 +53,7 @@ def interpolate(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> tuple[Tensor, Placement]:
-    """A block `(b, c, *spatial)` -> its block of the interpolated array, and where that stands.
+    """A block `(b, c, *spatial)` -> the block of the interpolated array, and its placement.
 
     size: global. The other arguments are those of `torch.nn.functional.interpolate`.
     Raises XshardError, ShapeError for arguments that torch refuses too.
@@ -68,9 +69,9 @@ def interpolate(
     if scale_factor is None:
         outputs = (size,) * rank if isinstance(size, int) else tuple(size or ())
     else:
-        given = (scale_factor,) * rank if isinstance(scale_factor, int | float) else tuple(scale_factor)
-        outputs = tuple(math.floor(n * f) for n, f in zip(lengths, given, strict=True))
-        factors = (None,) * rank if recompute_scale_factor else tuple(map(float, given))
+        scales = (scale_factor,) * rank if isinstance(scale_factor, int | float) else tuple(scale_factor)
+        outputs = tuple(math.floor(n * f) for n, f in zip(lengths, scales, strict=True))
+        factors = (None,) * rank if recompute_scale_factor else tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
         raise ShapeError(f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim")
     geometry = _geometry(placement, outputs, factors, one_dim, bool(align_corners), x.dtype, x.device)
@@ -83,7 +84,7 @@ def interpolate(
 
 
 @lru_cache(maxsize=1024)
-@torch.inference_mode(False)  # what is kept here may serve a backward pass later
+@torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _geometry(
     placement: Placement,
     outputs: tuple[int, ...],
@@ -115,7 +116,7 @@ def _geometry(
 
 
 def _tapped(block: Tensor, d: int, found: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
-    """Every output of a dim as the weighted sum of its inputs; one input is taken as it is."""
+    """Every output of a dim as the weighted sum of its inputs; a single input needs no weight."""
     parts = [block.index_select(d, rows) for rows, _ in found]
     if len(parts) == 1:
         return parts[0]

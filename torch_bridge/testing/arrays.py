@@ -5,13 +5,10 @@ Decides how dtypes that numpy lacks travel: as their bits. Knows no layouts.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from xshard import dtypes
 from xshard.dtypes import numpy_dtype
 from xshard.steps.base import Block
 
@@ -25,9 +22,9 @@ def tensor_of(block: Block) -> Tensor:
     return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
-def array_of(tensor: Tensor, dtype: np.dtype[Any] | None = None) -> Block:
-    """A contiguous tensor on the CPU -> an array of the same memory. dtype: numpy's, by default looked up."""
-    dtype = numpy_dtype(dtypes.name_of(tensor.dtype)) if dtype is None else dtype
-    if hasattr(np, dtype.name):
+def array_of(tensor: Tensor) -> Block:
+    """A contiguous tensor on the CPU -> an array of the same memory."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if hasattr(np, name):
         return tensor.numpy()
-    return tensor.view(getattr(torch, f"uint{8 * dtype.itemsize}")).numpy().view(dtype)
+    return tensor.view(getattr(torch, f"uint{8 * tensor.itemsize}")).numpy().view(numpy_dtype(name))

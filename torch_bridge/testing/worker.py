@@ -51,7 +51,7 @@ def _run_all(tasks: Sequence[Task]) -> list[RankOutcome]:
 
 
 def _run(task: Task) -> RankOutcome:
-    rank, dtype = dist.get_rank(), task.inputs[0].dtype
+    rank = dist.get_rank()
     x, cotangent = (tensor_of(blocks[rank]) for blocks in (task.inputs, task.cotangents))
     with Meter() as forward:
         output, pull = _forward(task.plan, x)
@@ -61,7 +61,7 @@ def _run(task: Task) -> RankOutcome:
     start = time.perf_counter()
     _forward(task.plan, x)[1](cotangent)
     seconds = time.perf_counter() - start
-    blocks = array_of(output, dtype), array_of(gradient, dtype)
+    blocks = array_of(output), array_of(gradient)
     return RankOutcome(*blocks, forward.received, backward.received, seconds)
 
 

@@ -66,7 +66,7 @@ def _measured(backend: Backend, plans: list[Plan], rounds: int) -> dict[Plan, fl
     return dict(zip(distinct, times, strict=True))
 
 
-def _table(ways: tuple[Alternative[Plan], ...], seconds: dict[str, dict[Plan, float]]) -> Table:
+def _table(ways: tuple[Alternative, ...], seconds: dict[str, dict[Plan, float]]) -> Table:
     """A row per way."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for head in ("", "predicted", *seconds, "received", "steps"):

@@ -59,11 +59,11 @@ class Profile:
 
     default: the link between devices of one node. across: the link between nodes of `node_devices`
     consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
-    inside: of axes so named, how many consecutive positions share a node, where that is a part of them.
-    launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
+    inside: for axes named there, how many consecutive positions share a node, if not all do.
+    launch_s: seconds to start a collective, by the kind of step ("other" for kinds not named).
     copy_bytes_per_s: local packing speed.
-    rounds: whether an exchange is not one collective but a permutation per message, each started for itself;
-    what a device keeps is then not packed.
+    rounds: whether an exchange runs as one permutation per message, each with its own launch; what a device
+    keeps is then not packed.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Profile:
     rounds: bool = False
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
-        """The profile for some axes of a mesh as a mesh of their own, on which devices have other numbers."""
+        """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
         links = tuple((axis, self.link(axis, mesh)) for axis in axes)
         reached = tuple((axis, self._inside(axis, mesh)) for axis in axes)
         partly = tuple((axis, n) for axis, n in reached if 1 < n < mesh.size(axis))
         return replace(self, axes=links, inside=partly)
 
     def link(self, axis: str, mesh: Mesh) -> Link:
-        """What connects the devices of a mesh along an axis: all of them, nodes apart."""
+        """What connects all devices of a mesh along an axis: the link across nodes if they are in several."""
         whole = mesh.origin(axis)
         named, partly = dict(self.axes).get(whole), whole in dict(self.inside)
         if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
@@ -112,7 +112,7 @@ class Profile:
         return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
 
     def splits_groups(self, mesh: Mesh) -> bool:
-        """Whether nodes end in the middle of groups of devices, so that axes do not tell what is near."""
+        """Whether nodes end in the middle of groups of devices, so that axes do not show which are near."""
         nodes = self.node_devices
         if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
             return False

@@ -1,8 +1,8 @@
-"""Other ways to do what a plan does: what its steps are compared with.
+"""Other ways to do what a plan does, to compare its steps with.
 
-Decides which alternatives a reader wants to see beside the winner: the direct exchange, the best
-path of collectives alone, all-gather and slice, which every framework can do, and the best path on whole axes
-where the winner splits one.
+Decides which alternatives a reader sees beside the plan: the direct exchange; the best path of collectives
+alone; all-gather and slice, which every framework can do; and, if the plan splits an axis, the best path on
+whole axes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def alternative_steps(
 ) -> dict[str, Callable[[], Sequence[Step]]]:
     """Every alternative by name, and what makes its steps. Normal forms without copies.
 
-    split: the axes that the winner splits. A call raises PlanError where that way does not exist.
+    split: the axes that the plan splits. A call raises PlanError where that way does not exist.
     """
     if overlaps(start) or overlaps(goal):
         made = overlap_paths.ways(start, goal, dtype, profile)

@@ -32,7 +32,7 @@ Steps = tuple[Step, ...]
 
 
 def overlaps(sharding: Sharding) -> bool:
-    """Whether any dim does."""
+    """Whether any dim overlaps."""
     return any(dim.overlap is not None for dim in sharding.layout.dims)
 
 
@@ -40,7 +40,7 @@ def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
 ) -> Steps:
     """The cheapest of the ways. Raises PlanError where none fits the limit."""
-    # Where every block holds everything, a cut axis is none: what it is called is settled by a step.
+    # Where every block holds everything, a cut axis cuts nothing, but a step must still rename it.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     largest = max(start.max_local_size, goal.max_local_size)
@@ -74,7 +74,7 @@ def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[
 
 
 def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
-    """Raise PlanError or DtypeError for overlaps between which nothing can move."""
+    """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
     src, dst = source.layout, target.layout
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if isinstance(a.overlap, Fold):
@@ -100,7 +100,7 @@ def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, p
 
 
 def _layouts(bare: Layout, full: Layout, one_by_one: type | tuple[type, ...]) -> list[Layout]:
-    """From the one to the other, overlaps of some kinds one after the other, then the rest at once."""
+    """Layouts from `bare` to `full`: overlaps of some kinds one at a time, then the rest at once."""
     dims, found = list(bare.dims), [bare]
     changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
     rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
@@ -119,9 +119,9 @@ def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
 
 
 def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Steps:
-    """The path that `search` finds, dims that still overlap seen as whole ones of the length of their block.
+    """The path that `search` finds with every dim that still overlaps taken as whole, as long as its block.
 
-    The axes that cut those are not there for it: along them devices differ, and stay as they are.
+    The search does not see the axes that cut these dims: along them devices differ, and stay as they are.
     """
     if bare.layout == aim.layout:
         return ()

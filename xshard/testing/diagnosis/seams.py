@@ -122,7 +122,7 @@ def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_])
         return "zeros: nothing was exchanged"
     first, last = np.flatnonzero(bad)[[0, -1]]
     if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
-        return "those of the previous and of the next block have changed places"
+        return "rows of the previous and of the next block have changed places"
     known = case.whole_want
     for other in range(known.ndim):
         if other != dim:
