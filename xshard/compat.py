@@ -53,7 +53,7 @@ def all_to_all_single(
     gathers = direction == DIRECTIONS[0]
     text = " -> ".join((split, full) if gathers else (full, split))
     if even:
-        hint = "pass the global shape (shape=): blocks may then differ in size"
+        hint = "pass shape= (the global shape): blocks may then differ in size"
         length, chunks = shape[sequence_dim] * (n if gathers else 1), n * (2 if zigzag else 1)
         _check_divides("sequence length", length, chunks, text, sequence_dim % len(shape), hint)
         if gathers:

@@ -338,7 +338,7 @@ def test_how_the_outputs_of_a_window_are_cut(text, length, parts, outputs):
 ERRORS = [
     ("h/a w -> h/a:halo(1,1,pole(z)) w", "no dim 'z' to roll beyond the pole"),
     ("h/a w -> h/a:halo(1,1,pole(h)) w", "dim 'h' has the pole and cannot be the dim that is rolled"),
-    ("h/a w -> h/a:halo(1,1,pole) w", "which is 5"),
+    ("h/a w -> h/a:halo(1,1,pole) w", "beyond a pole, but has 5 rows"),
     ("h/a:window(k=1,s=2) w -> h w", "holds row 3 of dim 'h'"),
     ("h w -> h/a:fold(halo(-1,0)) w", "row 0 of dim 'h' has no place"),
     ("h/sizes(a,3,4) w -> h w", "'sizes(a,3,4)' adds up to 7 rows, not 8"),
