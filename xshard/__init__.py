@@ -1,5 +1,6 @@
 """xshard: write a sharding down, plan the cheapest way to another, derive the gradient."""
 
+from xshard import reference
 from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
