@@ -12,7 +12,7 @@ import runpy
 from importlib import import_module
 
 
-def printed(path: str, _timeout_s: float) -> str:
+def printed(path: str, _timeout_s: float = 0.0) -> str:
     """What the script prints, run as `python path` would."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(path, run_name="__main__")
@@ -25,4 +25,4 @@ def on_ranks(n: int, path: str, timeout_s: float) -> None:
 
     for module in ("torch._dynamo", "torch.distributed.tensor"):  # once here, not in every rank that needs it
         import_module(module)
-    xt.run_ranks(n, printed, path, timeout_s, timeout_s=timeout_s)
+    xt.run_ranks(n, printed, path, timeout_s=timeout_s)
