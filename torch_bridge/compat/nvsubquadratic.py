@@ -41,7 +41,7 @@ def all_to_all_single_fn(
 ) -> Tensor:
     """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split"), differentiable.
 
-    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: it is cut in zigzag
+    input: of 3, 4 or 5 dims, the sequence the first spatial one. with_zigzag_splitting: it is cut in zigzag
     order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where lengths do not
     divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the other
     ranks: where they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
