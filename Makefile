@@ -1,36 +1,50 @@
 # make demo   sets everything up and shows one expression on numpy, torch and JAX
+# make check  sets everything up and runs what stays inside one interpreter, and the lint
 # make test   sets everything up and runs all tests and checks
 # Needs Python 3.11+ and make. The set-up runs once, and again only when
-# pyproject.toml or constraints.txt changes.
+# pyproject.toml or the constraints change.
 
-PYTHON  ?= python3
+PYTHON      ?= python3
+# The versions to install: constraints.txt, or constraints-newest.txt.
+CONSTRAINTS ?= constraints.txt
 # Processes of pytest; each of them starts processes of its own.
-WORKERS ?= 2
+WORKERS     ?= 2
 # More arguments for pytest: make test ARGS="-k gather"
-ARGS    ?=
+ARGS        ?=
 
-VENV  := .venv
-BIN   := $(VENV)/bin
-STAMP := $(VENV)/.installed
-PIP   := $(BIN)/python -m pip --no-input --disable-pip-version-check
+# Each interpreter with each set of versions has an environment of its own.
+ifeq ($(PYTHON) $(CONSTRAINTS),python3 constraints.txt)
+VENV := .venv
+else
+VENV := .venv-$(notdir $(PYTHON))-$(basename $(notdir $(CONSTRAINTS)))
+endif
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip --no-input --disable-pip-version-check
+DEV  := $(VENV)/.installed-dev
+JAX  := $(VENV)/.installed-dev-jax
+
+# The part of the suite that needs no torch, without the longest files. test_nn.py compares with torch.
+JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/plans tests/jax_bridge \
+	tests/test_planner.py tests/test_reference.py tests/test_replicas.py \
+	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo check test test-jax lint format clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(STAMP) ## create .venv with the pinned versions
+setup: $(DEV) ## create .venv with the pinned versions
 
 # setuptools comes first, so that the build too uses the pinned one (--no-build-isolation).
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xshard needs Python 3.11 or later; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c $(CONSTRAINTS) setuptools
+	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
 	@touch $@
 
-demo: $(STAMP) ## verify every expression on three runtimes, then train one model on all of them
+demo: $(DEV) ## verify every expression on three runtimes, then train one model on all of them
 	$(BIN)/xshard verify --all
 	$(BIN)/python examples/train_parity.py
 
@@ -41,17 +55,24 @@ $(BIN)/mypy
 $(BIN)/lint-imports
 endef
 
-test: $(STAMP) ## pytest, then lint
+check: $(DEV) ## lint, and the tests that load no framework and start no process: under 90 seconds
+	$(LINT)
+	$(BIN)/pytest -n $(WORKERS) --without torch,jax,interpreters $(ARGS)
+
+test: $(DEV) ## all tests, then lint
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 	$(LINT)
 
-lint: $(STAMP) ## ruff, mypy and the order of imports alone
+test-jax: $(JAX) ## the tests of the core and of JAX that need no torch, which is not installed for them
+	$(BIN)/pytest -n $(WORKERS) --without torch $(JAX_TESTS) $(ARGS)
+
+lint: $(DEV) ## ruff, mypy and the order of imports alone
 	$(LINT)
 
-format: $(STAMP) ## let ruff rewrite what it can
+format: $(DEV) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## delete all that these targets made, .venv included
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## delete all that these targets made, every .venv included
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,53 +1,45 @@
-"""Ways to do the same, timed by turns: every way once before any is timed again.
+"""Calls timed by turns: every call once before any is timed again.
 
-Decides how a way is called and how its time is taken; a slow spell of the machine falls on all of them alike.
+Decides the order of the calls and what counts as their time, so that a slow spell of the machine falls on all
+alike. It must not know what is called.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
-import torch
-from torch import Tensor
-
-Call = Callable[[], Tensor]
-Calls = tuple[Call, Call]  # forward alone, and the gradient too
-Seconds = dict[str, dict[str, float]]  # by way, then by "forward_s" and "both_s"
 WARM_UP = 3
 
-
-def calls(way: Callable[[Tensor], Tensor], block: Tensor) -> Calls:
-    """The forward call alone, and the gradient of the block too, whose cotangent is the result."""
-    leaf = block.clone().requires_grad_()
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return way(block)
-
-    def both() -> Tensor:
-        y = way(leaf)
-        (gradient,) = torch.autograd.grad(y, leaf, y.detach())
-        return gradient
-
-    return forward, both
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 
 
-def timed(ways: Mapping[str, Calls], rounds: int, together: Callable[[], object]) -> Seconds:
-    """Median seconds of every way. together: called before each."""
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in ways}
-    for turn in range(rounds + WARM_UP):
-        # By turns the first: what runs before leaves its traces in caches and memory.
-        first = turn % len(ways)
-        for name, pair in (*list(ways.items())[first:], *list(ways.items())[:first]):
-            for what, call in zip(("forward", "both"), pair, strict=True):
-                together()
-                start = time.perf_counter()
-                call()
-                if turn >= WARM_UP:
-                    times[name][what].append(time.perf_counter() - start)
-    return {
-        name: {f"{what}_s": statistics.median(taken) for what, taken in each.items()}
-        for name, each in times.items()
-    }
+def seconds(
+    calls: Mapping[Name, Callable[[], Result]],
+    rounds: int,
+    *,
+    warm_up: int = WARM_UP,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[Result], object] = lambda result: None,
+) -> dict[Name, list[float]]:
+    """Seconds of every call, round by round, after `warm_up` rounds that do not count.
+
+    before: runs before each call. after: takes each result. Neither is timed.
+    """
+    names = list(calls)
+    found: dict[Name, list[float]] = {name: [] for name in names}
+    for turn in range(warm_up + rounds):
+        # Each call comes first in its turn: the one before leaves traces in caches and memory.
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            before()
+            start = time.perf_counter()
+            result = calls[name]()
+            taken = time.perf_counter() - start
+            after(result)
+            del result  # memory is released outside the measured time
+            if turn >= warm_up:
+                found[name].append(taken)
+    return found

@@ -1,6 +1,6 @@
-"""A number that a benchmark measures, what it should be, and the table that says whether it is.
+"""A number that a benchmark measures, its limit, and the table that judges it.
 
-Decides how ratios of many cases become one number; what is compared is each benchmark's own business.
+Decides how the ratios of many cases become one number; it must not know what is compared.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import record
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import record
 
 Named = Sequence[tuple[str, float]]  # a case, and its value
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A number and what it should be. failing: the cases that break it, the worst first."""
+    """A number and its limit. failing: the cases that break it, the worst first."""
 
     statement: str
     measured: float
@@ -43,14 +44,14 @@ def mean(statement: str, values: Named, limit: float, *, at_least: bool = False)
 
 
 def worst(statement: str, values: Named, limit: float, *, at_least: bool = False) -> Claim:
-    """The largest value or, where values are at least something, the smallest."""
+    """The largest value or, where the limit is a lower one, the smallest."""
     ranked = sorted(values, key=lambda found: found[1], reverse=not at_least)
     failing = [f"{name} {v:.3g}" for name, v in ranked if (v < limit if at_least else v > limit)]
     return Claim(statement, ranked[0][1], limit, at_least, len(ranked), tuple(failing))
 
 
 def none_of(statement: str, breaking: Sequence[str], n_cases: int) -> Claim:
-    """No case of so many breaks something."""
+    """No case out of `n_cases` breaks something."""
     return Claim(statement, len(breaking), 0, False, n_cases, tuple(breaking))
 
 

@@ -1,6 +1,6 @@
-"""What every benchmark says of a run, and how it writes it down.
+"""The options, the facts and the files that all benchmarks have.
 
-Decides the form of the JSON files in `results/`; what is measured is each benchmark's own business.
+Decides the form of the JSON files in `results/`; it must not know what a benchmark measures.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,9 +20,22 @@ from rich.console import Console
 from rich.progress import track
 
 RESULTS = Path(__file__).parent / "results"
-SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON has them all
+SHOWN_FAILURES = 8  # cases named per claim on the terminal; the JSON names them all
 
 Item = TypeVar("Item")
+
+
+def options(doc: str | None, *, quick: str) -> ArgumentParser:
+    """A parser with the options of every benchmark. doc: of its module; quick: what `--quick` measures."""
+    parser = ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
+    return parser
+
+
+def command(name: str, chosen: Namespace) -> str:
+    """The command of a run, without its output folder, which would name the machine."""
+    return f"python -m benchmarks.{name}" + " --quick" * chosen.quick
 
 
 def about(command: str, *libraries: str, **more: Any) -> dict[str, Any]:
@@ -46,7 +60,7 @@ def about(command: str, *libraries: str, **more: Any) -> dict[str, Any]:
 
 
 def write(path: Path, facts: Mapping[str, Any], **rows: Sequence[Any]) -> Path:
-    """The run as a file: every fact, and every row of every list, on a line of its own."""
+    """Write a run as JSON: every fact, and every row of every list, on a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()]
     for key, entries in rows.items():

@@ -7,10 +7,10 @@
 3. JAX on four devices: the same network inside shard_map.
 
 Strided and transposed convolutions, a pool, interpolation, norms over all rows, columns that close up
-to a ring; 427 rows over four devices, so that no block divides evenly. The picture shows what the
-network makes of a photograph where every device pads and normalises its own rows, beside what it
-makes of it here: an error at every seam, and none.
-The exit status is 1 where a loss differs, or where a seam shows.
+to a ring; 427 rows over four devices, so that no block divides evenly. The picture shows how far the
+network is from one device, if every device pads and normalises its own rows, and here: an error at
+every seam, and none.
+The exit status is 1 if a loss differs, or if a seam shows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def judge(results: Results, images: Images) -> int:
 
 
 def complaints(results: Results, ours: np.ndarray) -> list[str]:
-    """A sentence for everything that is wrong; what is no number is wrong."""
+    """A sentence for each mistake; a value that is no number is one."""
     found = differing(results, TOLERANCE)
     if not ours.max() <= 1e-3:
         found.append(f"Pixels differ by {ours.max():.1e} from those of one device.")
@@ -78,7 +78,7 @@ def error(images: Images, name: str) -> np.ndarray:
 
 
 def draw(images: Images, path: Path) -> None:
-    """The error of the first photograph, every device on its own beside all together, on one scale."""
+    """The errors of the first photograph on one scale: devices on their own, and all together."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -6,7 +6,7 @@
 2. torch on four processes, its attention a `jax.shard_map` over the same four (parity/with_both.py).
 
 Same digits, same initial weights, same batches: so the losses must be the same, to rounding.
-The exit status is 1 where they are not, or where a model has not learned to read.
+The exit status is 1 if they are not, or if a model has not learned to read.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
 Three layers mix the sequence in three ways: attention that gathers keys and values, a convolution as long
 as the sequence (rows for channels, FFT), and Ulysses attention (rows for heads: six heads on four devices, in
-two groups that share keys). The text is Python's own help. Why zigzag is in the second table.
-The exit status is 1 where a loss differs, or where nothing was learned.
+two groups that share keys). The text is Python's own help. The second table shows why zigzag.
+The exit status is 1 if a loss differs, or if nothing was learned.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def judge(results: Results) -> int:
 
 
 def complaints(results: Results) -> list[str]:
-    """A sentence for everything that is wrong; what is no number is wrong."""
+    """A sentence for each mistake; a value that is no number is one."""
     found = differing(results, TOLERANCE)
     for name, result in results.items():
         if not result.losses[-1] < result.losses[0]:
@@ -70,7 +70,7 @@ def complaints(results: Results) -> list[str]:
 
 
 def work(cut: str) -> NDArray[np.int64]:
-    """For every device, how many keys its queries look at: each as many as stand before it, and itself."""
+    """For every device, how many keys its queries look at: each query at its own row and all before it."""
     layout = Layout.parse(cut)
     rows = (layout.positions(MESH, (LENGTH,), 0, device) for device in range(MESH.n_devices))
     return np.array([(found + 1).sum() for found in rows])

@@ -5,7 +5,7 @@
 The batch is cut over `dp`, layers over `tp`. The encoder is replicated by DistributedDataParallel and cut
 over `tp` by layouts alone; the decoder is cut over `tp` by DTensor and over `dp` by FSDP2. Both call
 redistribute in the middle of their forward pass. Characters of Python's own documentation are the data.
-The exit status is 1 where a loss or a gradient is not that of one process.
+The exit status is 1 if a loss or a gradient is not that of one process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = tuple[list[float], dict[str, Tensor]]
 
 
 class Encoder(nn.Module):
-    """Characters -> channels, with a mean over all that came before; layouts cut its layers over `tp`."""
+    """Characters -> channels, with a mean over all characters before; layouts cut its layers over `tp`."""
 
     def __init__(self, tp: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Encoder(nn.Module):
         x = self.letters(text)
         partial = relu(self.move(x, "b s c -> b s c | copy(tp)") @ self.up) @ self.down
         x = x + self.move(partial, "b s c | sum(tp) -> b s c")
-        # Every process has some of the channels of all positions, as an all-to-all would leave them.
+        # Every process has all positions of some channels, as after an all-to-all.
         some = self.move(x, "b s c -> b s c/tp")
         means = some.cumsum(1) / torch.arange(1, LENGTH + 1).view(-1, 1)
         return x + self.move(means, "b s c/tp -> b s c")
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(relu(self.up(self.norm(x))))
         scores = self.scores(x)
-        if isinstance(scores, DTensor):  # a part of the characters on every process
+        if isinstance(scores, DTensor):  # each process has the scores of some characters
             scores = whole(scores).clone()  # FSDP2 warns of views
         return scores
 
@@ -133,7 +133,7 @@ def alone(steps: int) -> Run:
 
 
 def together(steps: int) -> Run:
-    """Losses and last gradients on a mesh of 2x2 processes, put together."""
+    """Losses and last gradients on a mesh of 2x2 processes, gathered."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     encoder, decoder = models()

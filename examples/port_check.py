@@ -3,11 +3,11 @@
     python examples/port_check.py [--bugs bias gelu norm]
 
 The block is tensor- and sequence-parallel on four devices, as 1 x 4 and as 2 x 2 (port/shardings.py).
-Compared are its output, the gradients of the tokens and of all weights, and the weights after one step
-of SGD: torch on four processes, JAX on four devices, and torch on one. Then a bug is planted in one
-side (port/bugs.py), and the report says where it shows and what it looks like.
+The kit compares its output, the gradients of the tokens and of all weights, and the weights after one
+step of SGD: torch on four processes, JAX on four devices, and torch on one. Then a bug is planted in one
+side (port/bugs.py), and the report says where it shows, on one of the meshes, and what it looks like.
 
-The exit status is 1 where the port differs, or where a bug is not found.
+The exit status is 1 if the port differs, or if a bug is not found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
     start = time.perf_counter()
-    found = differences(torch_block, jax_block)
+    found = differences(torch_block, jax_block, MESHES)
     seconds = time.perf_counter() - start
     if found is not None:
         console.print(found.table())
@@ -50,7 +50,7 @@ def main() -> int:
     for bug in map(BUGS.__getitem__, options.bugs):
         console.print(f"\nWith a bug in {bug.runtime}: {bug.what}.", style="bold")
         functions = {"torch": torch_block, "jax": jax_block, bug.runtime: bug.function}
-        found = differences(functions["torch"], functions["jax"])
+        found = differences(functions["torch"], functions["jax"], bug.mesh)
         if found is None:
             console.print("It was not found.", style="bold red")
             return 1
@@ -58,15 +58,15 @@ def main() -> int:
     return 0
 
 
-def differences(torch_fn: Callable, jax_fn: Callable) -> EquivalenceError | None:
-    """What differs between the two functions; None where nothing does."""
+def differences(torch_fn: Callable, jax_fn: Callable, meshes: str) -> EquivalenceError | None:
+    """What differs between the two functions on any of the meshes; None if nothing does."""
     try:
         assert_equivalent(
             torch_fn,
             jax_fn,
             args=arrays(),
             layouts=([WEIGHTS, X], X),
-            mesh=MESHES,
+            mesh=meshes,
             parameters=[0],
             optimisers=(optimiser, update),
         )

@@ -7,7 +7,7 @@
 3. JAX on four devices, sharded by the same expressions (parity/shardings.py).
 
 Same digits, same initial weights, same batches: so the losses must be the same, to rounding.
-The exit status is 1 where they are not, or where a model has not learned to read.
+The exit status is 1 if they are not, or if a model has not learned to read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 10  # of the table
 
 
 def main(runs: Mapping[str, list[str]] = RUNS, what: str | None = __doc__) -> int:
-    """Run them as the command line says, and judge them. what: they are, in a first line."""
+    """Run them as the command line says, and judge them. what: a text whose first line is the help."""
     parser = argparse.ArgumentParser(description=(what or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--any-accuracy", action="store_true", help="for few steps: compare the losses only")
@@ -53,7 +53,7 @@ def judge(results: Results, accuracy_floor: float = ACCURACY_FLOOR) -> int:
 
 
 def complaints(results: Results, accuracy_floor: float) -> list[str]:
-    """A sentence for everything that is wrong; a loss or accuracy that is no number is wrong."""
+    """A sentence for each mistake; a loss or accuracy that is no number is one."""
     found = differing(results, TOLERANCE)
     for name, result in results.items():
         if not result.accuracy > accuracy_floor:

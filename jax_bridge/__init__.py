@@ -20,7 +20,6 @@ from jax_bridge.positions import positions
 from jax_bridge.redistribution import redistribute, valid_mask
 
 if TYPE_CHECKING:
-    pass
     from jax_bridge.torch_interop import from_torch
 
 __all__ = [

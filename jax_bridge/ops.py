@@ -1,9 +1,8 @@
-"""What users call on one device's block: `redistribute`, and its common cases by the names they have
-elsewhere.
+"""Common cases of `redistribute` under their usual names: `all_gather`, `halo_exchange`, ...
 
-Works inside `jax.shard_map`, with `check_vma=True` or `False`, inside `jax.pmap` and, for one axis, inside
-`jax.vmap(axis_name=)`. The common cases take the same arguments as those of `torch_bridge` and only write
-the expression.
+Each takes the arguments of its twin in `torch_bridge` and only writes the expression. They work where
+`redistribute` does: inside `jax.shard_map` with `check_vma=True` or `False`, inside `jax.pmap` and, along one
+axis, inside `jax.vmap(axis_name=)`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax
 
 from jax_bridge.planning import AnyMesh
 from jax_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, halo, shard, tag, whole
+from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
 
 Grad = Literal["sum", "replicated"]
 
@@ -29,12 +28,12 @@ def all_gather(
     grad: Grad,
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """Blocks along `axis` put together along `dim`: `n/axis -> n`.
+    """Concatenate the blocks along `axis` along `dim`: `n/axis -> n`.
 
-    grad: what the gradients of the results are. "sum": each is a contribution of its own, and the
-    backward pass reduce-scatters. "replicated": they are equal, and it slices.
+    grad: how the gradients of the devices' results combine. "sum": they differ and add up, and the backward
+    pass reduce-scatters. "replicated": they are equal, and the backward pass slices.
     """
-    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape) + whole(axis, grad)
+    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -47,7 +46,7 @@ def reduce_scatter(
     op: str = "sum",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """The reduction of the blocks along `axis`, cut along `dim`: `n | sum(axis) -> n/axis`.
+    """Reduce the blocks along `axis` and cut the result along `dim`: `n | sum(axis) -> n/axis`.
 
     op: sum, mean, max or min. The backward pass all-gathers.
     """
@@ -58,12 +57,12 @@ def reduce_scatter(
 def all_reduce(
     x: jax.Array, axis: Axes, mesh: AnyMesh | None = None, *, op: str = "sum", grad: Grad
 ) -> jax.Array:
-    """The reduction of the blocks along `axis`, on every device: `n | sum(axis) -> n`.
+    """Reduce the blocks along `axis`; every device gets the result: `n | sum(axis) -> n`.
 
-    op: sum, mean, max or min. grad: "sum": the results' gradients add up, and the backward pass
-    all-reduces. "replicated": they are equal, and it moves nothing.
+    op: sum, mean, max or min. grad: "sum": the gradients of the devices' results add up, and the backward
+    pass all-reduces. "replicated": they are equal, and the backward pass moves nothing.
     """
-    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape) + whole(axis, grad)
+    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -78,9 +77,9 @@ def all_to_all(
     concat_order: str = "block",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """A cut moves from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
+    """Move the cut from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
 
-    split_order, concat_order: the order of the cut after and before: block, zigzag, cyclic, balanced.
+    split_order: the order of the new cut; concat_order: of the old one: block, zigzag, cyclic or balanced.
     """
     src, dst = (
         dims(x.shape, {concat_dim: shard(axis, concat_order)}),
@@ -99,12 +98,12 @@ def halo_exchange(
     boundary: str = "zero",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """Each block widened by rows of its neighbours: `h/axis -> h/axis:halo(width, width, boundary)`.
+    """Widen each block by rows of its neighbours: `h/axis -> h/axis:halo(width, width, boundary)`.
 
-    width: rows at both ends, or `(before, after)`; a list has one number per part. Negative ones leave
-    rows out, and they may be wider than a neighbour's block. boundary: what stands beyond the ends of the
-    array: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
-    The backward pass adds what the rows got at their owner.
+    width: rows at both ends, or `(before, after)`; a list has one number per part. A width may exceed a
+    neighbour's block; a negative one leaves rows out. boundary: the rows beyond the ends of the array:
+    zero, constant(1.5), periodic, reflect, edge, none, pole, or one for each end ("edge,zero").
+    The backward pass adds the gradients of all copies of a row at its owner.
     """
     src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape, {dim: halo(axis, width, boundary)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
@@ -120,7 +119,7 @@ def trim_halo(
     boundary: str = "zero",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """What `halo_exchange` added, taken away: `h/axis:halo(width, width, boundary) -> h/axis`.
+    """Remove the rows that `halo_exchange` added: `h/axis:halo(width, width, boundary) -> h/axis`.
 
     >>> import functools
     >>> both = lambda x: trim_halo(halo_exchange(x, 1, 0, "sp"), 1, 0, "sp")
@@ -132,26 +131,26 @@ def trim_halo(
 
 
 def slice(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad) -> jax.Array:
-    """This device's part of `dim` of a block that all along `axis` have: `n -> n/axis`.
+    """Take this device's part of `dim` of a block replicated along `axis`: `n -> n/axis`.
 
-    grad: what the gradient of the block is to be. "sum": each device's is its own contribution
-    (its part, and zeros). "replicated": all get the same, and the backward pass all-gathers.
+    grad: the gradient of the block. "sum": each device gets its own contribution (zero outside its part).
+    "replicated": all devices get the same, and the backward pass all-gathers.
     """
-    src, dst = dims(x.shape) + whole(axis, grad), dims(x.shape, {dim: shard(axis)})
+    src, dst = dims(x.shape) + gradient_tag(axis, grad), dims(x.shape, {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
 def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
-    """The same block, of which every device along `axis` has a copy of its own: `n -> n | copy(axis)`.
+    """Turn a replicated block into one copy per device along `axis`: `n -> n | copy(axis)`.
 
     Moves nothing; the backward pass all-reduces.
     """
-    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{whole(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{gradient_tag(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
-    """The sum of the blocks along `axis`, one value for all: `n | sum(axis) -> n`.
+    """Sum the blocks along `axis` to one replicated value: `n | sum(axis) -> n`.
 
-    The backward pass moves nothing: the adjoint of `copy_to`.
+    The adjoint of `copy_to`: the backward pass moves nothing.
     """
     return all_reduce(x, axis, mesh, grad="replicated")

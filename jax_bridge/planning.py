@@ -1,7 +1,7 @@
 """From a call to a plan: the expression, the block, and the mesh that JAX has around them.
 
-Decides which plan a call inside `shard_map` or `pmap` means, and what a wrong call is told. The
-plan is made on the axes that the expression names; blocks may differ along the others.
+Decides which plan a call inside `shard_map` or `pmap` means, and how a wrong call is refused. The plan
+covers the axes that the expression names; blocks may differ along the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.mesh.axis_types import bound_sizes, is_typed, is_vmapped, varying, varying_axes
+from jax_bridge.mesh.axis_types import as_varying, bound_sizes, is_typed, is_vmapped, varying_axes
 from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import (
     DtypeError,
@@ -35,26 +35,26 @@ from xshard import (
 )
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
-from xshard.notation.parser import marked
-from xshard.plans.expression import Expression, check_block, sides, whole_shape
+from xshard.notation.parser import mark_errors
+from xshard.plans.expression import Expression, Sides, check_block, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
 
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:
-    """The mesh by names and sizes alone."""
+    """The names and sizes of a mesh's axes."""
     return mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.shape))
 
 
-def as_array(x: Any, expression: Expression) -> jax.Array:
-    """What JAX makes of a block or array that may be numpy's. Raises DtypeError where it would narrow it."""
+def as_array(x: Any, text: str) -> jax.Array:
+    """A block or array, maybe of numpy, as one of JAX. Raises DtypeError if JAX would narrow its dtype."""
     if isinstance(x, jax.Array):
         return x
     dtype = np.result_type(x) if isinstance(x, np.ndarray | np.generic) else None
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise DtypeError(
-            f"the block is {dtype.name}, of which JAX would make {jax.dtypes.canonicalize_dtype(dtype).name}",
-            text=sides(expression)[2],
+            f"the block is {dtype.name}, which JAX would make {jax.dtypes.canonicalize_dtype(dtype).name}",
+            text=text,
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
     return jnp.asarray(x)
@@ -63,13 +63,17 @@ def as_array(x: Any, expression: Expression) -> jax.Array:
 def plan_here(
     x: jax.Array,
     expression: Expression,
+    parsed: Sides,
     mesh: AnyMesh | None,
     shape: Sequence[int] | None,
     profile: str | Path | Profile,
 ) -> Plan:
-    """The plan for this block, made or, where one is given, checked. Raises as `redistribute` does."""
-    src, dst, text = sides(expression)
-    with marked(text):
+    """The plan for this block: a new one, or the given one after a check. Raises as `redistribute` does.
+
+    parsed: the sides of the expression.
+    """
+    src, dst, text = parsed
+    with mark_errors(text):
         if isinstance(expression, Plan):
             named = expression.axes
             if mesh is not None:
@@ -83,9 +87,9 @@ def plan_here(
             context = _context(mesh, (src, dst), text)
             here = _named_mesh(context, _named((src, dst)), text)
             whole = whole_shape(src, here, x.shape, text) if shape is None else shape
-            # On a part of the mesh devices have other numbers; what connects them stays the same.
+            # On a part of the mesh devices are renumbered; the links between them stay the same.
             profile = load_profile(profile).along(here.axes, context)
-            plan = planner.plan(expression, here, whole, x.dtype.name, profile=profile)
+            plan = planner.plan(parsed, here, whole, x.dtype.name, profile=profile)
     _check_block(x.shape, plan.source, text, inferred=shape is None)
     return plan
 
@@ -93,7 +97,7 @@ def plan_here(
 def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
     """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
     text = str(layout)
-    with marked(text):
+    with mark_errors(text):
         found = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
         return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
 
@@ -101,10 +105,10 @@ def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | No
 def block_sharding_here(
     x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
 ) -> Sharding:
-    """What a layout means for this block: of the shape given or, where blocks are even, inferred."""
+    """The layout on the mesh here, for this block; without `shape`, assuming all blocks are equal."""
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     text = str(layout)
-    with marked(text):
+    with mark_errors(text):
         here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
         whole = whole_shape(layout, here, x.shape, text) if shape is None else shape
     sharding = sharding_here(layout, whole, here)
@@ -112,18 +116,18 @@ def block_sharding_here(
     return sharding
 
 
-def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
-    """The block with the types that `apply` wants: varying along the source's axes, invariant along
-    all others that the plan uses."""
+def with_entry_type(x: jax.Array, plan: Plan, text: str) -> jax.Array:
+    """The block, declared as `apply` needs it: varying along the source's axes, invariant along the plan's
+    other axes."""
     found = manual_type(x)
     kind = unreduced_kind(found)
     for axis in plan.axes:
         if kind != "sum" and axis in found.unreduced and axis not in plan.src.tagged(kind):
             raise NotationError(
-                f"the block is unreduced along {axis!r}, where its {kind} is still to be taken",
+                f"the block is unreduced along {axis!r}: its {kind} is still to be taken",
                 text=text,
                 span=_axis_span(axis, text),
-                hint=f"say so on the left: {kind}({axis})",
+                hint=f"write it on the left: {kind}({axis})",
             )
         if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue
@@ -132,10 +136,10 @@ def entered(x: jax.Array, plan: Plan, text: str) -> jax.Array:
                 f"the block varies along {axis!r}, where the source holds one value",
                 text=text,
                 span=_axis_span(axis, text),
-                hint=f"if each device has a copy of its own, say so: copy({axis}) on the left",
+                hint=f"if each device has its own copy, write copy({axis}) on the left",
             )
-        x = lax.psum(x, axis)  # over one device: it makes the type say so
-    return varying(x, plan.src.axes)
+        x = lax.psum(x, axis)  # over one device: changes the type only
+    return as_varying(x, plan.src.axes)
 
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
@@ -144,7 +148,7 @@ def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Me
 
 
 def _context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
-    """The mesh given or the one around the call, which has the axes that the layouts name."""
+    """The mesh given, or the one around the call; it has every axis that the layouts name."""
     named = _named(layouts)
     if mesh is None:
         here = bound_sizes(named)
@@ -163,7 +167,7 @@ def _named(layouts: Sequence[Layout]) -> tuple[str, ...]:
 
 
 def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
-    """The axes that are named. They must be manual here, unless they have one device."""
+    """The part of the mesh with the named axes, which must be manual here unless they have one device."""
     here = bound_sizes(named)
     for axis in named:
         if axis not in mesh.axes:
@@ -213,4 +217,4 @@ def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *,
 
 
 def _axis_span(axis: str, text: str) -> tuple[int, int] | None:
-    return next((span for name, span in parser.spans(text).axes if name == axis), None)
+    return next((span for name, span in parser.text_spans(text).axes if name == axis), None)

@@ -1,4 +1,4 @@
-"""Which global rows the blocks hold, as an array: for rotary embeddings and causal masks."""
+"""`positions`: the global row numbers of blocks, for rotary embeddings and causal masks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.planning import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, MeshError, Sharding
-from xshard.notation.parser import marked
+from xshard.notation.parser import mark_errors
 
 
 def positions(
     layout: Layout | str, shape: Sequence[int], dim: int | str, mesh: AnyMesh | None = None
 ) -> jax.Array:
-    """The number of every row of a dim in the whole array, whole numbers: `[rows]`.
+    """The global number of every row of a dim, as integers: `[rows]`.
 
-    Inside `shard_map`, `pmap` or `vmap(axis_name=)` over the layout's axes: of this device's block. Outside
-    of them: of all blocks, one after the other, cut over the dim's axes. That is the order in which `reshard`
-    stores the dim, so that `x[positions(...)]` puts rows into it where blocks are even.
-    -1 stands for a row that is none of the array's: padding, or a constant beyond its ends.
-    shape: global. dim: its name or its index. mesh: inside read from the context where it is left out.
+    Inside `shard_map`, `pmap` or `vmap(axis_name=)` over the layout's axes: for this device's block. Outside:
+    for all blocks, concatenated and cut over the dim's axes. That is the order in which `reshard` stores the
+    dim: if blocks are even, `x[positions(...)]` puts rows into it.
+    -1 stands for rows outside the array: padding, or a constant beyond its ends.
+    shape: global. dim: its name or its index. mesh: inside, by default the one of the context.
 
-    Raises as `xshard.Layout.positions` does, and MeshError where some of the axes alone are manual, or
-    none and no mesh is given.
+    Raises as `xshard.Layout.positions` does, and MeshError if only some of the axes are manual, or none and
+    no mesh is given.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
     >>> positions("b s/zigzag(cp)", (3, 8), "s", mesh).tolist()  # one device has all rows in their order
@@ -43,9 +43,9 @@ def positions(
         raise MeshError(
             "no axis of the layout is manual here",
             text=str(layout),
-            hint="outside of shard_map and pmap, say on which mesh: positions(layout, shape, dim, mesh)",
+            hint="outside of shard_map and pmap pass a mesh: positions(layout, shape, dim, mesh)",
         )
-    with marked(str(layout)):
+    with mark_errors(str(layout)):
         found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), tuple(shape)), at).ravel())
     if not isinstance(mesh, JaxMesh):
         return found
@@ -54,7 +54,7 @@ def positions(
 
 
 def _table(sharding: Sharding, dim: int) -> Table:
-    """For every device along the dim's axes, its rows, padded to as many as any has."""
+    """The rows of every device along the dim's axes, padded to the most."""
     axes, width = sharding.layout.dims[dim].axes, sharding.max_local_shape[dim]
 
     def rows_of(device: int) -> Table:

@@ -1,4 +1,8 @@
-"""TODO."""
+"""`redistribute`: one device's block from one layout to another, and the mask of its padding.
+
+Decides what a call inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)` does: the plan comes from
+`planning`, derivatives from `autodiff`, checks of replicas from `replicas`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import jax
 
 from jax_bridge.autodiff.function import MODES, apply
 from jax_bridge.lower.row_tables import valid
-from jax_bridge.planning import AnyMesh, as_array, entered, plan_here, sharding_here
+from jax_bridge.planning import AnyMesh, as_array, plan_here, sharding_here, with_entry_type
 from jax_bridge.replicas import apply_checked
 from xshard import Layout, Profile, XshardError
 from xshard.plans.expression import Expression, sides
@@ -31,18 +35,17 @@ def redistribute(
 ) -> jax.Array:
     """This device's block under the left layout -> its block under the right one, differentiable.
 
-    expression: `"layout -> layout"`, a pair of layouts, or a plan. mesh: read from the context where
-    it is left out. shape: the global shape, inferred where all blocks are as large as this one; an
-    uneven block has the shape of the largest. What its padding holds does not matter on the way
-    in, and is zero on the way out. profile: the machine it is planned for.
-    ad: "linear" has derivatives of every mode. "custom_vjp" has those of reverse mode alone; jaxprs then
+    expression: `"layout -> layout"`, a pair of layouts, or a plan. mesh: by default the one of the context.
+    shape: the global shape; by default inferred, assuming all blocks are equal. An uneven block has the
+    shape of the largest: its padding may hold anything on the way in and is zero on the way out.
+    profile: the machine to plan for.
+    ad: "linear" supports every mode of differentiation. "custom_vjp" supports reverse mode only, and jaxprs
     show the collectives of `jax.lax`.
     Axes that the expression does not name are left alone: blocks may differ along them. With
     `check_vma=True` the result is invariant along an axis that only the left side names.
 
-    Raises, while tracing, NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError
-    for a gradient that is not defined. With `check_replicated`, when it runs, ReplicaError in the text of
-    JAX's own error.
+    Raises while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError for an
+    undefined gradient. With `check_replicated` a run may raise JAX's error with the text of a ReplicaError.
 
     >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
     >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
@@ -50,17 +53,18 @@ def redistribute(
     """
     if ad not in MODES:
         raise XshardError(f"no derivatives ad={ad!r}", hint=f"there are: {', '.join(MODES)}")
-    x = as_array(x, expression)
-    plan, text = plan_here(x, expression, mesh, shape, profile), sides(expression)[2]
-    x = entered(x, plan, text)
+    parsed = sides(expression)
+    x, text = as_array(x, parsed.text), parsed.text
+    plan = plan_here(x, expression, parsed, mesh, shape, profile)
+    x = with_entry_type(x, plan, text)
     return apply_checked(plan, x, text, ad) if are_checked(check_replicated) else apply(plan, x, ad)
 
 
 def valid_mask(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None = None) -> jax.Array:
-    """Which elements of this device's block are the array's and not padding: bool, shaped as the block.
+    """A mask of this device's block: True at elements of the array, False in its padding.
 
-    shape: the global shape; where it does not divide, blocks are padded at the end of a dim to the largest.
-    mesh: read from the context where it is left out. Raises as `redistribute` does.
+    shape: the global shape; if it does not divide, blocks are padded at the end of a dim to the largest.
+    mesh: by default the one of the context. Raises as `redistribute` does.
 
     >>> masks = jax.pmap(lambda x: valid_mask("n/dp", (3,)), "dp")
     >>> masks(jax.numpy.ones(1)).tolist()  # one block on one device: no padding

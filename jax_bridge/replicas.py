@@ -1,8 +1,8 @@
-"""`check_replicated=True`: blocks that a layout holds to be equal are compared, going in and coming back.
+"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
 
-Decides how devices compare: along every axis, then what all of them have found, so that every device raises
-or none. The verdict is made on the host, in a callback on which the block depends; it works in eager and
-jitted programs. Where axes have types, what is invariant is equal by JAX's own proof and not compared.
+Decides how devices compare: along every axis, and then they exchange what they found, so that all of them
+raise or none. A host callback that the block depends on gives the verdict, in eager and jitted programs.
+A block that is invariant along an axis is equal by JAX's own proof, and not compared along it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from xshard.replicas import ReplicaCheck
 
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
-    """What `apply` returns. When it or its transpose runs, ReplicaError, in the text of JAX's own error.
+    """`apply`, with checks at run time, which raise JAX's error with the text of a ReplicaError.
 
-    Compared are `x` where the left side has replicas or copies, and the cotangents of the result where
-    its dual has. text: what the error marks.
+    The forward pass compares `x` along the replicas and copies of the left side; the backward pass compares
+    the result's cotangents along those of the right side's dual. text: what the error marks.
     """
     everyone = Mesh(bound_sizes(plan.mesh.axes))
     x = _expect(
@@ -42,7 +42,7 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
 
 
 def _compared(x: jax.Array, held: ReplicaCheck | None) -> jax.Array:
-    """The block, after it was compared."""
+    """The block, once it has been compared."""
     if held is None or not any(_may_differ(x, axis) for axis in held.axes):
         return x
     axes, mesh = held.axes, held.mesh
@@ -55,14 +55,14 @@ def _compared(x: jax.Array, held: ReplicaCheck | None) -> jax.Array:
             continue
         most, least = lax.pmax(values, axis), lax.pmax(flipped, axis)
         least = -least if jnp.issubdtype(values.dtype, jnp.floating) else ~least
-        # Equal infinities differ by nothing. Whole numbers wrap around, but not to 0.
+        # Equal infinities differ by 0. The difference of unequal whole numbers may wrap around, not to 0.
         apart = jnp.abs(jnp.where(most == least, 0, most - least).astype(np.float32))
         size = jnp.maximum(abs(most.astype(np.float32)), abs(least.astype(np.float32)))
         size = jnp.where(jnp.isfinite(size), size, 0)
         found.append(jnp.stack([apart.max(initial=0), size.max(initial=0)]))
     everywhere = jnp.zeros((mesh.n_devices, len(axes), 2), np.float32)
     everywhere = everywhere.at[lax.axis_index(mesh.axes)].set(jnp.stack(found))
-    for axis in mesh.axes:  # also along those that the plan leaves alone: they wait for each other
+    for axis in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
         everywhere = lax.pmax(everywhere, axis)
 
     def judge(table: jax.Array) -> np.ndarray:
@@ -80,7 +80,7 @@ def _may_differ(x: jax.Array, axis: str) -> bool:
 
 
 def _comparable(x: jax.Array) -> jax.Array:
-    """The block in a dtype that has a maximum; NaN, which is larger than nothing, as infinity."""
+    """The block in a dtype that has a maximum; NaN, which no comparison finds, becomes infinity."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -108,7 +108,7 @@ def _batched(
     return _expect(batch_first(x, dim, size), entering=entering, returning=returning), 0
 
 
-# The block itself, which `entering` says to compare, and its cotangent, which `returning` does.
+# The identity: compares the block by `entering`, and its cotangent by `returning`.
 _expect: Callable[..., jax.Array] = linear_primitive(
     "xshard_expect",
     run=lambda x, entering, returning: _compared(x, entering),

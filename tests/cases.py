@@ -1,15 +1,19 @@
-"""The table: redistributions that every runtime must do alike, forward and backward.
+"""The case table: redistributions that all runtimes must perform alike, forward and backward.
 
-Every row of the documents' tables, on meshes of one, two and three axes and at most eight
-devices. `tests/runtimes/test_case_table.py` runs it everywhere; core tests borrow rows.
+It has every row of the documents' tables, on meshes of one, two and three axes with at most eight devices.
+`tests/runtimes/test_case_table.py` runs it on every runtime; other tests borrow rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import xshard as xs
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Case:
 
     @property
     def has_single_axis(self) -> bool:
-        """The mesh has one axis, so that `jax.pmap` can run it."""
+        """True if the mesh has one axis, so that `jax.pmap` can run the case."""
         return len(self.mesh.axes) == 1
 
     def plan(self, **options: object) -> xs.Plan:
@@ -168,7 +172,7 @@ CASES = (
     Case("three-axes-sum", "x y | sum(a,b,c) -> x/b y/(c,a)", "a=2,b=2,c=2", (4, 8)),
     Case("three-axes-uneven", "x/(a,b) y/c -> x/c y/b/a", "a=2,b=2,c=2", (7, 5)),
     Case("gather-one-of-three", "x/a/b y/c -> x/a y/c | copy(b)", "a=2,b=2,c=2", (8, 4)),
-    # Overlaps: every boundary, one dim and several, and what they are to collectives.
+    # Overlaps: every boundary, one dim and several, alone and with collectives.
     Case("halo", "b h/a w -> b h/a:halo(1,1) w", "a=4", (2, 8, 3)),
     Case("halo-periodic", "h/a w -> h/a:halo(2,1,periodic) w", "a=4", (12, 3)),
     Case("halo-periodic-two-devices", "h/a -> h/a:halo(1,1,periodic)", "a=2", (8,)),
@@ -200,3 +204,15 @@ CASES = (
     Case("fold-stays", "h/a:fold(halo(1,1)) c/b -> h/a:fold(halo(1,1)) c", "a=2,b=2", (8, 4)),
     Case("fold-corners", "h/a:fold(halo(1,1)) w/b:fold(halo(1,1,edge)) -> h w/a", "a=2,b=2", (8, 8)),
 )
+
+
+def one_of_each(plans: Mapping[Name, xs.Plan]) -> list[Name]:
+    """The fewest first names whose plans, forward and backward, have every kind of step on every mesh."""
+    seen: set[tuple[str, str]] = set()
+    chosen = []
+    for name, plan in plans.items():
+        steps = (*plan.steps, *(plan.backward.steps if plan.src.is_linear else ()))
+        if new := {(step.kind, str(plan.mesh)) for step in steps} - seen:
+            chosen.append(name)
+            seen |= new
+    return chosen

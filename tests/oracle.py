@@ -1,6 +1,6 @@
-"""What a layout means, as lists of single rows: the naive twin of `xshard.layout.runs`.
+"""The meaning of layouts as lists of single rows: a naive twin of `xshard/layout/`.
 
-Slow and plain, so that it can be read and believed. None stands for a row outside the array.
+Slow and simple, so that a reader can check it. None stands for a row outside the array.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAD_MODES = {"periodic": "wrap", "reflect": "reflect", "edge": "edge", "pole": "
 
 
 def cut(rows: Rows, shard: Shard, n: int, index: int) -> Rows:
-    """Part `index` of `n` of some rows."""
+    """Part `index` of `n` of a list of rows."""
     order = shard.order
     if order == "sizes":
         return np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])[index].tolist()
@@ -56,25 +56,25 @@ def owned_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
 
 
 def held_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
-    """Global rows that a device's block of a contiguous cut spans, its overlap included."""
+    """Global rows of a device's block, with its overlap; for contiguous cuts."""
     overlap = dim.overlap
     if isinstance(overlap, Halo):
         mine = owned_rows(dim, length, mesh, device)
-        reach = range(mine[0] - overlap.lo, mine[-1] + overlap.hi + 1) if mine else range(0)
-        return [row for i in reach for row in bounded(i, length, overlap)]
+        positions = range(mine[0] - overlap.lo, mine[-1] + overlap.hi + 1) if mine else range(0)
+        return [row for i in positions for row in bounded(i, length, overlap)]
     if isinstance(overlap, Window):
         span = overlap.d * (overlap.k - 1) + 1
         outputs = output_rows(dim, length, mesh, device)
         if not outputs:
             return []
         first = outputs[0] * overlap.s - overlap.padding[0]
-        reach = range(first, outputs[-1] * overlap.s - overlap.padding[0] + span)
-        return [row for i in reach for row in bounded(i, length, overlap)]
+        positions = range(first, outputs[-1] * overlap.s - overlap.padding[0] + span)
+        return [row for i in positions for row in bounded(i, length, overlap)]
     return owned_rows(dim, length, mesh, device)
 
 
 def output_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
-    """Which outputs of a window op a device computes."""
+    """The outputs of a window op that a device computes."""
     window = dim.overlap
     n = max(0, (length + sum(window.padding) - window.d * (window.k - 1) - 1) // window.s + 1)
     if window.out == "balanced":
@@ -87,7 +87,7 @@ def output_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
 
 
 def bounded(row: int, length: int, overlap: Halo | Window) -> Rows:
-    """Which row stands at a position that may lie outside the array, by numpy's own padding."""
+    """The row at a position that may lie outside the array, by numpy's own padding."""
     if 0 <= row < length:
         return [row]
     boundary = (overlap.before if row < 0 else overlap.after).kind
@@ -107,7 +107,7 @@ def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int)
 
 
 def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray:
-    """A device's block of an array, overlaps included: cut, dim after dim, from the padded array."""
+    """A device's block of an array, with its overlaps: cut from the padded array, one dim after another."""
     layout = layout.resolved(x.ndim)
     for d, dim in enumerate(layout.dims):
         overlap = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
@@ -117,10 +117,10 @@ def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray
             lo, hi = overlap.widths(mesh.index(device, dim.axes))
             spans = [(piece[0] - lo, piece[-1] + 1 + hi) for piece in pieces]
         elif isinstance(overlap, Window):
-            reach = overlap.d * (overlap.k - 1) + 1 - overlap.padding[0]
+            last = overlap.d * (overlap.k - 1) + 1 - overlap.padding[0]
             made = overlap.output_length(length)
             outputs = pieces_of(output_rows(dim, length, mesh, device), chunk_of(dim, made, mesh))
-            spans = [(o[0] * overlap.s - overlap.padding[0], o[-1] * overlap.s + reach) for o in outputs]
+            spans = [(o[0] * overlap.s - overlap.padding[0], o[-1] * overlap.s + last) for o in outputs]
         else:
             spans = [(piece[0], piece[-1] + 1) for piece in pieces]
         ends = (overlap.before, overlap.after) if overlap else (None, None)
@@ -140,7 +140,7 @@ def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray
 
 
 def rolled_dim(layout: Layout, d: int, end: Boundary | None) -> int | None:
-    """The dim of the longitudes, for an end that is a pole."""
+    """The dim of the longitudes, if the end is a pole."""
     if end is None or end.kind != "pole":
         return None
     if end.dim:
@@ -149,7 +149,7 @@ def rolled_dim(layout: Layout, d: int, end: Boundary | None) -> int | None:
 
 
 def chunk_of(dim: Dim, length: int, mesh: Mesh) -> int:
-    """Rows of a chunk of a zigzag, each of which has a halo of its own; none are adjacent otherwise."""
+    """Rows of a chunk: each chunk of a zigzag has a halo of its own; in other orders none are adjacent."""
     parts = [mesh.size(*shard.axes) for shard in dim.shards if shard.order == "zigzag"]
     if dim.overlap is None or not parts or parts == [1]:
         return length + 1
@@ -158,13 +158,13 @@ def chunk_of(dim: Dim, length: int, mesh: Mesh) -> int:
 
 
 def pieces_of(rows: Rows, chunk: int) -> list[Rows]:
-    """Rows as lists of consecutive ones."""
+    """Rows split into lists of consecutive rows."""
     cuts = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1 or rows[i] % chunk == 0]
     return [rows[a:b] for a, b in itertools.pairwise([0, *cuts, len(rows)])] if rows else []
 
 
 def beyond(x: np.ndarray, d: int, n: int, end: Boundary | None, rolled: int | None) -> np.ndarray:
-    """The `n` rows that stand after the end of a dim, by numpy's own padding."""
+    """The `n` rows after the end of a dim, by numpy's own padding."""
     kind = end.kind if end else "none"
     if kind == "pole":
         back = np.flip(x if rolled is None else np.roll(x, x.shape[rolled] // 2, rolled), d) * end.sign
@@ -178,9 +178,9 @@ def beyond(x: np.ndarray, d: int, n: int, end: Boundary | None, rolled: int | No
 
 
 def gather(blocks: list[np.ndarray], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks -> the global array; devices that hold the same element must agree, contributions add up.
+    """Blocks -> the global array; devices with the same element must agree, and contributions are added.
 
-    Every element is followed by its number, spread like the array.
+    An array of element numbers, spread like the blocks, says where each value belongs.
     """
     tags = [(kind, axis) for kind, axes in layout.tags if kind != "copy" for axis in axes]
     numbered = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
@@ -190,7 +190,7 @@ def gather(blocks: list[np.ndarray], layout: Layout, mesh: Mesh, shape: tuple[in
     addends = np.full((*(mesh.size(axis) for _, axis in tags), math.prod(shape)), 0 if folds else np.nan)
     for device, block in enumerate(blocks):
         number = spread(numbered, layout.tangent, mesh, device)
-        inside = number != 0  # what stands outside the array is nothing's copy
+        inside = number != 0  # rows outside the array are copies of no element
         values = (block * np.sign(number))[inside]
         mine = addends[tuple(mesh.index(device, (axis,)) for _, axis in tags)]
         at = np.abs(number[inside]).astype(int) - 1
@@ -207,7 +207,7 @@ def gather(blocks: list[np.ndarray], layout: Layout, mesh: Mesh, shape: tuple[in
 
 
 def paired(xs: list[np.ndarray], ys: list[np.ndarray], layout: Layout, mesh: Mesh) -> float:
-    """<x, y> for x under a layout and y under its dual: along a replicated axis one device counts."""
+    """<x, y> for x under a layout and y under its dual; of replicas, only the first device counts."""
     replicated = [axis for axis in mesh.axes if axis not in layout.axes]
     counted = [device for device in range(mesh.n_devices) if mesh.index(device, replicated) == 0]
     return sum(float(np.vdot(xs[device].astype(float), ys[device].astype(float))) for device in counted)
@@ -216,7 +216,7 @@ def paired(xs: list[np.ndarray], ys: list[np.ndarray], layout: Layout, mesh: Mes
 def random_blocks(
     layout: Layout, mesh: Mesh, shape: tuple[int, ...], rng: np.random.Generator, unit: int = 1
 ) -> list[np.ndarray]:
-    """Whole-number blocks that are legal under a layout: addends arbitrary, replicas and copies equal."""
+    """Whole-number blocks that a layout allows: arbitrary addends, equal replicas and copies."""
     own = [axis for dim in layout.dims for axis in dim.axes] + [
         axis for kind, axes in layout.tags if kind != "copy" for axis in axes
     ]
@@ -231,9 +231,9 @@ def random_blocks(
 
 
 def foreign_elements(step: Step, before: Sharding, slow: tuple[str, ...] = ()) -> list[int]:
-    """For every device, the elements of other devices that are in its block after a step.
+    """For every device, the number of other devices' elements in its block after a step.
 
-    Device d starts with the bit 2**d everywhere; the bits of a result tell whose values were added.
+    Device d starts with the bit 2**d everywhere, so the bits of a result name the devices it came from.
     slow: count only devices that differ along these axes.
     """
     mesh = before.mesh

@@ -48,22 +48,16 @@ def test_no_module_of_xshard_loads_a_framework():
 
 
 @pytest.mark.parametrize(
-    ("bridge", "own", "other"), [("torch_bridge", "torch", "jax"), ("jax_bridge", "jax", "torch")]
+    ("bridge", "own", "other", "name"),
+    [("torch_bridge", "torch", "jax", "from_jax"), ("jax_bridge", "jax", "torch", "from_torch")],
 )
-def test_a_bridge_loads_its_framework_and_not_the_other(bridge, own, other):
+def test_a_bridge_loads_its_framework_and_the_other_when_a_function_needs_both(bridge, own, other, name):
     """Which also shows that the tests above would see one."""
-    packages = loaded(f"import {bridge}")
-    assert own in packages
-    assert other not in packages
-
-
-@pytest.mark.parametrize(
-    ("bridge", "name", "other"), [("torch_bridge", "from_jax", "jax"), ("jax_bridge", "from_torch", "torch")]
-)
-def test_the_other_framework_is_loaded_by_what_needs_both(bridge, name, other):
-    """Only when it is asked for by name."""
-    assert other not in loaded(f"import {bridge}\nassert {name!r} in {bridge}.__all__")
-    assert other in loaded(f"from {bridge} import {name}")
+    seen = f"import sys; assert {own!r} in sys.modules and {other!r} not in sys.modules"
+    packages = loaded(
+        f"import {bridge}\nassert {name!r} in {bridge}.__all__\n{seen}\nfrom {bridge} import {name}"
+    )
+    assert {own, other} <= packages
 
 
 def test_one_package_imports_both_frameworks():

@@ -20,7 +20,7 @@ from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
 from xshard.steps import AllGather, AllReduce, Exchange, Slice
-from xshard.steps.exchange.traffic import ended
+from xshard.steps.exchange.traffic import ended_axes
 from xshard.testing.strategies import layouts, moves
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def test_an_impossible_limit_names_the_least_possible(expression, mesh, shape):
 def gather_and_slice(src, dst, mesh, shape, profile):
     """The plan that always works: reduce, gather what is cut differently, slice."""
     ends = [xs.Sharding(layout, mesh, shape).normal for layout in (src, dst)]
-    over = ended(*ends)
+    over = ended_axes(*ends)
     gathers, slices = [], []
     for a, b in zip(ends[0].dims, ends[1].dims, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(a.shards, b.shards, strict=False)) if x != y), None)
@@ -205,7 +205,7 @@ def test_a_gather_over_an_axis_of_several_nodes_crosses_between_them_first():
     mesh = xs.Mesh(x=16)
     plan = xs.plan("n/x -> n", mesh, (1 << 24,), profile="h100")
     (stage,) = plan.stages
-    hops = stage.step.traffic(stage.before, plan.profile.lanes(mesh)).hops
+    hops = stage.step.traffic(stage.before, plan.profile.link_spans(mesh)).hops
     assert [(hop.level, hop.received) for hop in hops] == [(0, 1 << 20), (1, 14 << 20)]
 
 
@@ -216,9 +216,10 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
     ends = [xs.Sharding(layout, mesh, shape) for layout in (src, dst)]
     start, goal = (without_copies(s.with_layout(s.normal)) for s in ends)
     space = Space(start, goal, "float32", xs.load_profile(profile))
-    path = Search(space, None).path()
-    steps = tuple(space.step(move, state) for state, move in path.moves)
-    plan = xs.Plan(start.layout, goal.layout, mesh, shape, "float32", steps, profile=space.profile)
+    search = Search(space, None)
+    path = search.path()
+    ends = start.layout, goal.layout, mesh, shape, "float32"
+    plan = xs.Plan(*ends, search.steps(path), profile=space.profile)
     assert path.seconds == pytest.approx(plan.cost, rel=1e-12)
     assert path.held * 4 == plan.peak_bytes
 
@@ -286,7 +287,7 @@ def test_a_slow_axis_is_spared():
     over_slow = [
         hop.received
         for stage in plan.stages
-        for hop in stage.step.traffic(stage.before, profile.lanes(mesh)).hops
+        for hop in stage.step.traffic(stage.before, profile.link_spans(mesh)).hops
         if hop.axis == "slow"
     ]
     assert over_slow == [2048 // 4]
@@ -296,9 +297,14 @@ def test_a_slow_axis_is_spared():
     ("expression", "options", "error", "message"),
     [
         ("n/a -> n", {"shape": (4, 4)}, xs.ShapeError, "'n/a' has 1 dims, the array has 2 in 'n/a -> n'"),
-        ("n/a -> n", {"shape": (-1,)}, xs.ShapeError, "shape (-1,) has -1 where a length >= 0 belongs"),
+        ("n/a -> n", {"shape": (-1,)}, xs.ShapeError, "shape (-1,) has -1, not a length >= 0"),
         ("n/a -> n", {"profile": "h1000"}, xs.ProfileError, "no profile 'h1000'"),
-        ("n/a:halo(1,1,pole(n)) -> n/a", {}, xs.NotationError, "dim 'n' has the pole, another is rolled"),
+        (
+            "n/a:halo(1,1,pole(n)) -> n/a",
+            {},
+            xs.NotationError,
+            "dim 'n' has the pole and cannot be the dim that is rolled",
+        ),
         ("n/a -> n", {"objective": "backward"}, xs.PlanError, "no objective 'backward'"),
         ("n/a -> n", {"memory_limit": 0}, xs.PlanError, "no plan stays within 0 B per device"),
         (("n/a", "m/a"), {}, xs.NotationError, "dim names differ: 'n/a' and 'm/a'"),
@@ -317,7 +323,7 @@ def test_a_float_is_no_length_even_where_the_plan_is_known():
     xs.plan("n/a -> n", xs.Mesh(a=2), (4,))
     with pytest.raises(xs.ShapeError) as caught:
         xs.plan("n/a -> n", xs.Mesh(a=2), (4.0,))
-    assert str(caught.value) == "shape (4.0,) has 4.0 where a length >= 0 belongs in 'n/a -> n'"
+    assert str(caught.value) == "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n'"
 
 
 def test_cases_have_names_of_their_own():

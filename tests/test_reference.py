@@ -88,12 +88,16 @@ def test_means_keep_the_dtype(dtype):
     [
         ("sum", "bool", "dtype bool has no sum\n  cast to an integer, or use max (any) or min (all)"),
         ("mean", "bool", "dtype bool has no mean\n  cast to an integer, or use max (any) or min (all)"),
-        ("mean", "int32", "dtype int32 has no mean\n  a mean of integers is no integer: cast, or use sum"),
+        (
+            "mean",
+            "int32",
+            "dtype int32 has no mean\n  the mean of integers need not be an integer: cast, or use sum",
+        ),
         ("max", "complex64", "dtype complex64 has no max\n  complex numbers have no order"),
         (
             "sum",
             "float8_e5m2",
-            "dtype float8_e5m2 cannot be reduced\n  8-bit floats only move; cast before the sum",
+            "dtype float8_e5m2 cannot be reduced\n  8-bit floats can only be moved; cast before the sum",
         ),
         ("sum", "str", "unknown dtype 'str'\n  as in float32, bfloat16, int64, bool, complex64"),
         ("sum", "float33", "unknown dtype 'float33'\n  as in float32, bfloat16, int64, bool, complex64"),

@@ -1,4 +1,4 @@
-"""Which axes hold one value, how far replicas may be apart, and what is said where they are further."""
+"""The axes that hold one value, the tolerance between replicas, and the error beyond it."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from xshard.replicas import ReplicaCheck, are_checked
 MESH = xs.Mesh(dp=2, tp=2, one=1)
 
 
-def held(layout, dtype="float32", cotangents=True):
+def check_of(layout, dtype="float32", cotangents=True):
     sharding = xs.Sharding(xs.Layout.parse(layout), MESH, (4, 4))
     return ReplicaCheck(sharding, MESH, dtype, f"n d -> {layout}", cotangents)
 
@@ -27,7 +27,7 @@ def held(layout, dtype="float32", cotangents=True):
     ],
 )
 def test_axes_along_which_blocks_are_equal(layout, axes):
-    assert held(layout).axes == axes
+    assert check_of(layout).axes == axes
 
 
 @pytest.mark.parametrize(
@@ -35,21 +35,21 @@ def test_axes_along_which_blocks_are_equal(layout, axes):
     [("float64", 2**-26), ("bfloat16", 2**-3.5), ("complex64", 2**-11.5), ("int64", 0), ("bool", 0)],
 )
 def test_tolerance_is_the_root_of_the_precision(dtype, tolerance):
-    assert held("n d", dtype).tolerance == tolerance
+    assert check_of("n d", dtype).tolerance == tolerance
 
 
 def table(*differences, largest=2.0):
-    """Of four devices along `dp` and `tp`."""
+    """Findings of four devices along `dp` and `tp`: (difference, largest value)."""
     found = np.full((4, 2, 2), largest)
     found[..., 0] = np.reshape(differences, (4, 2))
     return found
 
 
 def test_the_verdict():
-    replicas = held("n d")
-    assert replicas.fault(table(*[0] * 8)) is None
-    assert replicas.fault(table(*[6e-4] * 8)) is None  # 2 * 2**-11.5 is 6.9e-4
-    error = replicas.fault(table(0, 0, 0, 8e-4, 0, 0, 0, 0), names=(10, 11, 12, 13))
+    check = check_of("n d")
+    assert check.fault(table(*[0] * 8)) is None
+    assert check.fault(table(*[6e-4] * 8)) is None  # 2 * 2**-11.5 is 6.9e-4
+    error = check.fault(table(0, 0, 0, 8e-4, 0, 0, 0, 0), names=(10, 11, 12, 13))
     assert isinstance(error, xs.ReplicaError)
     assert str(error).splitlines() == [
         "cotangents differ along 'tp', where one value is meant in 'n d -> n d'",
@@ -57,14 +57,14 @@ def test_the_verdict():
         "  by 0.0008 on ranks 10, 11, where the largest value is 2",
         "  if each device uses its result in its own way, say so: copy(tp) on the right",
     ]
-    assert "devices 1, 3" in str(replicas.fault(table(0, 0, np.inf, 0, 0, 0, np.inf, 0)))
+    assert "devices 1, 3" in str(check.fault(table(0, 0, np.inf, 0, 0, 0, np.inf, 0)))
 
 
-def test_the_way_out_of_each():
+def test_the_hint_of_each_case():
     different = table(*[1] * 8)
-    assert "copy(dp) on the right" in held("n d/tp").fault(different[:, :1]).hint
-    assert "reduce sum(dp) before" in held("n d/tp | copy(dp)").fault(different[:, :1]).hint
-    entering = held("n d", cotangents=False).fault(different)
+    assert "copy(dp) on the right" in check_of("n d/tp").fault(different[:, :1]).hint
+    assert "reduce sum(dp) before" in check_of("n d/tp | copy(dp)").fault(different[:, :1]).hint
+    entering = check_of("n d", cotangents=False).fault(different)
     assert "sum(dp) or mean(dp) on the left" in entering.hint
     assert entering.text[slice(*entering.span)] == "n d"
 

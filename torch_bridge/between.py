@@ -7,8 +7,8 @@ refused before anything is sent, and what a process without a block gets.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,13 +21,13 @@ from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, mesh_of
-from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, TransferPlan, dtypes, plan
+from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, plan
 from xshard.plans.expression import Expression
 
 
 def redistribute_between(
     x: Tensor | None,
-    expression: Expression | TransferPlan,
+    expression: Expression,
     src_mesh: MeshLike | None = None,
     dst_mesh: MeshLike | None = None,
     *,
@@ -45,10 +45,10 @@ def redistribute_between(
     a new tensor, or None on processes that are not in the destination.
 
     x: the block; None on processes that are not in the source.
-    expression: `"layout -> layout"`, a pair of layouts, or a plan for two meshes, whose device
-    numbers are global ranks and which is carried out as it is.
+    expression: `"layout -> layout"`, a pair of layouts, or a plan, whose device numbers are global ranks
+    and which is carried out as it is; a plan on one mesh takes the ranks of `src_mesh`, if that is given.
     src_mesh, dst_mesh: a `DeviceMesh` with named dims, which may be a part of the world, or an
-    `xshard.Mesh`, whose device i is rank i. Not needed with a `TransferPlan`.
+    `xshard.Mesh`, whose device i is rank i. Not needed with a plan.
     shape, dtype: of the global array; of a plan they are known, and a process that has a block
     knows the dtype.
     device: where a process that has no block wants the result.
@@ -95,8 +95,8 @@ def redistribute_between(
 
 def _compare(
     x: Tensor | None,
-    expression: Expression | TransferPlan,
-    planned: Callable[[], TransferPlan],
+    expression: Expression,
+    planned: Callable[[], Plan],
     requires_grad: bool,
 ) -> None:
     """Raise on all ranks of the world unless all of them can do this and are about to."""
@@ -106,24 +106,23 @@ def _compare(
         made = planned()
         _check_ranks(made)
         _check_block(x, made)
-        steps = [p.steps for p in (made.src_plan, made.dst_plan) if p is not None]
         known = {
             "expression": f"{made.src} -> {made.dst}",
             "meshes": f"{made.src_mesh!r} on {made.src_devices}, {made.dst_mesh!r} on {made.dst_devices}",
             "shape": str(made.shape),
             "dtype": made.dtype,
             "requires_grad": str(requires_grad),
-            "plan": "; ".join(map(str, itertools.chain(*steps))),
+            "plan": "; ".join(map(str, made.steps)),
             "profile": made.profile.name,
         }
         own = {"block": "none" if x is None else str(tuple(x.shape))}
         return CallFacts(known, {}, everyone, own)
 
-    text = f"{expression.src} -> {expression.dst}" if isinstance(expression, Plan | TransferPlan) else None
+    text = f"{expression.src} -> {expression.dst}" if isinstance(expression, Plan) else None
     compare_ranks(everyone, text or str(expression), facts)
 
 
-def _check_ranks(made: TransferPlan) -> None:
+def _check_ranks(made: Plan) -> None:
     last = max(*made.src_devices, *made.dst_devices)
     if last >= dist.get_world_size():
         raise MeshError(
@@ -133,20 +132,20 @@ def _check_ranks(made: TransferPlan) -> None:
 
 
 def plan_between(
-    expression: Expression | TransferPlan,
+    expression: Expression,
     src_mesh: MeshLike | None,
     dst_mesh: MeshLike | None,
     shape: Sequence[int] | None,
     dtype: str | None,
     relabel: bool,
     profile: str | Path | Profile,
-) -> TransferPlan:
-    """What was asked for, as a plan between two meshes whose devices are ranks."""
-    if isinstance(expression, TransferPlan):
-        return expression
+) -> Plan:
+    """The plan that is asked for; its devices are ranks."""
     if isinstance(expression, Plan):
-        ranks = tuple(range(expression.mesh.n_devices)) if src_mesh is None else _ranks(src_mesh)
-        return on_ranks(expression, ranks)
+        ranks = expression.src_devices if src_mesh is None else _ranks(src_mesh)
+        if expression.transfer or ranks == expression.src_devices:
+            return expression
+        return replace(expression, src_devices=ranks)
     if src_mesh is None or dst_mesh is None:
         raise MeshError(
             "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"
@@ -157,7 +156,7 @@ def plan_between(
             f"no {missing}",
             hint="shape= and dtype= of the global array: processes without a block know neither",
         )
-    made = plan(
+    return plan(
         expression,
         src_mesh=mesh_of(src_mesh),
         dst_mesh=mesh_of(dst_mesh),
@@ -167,26 +166,6 @@ def plan_between(
         dst_devices=_ranks(dst_mesh),
         relabel=relabel,
         profile=profile,
-    )
-    return on_ranks(made, _ranks(src_mesh)) if isinstance(made, Plan) else made
-
-
-@functools.lru_cache(maxsize=1024)
-def on_ranks(made: Plan, ranks: tuple[int, ...]) -> TransferPlan:
-    """A plan over the same devices as one between two meshes, with nothing to transfer."""
-    return TransferPlan(
-        src=made.src,
-        dst=made.dst,
-        src_mesh=made.mesh,
-        dst_mesh=made.mesh,
-        src_devices=ranks,
-        dst_devices=ranks,
-        shape=made.shape,
-        dtype=made.dtype,
-        src_plan=made,
-        scale=made.scale,
-        profile=made.profile,
-        memory_limit=made.memory_limit,
     )
 
 
@@ -208,7 +187,7 @@ def _tensor_device(
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _check_block(x: Tensor | None, made: TransferPlan) -> None:
+def _check_block(x: Tensor | None, made: Plan) -> None:
     """Raise unless this process brings the block that the source gives it, and no other."""
     rank, source = dist.get_rank(), made.source
     if rank not in made.src_devices:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, halo, shard, tag, whole
+from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
 
 Grad = Literal["sum", "replicated"]
 
@@ -32,7 +32,10 @@ def all_gather(
     [1, 2, 1, 2]
     """
     return redistribute(
-        x, f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape)}{whole(axis, grad)}", mesh, shape=shape
+        x,
+        f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape)}{gradient_tag(axis, grad)}",
+        mesh,
+        shape=shape,
     )
 
 
@@ -66,7 +69,9 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     >>> xt.run_ranks(2, lambda: xt.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
-    return redistribute(x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape)}{whole(axis, grad)}", mesh)
+    return redistribute(
+        x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape)}{gradient_tag(axis, grad)}", mesh
+    )
 
 
 def all_to_all(
@@ -106,7 +111,9 @@ def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     >>> xt.run_ranks(2, lambda: xt.slice(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
-    return redistribute(x, f"{dims(x.shape)}{whole(axis, grad)} -> {dims(x.shape, {dim: shard(axis)})}", mesh)
+    return redistribute(
+        x, f"{dims(x.shape)}{gradient_tag(axis, grad)} -> {dims(x.shape, {dim: shard(axis)})}", mesh
+    )
 
 
 def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -120,7 +127,7 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     >>> xt.run_ranks(2, lambda: xt.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
-    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{whole(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{gradient_tag(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:

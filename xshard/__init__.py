@@ -1,5 +1,6 @@
 """xshard: write a sharding down, plan the cheapest way to another, derive the gradient."""
 
+from xshard import reference
 from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
@@ -10,14 +11,18 @@ from xshard.errors import (
     ShapeError,
     XshardError,
 )
+from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
-from xshard.plans.transfer_plan import TransferPlan
 from xshard.replicas import ReplicaError
+
+__version__ = "0.1.0"
+
+TransferPlan = Plan  # a plan between two meshes had a class of its own, whose name stays importable
 
 __all__ = [
     "DtypeError",
@@ -39,6 +44,7 @@ __all__ = [
     "TransferPlan",
     "XshardError",
     "load_profile",
+    "output_dim",
     "parse_expression",
     "plan",
     "reference",

@@ -1,7 +1,7 @@
-"""Verbs of other systems as expressions: what the drop-ins of both bridges check and write.
+"""Functions of other systems as expressions, for the drop-ins of both bridges.
 
-Decides what each of them means, from shapes and the number of devices alone. Who carries it out, and how a
-system's arguments are read, is the bridges' business.
+Decides what each function means and which shapes it accepts, from shapes and the number of devices alone.
+The bridges read the arguments of each system and carry the expression out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from xshard.errors import ShapeError, XshardError
-from xshard.notation.parser import spans
+from xshard.notation.parser import text_spans
 from xshard.ops import Axes, dims, shard, tag
 
 DIRECTIONS = ("split_to_full", "full_to_split")
@@ -28,13 +28,13 @@ def all_to_all_single(
     sequence_dim: int = 2,
     even: bool = True,
 ) -> str:
-    """nvSubquadratic's `all_to_all_single_fn` of a block of `shape` on `n` devices along `axis`.
+    """nvSubquadratic's `all_to_all_single_fn` for a block of `shape` on `n` devices along `axis`.
 
-    The words are about the sequence: "split_to_full" is `c l/axis -> c/axis l`, "full_to_split" the way back.
-    zigzag: device i of n holds chunks i and 2n-1-i of the sequence. even: all blocks are to be equally large;
-    where they may differ, the global shape is known.
-    Raises ShapeError for other than 3 to 5 dims, and for lengths that do not divide; XshardError for another
-    direction.
+    The direction names the sequence: "split_to_full" is `c l/axis -> c/axis l`, "full_to_split" the reverse.
+    zigzag: device i of n holds chunks i and 2n-1-i of the sequence. even: True if all blocks must be equally
+    large, False if the global shape is known and they may differ.
+    Raises ShapeError for other than 3 to 5 dims, and for lengths that do not divide; XshardError for an
+    unknown direction.
 
     >>> all_to_all_single("split_to_full", (2, 4, 6), 2, "cp", zigzag=True)
     'd0 d1 d2/zigzag(cp) -> d0 d1/cp d2'
@@ -45,13 +45,15 @@ def all_to_all_single(
             hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any",
         )
     if direction not in DIRECTIONS:
-        raise XshardError(f"no direction {direction!r}", hint=f"it is {' or '.join(map(repr, DIRECTIONS))}")
+        raise XshardError(
+            f"unknown direction {direction!r}", hint=f"it is {' or '.join(map(repr, DIRECTIONS))}"
+        )
     split = dims(shape, {sequence_dim: shard(axis, "zigzag" if zigzag else "block")})
     full = dims(shape, {channel_dim: shard(axis)})
     gathers = direction == DIRECTIONS[0]
     text = " -> ".join((split, full) if gathers else (full, split))
     if even:
-        hint = "pass shape= (the global shape): blocks may then differ in size"
+        hint = "pass the global shape (shape=): blocks may then differ in size"
         length, chunks = shape[sequence_dim] * (n if gathers else 1), n * (2 if zigzag else 1)
         _check_divides("sequence length", length, chunks, text, sequence_dim % len(shape), hint)
         if gathers:
@@ -65,13 +67,15 @@ def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint
         raise ShapeError(
             f"the {what} {length} is not divisible by {parts}",
             text=text,
-            span=dict(reversed(spans(text).dims))[f"d{dim}"],  # the left side's, which come first
+            span=dict(reversed(text_spans(text).dims))[
+                f"d{dim}"
+            ],  # dims of the left side, which come first, win
             hint=hint,
         )
 
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """nvSubquadratic's `zigzag_split_across_group_ranks`: each device's two chunks of what all of them have.
+    """nvSubquadratic's `zigzag_split_across_group_ranks`: each device keeps two chunks of a copied array.
 
     >>> zigzag_split((8, 2), 0, "cp")
     'd0 d1 | copy(cp) -> d0/zigzag(cp) d1'
@@ -80,7 +84,7 @@ def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """nvSubquadratic's `zigzag_gather_from_group_ranks`: the whole, in its natural order, for every device.
+    """nvSubquadratic's `zigzag_gather_from_group_ranks`: every device gets the array in its natural order.
 
     >>> zigzag_gather((4, 2), 0, "cp")
     'd0/zigzag(cp) d1 -> d0 d1 | copy(cp)'
@@ -89,22 +93,22 @@ def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
-    """credit's `shard_tensor`: each device's part of what all of them have, on `n` devices.
+    """credit's `shard_tensor`: each of `n` devices keeps its part of a copied array.
 
-    uneven: a length need not divide. Raises ShapeError where it must.
+    uneven: True if the length need not divide. Raises ShapeError if it must and does not.
 
     >>> shard_whole((1, 8, 4), -2, 2, "domain", uneven=False)
     'd0 d1 d2 | copy(domain) -> d0 d1/domain d2'
     """
     text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: shard(axis)})}"
     if not uneven:
-        hint = "uneven=True: parts may then differ in size, and others need the global shape (shape=)"
+        hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
         _check_divides("length", shape[dim], n, text, dim % len(shape), hint)
     return text
 
 
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
-    """ksuit's `all_gather_nograd_clipped`: samples that a `DistributedSampler` dealt out, in their own order.
+    """ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order.
 
     >>> sampler_gather((4, 2), "dp")
     'd0/cyclic(dp) d1 -> d0 d1'
@@ -113,9 +117,9 @@ def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
 
 
 def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
-    """The shape of a block as `n` equal parts of its leading dim: `(1, n, rows, ...)`.
+    """The shape of a block with its leading dim split into `n` equal parts: `(1, n, rows, ...)`.
 
-    The 1 is the block's own place among those of n devices, so that parts and blocks can change places.
+    The leading 1 is the dim of devices, so that an all-to-all can exchange parts and devices.
     Raises ShapeError for scalars, and for rows that do not divide.
 
     >>> equal_parts((6, 2), 3)
@@ -124,6 +128,7 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
     if not shape or shape[0] % n:
         rows = f"{shape[0]} rows" if shape else "a scalar"
         raise ShapeError(
-            f"{rows} in {n} equal parts", hint="all_to_all and redistribute take parts of any size (shape=)"
+            f"{rows} cannot be split into {n} equal parts",
+            hint="all_to_all and redistribute take parts of any size (shape=)",
         )
     return (1, n, shape[0] // n, *shape[1:])

@@ -1,6 +1,6 @@
-"""Dtypes by name: how many bytes, and what may be done to them.
+"""Dtypes by name: their size, their precision and the operations that they allow.
 
-Decides which reductions a dtype allows. Knows the names numpy, torch and JAX share
+Decides which reductions a dtype allows. Knows the names that numpy, torch and JAX share
 ("bfloat16", "float8_e4m3fn"), and none of their objects.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from xshard.errors import DtypeError
 
-# Names that numpy alone does not know, with their item sizes in bytes.
+# Names that numpy does not know without ml_dtypes, with their item sizes in bytes.
 _EXTENDED = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
@@ -23,7 +23,7 @@ _EXTENDED = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
 }
-# And the distance from 1 to the next number.
+# The same names, with the distance from 1 to the next larger number.
 _PRECISION = {
     "bfloat16": 2**-7,
     "float8_e4m3fn": 2**-3,
@@ -50,7 +50,7 @@ def name_of(dtype: object) -> str:
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element. Raises DtypeError for names that are no dtype."""
+    """Bytes of one element. Raises DtypeError for an unknown name."""
     if name in _EXTENDED:
         return _EXTENDED[name]
     try:
@@ -63,53 +63,55 @@ def itemsize(name: str) -> int:
 
 
 def precision(name: str) -> float:
-    """Distance from 1 to the next number of the dtype; 0 for whole numbers, which are exact."""
+    """Distance from 1 to the next larger number of the dtype; 0 for integers, which are exact."""
     if name in _EXTENDED:
         return _PRECISION[name]
     return float(np.finfo(name).eps) if np.dtype(name).kind in "fc" else 0.0
 
 
 def check_reduction(name: str, op: str) -> None:
-    """Raise DtypeError where values of the dtype have no `op`: sum, mean, max or min."""
+    """Raise DtypeError if the dtype does not allow the reduction `op`: sum, mean, max or min."""
     kind = "f" if name in _EXTENDED else np.dtype(name).kind
     if name.startswith("float8"):
         raise DtypeError(
-            f"dtype {name} cannot be reduced", hint="8-bit floats only move; cast before the sum"
+            f"dtype {name} cannot be reduced", hint="8-bit floats can only be moved; cast before the sum"
         )
     if op in ("sum", "mean") and kind == "b":
         raise DtypeError(f"dtype bool has no {op}", hint="cast to an integer, or use max (any) or min (all)")
     if op == "mean" and kind in "iu":
         raise DtypeError(
-            f"dtype {name} has no mean", hint="a mean of integers is no integer: cast, or use sum"
+            f"dtype {name} has no mean", hint="the mean of integers need not be an integer: cast, or use sum"
         )
     if op in ("max", "min") and kind == "c":
         raise DtypeError(f"dtype {name} has no {op}", hint="complex numbers have no order")
 
 
 def check_value(name: str, value: float) -> None:
-    """Raise DtypeError where the dtype has no such value."""
+    """Raise DtypeError if the dtype cannot represent the value."""
     if name in _EXTENDED or np.dtype(name).kind in "fc":
         return
     low, high = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)
     if not (float(value).is_integer() and low <= value <= high):
-        raise DtypeError(f"dtype {name} has no value {value}", hint=f"whole numbers from {low} to {high}")
+        raise DtypeError(
+            f"dtype {name} has no value {value}", hint=f"its values are whole numbers from {low} to {high}"
+        )
 
 
 def check_signed(name: str) -> None:
-    """Raise DtypeError where values of the dtype cannot be negated."""
+    """Raise DtypeError if values of the dtype cannot be negated."""
     if name not in _EXTENDED and np.dtype(name).kind in "bu":
         raise DtypeError(f"dtype {name} has no negative values", hint="cast to a signed dtype")
     if name.startswith("float8"):
-        raise DtypeError(f"dtype {name} cannot be negated", hint="8-bit floats only move; cast before")
+        raise DtypeError(f"dtype {name} cannot be negated", hint="8-bit floats can only be moved; cast first")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of numpy blocks; those that numpy lacks come from ml_dtypes. Raises DtypeError."""
+    """Name -> numpy dtype, from ml_dtypes if numpy itself lacks it. Raises DtypeError."""
     with contextlib.suppress(ImportError):
-        import_module("ml_dtypes")  # makes its names known to numpy
+        import_module("ml_dtypes")  # optional; importing it registers its names with numpy
     try:
         return np.dtype(name)
     except TypeError:
         raise DtypeError(
-            f"numpy has no {name} without ml_dtypes", hint="pip install 'xshard[jax]' brings it"
+            f"numpy has no {name} without ml_dtypes", hint="pip install 'xshard[jax]' installs it"
         ) from None

@@ -1,4 +1,4 @@
-"""Environment variables that switch checks on for a whole program. They are read once, at import."""
+"""Environment variables that switch checks on for a whole program. Callers read them once, at import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def is_on(variable: str) -> bool:
-    """Whether the environment variable is set to anything but nothing or 0.
+    """True if the variable is set and is neither empty nor "0".
 
     >>> is_on("XSHARD_THAT_NOBODY_SETS")
     False

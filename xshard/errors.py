@@ -1,7 +1,7 @@
-"""What can go wrong, one class per kind, and how it is told.
+"""The errors of this package, one class per kind of mistake, and the form of their messages.
 
-Decides the shape of every message: the rule, the user's own text with a caret under the
-offending part, and a way out. Knows nothing of layouts or plans.
+Decides the form of every message: the broken rule, the user's own text with a caret under the
+part at fault, and a way to put it right. Knows nothing of layouts or plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class XshardError(ValueError):
 
     reason: one line, the rule that was broken and both values.
     text, span: the user's text and the part of it to mark.
-    hint: what is there, or what would be right.
+    hint: what exists, or what would be right.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class XshardError(ValueError):
         super().__init__(self._render())
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process boundaries (forked ranks); keyword arguments need help with that.
+        # Errors cross process boundaries (forked ranks), and pickle alone does not pass keyword arguments.
         return (_rebuild, (type(self), self.reason, self.text, self.span, self.hint))
 
     def _render(self) -> str:
@@ -54,11 +54,11 @@ def _rebuild(
 
 
 class NotationError(XshardError):
-    """The text of a layout or expression is wrong, or does not fit the mesh."""
+    """Text of a layout or an expression that is malformed, or does not fit the mesh."""
 
 
 class MeshError(XshardError):
-    """A mesh, an axis or a device that cannot be."""
+    """A mesh, an axis or a device that is malformed or does not exist."""
 
 
 class ShapeError(XshardError):
@@ -74,4 +74,4 @@ class LinearityError(XshardError):
 
 
 class PlanError(XshardError):
-    """A plan that contradicts itself, or cannot be made."""
+    """A plan that contradicts itself, or that cannot be made."""

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and columns as text for people."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def format_seconds(s: float) -> str:
     return f"{s * 1e6:.1f} us"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length -> lines with their columns aligned."""
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with equally many cells -> lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

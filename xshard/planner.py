@@ -1,62 +1,27 @@
-"""The planner: the cheapest path of steps between two layouts.
+"""The planner: `plan`, the cheapest steps between two layouts on one mesh or two.
 
-Decides what a request means: which pairs of layouts have plans, where copies and scales go.
-The path is found by `search`. Sees names and shapes, never data; the same input gives the same
-plan in every process.
+Decides what the arguments mean and refuses those that do not fit; `search` finds the steps. Sees names
+and shapes, never data; the same input gives the same plan in every process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import Any
 
 from xshard import dtypes
 from xshard.cost.model import Profile, load_profile
-from xshard.errors import MeshError, ShapeError
-from xshard.layout.layout import check_axes
+from xshard.errors import MeshError, NotationError, ShapeError
+from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
-from xshard.notation.parser import marked
+from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import LayoutPair, sides
+from xshard.plans.objective import FORWARD
 from xshard.plans.plan import Plan, find_plan
-from xshard.plans.priced import FORWARD
-from xshard.plans.two_meshes import plan_between
-
-if TYPE_CHECKING:
-    from xshard.plans.transfer_plan import TransferPlan  # made of plans, so it is one level up
-
-
-@overload
-def plan(
-    expression: LayoutPair,
-    mesh: Mesh,
-    shape: Sequence[int],
-    dtype: object = "float32",
-    *,
-    profile: str | Path | Profile = "h100",
-    memory_limit: int | None = None,
-    objective: str = FORWARD,
-) -> Plan: ...
-
-
-@overload
-def plan(
-    expression: LayoutPair,
-    *,
-    src_mesh: Mesh,
-    dst_mesh: Mesh,
-    shape: Sequence[int],
-    dtype: object = "float32",
-    src_devices: Sequence[int] | None = None,
-    dst_devices: Sequence[int] | None = None,
-    relabel: bool = False,
-    profile: str | Path | Profile = "h100",
-    memory_limit: int | None = None,
-    objective: str = FORWARD,
-) -> Plan | TransferPlan: ...
+from xshard.plans.table import device_ranges
+from xshard.search.request import Request, check_devices
 
 
 def plan(
@@ -73,7 +38,7 @@ def plan(
     profile: str | Path | Profile = "h100",
     memory_limit: int | None = None,
     objective: str = FORWARD,
-) -> Plan | TransferPlan:
+) -> Plan:
     """`"layout -> layout"` for an array of global `shape` -> the cheapest plan.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
@@ -87,8 +52,8 @@ def plan(
     default, so that two meshes share the devices of the smaller. relabel: over one set of devices,
     these may change places in the destination's mesh, so that less moves; the plan's
     `dst_devices` says how.
-    Over the same devices in the same order the result is a `Plan` on the coarsest mesh that refines
-    both, whose axes it prints; where there is none, and over other devices, it is a `TransferPlan`.
+    Over the same devices in the same order the plan is on the coarsest mesh that refines both, whose
+    axes it prints; where there is none, and over other devices, one of its steps is a `Transfer`.
 
     Raises MeshError, NotationError, ShapeError, DtypeError; PlanError where no plan fits the limit;
     LinearityError for the gradient of a max or min, which is no plan.
@@ -102,23 +67,14 @@ def plan(
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
+    options = dtype, profile, memory_limit, objective
     if mesh is None or relabel or (src_mesh, dst_mesh, src_devices, dst_devices) != (None,) * 4:
-        return plan_between(
-            expression,
-            *_two_meshes(mesh, src_mesh, dst_mesh),
-            _lengths(shape),
-            dtype,
-            src_devices=src_devices,
-            dst_devices=dst_devices,
-            relabel=relabel,
-            profile=profile,
-            memory_limit=memory_limit,
-            objective=objective,
+        meshes = _two_meshes(mesh, src_mesh, dst_mesh)
+        return _plan_between(
+            expression, meshes, _lengths(shape), (src_devices, dst_devices), relabel, *options
         )
     lengths = _lengths(shape)
-    return _plan(
-        *(expression, mesh, lengths, tuple(map(type, lengths)), dtype, profile, memory_limit, objective)
-    )
+    return _plan(expression, mesh, lengths, tuple(map(type, lengths)), *options)
 
 
 @lru_cache(maxsize=4096)
@@ -127,21 +83,56 @@ def _plan(
     mesh: Mesh,
     shape: tuple[int, ...],
     _: tuple[type, ...],  # tells 4 from 4.0, which are equal keys
+    *options: Any,
+) -> Plan:
+    return _plan_between(expression, (mesh, mesh), shape, (None, None), False, *options)
+
+
+def _plan_between(
+    expression: LayoutPair,
+    meshes: tuple[Mesh, Mesh],
+    shape: tuple[int, ...],
+    devices: tuple[Sequence[int] | None, Sequence[int] | None],
+    relabel: bool,
     dtype: object,
     profile: str | Path | Profile,
     memory_limit: int | None,
     objective: str,
 ) -> Plan:
     src, dst, text = sides(expression)
-    for layout in (src, dst):
-        check_axes(layout, mesh, text)
-    with marked(text):
-        for layout in (src, dst):
-            Sharding(layout, mesh, shape)  # a wrong shape is found before the cache of plans is asked
-    found = find_plan(
-        src, dst, mesh, shape, dtypes.name_of(dtype), load_profile(profile), memory_limit=memory_limit
+    check_axes(src, meshes[0], text)
+    _check_destination(dst, *meshes, text)
+    givers, takers = (
+        tuple(range(mesh.n_devices)) if numbers is None else tuple(numbers)
+        for mesh, numbers in zip(meshes, devices, strict=True)
     )
-    return found if objective == FORWARD else replace(found, objective=objective)
+    check_devices("source", meshes[0], givers)
+    check_devices("destination", meshes[1], takers)
+    if relabel and sorted(givers) != sorted(takers):
+        raise MeshError(
+            "relabel=True is for two meshes over the same devices",
+            hint=f"the source has {device_ranges(givers)}, the destination {device_ranges(takers)}",
+        )
+    ends = src, dst, *meshes, givers, takers
+    name, machine = dtypes.name_of(dtype), load_profile(profile)
+    request = Request(*ends, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
+    with mark_errors(text):
+        _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
+    return find_plan(request, objective)
+
+
+def _check_destination(dst: Layout, src_mesh: Mesh, mesh: Mesh, text: str) -> None:
+    """Raise NotationError for an axis that its mesh does not have, marked right of the arrow."""
+    if src_mesh == mesh:
+        check_axes(dst, mesh, text)
+    for axis in dst.axes:
+        if axis not in mesh.axes:
+            raise NotationError(
+                f"unknown mesh axis {axis!r}",
+                text=text,
+                span=[span for name, span in text_spans(text).axes if name == axis][-1],
+                hint=f"the destination's mesh has: {mesh.describe()}",
+            )
 
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:

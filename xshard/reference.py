@@ -17,14 +17,13 @@ from xshard import dtypes
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
-from xshard.layout.providers import given, wanted
-from xshard.layout.runs import FILL, Runs, numbers
+from xshard.layout.providers import offered_rows, wanted_rows
+from xshard.layout.runs import FILL, Runs, row_numbers
 from xshard.layout.sharding import Sharding
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
-from xshard.plans.transfer_plan import TransferPlan
 from xshard.steps.base import REDUCERS, Block
-from xshard.steps.exchange.messages import filled
+from xshard.steps.exchange.messages import fill_boxes
 from xshard.steps.exchange.poles import View, views
 from xshard.steps.retag import Scale
 
@@ -46,10 +45,10 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     for device in range(mesh.n_devices):
         block = np.zeros(sharding.local_shape(device), x.dtype)
         if mesh.index(device, sums) == 0:
-            for d, start, stop, value in filled(sharding, device):
+            for d, start, stop, value in fill_boxes(sharding, device):
                 block[(slice(None),) * d + (slice(start, stop),)] = value
             for view in views(sharding):
-                rows = [wanted(*dim)[at] for dim, at in _dims(sharding, view, device)]
+                rows = [wanted_rows(*dim)[at] for dim, at in _dims(sharding, view, device)]
                 block[_places(rows)] = view.sign * x[_rows(rows)] if view.sign < 0 else x[_rows(rows)]
         blocks.append(block)
     return blocks
@@ -60,7 +59,8 @@ def gather(
 ) -> NDArray[np.generic]:
     """The block of every device -> the global array.
 
-    Addends and contributions are reduced; of several copies one is read, its owner's where it has it.
+    Addends and contributions are reduced; of several copies of a row one is read: its
+    owner's, if the owner holds it.
     Raises ShapeError for a block that does not fit the layout.
     """
     sharding = Sharding(_layout(layout), mesh, tuple(shape))
@@ -76,7 +76,7 @@ def gather(
         if mesh.index(device, copies):
             continue
         for view in views(sharding):
-            lists = [given(*dim)[at] for dim, at in _dims(sharding, view, device)]
+            lists = [offered_rows(*dim)[at] for dim, at in _dims(sharding, view, device)]
             for rows in itertools.product(*lists):
                 part, index = arrays[device][_places(rows)], _rows(rows)
                 part = -part if view.sign < 0 else part
@@ -87,7 +87,7 @@ def gather(
     return out
 
 
-def run(plan: Plan | TransferPlan, blocks: Sequence[ArrayLike]) -> list[Block]:
+def run(plan: Plan, blocks: Sequence[ArrayLike]) -> list[Block]:
     """Blocks under `plan.src` -> blocks under `plan.dst`; the input is left as it is.
 
     Between two meshes: a block per device of the source -> a block per device of the destination.
@@ -101,26 +101,22 @@ def run(plan: Plan | TransferPlan, blocks: Sequence[ArrayLike]) -> list[Block]:
     """
     current = [np.array(b) for b in checked_blocks(blocks, plan.source)]
     name = dtypes.name_of(current[0].dtype)
-    if isinstance(plan, TransferPlan):
-        return _run_between(plan, current, name)
     for kind, axes in plan.src.tags:
-        if kind != "copy" and not set(axes) <= set(plan.dst.tagged(kind)):
+        if kind != "copy" and (plan.transfer or not set(axes) <= set(plan.dst.tagged(kind))):
             dtypes.check_reduction(name, kind)
     for step, before, _ in plan.stages:
         current = step.run(current, before)
     return current
 
 
-def pullback(
-    plan: Plan | TransferPlan, blocks: Sequence[ArrayLike], cotangents: Sequence[ArrayLike]
-) -> list[Block]:
+def pullback(plan: Plan, blocks: Sequence[ArrayLike], cotangents: Sequence[ArrayLike]) -> list[Block]:
     """Cotangents of the outputs of `run(plan, blocks)` -> cotangents of `blocks`.
 
     cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan
     runs its backward plan; a max or min sends the cotangent to the winners in equal shares, which
     a plan between two meshes cannot: LinearityError.
     """
-    if plan.src.is_linear or isinstance(plan, TransferPlan):
+    if plan.src.is_linear or plan.transfer:
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(blocks, plan.source)
@@ -129,18 +125,6 @@ def pullback(
     counts = run(plans.count, won)
     pulled = run(plans.cotangent, cotangents)
     return [g * w / n for g, w, n in zip(pulled, won, counts, strict=True)]
-
-
-def _run_between(plan: TransferPlan, blocks: list[Block], dtype: str) -> list[Block]:
-    if plan.src_plan:
-        blocks = run(plan.src_plan, blocks)
-    if plan.transfer:
-        if plan.transfer.op:
-            dtypes.check_reduction(dtype, plan.transfer.op)
-        blocks = plan.transfer.run(blocks)
-    else:
-        blocks = [blocks[plan.src_devices.index(device)] for device in plan.dst_devices]
-    return run(plan.dst_plan, blocks) if plan.dst_plan else blocks
 
 
 def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Block]:
@@ -168,7 +152,7 @@ def _layout(layout: Layout | str) -> Layout:
 
 
 def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """For every dim, what `supply.wanted` and `supply.given` ask for, and the device's place in it."""
+    """For every dim, the arguments of `wanted_rows` and `offered_rows`, and the device's place in it."""
     for d, dim in enumerate(sharding.layout.dims):
         sizes = sharding.mesh.sizes_of(dim.axes)
         yield (dim, sharding.shape[d], sizes, view.sides[d], view.shifts[d]), sharding.dim_device(d, device)
@@ -176,9 +160,9 @@ def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[A
 
 def _places(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
     """numpy index of the rows in a block: local positions that are not FILL."""
-    return np.ix_(*(np.flatnonzero(numbers(runs) != FILL) for runs in rows))
+    return np.ix_(*(np.flatnonzero(row_numbers(runs) != FILL) for runs in rows))
 
 
 def _rows(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
     """numpy index of the rows in the global array."""
-    return np.ix_(*(found[found != FILL] for found in map(numbers, rows)))
+    return np.ix_(*(found[found != FILL] for found in map(row_numbers, rows)))

@@ -1,7 +1,7 @@
-"""Whether blocks that a layout holds to be equal are: which axes, how close, and what is said where not.
+"""Checks that replicated blocks really are equal: along which axes, how closely, and the error if not.
 
-Decides what `check_replicated=True` of the bridges means. They compare along the axes and bring the
-differences of all devices together; the verdict is made here, the same on every device.
+Decides what `check_replicated=True` of the bridges means. They compare blocks along the axes and collect
+the differences of all devices; the verdict is computed here, the same on every device. Knows no framework.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import ARROW
 
-# Whether every call compares them that does not say otherwise.
+# True if calls without `check_replicated=` compare replicas.
 ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
 
 
 class ReplicaError(XshardError):
-    """Blocks differ along an axis along which a layout holds them to be one value."""
+    """Blocks differ along an axis whose devices hold one value, according to the layout."""
 
 
 class ReplicaCheck(NamedTuple):
-    """Blocks that are compared: those that enter the redistribution `text`, or their results' cotangents.
+    """The blocks to compare: the inputs of the redistribution `text`, or the cotangents of its results.
 
-    mesh: all devices that call it, along axes too that the sharding does not have: what one group of them
-    finds is told to all, so that none goes on and waits for the others.
+    mesh: all devices that call it, also along axes that the sharding does not have: every device gets the
+    findings of all groups, so that none goes on and waits for the others.
     """
 
     sharding: Sharding
@@ -43,7 +43,7 @@ class ReplicaCheck(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Along which the blocks are equal by contract: those of replicas and of copies."""
+        """The axes along which blocks are equal by contract: axes of replicas and of copies."""
         layout, mesh = self.sharding.layout, self.sharding.mesh
         apart = {a for dim in layout.dims for a in dim.axes} | {
             a for kind, axes in layout.tags if kind != "copy" for a in axes
@@ -52,19 +52,19 @@ class ReplicaCheck(NamedTuple):
 
     @property
     def tolerance(self) -> float:
-        """How far replicas may be apart, relative to the largest value of a block: 0 for whole numbers.
+        """The largest difference between replicas, relative to the largest value of a block; 0 for integers.
 
-        The square root of the dtype's precision. Kernels that add in an order of their own leave replicas
-        apart in their last bits, and equality would call that a fault; gradients that belong to
-        different work are apart by as much as they are large.
+        It is the square root of the dtype's precision. Kernels that add in different orders make replicas
+        differ in their last bits, which is no fault; gradients of different work differ by as much as
+        they are large.
         """
         return math.sqrt(dtypes.precision(self.dtype))
 
     def fault(self, found: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
-        """What is wrong, or None.
+        """The error to raise, or None if the blocks agree.
 
-        found: `[devices, axes, 2]`: for every device of `mesh` the largest difference along every one of the
-        axes, and the largest finite value there. names: what the devices are called, if not by their numbers.
+        found: `[devices, axes, 2]`: per device of `mesh` and axis, the largest difference and the largest
+        finite value. names: the names of the devices in the message; by default their numbers.
         """
         difference, largest = np.moveaxis(np.asarray(found, np.float64), -1, 0)
         wrong = difference > self.tolerance * largest
@@ -88,14 +88,12 @@ class ReplicaCheck(NamedTuple):
 
     def _way_out(self, axis: str) -> str:
         if not self.cotangents:
-            return (
-                f"say what the blocks are, as in sum({axis}) or mean({axis}) on the left, or make them equal"
-            )
+            return f"write what they are, as in sum({axis}) or mean({axis}) on the left, or make them equal"
         if axis in self.sharding.layout.tagged("copy"):
-            return f"addends have one gradient: reduce sum({axis}) before devices use it, each in its own way"
+            return f"addends have one gradient: reduce sum({axis}) before devices use it in different ways"
         return f"if each device uses its result in its own way, say so: copy({axis}) on the right"
 
 
 def are_checked(asked: bool | None) -> bool:
-    """Whether replicas are compared: as the call says or, where it does not, as the environment did."""
+    """True if replicas are compared: as the call asks, else as the environment does."""
     return ALWAYS if asked is None else asked

@@ -1,6 +1,6 @@
-"""What the replaced systems do, written down with raw collectives: their steps and copies.
+"""The replaced systems' own steps and copies, written with raw collectives.
 
-Each is a function of a block, over all ranks, and follows what their code does.
+Each is a function of a block, over all ranks, and follows the system's code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HALO = 2
 
 
 def zigzag(parts: int) -> Tensor:
-    """Chunks in the order in which ranks hold them: 0, n-1, 1, n-2, ..."""
+    """The chunks as ranks hold them: 0, n-1, 1, n-2, ..."""
     low = torch.arange(parts // 2)
     return torch.stack([low, parts - 1 - low], 1).flatten()
 
@@ -25,7 +25,7 @@ def permuted(x: Tensor, order: Tensor) -> Tensor:
 
 
 def gathered_sequence(x: Tensor) -> Tensor:
-    """[B, C, l] -> [B, C/P, L]: messages of channels, put together along the sequence, into natural order."""
+    """[B, C, l] -> [B, C/P, L]: an all-to-all of channels, joined along the sequence in natural order."""
     n, (batch, channels, length) = dist.get_world_size(), x.shape
     sent = x.reshape(batch, n, channels // n, length).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
@@ -35,7 +35,7 @@ def gathered_sequence(x: Tensor) -> Tensor:
 
 
 def split_sequence(x: Tensor) -> Tensor:
-    """[B, C/P, L] -> [B, C, l]: the way back."""
+    """[B, C/P, L] -> [B, C, l]: the inverse of `gathered_sequence`."""
     n, (batch, channels, length) = dist.get_world_size(), x.shape
     ordered = permuted(x, zigzag(2 * n))
     sent = ordered.reshape(batch, channels, n, length // n).movedim(2, 0).contiguous()
@@ -57,7 +57,7 @@ class SplitToFull(Function):
 
 
 class AllGatherGrad(Function):
-    """ksuit's `AllGatherGradAutograd`: all gradients of all slots are reduced, and one is kept."""
+    """ksuit's `AllGatherGradAutograd`: reduces the gradients of all slots and keeps one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -82,7 +82,7 @@ def gathered_overwritten(x: Tensor) -> list[Tensor]:
 
 
 class ReducedSum(Function):
-    """A sum whose gradient passes as it is."""
+    """A sum that passes its gradient on unchanged."""
 
     @staticmethod
     def forward(ctx, x):
@@ -96,7 +96,7 @@ class ReducedSum(Function):
 
 
 class SummedGradient(Function):
-    """poptorch's sum in the graph of gradients."""
+    """poptorch's sum of gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -141,7 +141,7 @@ class Halo(Function):
 
 
 def _exchanged(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to the ranks before and after -> theirs, zeros where there is none."""
+    """Send rows to the ranks before and after -> their rows; zeros where there is no such rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     received, operations = [], []
     for rows, other in ((first.contiguous(), rank - 1), (last.contiguous(), rank + 1)):

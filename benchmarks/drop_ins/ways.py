@@ -1,7 +1,7 @@
 """Every drop-in beside other ways to the same values and gradients, by verb.
 
 Ways: ours; what the replaced system does, with raw collectives; torch.distributed.nn.functional; DTensor.
-Where one of these has no form with the same gradient, it is left out.
+A way that has no form with the same gradient is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from drop_ins import transcribed
+from benchmarks.drop_ins import transcribed
 from torch_bridge import compat
 
 OURS, RAW, FUNCTIONAL, DTENSOR = "xshard", "transcribed", "nn.functional", "DTensor"
@@ -38,7 +38,7 @@ class Verb:
     replicas: bool = False
 
     def block(self) -> Tensor:
-        """This rank's, of whole numbers."""
+        """This rank's block, of whole numbers."""
         x = torch.arange(float(math.prod(self.shape))).view(self.shape) % 97
         return x if self.replicas else x + dist.get_rank()
 
@@ -49,7 +49,7 @@ def _mesh(world: dist.ProcessGroup) -> DeviceMesh:
 
 
 def _dtensor(src: Placement, dst: Placement, grad: Placement | None = None) -> Callable[[Tensor], Tensor]:
-    """One redistribution of a DTensor. grad: what the result's gradients are."""
+    """One redistribution of a DTensor. grad: the placement of the result's gradients."""
 
     def move(x: Tensor) -> Tensor:
         placed = DTensor.from_local(x, _mesh(dist.group.WORLD), [src], run_check=False)

@@ -1,6 +1,6 @@
 """English text, windows of it, and the first weights: what every run starts from, in numpy.
 
-Decides the task: the next character, from as many as 512 before it.
+Decides the task: the next character, from up to 512 before it.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ One mesh axis, `cp`, cuts the sequence. b: batch, s: sequence, h: heads, e: widt
 from __future__ import annotations
 
 from xshard import Mesh
-from xshard.nn.receptive_fields import Read, read
+from xshard.nn.receptive_fields import ReceptiveField, receptive_field
 from xshard.notation.parser import Dim, Shard
 
 MESH = Mesh(cp=4)
 ZIGZAG, CONTIGUOUS = "s/zigzag(cp)", "s/cp"
 
-# Weights act on tokens, of which every device has others: each uses a copy, whose gradients add up.
+# Every device uses the weights on tokens of its own: each has a copy, and the copies' gradients add up.
 WEIGHT = "... -> ... | copy(cp)"
 LOSS = "() | mean(cp) -> ()"
 
@@ -21,12 +21,12 @@ FILTERS = "c s -> c/balanced(cp) s"
 
 
 def tokens(cut: str) -> str:
-    """Tokens, and what is predicted of them."""
+    """Tokens, and the tokens to be predicted."""
     return f"b {cut}"
 
 
 def gather(cut: str) -> str:
-    """Keys or values of a device -> all of them, each device's for its own queries."""
+    """Keys or values of a device's rows -> those of all rows, a copy for each device's own queries."""
     return f"b {cut} h e -> b s h e | copy(cp)"
 
 
@@ -39,11 +39,11 @@ def to_rows(cut: str) -> str:
     return f"b s c/balanced(cp) -> b {cut} c"
 
 
-def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> Read:
+def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> ReceptiveField:
     """How the heads of queries are cut, and which heads of keys and values a device reads for its share.
 
-    Groups of queries share a head of keys and values. Where a group lies on two devices, both get that head,
-    and its gradients of both are added. Any numbers will do: some devices may have one head fewer.
+    Groups of queries share a head of keys and values. If a group lies on two devices, both get that head,
+    and their gradients are added. Any numbers will do: some devices may have one head fewer.
 
     >>> shared = heads(6, 2, 4)
     >>> str(shared.result), str(shared.source)
@@ -51,7 +51,9 @@ def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> Read:
     """
     group = n_heads // n_kv_heads
     cut = Dim("h", (Shard(("cp",), "balanced"),))
-    return read(cut, n_kv_heads, (n_devices,), n_heads, lambda a, b: (a // group, (b - 1) // group + 1))
+    return receptive_field(
+        cut, n_kv_heads, (n_devices,), n_heads, lambda a, b: (a // group, (b - 1) // group + 1)
+    )
 
 
 def to_heads(cut: str, dim: Dim) -> str:

@@ -1,6 +1,6 @@
 """The mixers of mixers_torch.py in JAX: inside shard_map over `cp`, on blocks of some rows of a sequence.
 
-Blocks are of one shape on all devices: where heads or channels do not divide, some are padding, and zero.
+Blocks have one shape on all devices: if heads or channels do not divide, some are padding, and zero.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def gathered_attention(q: jax.Array, k: jax.Array, v: jax.Array, cut: str, lengt
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """[batch, rows, heads, width] of all three; mask: [rows of q, rows of k], which of them are seen.
 
-    `jax.nn.dot_product_attention` does the same, but in float32 whatever it is given.
+    `jax.nn.dot_product_attention` does the same, but always in float32.
     """
     scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / q.shape[-1] ** 0.5
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))

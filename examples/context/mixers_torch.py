@@ -1,6 +1,6 @@
-"""Three ways to mix a sequence that is cut over devices, in torch; each is that of one device.
+"""Three ways to mix a sequence that is cut over devices, in torch, each with the result of one device.
 
-They take blocks, some rows of a sequence, and give as many. What moves between devices is an expression.
+They take blocks, some rows of a sequence, and return as many. Expressions say what moves between devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xshard import Layout, Mesh
 
 
 class Context(NamedTuple):
-    """Where a sequence of `length` rows is: cut so over a mesh, of which this process is a device.
+    """Where a sequence of `length` rows is: how it is cut over a mesh, and which device this process is.
 
     move: (block, expression, global shape) -> the block it becomes.
     """
@@ -59,7 +59,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tens
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
     """Causal attention; every device gathers all keys and values for the queries of its own rows.
 
-    It looks at no key after the last that a run of its rows may see: in a zigzag all devices look at as many.
+    It looks at no key after the last that a run of its rows may see. In a zigzag all devices look at equally
+    many.
     Shapes as in `ulysses_attention`.
     """
     (batch, _, n_heads, width), n_kv = q.shape, k.shape[2]

@@ -88,7 +88,7 @@ def train(steps: int, place: Place, context: Context) -> Iterator[float]:
 
 def single(steps: int) -> None:
     """Train on one device."""
-    torch.set_num_threads(1)  # as each of the four processes has
+    torch.set_num_threads(1)  # as in each of the four processes
     alone = Context(Mesh(cp=1), layouts.ZIGZAG, LENGTH, 0, lambda block, *_: block)
     for loss in train(steps, torch.tensor, alone):
         report(loss=loss)

@@ -1,7 +1,7 @@
 """The network in JAX, its rows on four devices: `python -m domain.with_jax STEPS`.
 
-The same network as in with_torch.py. Inside shard_map a `Placed` is the block of one device and its
-place in the whole array, which every layer reads and hands on.
+The same network as in with_torch.py. Inside shard_map a `Placed` is one device's block with its place in
+the whole array. Every layer reads the place and hands it on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def conv(weights: Weights, name: str, x: Placed, stride: int = 1) -> Placed:
 
 
 def up(weights: Weights, x: Placed) -> Placed:
-    """Twice as many rows and columns: every input is spread over a kernel, which are added."""
+    """Twice as many rows and columns: every input is spread over a kernel, and the kernels are added."""
     kernel = jnp.flip(weights["up.weight"], (2, 3)).swapaxes(0, 1)
     y = conv_general_dilated(x, kernel, (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2))
     return shifted(weights, "up", y)
@@ -79,7 +79,7 @@ def beside(a: Placed, b: Placed) -> Placed:
 
 
 def mean_loss(weights: Weights, noisy: jax.Array, clean: jax.Array) -> jax.Array:
-    """This device's share of the mean square error, all shares together."""
+    """The mean square error: the sum of all devices' shares."""
     y = network(weights, place(noisy, LAYOUT, SHAPE))
     error = jax.tree.map(lambda a: a - clean, y).owned().block
     return redistribute(jnp.square(error).sum() / np.prod(SHAPE), "() | sum(sp) -> ()")
@@ -101,7 +101,7 @@ def train(steps: int) -> Iterator[float]:
     rows = to_named_sharding(LAYOUT, mesh)
 
     def padded(images: Array) -> jax.Array:
-        """Blocks on devices are equally large; what stands in the rows too many is never read."""
+        """Blocks on devices are equally large; the rows of the padding are never read."""
         fill = -HEIGHT % MESH.n_devices
         wide = np.pad(images, ((0, 0), (0, 0), (0, fill), (0, 0)), constant_values=np.nan)
         return jax.device_put(wide, rows)

@@ -1,8 +1,8 @@
-"""The network in torch, on one device or its rows on four processes.
+"""The network in torch, on one device, or with its rows on four processes.
 
     python -m domain.with_torch {single,sharded} FOLDER STEPS
 
-`UNet` is an ordinary model that knows of no mesh. `domain_parallel` makes the sharded one of it.
+`UNet` is an ordinary model that knows no mesh. `domain_parallel` makes it a sharded one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from xshard import reference
 class UNet(nn.Module):
     """Down by a stride and a pool, up by a transposed convolution and by interpolation, with skips.
 
-    height: of the image, to which the last stage is brought back.
+    height: rows of the image, to which the last stage interpolates.
     """
 
     def __init__(self, height: int = HEIGHT) -> None:
@@ -65,7 +65,7 @@ class UNet(nn.Module):
 
 
 def made(height: int = HEIGHT) -> UNet:
-    """The network as every run begins."""
+    """The network with the first weights."""
     model = UNet(height)
     model.load_state_dict({name: torch.tensor(value) for name, value in initial_weights().items()})
     return model
@@ -74,7 +74,7 @@ def made(height: int = HEIGHT) -> UNet:
 def train(
     model: nn.Module, x: Tensor, target: Tensor, total: Callable[[Tensor], Tensor], steps: int
 ) -> list[float]:
-    """Some steps of SGD on the mean square error. total: a device's share of a loss -> the loss."""
+    """The losses of SGD on the mean square error. total: a device's share of a loss -> the loss."""
     optimiser = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
     losses = []
     for _ in range(steps):
@@ -87,7 +87,7 @@ def train(
 
 
 def single(folder: Path, steps: int) -> None:
-    """Train on one device; keep what the untrained network makes of the photographs."""
+    """Train on one device; save the untrained network's output on the photographs."""
     noisy, clean = map(torch.tensor, photographs())
     model = made()
     with torch.no_grad():
@@ -97,9 +97,9 @@ def single(folder: Path, steps: int) -> None:
 
 
 def alone(block: Tensor) -> Tensor:
-    """What the ordinary network makes of a process's own rows, zeros beyond them on every side.
+    """The ordinary network's output on a process's own rows, with zeros beyond them on every side.
 
-    Blocks that are a row shorter are filled up: the skips of the network fit no even number of rows.
+    Blocks that are a row shorter are padded: the skips of the network fit no even number of rows.
     """
     rows = -(-HEIGHT // MESH.n_devices)
     filled = nn.functional.pad(block, (0, 0, 0, rows - block.shape[2]))

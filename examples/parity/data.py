@@ -41,7 +41,7 @@ def digits() -> tuple[Digits, Digits]:
 
 
 def batches(train: Digits, steps: int) -> Iterator[Digits]:
-    """The same batches in the same order for every run; each epoch drops what fills no batch."""
+    """The same batches in the same order for every run; each epoch drops an incomplete last batch."""
     rng = np.random.default_rng(1)
     n, made = len(train.labels), 0
     while made < steps:

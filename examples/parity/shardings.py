@@ -1,12 +1,11 @@
 """Every sharding decision of the example: torch and JAX read the same strings.
 
-Two mesh axes: `dp` cuts the batch, `sp` cuts the sequence. A weight is cut over `dp` where it
-is stored and gathered where it is used. One question decides its tag: over which axes is the
-work split that uses it?
+Two mesh axes: `dp` cuts the batch, `sp` cuts the sequence. A weight is stored in parts, and gathered
+where it is used. One question decides its tag: over which axes is the work split that uses it?
 
-- Over `dp` and `sp`, for all that acts on tokens: every device uses a copy of its own, and the
-  copies' gradients add up. That is `copy(dp,sp)`, and the gradient is a reduce-scatter.
-- Over `dp` only, for the classifier, which comes after the sequence was averaged away: that is
+- Over `dp` and `sp`, for every weight that acts on tokens: each device uses a copy of its own, and
+  the copies' gradients add up. That is `copy(dp,sp)`, and the gradient is a reduce-scatter.
+- Over `dp` only, for the classifier, which comes after the mean over the sequence: that is
   `copy(dp)`. Along `sp` the devices repeat the same work and get the same gradient; adding it
   up would count it twice. An axis that is not named holds one logical value.
 
@@ -21,7 +20,7 @@ MESH = Mesh(dp=2, sp=2)
 IMAGES = "b/dp s/sp p"
 LABELS = "b/dp"
 
-# Weights: from where they are stored to where they are used. i, o: in and out, d: model width.
+# Weights: as stored -> as used. i, o: in and out, d: model width.
 TOKEN_WEIGHT = "i/(dp,sp) o -> i o | copy(dp,sp)"
 TOKEN_SCALE = "d/(dp,sp) -> d | copy(dp,sp)"
 POSITIONS = "s/sp d/dp -> s/sp d | copy(dp)"  # cut over `sp` as the tokens are: no copies along it

@@ -2,12 +2,13 @@
 
     python -m parity.with_both STEPS
 
-The model is that of `with_torch`, the attention that of `with_jax`, neither written for the other. Blocks
-pass from one to the other where they are; gradients pass back to torch's weights.
+The model is that of `with_torch`, the attention that of `with_jax`; neither was written for the other. Blocks
+pass from one to the other without a copy, and gradients pass back to torch's weights.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 
 import jax
@@ -19,8 +20,8 @@ from parity import shardings, with_jax, with_torch
 
 TOKENS = "b/dp s/sp d"
 MATRIX = "i o"  # a global array in JAX: one value, and one gradient
-# In torch every process has a copy, and adds its gradient to those of the others. The gradient that comes out
-# of JAX is the sum already, so it is to enter that sum once.
+# In torch every process has a copy, and the copies' gradients add up. The gradient from JAX is the sum
+# already, so it must be counted once.
 ONE_VALUE = "i o | copy(dp,sp) -> i o"
 
 
@@ -39,5 +40,6 @@ def train(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    # Not forked: JAX is imported here already.
+    # Forked from a server that has imported both frameworks and run nothing: importing them once is enough.
+    multiprocessing.set_forkserver_preload(["parity.with_both"])
     xt.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")

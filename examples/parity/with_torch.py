@@ -2,7 +2,7 @@
 
     python -m parity.with_torch {single,sharded} STEPS
 
-It is the same model both times. What differs is two functions: `place` gives this process its
+It is the same model both times. Only two functions differ: `place` gives this process its
 block of an array, `move` brings a block from one layout to another. On a single device a block
 is the whole array, and nothing has to move.
 """

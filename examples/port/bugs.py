@@ -16,15 +16,16 @@ from xshard import Mesh
 
 
 class Bug(NamedTuple):
-    """What was done, in which runtime, and the function that does it."""
+    """The mistake, the runtime that makes it, the function with it, and a mesh on which it shows."""
 
     what: str
     runtime: str
     function: Callable
+    mesh: str
 
 
 def bias_before_scatter(weights: with_jax.Weights, x: jax.Array) -> jax.Array:
-    """Every device along `tp` adds the bias to its addend."""
+    """Every device along `tp` adds the bias to its own addend."""
     w = {name: xj.redistribute(value, TO_COPIES[name]) for name, value in weights.items()}
     x = with_jax.attend(w, x)
     tokens = xj.redistribute(with_jax.norm(x, w["norm2"]), GATHER)
@@ -48,7 +49,9 @@ def norm_without_copies(weights: with_torch.Weights, x: Tensor, mesh: Mesh) -> T
 
 
 BUGS = {
-    "bias": Bug("the last bias is added before the reduce-scatter", "jax", bias_before_scatter),
-    "gelu": Bug("GELU is the approximation by tanh", "jax", other_gelu),
-    "norm": Bug("the gradient of the first norm's scale is not added up", "torch", norm_without_copies),
+    "bias": Bug("the last bias is added before the reduce-scatter", "jax", bias_before_scatter, "dp=1,tp=4"),
+    "gelu": Bug("GELU is the approximation by tanh", "jax", other_gelu, "dp=1,tp=4"),
+    "norm": Bug(
+        "the gradient of the first norm's scale is not added up", "torch", norm_without_copies, "dp=2,tp=2"
+    ),
 }

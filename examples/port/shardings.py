@@ -1,4 +1,4 @@
-"""Every sharding decision of the block, and the arrays that it is compared on: torch and JAX read the same.
+"""Every sharding decision of the block, and the arrays it is compared on: torch and JAX read the same.
 
 Two mesh axes. `tp` cuts heads and the width of the feed-forward; between those parts it cuts the
 sequence, so that norms and residuals work on different tokens (sequence parallelism). `dp` cuts the batch.
@@ -26,7 +26,7 @@ WEIGHTS = {
     "down": "f/tp d",
     "down_bias": "d",
 }
-# Everyone along `dp` uses a weight on tokens of its own, and along `tp` too where that does not cut the
+# Every device along `dp` uses a weight on tokens of its own, and along `tp` too if that does not cut the
 # weight: each has a copy, and the copies' gradients add up.
 TO_COPIES = {
     name: f"{cut} -> {cut} | copy({'dp' if 'tp' in cut else 'dp,tp'})" for name, cut in WEIGHTS.items()

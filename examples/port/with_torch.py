@@ -20,7 +20,7 @@ def block(weights: Weights, x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def layers(w: Weights, x: Tensor, mesh: Mesh) -> Tensor:
-    """The block on weights of which each device has copies."""
+    """The block, on each device's copies of the weights."""
     tokens = xt.redistribute(norm(x, w["norm1"]), GATHER, mesh)
     x = x + xt.redistribute(attention(tokens, w["qkv"], w["out"]), SCATTER, mesh)
     tokens = xt.redistribute(norm(x, w["norm2"]), GATHER, mesh)

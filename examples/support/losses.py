@@ -1,4 +1,4 @@
-"""The losses of runs that should be one: how far they are apart, as a table, and as an exit status."""
+"""The losses of runs that should be equal: how far they are apart, as a table, and as an exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def differences(results: Results) -> NDArray[np.float64]:
 
 
 def differing(results: Results, tolerance: float) -> list[str]:
-    """A sentence if the losses are further apart than that, or are no numbers; else none."""
+    """A sentence if the losses are further apart than `tolerance`, or are no numbers; else none."""
     largest = differences(results).max()
     if largest <= tolerance:
         return []
@@ -33,16 +33,16 @@ def differing(results: Results, tolerance: float) -> list[str]:
 def loss_table(results: Results, rows: int | None = None) -> Table:
     """The losses by step, the first and the last included. rows: how many steps; None for all.
 
-    Below them the accuracies, where runs say them, and the seconds.
+    Below them the accuracies, if the runs report them, and the seconds.
     """
-    told = [not math.isnan(result.accuracy) for result in results.values()]
+    with_accuracy = any(not math.isnan(result.accuracy) for result in results.values())
     relative = differences(results)
     made = Table(title="Loss by step", box=SIMPLE, pad_edge=False, show_footer=True)
-    made.add_column("step", "accuracy\nseconds" if any(told) else "seconds", justify="right")
+    made.add_column("step", "accuracy\nseconds" if with_accuracy else "seconds", justify="right")
     for name, result in results.items():
-        accuracy = f"{result.accuracy:.1%}\n" if any(told) else ""
+        accuracy = f"{result.accuracy:.1%}\n" if with_accuracy else ""
         made.add_column(name, f"{accuracy}{result.seconds:.1f}", justify="right")
-    made.add_column("difference", "largest\n" * any(told) + f"{relative.max():.1e}", justify="right")
+    made.add_column("difference", "largest\n" * with_accuracy + f"{relative.max():.1e}", justify="right")
     last = len(relative) - 1
     steps = range(last + 1) if rows is None else sorted({round(i * last / (rows - 1)) for i in range(rows)})
     for step in steps:
@@ -52,7 +52,7 @@ def loss_table(results: Results, rows: int | None = None) -> Table:
 
 
 def concluded(console: Console, results: Results, complaints: Sequence[str]) -> int:
-    """Say what is wrong, or how little the losses differ; the exit status."""
+    """Print the complaints, or how little the losses differ; the exit status."""
     for complaint in complaints:
         console.print(complaint, style="bold red")
     if not complaints:

@@ -1,4 +1,4 @@
-"""A training run in a process of its own, and what it reports while it goes on.
+"""A training run in a process of its own, and its reports while it runs.
 
 JAX fixes its number of devices when it starts and torch forks its ranks, so neither runs in
 the process that draws the progress bar. A run prints one line of JSON per step, and one at
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Result:
-    """The loss of every step, the accuracy where the run says one, the seconds it took."""
+    """The loss of every step, the accuracy if the run reports one (else NaN), the seconds it took."""
 
     losses: tuple[float, ...]
     accuracy: float
@@ -30,21 +30,21 @@ class Result:
 
 
 def report(**values: float) -> None:
-    """One line from a run to whoever follows it."""
+    """One line from a run to the process that follows it."""
     print(json.dumps(values), flush=True)
 
 
 def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
     """Start `python -m arguments`, pass on every loss as it comes, return the result.
 
-    Raises CalledProcessError where the run fails; its own message is on stderr by then.
+    Raises CalledProcessError if the run fails; by then its own message is on stderr.
     """
     start = time.perf_counter()
     command = [sys.executable, "-m", *arguments]
     losses, accuracy = [], float("nan")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES) as process:
         for line in process.stdout or ():
-            if not line.startswith("{"):  # JAX's gloo tells on stdout whom it is connected to
+            if not line.startswith("{"):  # JAX's gloo prints its connections on stdout
                 continue
             values = json.loads(line)
             if "loss" in values:
@@ -58,7 +58,7 @@ def follow(arguments: list[str], on_step: Callable[[float], None]) -> Result:
 
 
 def follow_all(runs: Mapping[str, list[str]], steps: int) -> dict[str, Result]:
-    """Every run, one after the other, under a progress bar. The number of steps is its last argument."""
+    """Every run, one after the other, under a progress bar. `steps` is added as its last argument."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}")) as progress:
         tasks = {name: progress.add_task(name, total=steps, start=False, loss=float("nan")) for name in runs}

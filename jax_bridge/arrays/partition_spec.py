@@ -1,7 +1,6 @@
-"""Layouts as JAX writes them, and blocks as it holds them.
+"""Layouts <-> JAX's `PartitionSpec` and `NamedSharding`.
 
-Decides which layouts a PartitionSpec can say, and the form in which every device's block stands in
-one array: stacked, each padded to the largest.
+Decides which layouts a PartitionSpec can express. Knows no arrays.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from xshard.notation.parser import Dim, Shard
 
 
 def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> PartitionSpec:
-    """A layout -> the spec that says the same: `sum` is unreduced, `copy` is reduced.
+    """A layout -> the equivalent spec: `sum` is unreduced, `copy` is reduced.
 
-    ndim: dims of the array, needed for `...`. JAX takes unreduced and reduced specs on meshes of
-    Explicit axes only.
-    Raises PlanError for what no spec says: orders, overlaps, mean, max and min.
+    ndim: dims of the array, needed for `...`. JAX accepts unreduced and reduced specs only on meshes with
+    Explicit axes.
+    Raises PlanError for what no spec can express: orders, overlaps, mean, max and min.
 
     >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
     True
@@ -31,24 +30,24 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
     text = str(layout)
     for dim in layout.dims:
         if dim.overlap is not None:
-            raise PlanError("a PartitionSpec knows no overlap", text=text)
+            raise PlanError("a PartitionSpec has no overlaps", text=text)
         for shard in dim.shards:
             if shard.order != "block":
                 raise PlanError(
-                    f"a PartitionSpec knows no order '{shard}'",
+                    f"a PartitionSpec has no order '{shard}'",
                     text=text,
-                    hint="its blocks hold a dim in order; reshard keeps others in storage order",
+                    hint="its blocks are contiguous; reshard keeps a dim of another order in storage order",
                 )
     if layout.tagged("mean", "max", "min"):
-        raise PlanError("a PartitionSpec knows no reduction but sum", text=text)
+        raise PlanError("a PartitionSpec has no reduction but sum", text=text)
     entries = [dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims]
     return PartitionSpec(*entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy")))
 
 
 def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None) -> Layout:
-    """A spec of an array of `ndim` dims -> the layout. names: of the dims, `d0`, `d1`, ... by default.
+    """A spec of an array of `ndim` dims -> the layout. names: of the dims; by default `d0`, `d1`, ...
 
-    Raises ShapeError for a spec of more dims, PlanError for one that leaves a dim open.
+    Raises ShapeError for a spec with more dims, PlanError for one that leaves a dim open.
 
     >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
     'd0/dp d1 d2/(cp,tp)'
@@ -71,7 +70,7 @@ def to_named_sharding(
 ) -> NamedSharding:
     """A layout on a mesh of JAX -> the sharding.
 
-    Raises as `to_partition_spec` does, and MeshError for tags on a mesh with Auto axes.
+    Raises as `to_partition_spec` does, and MeshError for a layout with tags on a mesh with Auto axes.
     """
     spec = to_partition_spec(layout, ndim)
     if (spec.unreduced or spec.reduced) and any(kind != AxisType.Explicit for kind in mesh.axis_types):

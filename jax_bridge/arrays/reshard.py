@@ -1,12 +1,11 @@
 """`reshard`: global `jax.Array`s from one sharding to another, outside `shard_map` or under `jit`.
 
-Decides what a layout means for a global array: the array that JAX holds is the blocks put together
-in the order of the devices. For plain cuts that is the array itself; a dim in zigzag or cyclic
-order stands in storage order, so that `s -> s/zigzag(cp)` puts the rows in the order in which the
-devices keep them, and `s/zigzag(cp) -> s` puts them back.
+Decides what a layout means for a global array: JAX's array is the concatenation of the blocks in device
+order. For contiguous cuts that is the array itself. A dim in zigzag or cyclic order is in storage order:
+`s -> s/zigzag(cp)` permutes the rows to the order in which the devices store them, `s/zigzag(cp) -> s` back.
 
-A global array has one gradient, so `copy` and `sum` need a mesh of Explicit axes, where JAX has
-reduced and unreduced arrays. It has no uneven blocks: dims that do not divide are refused.
+A global array has one gradient, so `copy` and `sum` need a mesh of Explicit axes, where JAX has reduced and
+unreduced arrays. A global array has no uneven blocks: dims that do not divide are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jax_bridge.planning import as_array
 from jax_bridge.versions import unreduced_kind
 from xshard import MeshError, Profile, ShapeError, XshardError
 from xshard.layout.layout import Layout
-from xshard.plans.expression import Expression, sides
+from xshard.plans.expression import Expression, Sides, sides
 from xshard.plans.plan import Plan
 
 Mesh = JaxMesh | AbstractMesh
@@ -39,18 +38,18 @@ def reshard(
     donate: bool = False,
     profile: str | Path | Profile = "h100",
 ) -> Any:
-    """Global arrays under the left layout -> the same under the right one, differentiable.
+    """Global arrays under the left layout -> the same arrays under the right one, differentiable.
 
-    arrays: one, or a pytree of them, which is moved by one program. expression: `"layout -> layout"`, a
-    pair of layouts, or a plan; for a pytree one for all or a prefix of it with one for each. mesh: the
-    arrays' own where it is left out. A committed array must be sharded as its left layout says; one
-    that JAX knows nothing of (a tracer on Auto axes, a numpy array) is brought there by XLA first.
-    donate: the arrays' memory may be used for the results, and the arrays are deleted.
-    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" says what is.
+    arrays: one, or a pytree moved by one program. expression: `"layout -> layout"`, a pair of layouts, or a
+    plan; for a pytree one for all, or a pytree prefix with one for each. mesh: by default the arrays' own.
+    A committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
+    tracer on Auto axes, a numpy array) there. donate: results may reuse the arrays' memory, and the arrays
+    are deleted.
+    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
-    Raises NotationError, MeshError, DtypeError, PlanError; ShapeError for dims that do not divide
-    and for an array that is sharded otherwise; XshardError for expressions that do not fit the
-    pytree. Nothing is sent where one is raised.
+    Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims
+    that do not divide and for an array with another sharding; XshardError for expressions that do not fit
+    the pytree.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
     >>> x = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("cp")))
@@ -62,22 +61,23 @@ def reshard(
     """
     given, tree = jax.tree.flatten(arrays)
     expressions = _expressions(expression, arrays, len(given))
-    leaves = [as_array(x, e) for x, e in zip(given, expressions, strict=True)]
-    if not leaves:
+    if not given:
         return arrays
-    mesh = _mesh_of(leaves, expressions) if mesh is None else mesh
-    program = make_program(
-        expressions, mesh, tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves), donate, profile
-    )
-    for x, e, source in zip(leaves, expressions, program.sources, strict=True):
-        _check(x, e, source, mesh, donate)
+    parsed = tuple(map(sides, expressions))
+    leaves = [as_array(x, p.text) for x, p in zip(given, parsed, strict=True)]
+    mesh = _mesh_of(leaves, [p.text for p in parsed]) if mesh is None else mesh
+    shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
+    moves = tuple(e if isinstance(e, Plan) else p for e, p in zip(expressions, parsed, strict=True))
+    program = make_program(moves, mesh, shapes, dtypes, donate, profile)
+    for x, p, source in zip(leaves, parsed, program.sources, strict=True):
+        _check(x, p, source, mesh, donate)
     return jax.tree.unflatten(tree, _run(program, leaves, donate))
 
 
 def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[jax.Array]:
     results = program.run(*leaves)
     if donate:
-        for x in leaves:  # those whose blocks no result could take over
+        for x in leaves:  # those whose memory no result could reuse
             if not x.is_deleted():
                 x.delete()
     return results
@@ -88,29 +88,29 @@ def _expressions(expression: Any, arrays: Any, n: int) -> tuple[Expression, ...]
     if _is_expression(expression):
         return (expression,) * n
     try:
-        spread = jax.tree.broadcast(expression, arrays, is_leaf=_is_expression)
+        found = jax.tree.broadcast(expression, arrays, is_leaf=_is_expression)
     except ValueError as error:
         raise XshardError(
             f"the expressions do not fit the arrays: {error}",
-            hint="they are one for all arrays, or a pytree prefix of the arrays with one for each",
+            hint="pass one for all arrays, or a pytree prefix of the arrays with one for each",
         ) from None
-    return tuple(jax.tree.leaves(spread, is_leaf=_is_expression))
+    return tuple(jax.tree.leaves(found, is_leaf=_is_expression))
 
 
 def _is_expression(value: Any) -> bool:
-    """A pair of expressions is a pytree, a pair of layouts is not."""
+    """True for a pair of layouts; False for a pair of expressions, which is a pytree."""
     if isinstance(value, tuple) and len(value) == 2:
         return all(isinstance(side, Layout) or (isinstance(side, str) and "->" not in side) for side in value)
     return isinstance(value, str | Plan)
 
 
-def _check(x: jax.Array, expression: Expression, source: NamedSharding, mesh: Mesh, donate: bool) -> None:
-    """Raise where the array is known not to be what the left side says."""
+def _check(x: jax.Array, parsed: Sides, source: NamedSharding, mesh: Mesh, donate: bool) -> None:
+    """Raise if the array is known to be sharded differently from the left side."""
     if isinstance(x, Tracer):
         if donate:
             raise XshardError(
                 "a traced array cannot be donated",
-                text=sides(expression)[2],
+                text=parsed.text,
                 hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
             )
         found = jax.typeof(x).sharding
@@ -122,19 +122,20 @@ def _check(x: jax.Array, expression: Expression, source: NamedSharding, mesh: Me
     elif isinstance(mesh, AbstractMesh):
         raise MeshError(
             "the array is on devices, the mesh given has none",
-            text=sides(expression)[2],
+            text=parsed.text,
             hint="pass the jax.Mesh, or nothing",
         )
     else:
         found = x.sharding
     if not are_the_same(found, source, x.ndim):
-        src, _, text = sides(expression)
-        raise ShapeError(f"the array is not sharded as '{src}' says", text=text, hint=f"it has {found}")
+        raise ShapeError(
+            f"the array is not sharded as '{parsed.src}' says", text=parsed.text, hint=f"it has {found}"
+        )
 
 
 def are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
-    """Whether every device has the same part of the array, under the same tags."""
-    # JAX's own comparison leaves out which axes are unreduced or reduced.
+    """True if every device has the same part of the array, under the same tags."""
+    # JAX's own comparison ignores which axes are unreduced or reduced.
     return found == source or (_tags(found) == _tags(source) and found.is_equivalent_to(source, ndim))
 
 
@@ -145,15 +146,15 @@ def _tags(sharding: Sharding) -> tuple[frozenset[str], frozenset[str], str]:
     return frozenset(), frozenset(), "sum"
 
 
-def _mesh_of(leaves: Sequence[jax.Array], expressions: Sequence[Expression]) -> Mesh:
-    """The mesh that the arrays are on or, where JAX does not say, the one of the context."""
+def _mesh_of(leaves: Sequence[jax.Array], texts: Sequence[str]) -> Mesh:
+    """The mesh of the arrays; that of the context if the arrays have none."""
     found: Mesh | None = None
-    for x, expression in zip(leaves, expressions, strict=True):
+    for x, text in zip(leaves, texts, strict=True):
         mesh = _own_mesh(x)
         if mesh is not None and found is not None and mesh != found:
             raise MeshError(
                 f"the arrays are on several meshes: {found} and {mesh}",
-                text=sides(expression)[2],
+                text=text,
                 hint="one call moves the arrays of one mesh",
             )
         found = mesh or found
@@ -163,7 +164,7 @@ def _mesh_of(leaves: Sequence[jax.Array], expressions: Sequence[Expression]) -> 
         return context
     raise MeshError(
         "JAX does not say on which mesh the array is",
-        text=sides(expressions[0])[2],
+        text=texts[0],
         hint="reshard(array, expression, mesh)",
     )
 

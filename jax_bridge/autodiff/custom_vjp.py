@@ -1,8 +1,8 @@
-"""A plan as the collectives of `jax.lax` with a rule for reverse mode: what a `custom_vjp` around them does.
+"""`ad="custom_vjp"`: a plan as collectives of `jax.lax` with a rule for reverse mode.
 
-Decides what `ad="custom_vjp"` means. Jaxprs then name the collectives, for those who read them: policies of
-`jax.checkpoint`, counters of communication. What a rule for reverse mode cannot do is refused by an error
-that names the other mode, which JAX's own `custom_vjp` would not.
+Decides what the mode does. Jaxprs then show the collectives to whatever reads them: policies of
+`jax.checkpoint`, counters of communication. Forward mode is refused by an error that names the other mode,
+unlike with JAX's own `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 
 from jax_bridge.autodiff.primitive import abstract_eval, batch, move
 from jax_bridge.lower.rules import run
-from jax_bridge.lower.transports import anywhere
+from jax_bridge.lower.transports import PERMUTE_UNBRANCHED
 from jax_bridge.versions import linear_primitive
 from xshard import XshardError
 from xshard.plans.plan import Plan
@@ -23,28 +23,28 @@ from xshard.plans.plan import Plan
 Tangent = Callable[[Plan, jax.Array], jax.Array]
 
 
-def collectives(plan: Plan, x: jax.Array) -> jax.Array:
-    """As `primitive.move`, with a first derivative in reverse mode alone."""
-    return _collectives(plan, pulled, x)
+def move_by_collectives(plan: Plan, x: jax.Array) -> jax.Array:
+    """As `primitive.move`, with a first derivative in reverse mode only."""
+    return _collectives(plan, reverse_only_tangent, x)
 
 
-def pulled(plan: Plan, tangent: jax.Array) -> jax.Array:
-    """The tangent of what a plan moves, of which only the transpose can be had."""
+def reverse_only_tangent(plan: Plan, tangent: jax.Array) -> jax.Array:
+    """The tangent of a moved block; only its transpose exists."""
     return _pulled(tangent, plan=plan, devices=None)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _collectives(plan: Plan, tangent: Tangent, x: jax.Array) -> jax.Array:
-    return _forward(run(plan, x, anywhere), plan=plan)
+    return _forward(run(plan, x, PERMUTE_UNBRANCHED), plan=plan)
 
 
 @_collectives.defjvp
 def _rule(plan: Plan, tangent: Tangent, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # A rule says nothing of what is made of its own results: further derivatives are of every mode.
+    # The rule limits the first derivative only: further ones exist in every mode.
     return _collectives(plan, move, *primals), tangent(plan, *tangents)
 
 
-def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
+def _transpose_of_pulled(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
     back = partial(_collectives, plan.backward, move)
     return back(cotangent) if devices is None else jax.vmap(back, axis_name=devices)(cotangent)
 
@@ -60,11 +60,11 @@ _pulled: Callable[..., jax.Array] = linear_primitive(
     "xshard_pulled",
     run=lambda x, *, plan, devices: _refuse("forward mode", plan),
     abstract_eval=abstract_eval,
-    transpose=_transpose,
+    transpose=_transpose_of_pulled,
     batch=lambda *block, **params: batch(_pulled, *block, **params),
 )
 
-# The block itself, which a transposition meets first: transposed are plans, not the collectives of one.
+# The identity, which a transposition meets first: it refuses, and the collectives are never transposed.
 _forward: Callable[..., jax.Array] = linear_primitive(
     "xshard_forward",
     run=lambda x, *, plan: x,

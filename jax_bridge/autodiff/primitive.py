@@ -1,8 +1,8 @@
 """A plan as one operation of JAX: a primitive that carries the plan as a parameter.
 
-Decides what every transformation makes of a plan. Its tangent is the plan again, its transpose is
-the backward plan, a batch is one more dim that is whole, and its lowering is the rules of `lower`.
-So JAX sees one linear map where it would otherwise see, and transpose, the collectives.
+Decides how transformations act on a plan: its tangent is the plan again, its transpose the backward plan,
+a batch one more whole dim, and its lowering the rules of `lower`. So JAX sees, and transposes, one linear map
+instead of collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.lower.rules import run
-from jax_bridge.lower.transports import Transport, permuted, ragged
+from jax_bridge.lower.transports import PERMUTE, RAGGED, Transport
 from jax_bridge.versions import batch_first, linear_primitive
 from xshard.layout.layout import Layout
 from xshard.notation.parser import Dim
@@ -25,17 +25,13 @@ from xshard.steps import Step
 
 
 def move(plan: Plan, x: jax.Array) -> jax.Array:
-    """A block under `plan.src` -> the block under `plan.dst`; linear where the plan is.
-
-    x: varying along the axes that `plan.src` names and invariant along the others that the plan has to
-    do with; its cotangent is the same.
-    """
+    """A block under `plan.src` -> the block under `plan.dst`; linear if the plan is. x: as for `apply`."""
     return _move(x, plan=plan, devices=None)
 
 
 @lru_cache(maxsize=1024)
 def batched(plan: Plan, n: int) -> Plan:
-    """The same steps on an array of one more dim, the first, of which every device has all `n`."""
+    """The same steps on an array with one more dim, first and whole, of length `n`."""
     name = next(
         f"batch{i}" for i in range(len(plan.shape) + 1) if f"batch{i}" not in plan.source.layout.names
     )
@@ -57,12 +53,14 @@ def batched(plan: Plan, n: int) -> Plan:
     )
 
 
-def _carried_out(x: jax.Array, *, plan: Plan, devices: str | None, wire: Transport = permuted) -> jax.Array:
+def _carried_out(
+    x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
+) -> jax.Array:
     """The block after the plan, by collectives of `jax.lax`.
 
-    devices: the axis that `vmap` has named and that is the first dim here: one block per device.
+    devices: the axis named by `vmap`; the first dim here has one block per device along it.
     """
-    one = partial(run, plan, wire=wire)
+    one = partial(run, plan, transport=transport)
     return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
 
 
@@ -70,7 +68,7 @@ _traced = jax.jit(_carried_out, static_argnames=("plan", "devices"), inline=True
 
 
 def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
-    """The type of a block -> that of the block after the plan, and the effects."""
+    """The type of a block -> the type of the block after the plan, and the effects."""
     traced = _traced.trace(x, **params).jaxpr
     (result,) = traced.out_avals
     return result, traced.effects
@@ -86,7 +84,7 @@ def batch(
     plan: Plan,
     devices: str | None,
 ) -> tuple[jax.Array, int | None]:
-    """An operation that carries a plan, of a batch: the same of the plan with one more dim."""
+    """Batch an operation that carries a plan: the same operation with the batched plan."""
     if name in plan.mesh.axes and n > 1:
         return bind(batch_first(x, dim, n), plan=plan, devices=name), 0
     if dim is None:
@@ -105,5 +103,5 @@ _move: Callable[..., jax.Array] = linear_primitive(
     abstract_eval=abstract_eval,
     transpose=_transpose,
     batch=lambda *block, **params: batch(_move, *block, **params),
-    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_carried_out, wire=ragged)),
+    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_carried_out, transport=RAGGED)),
 )

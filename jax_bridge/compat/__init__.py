@@ -1,4 +1,4 @@
-"""Functions of other systems by their own names, for JAX: with a mesh axis where a process group was."""
+"""Functions of other systems under their own names, for JAX: a mesh axis replaces the process group."""
 
 from jax_bridge.compat.credit import gather_tensor, halo_exchange, shard_batch, shard_tensor, trim
 from jax_bridge.compat.ksuit import (

@@ -1,7 +1,7 @@
 """`credit.domain_parallel` for JAX: blocks of a sphere, widened by rows of their neighbours.
 
-The functions of `torch_bridge.compat.credit`, with a mesh axis where the manager was. Layers are functions
-here: `jax_bridge.nn` has them.
+The functions of `torch_bridge.compat.credit`, with a mesh axis instead of the manager. Layers are functions
+in `jax_bridge.nn`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def halo_exchange(
     boundary: str = "zero",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """What `HaloExchange(halo_width, dim)(x)` does: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
+    """`HaloExchange(halo_width, dim)(x)`: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
-    Zeros beyond the ends of the array, unless `boundary` says otherwise; the gradient adds what copied rows
-    got at their owner. halo_width, boundary, shape: as in `jax_bridge.halo_exchange`.
+    By default zeros beyond the ends of the array. The backward pass adds the gradients of all copies of a row
+    at its owner. halo_width, boundary, shape: as in `jax_bridge.halo_exchange`.
 
     >>> import jax.numpy as jnp
     >>> jax.pmap(lambda x: halo_exchange(x, 1), "domain")(jnp.ones((1, 4, 2))).shape
@@ -45,14 +45,14 @@ def halo_exchange(
 
 
 def trim(x: jax.Array, halo_before: int, halo_after: int, dim: int = -2) -> jax.Array:
-    """Rows taken away at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
+    """Remove rows at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
     return jax.lax.slice_in_dim(x, halo_before, x.shape[dim] - halo_after, axis=dim)
 
 
 def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool = False) -> jax.Array:
-    """This device's part of what every device has whole: [H, ...] -> [H/P, ...] along `dim`.
+    """This device's part of an array that every device has whole: [H, ...] -> [H/P, ...] along `dim`.
 
-    uneven: parts may differ in size, and the last ones be padded. Otherwise raises ShapeError, which is a
+    uneven: allow parts of different sizes, padded to the largest. Otherwise raises ShapeError, which is a
     ValueError, for a length that does not divide.
     """
     return redistribute(x, compat.shard_whole(x.shape, dim, axis_size(axis), axis, uneven=uneven))
@@ -66,9 +66,9 @@ def gather_tensor(
     shape: Sequence[int] | None = None,
     grad: Grad = "sum",
 ) -> jax.Array:
-    """All devices' parts, for every device, differentiable: [H/P, ...] -> [H, ...] along `dim`.
+    """Gather all devices' parts on every device, differentiable: [H/P, ...] -> [H, ...] along `dim`.
 
-    shape: the global shape, where H does not divide. grad: as in `jax_bridge.all_gather`.
+    shape: the global shape, needed if H does not divide. grad: as in `jax_bridge.all_gather`.
     """
     return ops.all_gather(x, dim, axis, grad=grad, shape=shape)
 
@@ -76,7 +76,7 @@ def gather_tensor(
 def shard_batch(
     batch: Mapping[str, Any], spatial_dims_5d: int = -2, spatial_dims_4d: int = -2, axis: Axes = AXIS
 ) -> dict[str, Any]:
-    """`shard_tensor` of the arrays of 4 and of 5 dims; everything else as it is."""
+    """Apply `shard_tensor` to arrays with 4 and with 5 dims; keep everything else."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
     ranks = {key: value.ndim if isinstance(value, jax.Array) else 0 for key, value in batch.items()}
     return {

@@ -1,8 +1,8 @@
 """`ksuit.distributed` for JAX: gathers and reductions along a mesh axis, in both gradient conventions.
 
-The functions of `torch_bridge.compat.ksuit`, which take an axis too. An axis that
-is None is what "not distributed" was: every block is the whole. What is equal on all devices (the reductions,
-`..._overwrite`, `..._nograd`) is invariant along the axis, where there are types.
+The functions of `torch_bridge.compat.ksuit`, which take an axis too. The axis None means "not distributed":
+every block is the whole array. With types, results that are equal on all devices (reductions,
+`..._overwrite`, `..._nograd`) are invariant along the axis.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jax_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.ops import Axes
 
-# Dtypes that are added in another one: a sum of truths counts them, and of bfloat16 is rounded once.
+# Dtypes that are added in a wider one: a sum of bools counts, and one of bfloat16 is rounded once.
 _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}
 
 
 def all_gather_grad(
     x: jax.typing.ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Sequence[int] | None = None
 ) -> jax.Array:
-    """All devices' blocks put together along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
+    """Concatenate all devices' blocks along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
 
-    shape: of the result, where blocks differ in size.
+    shape: of the result, needed if blocks differ in size.
 
     >>> jax.pmap(lambda x: all_gather_grad(x, "dp"), "dp")(jnp.ones(1)).shape  # one scalar on one device
     (1, 1)
@@ -41,7 +41,7 @@ def all_gather_grad_autograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.
 
 
 def all_gather_grad_overwrite(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
-    """[n, ...] -> [P n, ...]; the gradient of a block is what its own device did with it."""
+    """[n, ...] -> [P n, ...]; the gradient of a block is the one on its own device."""
     return _gathered(x, axis, 0, "replicated")
 
 
@@ -51,10 +51,10 @@ def all_gather_nograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
 
 
 def all_gather_nograd_clipped(x: jax.typing.ArrayLike, max_length: int, axis: Axes | None) -> jax.Array:
-    """Samples dealt out by turns -> the first `max_length`, in their own order.
+    """Gather samples that a sampler dealt out in turns: the first `max_length`, in their original order.
 
-    [n, ...] -> [min(P n, max_length), ...]: device r holds samples r, r + P, ..., the last of them to fill
-    up. Where the axis is None nothing was dealt out, and nothing is clipped.
+    [n, ...] -> [min(P n, max_length), ...]: device r holds samples r, r + P, ..., the last ones as filling.
+    With the axis None nothing was dealt out, and nothing is clipped.
     """
     block = jax.lax.stop_gradient(_rows(x))
     if axis is None:
@@ -65,7 +65,7 @@ def all_gather_nograd_clipped(x: jax.typing.ArrayLike, max_length: int, axis: Ax
 def all_reduce_sum_grad(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
     """The sum over devices, on every device: [...] -> [...]; the gradient passes as it is.
 
-    A bool becomes whether any is true.
+    The sum of bools is true if any is true.
 
     >>> jax.pmap(lambda x: all_reduce_sum_grad(x, "dp"), "dp")(jnp.ones((1, 2))).tolist()
     [[1.0, 1.0]]
@@ -92,7 +92,7 @@ def all_reduce_mean_nograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Ar
 
 
 def _rows(x: jax.typing.ArrayLike) -> jax.Array:
-    """An array with rows to be put together: a scalar is one row."""
+    """An array with rows to concatenate: a scalar is one row."""
     return jnp.atleast_1d(jnp.asarray(x))
 
 

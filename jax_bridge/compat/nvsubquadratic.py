@@ -1,7 +1,7 @@
 """`nvsubquadratic.parallel` for JAX: sequence and channels change places, in zigzag order.
 
-The functions of `torch_bridge.compat.nvsubquadratic`, with a mesh axis where a process group was. They work
-where `redistribute` does, under every transformation.
+The functions of `torch_bridge.compat.nvsubquadratic`, with a mesh axis instead of the process group. They
+work wherever `redistribute` does, under every transformation.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def all_to_all_single_fn(
 ) -> jax.Array:
     """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split").
 
-    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: it is cut in
-    zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where it does not divide.
-    Raises XshardError, which is a ValueError, for another `type` or number of dims, and for lengths that do
-    not divide without `shape`.
+    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: cut it in zigzag
+    order instead of contiguous pieces. shape: the global shape, [B, C, L, ...], needed if it does not divide.
+    Raises XshardError, which is a ValueError, for another `type` or number of dims, and without `shape` for
+    lengths that do not divide.
 
     >>> import jax.numpy as jnp
     >>> turn = jax.pmap(lambda x: all_to_all_single_fn("cp", "full_to_split", x), "cp")
@@ -53,9 +53,9 @@ def all_to_all_single_fn(
 
 
 def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 0) -> jax.Array:
-    """What every device has whole -> its chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
+    """This device's chunks r and 2P-1-r of a whole array along `seq_dim`: [L, ...] -> [L/P, ...].
 
-    A length that does not divide into 2P chunks is cut unevenly, as the layout `l/zigzag(cp)` is.
+    A length that does not divide into 2P chunks is cut unevenly, like the layout `l/zigzag(cp)`.
 
     >>> import jax.numpy as jnp
     >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
@@ -67,9 +67,9 @@ def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 
 def zigzag_gather_from_group_ranks(
     data: jax.Array, axis: Axes, seq_dim: int = 0, *, shape: Sequence[int] | None = None
 ) -> jax.Array:
-    """All devices' chunks in their natural order, for every device: [L/P, ...] -> [L, ...].
+    """Gather all devices' chunks in their natural order on every device: [L/P, ...] -> [L, ...].
 
-    shape: the global shape, where L does not divide. Gradients are summed over devices.
+    shape: the global shape, needed if L does not divide. Gradients are summed over devices.
 
     >>> import jax.numpy as jnp
     >>> jax.pmap(lambda x: zigzag_gather_from_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape

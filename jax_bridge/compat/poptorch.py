@@ -1,6 +1,6 @@
 """`poptorch_experimental_addons.collectives` for JAX: collectives across the replicas along a mesh axis.
 
-The functions of `torch_bridge.compat.poptorch`, with the axis where `replication_factor` was.
+The functions of `torch_bridge.compat.poptorch`, with the axis instead of `replication_factor`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xshard.ops import Axes
 
 
 def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
-    """Every replica's array: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter).
+    """Stack every replica's array: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter).
 
     >>> import jax.numpy as jnp
     >>> jax.pmap(lambda x: all_gather_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape
@@ -24,18 +24,18 @@ def all_gather_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
 
 
 def all_gather_cross_replica_identical_grads_in(x: jax.Array, axis: Axes) -> jax.Array:
-    """Every replica's array: [...] -> [N, ...]; the gradient is the own slice of the own cotangent.
+    """Stack every replica's array: [...] -> [N, ...]; the gradient is the slice of the own cotangent.
 
-    The result is invariant along the axis, where there are types.
+    With types the result is invariant along the axis.
     """
     return all_gather(x[None], 0, axis, grad="replicated")
 
 
 def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph: bool = False) -> jax.Array:
-    """The sum over replicas, whose gradient passes as it is: [...] -> [...].
+    """The sum over replicas; the gradient passes unchanged: [...] -> [...].
 
-    insert_in_grad_graph: the other way round: x as it is, whose gradient is summed. Where there are types, x
-    is then invariant along the axis.
+    insert_in_grad_graph: the reverse: x passes unchanged, its gradient is summed. With types x must then be
+    invariant along the axis.
     """
     return (copy_to if insert_in_grad_graph else reduce_from)(x, axis)
 
@@ -43,7 +43,7 @@ def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph:
 def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
     """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
 
-    Its own adjoint. Raises ShapeError where N does not divide the leading dim.
+    Its own adjoint. Raises ShapeError if N does not divide the leading dim.
 
     >>> import jax.numpy as jnp
     >>> jax.pmap(lambda x: all_to_all_single_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape

@@ -1,8 +1,8 @@
-"""The general step in JAX: every device packs a box per round, boxes travel, each is placed where it belongs.
+"""The exchange step in JAX: every device packs a box per round, sends it, and places the boxes it receives.
 
-Decides how a program with one shape for all devices handles their boxes. Where all of a round are slices
-of one shape, as slices; else by tables of rows, padded to the longest along every dim. Who sends
-what is in the messages (`xshard.steps.exchange`), what goes together in `rounds`, how in `wires`.
+Decides how a program with one shape for all devices handles their boxes: as slices if all boxes of a round
+are slices of one shape; else by tables of rows, padded to the longest along every dim. The messages
+(`xshard.steps.exchange`) say who sends what, `schedule` says in which round, `transports` how.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_bridge.lower.row_tables import VOID, Table, inverse, mine, pick
 from jax_bridge.lower.schedule import Round, Schedule, box_shape, rounds
 from jax_bridge.lower.tiles import side_by_side, tilings
 from jax_bridge.lower.transports import Transport
-from jax_bridge.mesh.axis_types import as_bits, varying
+from jax_bridge.mesh.axis_types import as_bits, as_varying
 from jax_bridge.mesh.sub_axes import long_axes
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
@@ -30,24 +30,29 @@ from xshard.steps.exchange.messages import Message, rows_at
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
-def exchange(step: Exchange, x: jax.Array, before: Sharding, after: Sharding, wire: Transport) -> jax.Array:
-    """Sums that end are added in the order of the rounds, a device's own box first."""
+def exchange(
+    step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
+) -> jax.Array:
+    """A block before the step -> the block after it.
+
+    Pending sums are added in the order of the rounds, after a device's own box.
+    """
     schedule, op = rounds(step, before), step.op(before)
-    if not schedule.every:  # nobody holds what is wanted, or nothing is
-        return varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
+    if not schedule.every:  # no rows to send
+        return as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
 
     def run(x: jax.Array) -> jax.Array:
-        return by(schedule, op, x, after, wire)
+        return by(schedule, op, x, after, transport)
 
     moves = op is None and all(message.sign > 0 for messages in schedule.every for message in messages)
     return as_bits(run, x) if moves else run(x)
 
 
 def _by_slices(
-    schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, wire: Transport
+    schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport
 ) -> jax.Array:
-    """Boxes are cut out, and put or added in place, without a pass over the whole block."""
+    """Cut boxes out of the block and put or add them in place, without a pass over the whole block."""
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
     starts = _my_starts(every, mesh.n_devices, axes)
@@ -58,11 +63,11 @@ def _by_slices(
     def box(r: int) -> jax.Array:
         return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
 
-    arrived = wire.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
-    found = tilings(every, after) if op is None and wire.branches else None
+    arrived = transport.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
+    found = tilings(every, after) if op is None and transport.branches else None
     if found is not None:
         return side_by_side(found, box, axes)
-    out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
+    out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
     for r, messages in enumerate(every):
         new, arrives = box(r), _receivers(messages, mesh.n_devices)
         if op is not None or not arrives.all():
@@ -74,15 +79,15 @@ def _by_slices(
 
 
 def _by_tables(
-    schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, wire: Transport
+    schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport
 ) -> jax.Array:
-    """Every box is spread over a block of its own, and the blocks are combined where they have something."""
+    """Spread every box over a block of its own, and combine the blocks where they have rows."""
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
     tables = [list(_tables(messages, after)) for messages in every]
     packed = [_packed(x, along, axes) for along in tables]
-    arrived = (*packed[:n_local], *wire.send(packed[n_local:], schedule.sent, mesh))
-    out = varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
+    arrived = (*packed[:n_local], *transport.send(packed[n_local:], schedule.sent, mesh))
+    out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
     written = jnp.zeros(out.shape, bool)
     for messages, box, along_dims in zip(every, arrived, tables, strict=True):
         box = _signed(box, messages, mesh)
@@ -99,12 +104,12 @@ def _by_tables(
 
 
 def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:
-    """Whether a device gets a box, per device."""
+    """For every device, whether it receives a box."""
     return np.isin(np.arange(n_devices), [m.dst for m in messages])
 
 
 def _signed(box: jax.Array, messages: Round, mesh: Mesh) -> jax.Array:
-    """The box as its receiver wants it: rows from beyond a pole may be negated."""
+    """The box with its message's sign: rows from beyond a pole may be negated."""
     if all(message.sign > 0 for message in messages):
         return box
     signs = np.ones(mesh.n_devices, np.int8)
@@ -118,14 +123,14 @@ def _are_slices(messages: Round) -> bool:
 
 
 def _my_starts(schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...]) -> list[list[list[Any]]]:
-    """Where this device's box begins: by round, end (its own, the one it receives) and dim."""
+    """First row of this device's boxes: by round, end (the box it sends, the one it receives) and dim."""
     starts = np.zeros((n_devices, len(schedule), 2, len(schedule[0][0].box)), np.int32)
     for r, messages in enumerate(schedule):
-        starts[:, r] = _ends(messages[0])  # whatever stands there is taken where no box is
+        starts[:, r] = _first_rows(messages[0])  # devices without a box take any rows
         for message in messages:
-            src, dst = _ends(message)
+            src, dst = _first_rows(message)
             starts[message.src, r, 0], starts[message.dst, r, 1] = src, dst
-    # A table each, and constants where all are alike: XLA compiles these to the simplest loops.
+    # One table per number, a constant if all devices agree: XLA compiles these to the simplest loops.
     found: list[list[list[Any]]] = [[list(end) for end in ends] for ends in starts[0]]
     for place in np.argwhere((starts != starts[0]).any(axis=0)):
         r, end, dim = place.tolist()
@@ -133,26 +138,26 @@ def _my_starts(schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...])
     return found
 
 
-def _ends(message: Message) -> list[list[int]]:
-    """The first row of a box along every dim, in the sender's and in the receiver's block."""
+def _first_rows(message: Message) -> list[list[int]]:
+    """The first row of a box along every dim, in the sender's and the receiver's block."""
     return [[segments[0][end] for segments in message.box] for end in (0, 1)]
 
 
 class _Tables(NamedTuple):
-    """One round along one dim, per device: the rows to pack, and which packed row goes to every row."""
+    """One round along one dim, per device: the rows to pack, and the packed row for each result row."""
 
     packing: Table
     placing: Table
 
 
 def _tables(messages: Round, after: Sharding) -> Iterator[_Tables]:
-    """One for every dim."""
+    """The tables of a round, dim by dim."""
     n_devices = after.mesh.n_devices
     for dim, (width, length) in enumerate(zip(box_shape(messages), after.max_local_shape, strict=True)):
         packing = np.full((n_devices, width), VOID, np.int64)
         placing = np.full((n_devices, length), VOID, np.int64)
-        # What lies beyond a message is never read. Where no rows are to be packed, those of another
-        # device do: a table of equal rows is a constant.
+        # Rows beyond a message are never read. A device that sends nothing packs another device's rows:
+        # a table of equal rows is a constant.
         idle = rows_at(messages[0].box[dim], 0)
         packing[:, : len(idle)] = idle
         for message in messages:

@@ -1,8 +1,7 @@
-"""Blocks in SPMD form: every device's block padded with zeros to the largest, rows moved by tables.
+"""Rows of padded blocks, picked by tables: the local part of every step in an SPMD program.
 
-Decides how rows are picked when each device picks its own, which is what every local part of a
-step comes down to. A table is a numpy constant with a row of positions per device; it knows no
-step. Rows of padding are zero on the way in and stay zero.
+Decides how each device picks its own rows in one program. A table is a numpy constant with one row of
+positions per device. Every block is padded with zeros to the largest; padding stays zero. Knows no steps.
 """
 
 from __future__ import annotations
@@ -18,17 +17,11 @@ from numpy.typing import NDArray
 
 from jax_bridge.mesh.sub_axes import long_axes
 from xshard.layout.mesh import Mesh
-from xshard.layout.runs import Runs, rows
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.messages import filled
+from xshard.steps.exchange.messages import fill_boxes
 
-VOID = -1  # a table's position for "no row": it is filled
+VOID = -1  # the position of no row: it is filled with zeros
 Table = NDArray[np.int64]  # (devices along some axes, rows): positions
-
-
-def numbers(runs: Runs) -> NDArray[np.int64]:
-    """Runs of local positions, written out."""
-    return np.r_[rows(runs)]
 
 
 def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]) -> Table:
@@ -42,14 +35,14 @@ def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], 
 
 
 def inverse(found: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Where each of `length` positions stands among `found`, VOID where it does not."""
+    """The index of each of `length` positions in `found`; VOID for a position that is not there."""
     result = np.full(length, VOID, np.int64)
     result[found] = np.arange(len(found))
     return result
 
 
 def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
-    """Rows of a dim by a table over `axes`: out[i] = x[positions[my index, i]], zero where VOID."""
+    """Pick rows of a dim by a table over `axes`: out[i] = x[positions[my index, i]], zero for VOID."""
     length, width = x.shape[dim], positions.shape[1]
     if width == length and (positions == np.arange(length)).all():
         return x
@@ -70,7 +63,7 @@ def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.A
 
 
 def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
-    """This device's row of a table over `axes`; a constant where all rows are the same."""
+    """This device's row of a table over `axes`; a constant if all rows are equal."""
     if (values == values[0]).all():
         return jnp.asarray(values[0])
     at = lax.axis_index(tuple(axes))
@@ -78,7 +71,7 @@ def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
 
 
 def valid(sharding: Sharding) -> jax.Array:
-    """Which elements of this device's padded block are the array's."""
+    """True where this device's padded block holds an element of the array."""
     shape = sharding.max_local_shape
     found = jnp.ones(shape, bool)
     for dim, sizes in enumerate(sharding.local_sizes):
@@ -89,19 +82,19 @@ def valid(sharding: Sharding) -> jax.Array:
 
 
 def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """A padded block with its padding, whatever it held, made zero."""
+    """A padded block with zeros in its padding."""
     return x if sharding.is_even else jnp.where(valid(sharding), x, jnp.zeros_like(x))
 
 
 def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """A block with the constants that its boundaries say beyond the ends of the array."""
+    """A block with the constants of its boundaries filled in beyond the ends of the array."""
     mesh = sharding.mesh
     axes = long_axes(mesh)
     for dim, length in enumerate(sharding.max_local_shape):
         values = np.zeros((mesh.n_devices, length))
         outside = np.zeros(values.shape, bool)
         for device in range(mesh.n_devices):
-            for d, start, stop, value in filled(sharding, device):
+            for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
                     values[device, start:stop], outside[device, start:stop] = value, True
         if outside.any():
@@ -113,7 +106,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _chunk(positions: Table, length: int) -> int:
-    """The most rows that always move together, aligned at both ends: few large rows copy faster."""
+    """The largest number of rows that always move together, aligned: few large rows copy faster."""
     jumps = np.ones(positions.shape, bool)
     last, here = positions[:, :-1], positions[:, 1:]
     jumps[:, 1:] = np.where(last == VOID, here != VOID, here != last + 1)

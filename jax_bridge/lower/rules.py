@@ -1,11 +1,11 @@
-"""How JAX executes a plan: one short rule per step, collectives of `jax.lax` on one device's block.
+"""How JAX executes a plan: one short rule per step, made of collectives of `jax.lax` on one device's block.
 
-Decides nothing: what to do is in the plan. A block is padded to the largest (`blocks`), and inside
-a plan every axis it names is varying; what holds replicas at the end is declared once, from the
-layout. Rules go forward only: the gradient is another plan (`autodiff`).
+Decides nothing: the plan says what to do. A block is padded to the largest (`row_tables`). Inside a plan
+the block is varying along all axes of the plan; the end declares replicas once, from the layout. Rules are
+forward only: the gradient is another plan (`autodiff`).
 
-A step works on the normal form of its layouts, so its axes have more than one device each. A rule
-takes the step, the block, and the shardings before and after.
+A rule takes the step, the block, and the shardings before and after. A step works on the normal form of its
+layouts: all its axes have more than one device.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jax_bridge.lower.exchange import exchange
-from jax_bridge.lower.row_tables import inverse, numbers, pick, table, without_padding
-from jax_bridge.lower.transports import Transport, permuted
-from jax_bridge.mesh.axis_types import as_bits, invariant, send, varying, varying_axes
+from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
+from jax_bridge.lower.transports import PERMUTE, Transport
+from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import group, spanned
+from xshard.layout.runs import row_numbers
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Shard
 from xshard.plans.plan import Plan
@@ -49,25 +50,24 @@ ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 ALONG = {"max": jnp.max, "min": jnp.min}
 
 
-# Jitted, so that a plan is traced once for all its uses in a model, and compiled once where a
-# shard_map is run without jit.
-@partial(jax.jit, static_argnames=("plan", "wire"), inline=True)
-def run(plan: Plan, x: jax.Array, wire: Transport = permuted) -> jax.Array:
+# Jitted: a plan is traced once for all its uses in a model, and compiled once for shard_map without jit.
+@partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
+def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """A block under `plan.src` -> the block under `plan.dst`, on every device at once.
 
-    x: of shape `plan.source.max_local_shape`; what its padding holds does not matter. The result
-    is padded with zeros, invariant along the axes that the plan uses and `plan.dst` does not name.
-    wire: how the boxes of an exchange travel.
+    x: of shape `plan.source.max_local_shape`; its padding may hold anything. The result is padded with
+    zeros, and invariant along the plan's axes that `plan.dst` does not name.
+    transport: how the boxes of an exchange travel.
     """
-    axes = sorted(varying_axes(x).union(plan.axes))  # along all of them, whatever constants a rule puts in
+    axes = sorted(varying_axes(x).union(plan.axes))  # a rule's constants are declared varying too
     if 0 in plan.shape:  # XLA has no collectives of nothing
-        x = varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
+        x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
-        x = without_padding(varying(x, axes), _normal(plan.source))
-        rules = RULES | {Exchange: partial(exchange, wire=wire)}
+        x = without_padding(as_varying(x, axes), _normal(plan.source))
+        rules = RULES | {Exchange: partial(exchange, transport=transport)}
         for step, before, after in plan.stages:
-            x = varying(rules[type(step)](step, x, before, after), axes)
-    return invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
+            x = as_varying(rules[type(step)](step, x, before, after), axes)
+    return as_invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
 
 
 def _normal(sharding: Sharding) -> Sharding:
@@ -77,8 +77,8 @@ def _normal(sharding: Sharding) -> Sharding:
 def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
     dim = before.dim_index(step.dim)
     axes = axes_of(step.shards)
-    # Parts along a first dim of their own: one copy takes them to their places. Along another dim XLA
-    # turns the blocks round before the collective and back after it.
+    # Gathered along a new first dim, one copy puts the parts in place. Along another dim XLA transposes the
+    # blocks before the collective and back after it.
     x = lax.all_gather(x, **group(before.mesh, axes))
     x = _merged(jnp.moveaxis(x, 0, dim), dim)
     return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
@@ -93,7 +93,7 @@ def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.
 
 
 def _own_rows(before: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> NDArray[np.int64]:
-    return numbers(own_part(before, dim, shards, device))
+    return row_numbers(own_part(before, dim, shards, device))
 
 
 def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
@@ -124,7 +124,7 @@ def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> 
     src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
     axes = axes_of(step.dst_shards)
     x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
-    # Parts along a dim of their own: one copy takes them to their places, a tiled `all_to_all` makes two.
+    # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all` makes two.
     x = _split(x, dst, before.mesh.size(*axes))
     x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, axes))
     x = _merged(jnp.moveaxis(x, dst, src), src)
@@ -132,7 +132,7 @@ def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> 
 
 
 def _permute(_: Permute, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
-    return send(x, before.mesh, [(s, d) for d, s in enumerate(senders(before, after))])
+    return ppermute(x, before.mesh, [(s, d) for d, s in enumerate(senders(before, after))])
 
 
 def _mask(step: Mask, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
@@ -149,8 +149,8 @@ def _scale(step: Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
     if n == 1:
         return x
     by = jnp.full_like(x, n)
-    # By what it sees is a constant XLA does not divide: it multiplies by the reciprocal, and does not round
-    # before it adds. With a reciprocal that is rounded, a mean of whole numbers would not be whole.
+    # XLA replaces division by a constant with multiplication by its reciprocal, fused into a sum. A rounded
+    # reciprocal would make a mean of whole numbers fractional; the barrier hides the constant.
     return x / (by if n & (n - 1) == 0 else lax.optimization_barrier(by))
 
 
@@ -160,7 +160,7 @@ def _joined_parts(
     """Rows of a dim's parts under `shards`, part after part as `group` counts its members."""
     parts = even_parts(before, dim, shards)
     members = (before.mesh.index(d, axes_of(shards)) for d in before.mesh.group(0, group))
-    return np.concatenate([numbers(parts[member]) for member in members])
+    return np.concatenate([row_numbers(parts[member]) for member in members])
 
 
 def _to_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
@@ -172,12 +172,12 @@ def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
 
 
 def _split(x: jax.Array, dim: int, n: int) -> jax.Array:
-    """A dim -> its `n` parts, and the rows of a part."""
+    """Split a dim into `n` parts and the rows of a part."""
     return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
 
 
 def _merged(x: jax.Array, dim: int) -> jax.Array:
-    """A dim and the next -> one dim."""
+    """Merge a dim and the next into one."""
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
@@ -185,7 +185,7 @@ Rule = Callable[[Any, jax.Array, Sharding, Sharding], jax.Array]
 
 
 def _moves(rule: Rule) -> Rule:
-    """A rule that only moves elements, whatever they are."""
+    """A rule that only moves elements: short floats go as integers."""
     return lambda step, x, before, after: as_bits(lambda bits: rule(step, bits, before, after), x)
 
 
@@ -194,7 +194,7 @@ RULES: dict[type[Step], Rule] = {
     AllReduce: _all_reduce,
     AllToAll: _moves(_all_to_all),
     Embed: _moves(_embed),
-    Exchange: partial(exchange, wire=permuted),
+    Exchange: partial(exchange, transport=PERMUTE),
     Mask: _mask,
     Permute: _permute,
     ReduceScatter: _reduce_scatter,

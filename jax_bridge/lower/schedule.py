@@ -1,9 +1,8 @@
 """Messages in rounds: in one round every device sends at most one and receives at most one.
 
-Decides the schedule of an `Exchange` where the wire only knows permutations. The messages are
-the edges of a bipartite graph, senders against receivers, and the rounds a colouring of its
-edges; the fewest possible, the largest number of messages at one device, is always reached
-(König 1916). Knows no JAX.
+Decides the schedule of an `Exchange` for transports that only permute. Messages are the edges of a
+bipartite graph of senders and receivers, rounds a colouring of its edges. The minimum, the largest number of
+messages at one device, is always reached (König 1916). Knows no JAX.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, messages_to
 
 Round = tuple[Message, ...]
-MOST_PADDING = 1.02  # received elements over those of the messages, before rounds are split by shape
+MOST_PADDING = 1.02  # received elements per element of the messages; above it rounds are split by shape
 
 
 class Schedule(NamedTuple):
-    """The messages of an exchange.
+    """The messages of an exchange in rounds.
 
-    local: from each device to itself, by shape, one per device in each. sent: the rounds of all others.
+    local: messages of devices to themselves, one shape and at most one per device in each round.
+    sent: the rounds of all other messages.
     """
 
     local: tuple[Round, ...]
@@ -34,22 +34,22 @@ class Schedule(NamedTuple):
 
     @property
     def every(self) -> tuple[Round, ...]:
-        """All of them, the local ones first."""
+        """All rounds, the local ones first."""
         return self.local + self.sent
 
 
 @lru_cache(maxsize=1024)
 def rounds(step: Exchange, before: Sharding) -> Schedule:
-    """Who gives whom what, and when.
+    """The schedule of an exchange.
 
-    Where it makes no more rounds, what devices keep takes part in them: a device that receives nothing in
-    a round has a box to write all the same. Not where boxes are added, which begins with a device's own.
+    Local messages join the rounds if that adds no round: a device that receives nothing then still has a
+    box to write. Not if boxes are added up, since a sum starts with the device's own box.
     """
     after, devices = step.after(before), range(before.mesh.n_devices)
     found = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
     sent = _in_rounds([m for m in found if not _is_local(m)])
-    # No fewer rounds than the busiest device has messages: most schedules need not be tried.
-    if step.op(before) is None and _busiest(map(_ends, found)) <= len(sent):
+    # The busiest device's messages bound the rounds from below: most schedules need not be tried.
+    if step.op(before) is None and _busiest(map(_edge, found)) <= len(sent):
         together = _in_rounds(found)
         if len(together) <= len(sent):
             return Schedule((), tuple(together))
@@ -63,12 +63,8 @@ def box_shape(messages: Round) -> tuple[int, ...]:
 
 
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
-    """The fewest rounds; a round is as long as its longest message.
-
-    Where that would send much more than the messages, those of one shape go together instead: more rounds,
-    and nothing but messages.
-    """
-    fewest = _coloured(sorted(messages, key=lambda m: -m.size))  # the longest first: they come together
+    """The fewest rounds; rounds of one shape each if padding to the longest message costs too much."""
+    fewest = _coloured(sorted(messages, key=lambda m: -m.size))  # long messages share rounds
     if _received(fewest, padded=True) > MOST_PADDING * _received(fewest, padded=False):
         return [r for alike in _by_shape(messages) for r in _coloured(alike)]
     return fewest
@@ -83,7 +79,7 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
-    colours = edge_colours(list(map(_ends, messages)))
+    colours = edge_colours(list(map(_edge, messages)))
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for message, colour in zip(messages, colours, strict=True):
         by_colour[colour].append(message)
@@ -91,7 +87,7 @@ def _coloured(messages: Sequence[Message]) -> list[Round]:
 
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:
-    """Messages from devices to themselves: the first of every device, then the second, ..."""
+    """Local messages in rounds: the first of every device, then the second, ..."""
     found: list[list[Message]] = []
     for _, own in itertools.groupby(local, key=lambda m: m.dst):
         for turn, message in enumerate(own):
@@ -101,7 +97,7 @@ def _one_per_device(local: Sequence[Message]) -> list[Round]:
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
-    """Elements that the busiest device receives, with or without the padding of its rounds."""
+    """Elements that the busiest device receives, with or without the padding of the rounds."""
     elements: Counter[int] = Counter()
     for messages in schedule:
         for message in messages:
@@ -111,12 +107,12 @@ def _received(schedule: Sequence[Round], *, padded: bool) -> int:
 
 
 def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Edges (sender, receiver) -> a colour each, no two alike at one end; as few as the largest degree.
+    """Edges (sender, receiver) -> a colour each, different at every vertex; as few as the largest degree.
 
     >>> edge_colours([(0, 1), (0, 2), (1, 2)])
     [0, 1, 0]
     """
-    # at[end][vertex][colour] is the edge there; end 0 are senders, end 1 receivers.
+    # at[end][vertex][colour] is an edge; end 0 has the senders, end 1 the receivers.
     at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
     colours: list[int] = []
     most = _busiest(edges)
@@ -152,7 +148,7 @@ def _busiest(edges: Iterable[tuple[int, int]]) -> int:
     return max((degree for end in zip(*edges, strict=True) for degree in Counter(end).values()), default=0)
 
 
-def _ends(message: Message) -> tuple[int, int]:
+def _edge(message: Message) -> tuple[int, int]:
     return message.src, message.dst
 
 

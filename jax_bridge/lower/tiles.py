@@ -1,6 +1,6 @@
-"""Boxes that lie side by side and fill a block: every device puts them together in an order of its own.
+"""Boxes that tile a block: every device concatenates them in its own order.
 
-Decides when that is so. Then no empty block is made first, and what a device keeps is copied once.
+Decides when boxes tile the block. Then no empty block is made first, and local rows are copied once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jax_bridge.lower.row_tables import mine
 from jax_bridge.lower.schedule import Round, box_shape
 from xshard.layout.sharding import Sharding
 
-# Places in a receiver's block, by rows and columns, and the round in which each one's box comes.
+# First rows of boxes in a receiver's block, sorted, each with the round in which its box arrives.
 Tiling = tuple[tuple[tuple[int, ...], int], ...]
 
-MOST_TILES = 32  # of all different tilings together: each tiling is compiled, as a branch
+MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
 
 
 def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | None:
-    """The tiling of every device; None where boxes have several shapes, or leave a gap somewhere.
+    """The tiling of every device; None if boxes differ in shape, leave a gap, or make too many tilings.
 
-    schedule: rounds whose boxes are slices. None as well where devices have many different tilings.
+    schedule: rounds whose boxes are slices.
     """
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
@@ -45,7 +45,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
 def side_by_side(
     by_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
 ) -> jax.Array:
-    """The block of this device. box: of a round."""
+    """This device's block. box: the box that arrives in a round."""
     distinct = list(dict.fromkeys(by_device))
     which = np.array([distinct.index(tiling) for tiling in by_device], np.int32)
     return lax.switch(mine(which, axes), [partial(tiled, tiling, box) for tiling in distinct])

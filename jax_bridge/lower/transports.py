@@ -1,7 +1,7 @@
-"""How the boxes of an exchange travel: round by round as permutations, or all at once in one buffer.
+"""How the boxes of an exchange travel: one permutation per round, or all rounds in one buffer.
 
-Decides nothing of what is sent. `lax.ragged_all_to_all` is one collective for all rounds, which XLA has
-for GPUs and TPUs, not for CPUs.
+Decides how, not what is sent. `lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs
+and TPUs, not for CPUs.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import mine
 from jax_bridge.lower.schedule import Round
-from jax_bridge.mesh.axis_types import send, varying, varying_axes
+from jax_bridge.mesh.axis_types import as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import long_axes
 from xshard.layout.mesh import Mesh
 
 
 class Transport(NamedTuple):
-    """What a platform has for exchanges.
+    """A way to send the boxes of an exchange.
 
-    send: the packed box of every round, its messages, the mesh -> the boxes that arrived.
-    branches: whether every device may go a branch of its own; on GPUs the host would wait to choose it.
+    send: the packed box of every round, the rounds' messages, the mesh -> the boxes that arrived.
+    branches: whether devices may take different branches of a program; on GPUs the host would wait for each.
     """
 
     send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
     branches: bool
 
 
-def _permuted(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
-    """One `ppermute` a round."""
+def _by_ppermute(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+    """One `ppermute` per round."""
     return [
-        send(box, mesh, [(m.src, m.dst) for m in messages])
+        ppermute(box, mesh, [(m.src, m.dst) for m in messages])
         for box, messages in zip(boxes, rounds, strict=True)
     ]
 
 
-def _ragged(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
-    """All rounds behind each other in one buffer, sent by one `ragged_all_to_all`.
+def _by_ragged_all_to_all(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> list[jax.Array]:
+    """All rounds one after the other in one buffer, sent by one `ragged_all_to_all`.
 
-    It has one slice for every pair of devices: where a pair has several messages, as many are made.
+    That has one slice per pair of devices; if a pair has several messages, there are as many collectives.
     """
     result = list(boxes)
     for sent in _once_per_pair(rounds):
@@ -54,37 +54,39 @@ def _ragged(boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh) -> 
 
 
 def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
-    """Numbers of the rounds, in groups in which a pair of devices has one message at most."""
+    """Indices of the rounds, in groups with at most one message per pair of devices."""
     groups: list[tuple[list[int], set[tuple[int, int]]]] = []
     for i, messages in enumerate(rounds):
         pairs = {(m.src, m.dst) for m in messages}
-        for numbers, taken in groups:
+        for members, taken in groups:
             if not pairs & taken:
-                numbers.append(i)
+                members.append(i)
                 taken |= pairs
                 break
         else:
             groups.append(([i], pairs))
-    return [numbers for numbers, _ in groups]
+    return [members for members, _ in groups]
 
 
 def _send_ragged(boxes: list[jax.Array], sent: list[int], rounds: Sequence[Round], mesh: Mesh) -> None:
     """Replace the boxes of some rounds by those that arrive."""
     axes = long_axes(mesh)
     shapes = [boxes[i].shape for i in sent]
-    tables = [mine(table, axes) for table in slices([rounds[i] for i in sent], shapes, mesh.n_devices)]
+    tables = [
+        mine(table, axes) for table in ragged_arguments([rounds[i] for i in sent], shapes, mesh.n_devices)
+    ]
     buffer = jnp.concatenate([boxes[i].reshape(-1) for i in sent])
-    # The result has the type of the buffer that it is written to, which zeros alone do not have.
+    # The result has the type of the buffer that it is written to: zeros are declared varying.
     arrived = lax.ragged_all_to_all(
-        buffer, varying(jnp.zeros_like(buffer), varying_axes(buffer)), *tables, axis_name=axes
+        buffer, as_varying(jnp.zeros_like(buffer), varying_axes(buffer)), *tables, axis_name=axes
     )
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     for i, shape, box in zip(sent, shapes, jnp.split(arrived, ends[:-1]), strict=True):
         boxes[i] = box.reshape(shape)
 
 
-class Slices(NamedTuple):
-    """The arguments of `ragged_all_to_all` for every device (first index) and every other: in elements."""
+class RaggedArguments(NamedTuple):
+    """The arguments of `ragged_all_to_all`, in elements: of every device (first index) for every other."""
 
     input_offsets: NDArray[np.int32]
     send_sizes: NDArray[np.int32]
@@ -92,11 +94,13 @@ class Slices(NamedTuple):
     recv_sizes: NDArray[np.int32]
 
 
-def slices(rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int) -> Slices:
-    """Where every message is in a buffer of boxes of those shapes, one per round.
+def ragged_arguments(
+    rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
+) -> RaggedArguments:
+    """The place of every message in a buffer with one box per round, of the given shapes.
 
-    A round's box stands at the same place in all buffers. What is sent of it ends with the last element of
-    the message: where it is padded along the first dim, the padding stays behind.
+    A round's box has the same place in all buffers. A device sends it up to the last element of the message:
+    padding along the first dim is not sent.
     """
     offsets, sizes = np.zeros((2, n_devices, n_devices), np.int32)
     start = 0
@@ -106,8 +110,8 @@ def slices(rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices
             last = [n - 1 for n in message.shape]
             sizes[message.src, message.dst] = np.ravel_multi_index(last, shape) + 1 if shape else 1
         start += math.prod(shape)
-    return Slices(offsets, sizes, offsets, sizes.T.copy())
+    return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())
 
 
-permuted, ragged = Transport(_permuted, branches=True), Transport(_ragged, branches=False)
-anywhere = Transport(_permuted, branches=False)  # where a program does not know its platform
+PERMUTE, RAGGED = Transport(_by_ppermute, branches=True), Transport(_by_ragged_all_to_all, branches=False)
+PERMUTE_UNBRANCHED = Transport(_by_ppermute, branches=False)  # for programs that do not know their platform

@@ -1,6 +1,6 @@
-"""Parts of axes, for which JAX has no names: groups of devices along the whole axes stand for them.
+"""Sub-axes for `jax.lax`, which has no names for them: groups of devices along whole axes instead.
 
-Decides how a group along axes of a plan's steps is told to `jax.lax`. Knows no steps.
+Decides the arguments of a collective along axes of a plan's steps. Knows no steps.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from xshard.layout.mesh import Mesh
-from xshard.layout.sub_axes import SubAxisMesh, undivided
+from xshard.layout.sub_axes import SubAxisMesh, unfactored
 
 
 def long_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes of more than one device, as JAX knows them, in mesh order."""
-    whole = undivided(mesh, mesh.axes)[0]
+    whole = unfactored(mesh, mesh.axes)[0]
     return tuple(a for a in whole.axes if whole.size(a) > 1)
 
 
 def group(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a collective of `jax.lax` along axes of a plan's mesh, the first of them slowest.
+    """Arguments of a collective of `jax.lax` along axes of a plan's mesh; the first axis is the slowest.
 
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
     >>> group(fine, ("x_0", "x_1")), group(fine, ("x_1",))["axis_index_groups"]
     ({'axis_name': ('x',)}, ((0, 1), (2, 3)))
     """
-    whole, names = undivided(mesh, axes)
+    whole, names = unfactored(mesh, axes)
     if whole is not mesh or not isinstance(mesh, SubAxisMesh):
         return {"axis_name": names}
     parts, names = spanned(mesh, axes)
-    # Groups are told by positions along the axes that span them.
+    # JAX names the devices of a group by their index along the axes that span it.
     spanning = Mesh(dict(zip(parts, mesh.sizes_of(parts), strict=True)))
     return {"axis_name": names, "axis_index_groups": spanning.groups(axes)}
 
 
 def spanned(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes with all other parts of theirs, and the names of what they are parts of: the same devices."""
+    """All sub-axes of the whole axes that these are part of, and the whole axes: the same devices."""
     if not isinstance(mesh, SubAxisMesh):
         return tuple(axes), tuple(axes)
     names = tuple(dict.fromkeys(map(mesh.origin, axes)))
-    return tuple(part for name in names for part in mesh.parts[name]), names
+    return tuple(part for name in names for part in mesh.sub_axes[name]), names

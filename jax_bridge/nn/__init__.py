@@ -1,4 +1,4 @@
-"""Layers inside `jax.shard_map` that compute what they would on the global array."""
+"""Layers inside `jax.shard_map` with the results that they have on the global array."""
 
 from jax_bridge.nn.conv import conv_general_dilated
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments

@@ -1,4 +1,4 @@
-"""Convolutions of an array that is cut along the dims they slide over."""
+"""Convolutions along dims that are cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from jax_bridge.nn.placed import Placed
-from jax_bridge.nn.window import Boundaries, Sliding, windowed
+from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
 from xshard import ShapeError
 
 Padding = str | Sequence[tuple[int, int]]
@@ -32,11 +32,11 @@ def conv_general_dilated(
 ) -> Placed:
     """`lax.conv_general_dilated` of the global array: blocks [n, c, *space] -> blocks [n, features, *space].
 
-    Arguments are those of `lax`, all about the global array; spatial dims may be cut in any way.
+    Arguments are those of `lax`, for the global array; spatial dims may be cut in any way.
     rhs: this device's copy of the kernel. With `check_vma=True` JAX adds the gradients of a kernel
-    that all devices share; without, `copy_to(rhs, axes)` does. boundary: what `padding` consists of:
-    zeros, or `periodic`, `reflect`, `edge`, `pole`, ... for all spatial dims or by name. outputs: how
-    they are cut: as the dim is (""), `balanced`, or `aligned` (each where its stride begins).
+    that all devices share; without, `copy_to(rhs, axes)` does. boundary: the rows of `padding`: zeros by
+    default, or `periodic`, `reflect`, `edge`, `pole`, ... for all spatial dims or by name. outputs: how
+    they are cut: like the dim (""), `balanced`, or `aligned` (each on the device where its stride begins).
     Raises ShapeError for cut features, and as `redistribute` does.
 
     >>> from jax_bridge.nn.placed import place
@@ -53,7 +53,7 @@ def conv_general_dilated(
         raise ShapeError(
             f"features {str(lhs.layout.dims[channel])!r} are cut, and a convolution adds over them",
             text=str(lhs.layout),
-            hint="x.to(...) a layout where they are whole",
+            hint="x.to(...) a layout with whole features",
         )
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
     convolve = partial(
@@ -65,15 +65,15 @@ def conv_general_dilated(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    # Of the whole array: what does not fit together is refused in the words of lax.
+    # On the global array: lax raises its own errors for arguments that do not fit.
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
     kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
     ends = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
     windows = {d: Sliding(*w) for d, *w in zip(space, kernel, strides, dilation, base, ends, strict=True)}
-    # The output's spec says where each dim goes: position out_spec[i] is what lhs_spec[i] was.
+    # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
-    return windowed(
+    return apply_windows(
         lhs,
         windows,
         lambda block, strides, ends: convolve(block, rhs, strides, ends),
@@ -92,7 +92,7 @@ def paddings(
     dilation: Sequence[int],
     padding: Padding,
 ) -> list[tuple[int, int]]:
-    """Rows of padding before and after every dim, where "SAME" or "VALID" says them for the global array."""
+    """Rows of padding before and after every dim; "SAME" and "VALID" are those of the global array."""
     if not isinstance(padding, str):
         return [(int(before), int(after)) for before, after in padding]
     spans = [d * (k - 1) + 1 for k, d in zip(windows, dilation, strict=True)]

@@ -1,4 +1,4 @@
-"""Dilated windows as dense ones: what a window skips belongs to another phase of the rows.
+"""Dilated windows as dense ones, by phases: rows r, r + d, r + 2d, ... become a dim of their own.
 
 `lax.reduce_window` computes dilated windows, but JAX has no gradient of a dilated maximum.
 """
@@ -23,9 +23,9 @@ def reduce_window_by_phases(
     base: Sequence[int],
     dilation: Sequence[int],
 ) -> jax.Array:
-    """`lax.reduce_window`: rows r, r + d, r + 2d, ... of a dim become a dim, where windows are dense.
+    """`lax.reduce_window` with dilated windows.
 
-    Windows begin at every row, and those that a stride skips are dropped at the end.
+    Windows begin at every row; the ones that a stride skips are dropped at the end.
     """
     x = lax.pad(x, init_value, [(*ends, b - 1) for ends, b in zip(padding, base, strict=True)])
     starts = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]

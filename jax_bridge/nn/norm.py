@@ -1,7 +1,7 @@
-"""Normalisation over dims that may be cut: statistics of the global array.
+"""Normalisation over dims that may be cut, with the statistics of the global array.
 
-Decides how a mean is taken over blocks: sums of what is no padding, added over the axes that cut the
-dims. Every device uses the result, so the gradients of its uses are added too (`copy`).
+Decides how a mean is taken over blocks: sums without padding, added over the axes that cut the dims.
+Every device uses the result, so the gradients of these uses add up too (`copy`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def layer_norm(
     *,
     epsilon: float = 1e-5,
 ) -> Placed:
-    """Mean 0 and variance 1 over some dims, for each index of the others; then scaled and shifted.
+    """Normalise to mean 0 and variance 1 over some dims; then scale and shift. Blocks keep their layout.
 
-    scale, bias: of the global lengths of `dims`, in their order; this device's copies, as all
-    parameters (see `conv_general_dilated`). Blocks keep their layout.
+    scale, bias: of the global lengths of `dims`, in their order; this device's copies, like all parameters
+    (see `conv_general_dilated`).
     """
     x, dims = x.owned(), [d % x.block.ndim for d in dims]
-    normal = _normal(x, x.block, dims, epsilon)
+    normal = _normalised(x, x.block, dims, epsilon)
     return _affine(x, normal, dims, scale, bias)
 
 
@@ -48,9 +48,9 @@ def group_norm(
     batch_dim: int = 0,
     epsilon: float = 1e-5,
 ) -> Placed:
-    """Mean 0 and variance 1 over groups of features and all of space, for each sample.
+    """Normalise each sample to mean 0 and variance 1 over groups of features and all of space.
 
-    scale, bias: one number per feature. Raises ShapeError where features are cut or do not divide.
+    scale, bias: one number per feature. Raises ShapeError for features that are cut or do not divide.
     """
     x, feature, batch = x.owned(), feature_dim % x.block.ndim, batch_dim % x.block.ndim
     n = x.sharding.shape[feature]
@@ -58,15 +58,15 @@ def group_norm(
         raise ShapeError(
             f"{n} features {str(x.layout.dims[feature])!r} in {num_groups} groups",
             text=str(x.layout),
-            hint="groups divide the features, which are not cut",
+            hint="whole features, and a number of groups that divides them",
         )
     shape = x.block.shape
     grouped = x.block.reshape(*shape[:feature], num_groups, n // num_groups, *shape[feature + 1 :])
-    # The dims of the grouped block, each with the dim of x that it is (None: the number of the group).
+    # For every dim of the grouped block, its dim in x (None for the group's index).
     origin: list[int | None] = list(range(len(shape)))
     origin.insert(feature, None)
     over = [at for at, d in enumerate(origin) if d is not None and d != batch]
-    normal = _normal(x, grouped, over, epsilon, origin).reshape(shape)
+    normal = _normalised(x, grouped, over, epsilon, origin).reshape(shape)
     return _affine(x, normal, [feature], scale, bias)
 
 
@@ -80,15 +80,15 @@ def batch_norm(
     feature_dim: int = -1,
     epsilon: float = 1e-5,
 ) -> Placed:
-    """Mean 0 and variance 1 for each feature, over the batch and all of space.
+    """Normalise each feature to mean 0 and variance 1 over the batch and all of space.
 
-    scale, bias: one number per feature. mean, variance: of the features, where they are not those of
-    this batch (which `moments` gives).
+    scale, bias: one number per feature. mean, variance: of every feature, to use instead of this batch's
+    own (which `moments` gives).
     """
     x, feature = x.owned(), feature_dim % x.block.ndim
     if mean is None or variance is None:
         others = [d for d in range(x.block.ndim) if d != feature]
-        normal = _normal(x, x.block, others, epsilon)
+        normal = _normalised(x, x.block, others, epsilon)
     else:
         centred = x.block - _parameter(x, mean, [feature])
         normal = centred * lax.rsqrt(_parameter(x, variance, [feature]) + epsilon)
@@ -96,19 +96,19 @@ def batch_norm(
 
 
 def moments(x: Placed, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance over some dims of the global array, which have length 1 in the results.
+    """Mean and variance over some dims of the global array, kept with length 1.
 
-    Both are copies: every device along the axes of `dims` has them.
+    Every device along the axes of `dims` has a copy of both.
     """
     x = x.owned()
     mean, centred = _centred(x, x.block, [d % x.block.ndim for d in dims], None)
     return mean, _mean(x, centred * centred, [d % x.block.ndim for d in dims], None)
 
 
-Origin = Sequence[int | None]  # for every dim of a reshaped block, the dim of the array that it is
+Origin = Sequence[int | None]  # for every dim of a reshaped block, its dim in the array
 
 
-def _normal(
+def _normalised(
     x: Placed, block: jax.Array, over: Sequence[int], epsilon: float, origin: Origin | None = None
 ) -> jax.Array:
     _, centred = _centred(x, block, over, origin)
@@ -118,10 +118,9 @@ def _normal(
 def _centred(
     x: Placed, block: jax.Array, over: Sequence[int], origin: Origin | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean, and what the block is more than it, zero in the padding.
+    """The mean, and the block minus the mean, zero in the padding.
 
-    The variance is the mean of its squares: that of the squares less that of the mean would need one
-    sum less, and cancel.
+    The variance is the mean of the squared difference; E[x^2] - E[x]^2 would need one sum less, but cancels.
     """
     mean = _mean(x, block, over, origin)
     centred = (block - mean).reshape(x.block.shape)
@@ -129,10 +128,10 @@ def _centred(
 
 
 def _mean(x: Placed, block: jax.Array, over: Sequence[int], origin: Origin | None) -> jax.Array:
-    """Over some dims of a block without padding, of whole dims of the array."""
+    """The mean over some dims of a block whose padding is zero."""
     origin = range(block.ndim) if origin is None else origin
     cut = [d for at in over if (d := origin[at]) is not None]
-    # Dims that a reshape split are whole: their lengths are the block's.
+    # Dims split by a reshape are whole: their lengths are the block's.
     count = math.prod(
         x.sharding.shape[d] if x.layout.dims[d].axes else block.shape[at]
         for at, d in zip(over, cut, strict=True)
@@ -155,7 +154,7 @@ def _affine(
 
 
 def _parameter(x: Placed, value: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """A copy of numbers for every row of some dims -> those of this device's rows, to be broadcast."""
+    """Numbers for all rows of some dims -> the ones of this device's rows, to be broadcast."""
     lengths = tuple(x.sharding.shape[d] for d in dims)
     if value.shape != lengths:
         raise ShapeError(

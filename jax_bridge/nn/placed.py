@@ -1,6 +1,6 @@
-"""A block with its place in the global array: what the layers take and return.
+"""`Placed`, a block with its place in the global array: the argument and result of every layer.
 
-Decides that the place travels with the block. It is static for JAX: a `Placed` goes through jit, grad,
+Decides that the place travels with the block. To JAX the place is static: a `Placed` goes through jit, grad,
 scan and remat, and `jax.tree.map(jax.nn.relu, x)` applies a function to its block.
 """
 
@@ -24,10 +24,10 @@ from xshard.notation.parser import Dim
 class Placed:
     """This device's block of a global array.
 
-    Raises PlanError for addends.
+    block: of shape `sharding.max_local_shape`; a smaller one is padded at its ends, with zeros if a function
+    of this package made it. sharding: the array's layout, mesh and shape.
 
-    block: of shape `sharding.max_local_shape`; a smaller one is padded at its ends, with zeros where a
-    function of this package made it. sharding: the array's layout, mesh and shape.
+    Raises PlanError for a layout with a pending reduction.
     """
 
     block: jax.Array
@@ -36,7 +36,7 @@ class Placed:
     def __post_init__(self) -> None:
         if kinds := [kind for kind, _ in self.layout.tags if kind != "copy"]:
             raise PlanError(
-                f"a layer of what is still to be reduced by {kinds[0]}",
+                f"a layer on values still to be reduced by {kinds[0]}",
                 text=str(self.layout),
                 hint="redistribute first: layers take values",
             )
@@ -53,14 +53,14 @@ class Placed:
         return Placed(redistribute(self.block, pair, self.sharding.mesh, shape=self.sharding.shape), target)
 
     def owned(self) -> Placed:
-        """Every row at its owner alone, and zeros in the padding: to be summed, or compared."""
+        """Every row at its owner only, and zeros in the padding: to be summed or compared."""
         plain = replace(self.layout, dims=tuple(replace(dim, overlap=None) for dim in self.layout.dims))
         if plain != self.layout:
             return self.to(plain)
         return replace(self, block=without_padding(self.block, self.sharding))
 
     def remade(self, block: jax.Array, dims: Sequence[Dim], shape: Sequence[int]) -> Placed:
-        """The block of an array made from this one, under its tags; its padding becomes zero."""
+        """A block of an array computed from this one, with its tags; the padding becomes zero."""
         layout = Layout(tuple(dims), self.layout.tags)
         return Placed(block, Sharding(layout, self.sharding.mesh, tuple(shape))).owned()
 
@@ -71,11 +71,11 @@ def place(
     shape: Sequence[int] | None = None,
     mesh: AnyMesh | None = None,
 ) -> Placed:
-    """This device's block, placed in the array that a layout describes.
+    """This device's block with its place: the array's layout, mesh and global shape.
 
-    shape: of the global array, inferred where all blocks are as large as this one; an uneven block has
-    the shape of the largest, and what its padding holds does not matter. mesh: read from the context
-    where it is left out. Axes that the layout does not name are left alone.
+    shape: the global shape; by default inferred, assuming all blocks are equal. An uneven block has the shape
+    of the largest; its padding may hold anything. mesh: by default the one of the context. Axes that the
+    layout does not name are left alone.
     Raises NotationError, MeshError, ShapeError.
 
     >>> import functools

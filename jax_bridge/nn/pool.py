@@ -1,4 +1,4 @@
-"""Pooling of an array that is cut along the dims it slides over."""
+"""Pooling along dims that are cut."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import mine, numbers
+from jax_bridge.lower.row_tables import mine
 from jax_bridge.nn.conv import Padding, paddings
 from jax_bridge.nn.dilation import reduce_window_by_phases
 from jax_bridge.nn.placed import Placed
-from jax_bridge.nn.window import Boundaries, Sliding, windowed
-from xshard.layout.runs import Run
+from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
+from xshard.layout.runs import Run, row_numbers
 from xshard.nn.windows import pool_counts, pool_window
 from xshard.notation.overlap import Window
 
@@ -35,14 +35,13 @@ def reduce_window(
 ) -> Placed:
     """`lax.reduce_window` of the global array: every output is the reduction of a window of inputs.
 
-    Arguments are those of `lax`, with a number for every dim, all about the global array. boundary:
-    what `padding` consists of, `init_value` where it is left out. outputs: as in `conv_general_dilated`.
-    Raises as `redistribute` does.
+    Arguments are those of `lax`, with a number for every dim, for the global array. boundary: the rows of
+    `padding`, by default `init_value`. outputs: as in `conv_general_dilated`. Raises as `redistribute` does.
     """
     ones, whole = (1,) * operand.block.ndim, operand.sharding.shape
     strides, base, dilation = (tuple(o or ones) for o in (window_strides, base_dilation, window_dilation))
     init = np.array(init_value, operand.block.dtype)
-    # Of the whole array: what does not fit together is refused in the words of lax.
+    # On the global array: lax raises its own errors for arguments that do not fit.
     arguments = computation, window_dimensions, strides, padding, base, dilation
     struct = jax.ShapeDtypeStruct(whole, init.dtype)
     jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
@@ -57,7 +56,7 @@ def reduce_window(
         reduce = lax.reduce_window if dilation == ones else reduce_window_by_phases
         return reduce(block, init, computation, window_dimensions, stride, ends, base, dilation)
 
-    return windowed(operand, windows, local, fill=float(init_value), boundary=boundary, outputs=outputs)
+    return apply_windows(operand, windows, local, fill=float(init_value), boundary=boundary, outputs=outputs)
 
 
 def max_pool(
@@ -71,13 +70,13 @@ def max_pool(
     boundary: Boundaries = None,
     outputs: str = "",
 ) -> Placed:
-    """The largest value of every window; beyond the ends of the array there is none.
+    """The largest value of every window; by default rows beyond the ends of the array do not count.
 
-    ceil_mode: a last window that begins inside the array counts though it ends beyond it.
+    ceil_mode: keep a last window that begins inside the array but ends beyond it.
     Other arguments as in `reduce_window`.
     """
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
-    ends = _ends(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+    ends = _paddings(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
     return reduce_window(
         x,
         least,
@@ -104,11 +103,11 @@ def avg_pool(
 ) -> Placed:
     """The mean of every window.
 
-    count_include_pad: rows of `padding` count; rows that `ceil_mode` adds never do. Rows of a
-    `boundary` are values like others, and count. Other arguments as in `max_pool`.
+    count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Rows of a `boundary`
+    always count. Other arguments as in `max_pool`.
     """
-    padded = _ends(x, window_dimensions, window_strides, padding, None, False)
-    ends = _ends(x, window_dimensions, window_strides, padding, None, ceil_mode)
+    padded = _paddings(x, window_dimensions, window_strides, padding, None, False)
+    ends = _paddings(x, window_dimensions, window_strides, padding, None, ceil_mode)
     total = reduce_window(
         x, 0.0, lax.add, window_dimensions, window_strides, ends, boundary=boundary, outputs=outputs
     )
@@ -128,18 +127,18 @@ def avg_pool(
 
 
 def _along(y: Placed, d: int, values: NDArray[np.int64]) -> jax.Array:
-    """A value for every global row of a dim -> those of this device's rows, 1 in the padding."""
+    """Values for all rows of a dim -> the ones of this device's rows, 1 in the padding."""
     axes = y.layout.dims[d].axes
     table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[d]), np.float32)
     for part, runs in enumerate(y.sharding.owners(d)):
-        rows = numbers(runs)
+        rows = row_numbers(runs)
         table[part, : len(rows)] = values[rows]
     along = [1] * y.block.ndim
     along[d] = -1
     return mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)).reshape(along)
 
 
-def _ends(
+def _paddings(
     x: Placed,
     windows: Sequence[int],
     strides: Sequence[int] | None,
@@ -147,7 +146,7 @@ def _ends(
     dilation: Sequence[int] | None,
     ceil_mode: bool,
 ) -> list[tuple[int, int]]:
-    """Padding of every dim and, in `ceil_mode`, what the last window needs beyond it."""
+    """Padding of every dim; with `ceil_mode` also the rows that the last window needs."""
     ones = (1,) * len(windows)
     strides, dilation = tuple(strides or ones), tuple(dilation or ones)
     ends = paddings(x.sharding.shape, windows, strides, dilation, padding)

@@ -1,7 +1,7 @@
-"""Interpolation of an array that is cut along the dims it changes.
+"""Interpolation along dims that are cut.
 
-Decides how a few taps per output are read from a block. Which taps, JAX's own interpolation says
-(`resize`) or torch's formulas (`interpolate`).
+Decides how the taps of every output are read from a block. The taps are those of JAX's own interpolation
+(`resize`) or of torch's formulas (`interpolate`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 
 from jax_bridge.lower.row_tables import VOID, mine, pick
 from jax_bridge.nn.placed import Placed
-from xshard.nn.resample import Taps, resampled, taps
+from xshard.nn.resample import Taps, resampled_field, taps
 
 
 def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = True) -> Placed:
     """`jax.image.resize` of the global array: dims of other lengths, interpolated.
 
-    shape: of the whole result. method, antialias: as there (nearest, linear, cubic, lanczos3, lanczos5;
-    half-pixel centres, the kernel widened where it samples down). It differs from `interpolate` in that
-    widening, in its cubic kernel (constant -0.5, not -0.75), in nearest (which takes the centre of a
-    pixel, `nearest-exact`) and at the ends, where taps that fall outside are left out, not clamped.
+    shape: global, of the result. method, antialias: as in `jax.image` (nearest, linear, cubic, lanczos3,
+    lanczos5; half-pixel centres). Unlike `interpolate` it widens the kernel when it samples down, its cubic
+    kernel has constant -0.5, not -0.75, nearest takes the centre of a pixel (`nearest-exact`), and taps
+    beyond the ends are left out, not clamped.
 
     >>> from jax_bridge.nn.placed import place
     >>> larger = jax.pmap(lambda x: resize(place(x, "h/sp"), (8,), "linear"), "sp")
@@ -34,7 +34,8 @@ def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = Tr
     (1, 8)
     """
     changed = {d: n for d, n in enumerate(shape) if n != x.sharding.shape[d]}
-    found = {d: _jax_taps(x.sharding.shape[d], n, method, antialias) for d, n in changed.items()}
+    dtype = jnp.result_type(float)
+    found = {d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()}
     return _resampled(x, found)
 
 
@@ -48,8 +49,8 @@ def interpolate(
 ) -> Placed:
     """torch's `interpolate` of the global array: dims of other lengths, interpolated.
 
-    shape: of the whole result. mode: nearest, nearest-exact, linear (in two dims bilinear), cubic.
-    scale: outputs per input for every dim, where it is not the ratio of the lengths.
+    shape: global, of the result. mode: nearest, nearest-exact, linear (in two dims bilinear), cubic.
+    scale: outputs per input for every dim; None for the ratio of the lengths.
     """
     scales = scale or (None,) * len(shape)
     found = {
@@ -60,10 +61,11 @@ def interpolate(
     return _resampled(x, found)
 
 
-def _jax_taps(length: int, outputs: int, method: str, antialias: bool) -> Taps:
-    """What `jax.image.resize` makes of every single input, as the taps of every output."""
+@functools.lru_cache(maxsize=256)
+def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np.dtype) -> Taps:
+    """The taps of `jax.image.resize`, from its response to every single input."""
     with jax.ensure_compile_time_eval():
-        eye = jnp.eye(length, dtype=jnp.result_type(float))
+        eye = jnp.eye(length, dtype=dtype)
         each = jax.image.resize(eye, (outputs, length), method, antialias=antialias)
     matrix = np.asarray(each, np.float64)
     first = (matrix != 0).argmax(axis=1)
@@ -76,7 +78,9 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool) -> Taps:
 def _resampled(x: Placed, found: dict[int, Taps]) -> Placed:
     dims, mesh, shape = list(x.layout.dims), x.sharding.mesh, list(x.sharding.shape)
     dims = [replace(dim, overlap=None) for dim in dims]
-    reads = {d: resampled(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some) for d, some in found.items()}
+    reads = {
+        d: resampled_field(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some) for d, some in found.items()
+    }
     fetched = [reads[d].source if d in reads else dim for d, dim in enumerate(dims)]
     block = x.to(replace(x.layout, dims=tuple(fetched))).block
     for d, read in reads.items():

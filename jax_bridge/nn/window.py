@@ -1,8 +1,8 @@
-"""Window ops on blocks: which rows to fetch, how the local op is called, which of its outputs count.
+"""Window ops on blocks: the rows to fetch, the arguments of the local op, the outputs to keep.
 
-Decides it for one dim at a time, as tables with a row per part, since one program runs on all devices.
-What the op computes it does not know. A dim is fetched from neighbours where it is cut or where
-its boundary is more than a fill; any other the local op pads itself.
+Decides this one dim at a time, as tables with a row per part, since one program runs on all devices. Rows
+of a dim come from neighbours if the dim is cut or its boundary is more than a fill; otherwise the local op
+pads the dim itself. Does not know what the op computes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from jax_bridge.lower.row_tables import VOID, Table, pick
 from jax_bridge.nn.placed import Placed
 from xshard.errors import PlanError, ShapeError
-from xshard.layout.block_rows import output_dim, outputs
-from xshard.layout.runs import flat
-from xshard.nn.receptive_fields import dilated
+from xshard.layout.block_rows import output_dim, window_outputs
+from xshard.layout.runs import unrolled
+from xshard.nn.receptive_fields import dilated_field
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
-from xshard.notation.overlap_parser import boundaries
+from xshard.notation.overlap_parser import parse_boundaries
 from xshard.notation.parser import Dim
 
 Boundaries = str | Mapping[str, str] | None
@@ -30,10 +30,10 @@ Local = Callable[[jax.Array, tuple[int, ...], tuple[tuple[int, int], ...]], jax.
 
 @dataclass(frozen=True)
 class Sliding:
-    """A window over one dim: k taps, s rows from one to the next output, d from tap to tap.
+    """A window over one dim: k taps, stride s, dilation d.
 
-    base: rows from input to input, fill between them. padding: rows of the boundary before and after
-    the array; negative ones leave rows out.
+    base: dilation of the inputs, with the fill between them. padding: rows of the boundary before and after
+    the array; negative padding leaves rows out.
     """
 
     k: int
@@ -55,9 +55,9 @@ class Sliding:
 class Frame:
     """One dim of a window op on one device's block.
 
-    source: what the block must hold. result, length: the dim of the outputs. rows: where the local op
-    finds every row (None: as fetched). stride, padding: what the local op is told. made: which of
-    its outputs the device's are (None: all, from the first).
+    source: the dim of the block to fetch. result, length: the dim of the outputs, and its global length.
+    rows: positions of the local op's rows in the fetched block (None: as fetched). stride, padding: arguments
+    of the local op. made: positions of the device's outputs among those of the op (None: the first ones).
     """
 
     source: Dim
@@ -69,7 +69,7 @@ class Frame:
     made: Table | None
 
 
-def windowed(
+def apply_windows(
     x: Placed,
     windows: Mapping[int, Sliding],
     local: Local,
@@ -80,12 +80,12 @@ def windowed(
     order: Sequence[int] | None = None,
     features: Mapping[int, int] | None = None,
 ) -> Placed:
-    """A window op over some dims of an array.
+    """Apply a window op to a block: windows over some dims of the array.
 
-    local: what it does to a block, given strides and padding for every dim of `windows`, in their order.
-    fill: what it takes beyond the ends. boundary: what the user wants there, for all dims or by name.
-    outputs: how they are cut: as the dim (""), `balanced` or `aligned`. order: which dim of the input
-    every dim of the output is. features: new lengths of dims that have no window.
+    local: the op on a block, given strides and padding of the dims of `windows`, in their order.
+    fill: the value that it assumes beyond the ends. boundary: the user's rule there, for all dims or by name.
+    outputs: how they are cut: like the dim (""), `balanced` or `aligned`. order: for every dim of the output
+    its dim in the input. features: new lengths of dims without a window.
     """
     if outputs not in ("", *OUTPUT_RULES):
         raise PlanError(f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty")
@@ -116,17 +116,17 @@ def windowed(
 
 
 def _rules(boundary: Boundaries, names: Sequence[str], fill: float) -> dict[str, tuple[Boundary, Boundary]]:
-    """The rules beyond either end of every dim."""
+    """The boundary rules at both ends of every dim."""
     beyond = Boundary("constant", fill)
     given = dict.fromkeys(names, boundary) if isinstance(boundary, str) else dict(boundary or {})
     if unknown := [name for name in given if name not in names]:
         raise ShapeError(f"a boundary for {unknown[0]!r}", hint=f"the windows are over: {', '.join(names)}")
-    rules = {name: boundaries(given[name]) if name in given else (beyond, beyond) for name in names}
+    rules = {name: parse_boundaries(given[name]) if name in given else (beyond, beyond) for name in names}
     for name, ends in rules.items():
         if any(end.kind == "none" for end in ends):
             raise PlanError(
                 f"no rows beyond the ends of {name!r}, which a window reads",
-                hint="leave the padding away: padding=0 reads none",
+                hint="padding=0 reads none",
             )
     return rules
 
@@ -151,22 +151,25 @@ def _frame(
     if not filled and any(window.padding):
         raise PlanError(
             f"boundary {rules[0]} of {dim.name!r} with dilated inputs or negative padding",
-            hint="they have no other boundary than the fill; halo_exchange first",
+            hint="only the fill is possible there: halo_exchange first",
         )
     return _dilated(plain, length, sizes, window, fill, rule)
 
 
 def _plain(dim: Dim, window: Window, length: int, sizes: tuple[int, ...]) -> Frame:
-    """Outputs of a window: from the first row that the block holds, where it is one interval."""
+    """The frame of a window without dilated inputs or negative padding.
+
+    If a block is one interval, its outputs start at its first row.
+    """
     result, n = output_dim(dim, length, sizes)
     span = window.d * (window.k - 1) + 1
     parts = [
-        [run.length for run in flat(outputs(dim, window, length, sizes, c))]
+        [run.length for run in unrolled(window_outputs(dim, window, length, sizes, c))]
         for c in itertools.product(*map(range, sizes))
     ]
     if max(map(len, parts)) < 2:
         return Frame(dim, result, n, None, window.s, (0, 0), None)
-    # Every piece has rows of its own; it stands where an output can begin.
+    # Every piece gets its own rows, starting where an output can begin.
     rows: list[list[int]] = [[] for _ in parts]
     made: list[list[int]] = [[] for _ in parts]
     for pieces, mine, outs in zip(parts, rows, made, strict=True):
@@ -181,9 +184,9 @@ def _plain(dim: Dim, window: Window, length: int, sizes: tuple[int, ...]) -> Fra
 
 
 def _dilated(dim: Dim, length: int, sizes: tuple[int, ...], window: Sliding, fill: float, rule: str) -> Frame:
-    """Outputs of a window over dilated rows: every part's first one reads another phase of them."""
+    """The frame of a window over dilated inputs: every part may start at another phase."""
     k, s, d, base, (before, after) = window.k, window.s, window.d, window.base, window.padding
-    read = dilated(dim, length, sizes, k=k, s=s, d=d, base=base, p=(before, after), fill=fill, out=rule)
+    read = dilated_field(dim, length, sizes, k=k, s=s, d=d, base=base, p=(before, after), fill=fill, out=rule)
     leads = [
         first * base - (start * s - before) if start < stop else None
         for (first, _), (start, stop) in zip(read.inputs, read.outputs, strict=True)
@@ -204,7 +207,7 @@ def _dilated(dim: Dim, length: int, sizes: tuple[int, ...], window: Sliding, fil
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Table:
-    """Positions of every part, as long as the longest."""
+    """Positions of every part, padded to the longest with VOID."""
     table = np.full((len(rows), max(map(len, rows))), VOID, np.int64)
     for part, positions in enumerate(rows):
         table[part, : len(positions)] = positions

@@ -1,7 +1,7 @@
-"""What a compiled program moves, read from its optimised HLO.
+"""The traffic of a compiled program, read from its optimised HLO.
 
-Decides how much each collective brings to a device, counted as a ring moves it and in whole
-elements. Knows nothing of plans: it is what their numbers are checked against.
+Decides how much a device receives by each collective, as in a ring and in whole elements. Knows nothing of
+plans, so that their numbers can be checked against it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Elements that a device of a group of n receives, from those of the result.
+# (elements of the result, group size n) -> elements that a device receives.
 _RECEIVED: dict[str, Callable[[int, int], int]] = {
     "all-gather": lambda result, n: result * (n - 1) // n,
     "all-reduce": lambda result, n: -(-2 * result * (n - 1) // n),
@@ -31,7 +31,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>(?:\{\d+,\d+\},?)*)\}")
 
 
 class Collective(NamedTuple):
-    """One collective of a program, by HLO's name, and the bytes that every device receives by it."""
+    """One collective of a program: HLO's name, and the bytes that every device receives."""
 
     op: str
     received: tuple[int, ...]

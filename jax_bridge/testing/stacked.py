@@ -1,7 +1,7 @@
 """The blocks of all devices as one array of JAX, for `shard_map` to hand out: a leading dim per mesh axis.
 
-An axis that the layout does not name holds one value: `shard_map` gets one, with no spec, and takes it for
-invariant; so it is, on the way out. Uneven blocks are padded to the largest.
+Decides the array's specs. Along an axis that the layout does not name all blocks are equal: `shard_map` gets
+one, without a spec, and treats it as invariant, also on the way out. Uneven blocks are padded to the largest.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh) -> jax.Array:
 
 
 def local(block: jax.Array, mesh: Mesh) -> jax.Array:
-    """What `shard_map` hands to one device -> its block."""
+    """The part that `shard_map` gives to one device -> its block."""
     return block.reshape(block.shape[len(mesh.axes) :])
 
 
 def lead(block: jax.Array, mesh: Mesh) -> jax.Array:
-    """A device's block -> what it hands back."""
+    """A device's block -> the part that it returns to `shard_map`."""
     return block.reshape(*[1] * len(mesh.axes), *block.shape)
 
 
 def unstacked(
     array: jax.Array, shape: Sequence[int], sharding: Sharding, devices: Sequence[jax.Device]
 ) -> list[Any]:
-    """What came back, a block of `shape` per device -> the blocks, None on devices of other processes.
+    """The result, a block of `shape` per device -> the blocks, None on devices of other processes.
 
-    Blocks that have not the shape of the layout's largest are left as they are.
+    Blocks of another shape than the layout's largest are not cut to size.
     """
     held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
     empty = np.zeros(shape, array.dtype)

@@ -1,17 +1,14 @@
-"""`python -m jax_bridge.testing.timing PLANS SECONDS ROUNDS`: the JAX side of `xshard calibrate`.
+"""The JAX side of `xshard calibrate`: seconds of plans on host devices, forward only.
 
-Reads pickled plans, runs each on as many host devices as its mesh has, forward only, and writes the
-pickled seconds of each. A plan is timed as programs use it: inside one compiled program, which
+Decides how a time is taken. A plan is timed as programs use it: inside one compiled program, which
 calls it in a loop, so that the launch of the program itself hardly counts.
 """
 
 from __future__ import annotations
 
-import pickle
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +20,16 @@ from jax.sharding import PartitionSpec
 from jax_bridge.redistribution import redistribute
 from xshard import Plan
 
-TARGET_S = 0.02  # seconds of a program, about: what the number of calls is chosen for
+TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from it
 MOST_CALLS = 100
 
 
-def main(plans_path: str, seconds_path: str, rounds: str) -> None:
-    """Time the plans of one file and write their seconds to the other: the median of some rounds."""
-    plans: list[Plan] = pickle.loads(Path(plans_path).read_bytes())
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max((plan.mesh.n_devices for plan in plans), default=1))
+def seconds_of_plans(plans: Sequence[Plan], rounds: int, _timeout_s: float) -> list[float]:
+    """The median time of every plan over some rounds."""
     timers = [Timer(plan) for plan in plans]
     # All are measured once before any is measured again: a slow spell of the machine falls on all alike.
-    by_round = [[timer.seconds() for timer in timers] for _ in range(int(rounds))]
-    seconds = [statistics.median(times) for times in zip(*by_round, strict=True)]
-    Path(seconds_path).write_bytes(pickle.dumps(seconds))
+    by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*by_round, strict=True)]
 
 
 class Timer:
@@ -45,7 +38,7 @@ class Timer:
     def __init__(self, plan: Plan) -> None:
         mesh = plan.mesh
         devices = np.array(jax.devices()[: mesh.n_devices]).reshape(mesh.sizes)
-        blocks = (*mesh.sizes, *plan.source.max_local_shape)  # every device has one, whatever it means
+        blocks = (*mesh.sizes, *plan.source.max_local_shape)  # one per device, replicas too
         self.blocks = jax.device_put(
             jnp.ones(blocks, plan.dtype),
             jax.NamedSharding(JaxMesh(devices, mesh.axes), PartitionSpec(*mesh.axes)),
@@ -79,12 +72,8 @@ def _loop(plan: Plan, calls: jax.Array, stacked: jax.Array) -> jax.Array:
     def again(_: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, _ = blocks
         y = redistribute(x, plan)
-        # All of the result is kept: of one that only an element is read of, XLA makes only the element.
+        # The whole result is kept: if one element is all that is read, XLA computes that element alone.
         return x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]), y
 
     _, made = lax.fori_loop(0, calls, again, (block, jnp.zeros(plan.target.max_local_shape, block.dtype)))
     return made.reshape((*stacked.shape[:lead], *made.shape))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,20 +1,16 @@
-"""`python -m jax_bridge.testing.worker TASKS OUTCOMES [--mode vma|novma|pmap]`: the tasks of `xshard.verify` in JAX.
+"""The JAX side of `xshard verify`: tasks on host devices.
 
-Decides how every device gets the block that a task gives it, and measures what was moved. With
-types (`vma`) a replicated axis enters and leaves as an invariant one, so that a run tests types
-as well as values. With `--processes N --process I --coordinator ADDRESS` it is one of N processes, which
-share the devices of every task and each write the blocks of their own.
+Decides how every device gets its block of a task, and measures what was moved. With types (`vma`) a
+replicated axis enters and leaves as an invariant one, so that a run tests types as well as values. Of several
+processes each returns the blocks on its own devices.
 """
 
 from __future__ import annotations
 
-import argparse
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -33,61 +29,43 @@ from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps.base import Blocks
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the tasks, run each in the mode asked for, write the outcomes."""
-    parser = argparse.ArgumentParser(prog="python -m jax_bridge.testing.worker")
-    parser.add_argument("tasks", type=Path)
-    parser.add_argument("outcomes", type=Path)
-    parser.add_argument("--mode", choices=("vma", "novma", "pmap"), default="vma")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--coordinator")
-    options = parser.parse_args(arguments)
-    tasks: list[Task] = pickle.loads(options.tasks.read_bytes())
-    configure(tasks, options.processes)
-    if options.processes > 1:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    outcomes = [run_task(task, options.mode) for task in tasks]
-    options.outcomes.write_bytes(pickle.dumps(outcomes))
+def run_tasks(tasks: Sequence[Task], mode: str, _timeout_s: float) -> list[Outcome]:
+    """The outcome of every task. mode: "vma" or "novma" (`shard_map` with and without types), or "pmap"."""
+    with jax.enable_x64(any(jnp.dtype(task.plan.dtype).itemsize >= 8 for task in tasks)):
+        return [_run(task, mode) for task in tasks]
 
 
-def configure(tasks: Sequence[Task], processes: int = 1) -> None:
-    """As many host devices as the tasks need of a process, and 64-bit numbers if they have some.
-
-    Before JAX makes its devices, which the first of its functions does.
-    """
-    jax.config.update("jax_platforms", "cpu")
-    most = max((t.plan.mesh.n_devices for t in tasks), default=1)
-    jax.config.update("jax_num_cpu_devices", -(-most // processes))
-    jax.config.update("jax_enable_x64", any(jnp.dtype(t.plan.dtype).itemsize >= 8 for t in tasks))
+def join(address: str, processes: int, process: int, _timeout_s: float) -> None:
+    """Become one of several processes, which share the devices of every task."""
+    jax.distributed.initialize(address, processes, process)
 
 
-def run_task(task: Task, mode: str) -> Outcome:
-    """The task forward and backward: the blocks, and the bytes and seconds it took to make them."""
+def _run(task: Task, mode: str) -> Outcome:
+    """The task forward and backward: the blocks, and the bytes and seconds they took."""
     plan, source, target = task.plan, task.plan.source, task.plan.target
-    forward = Program(lambda x: redistribute(x, plan), (source,), target, mode).run(task.inputs)
-    backward = Program(lambda x, g: _pulled_back(plan, x, g), (source, target), source, mode).run(
+    forward = DeviceProgram(lambda x: redistribute(x, plan), (source,), target, mode).run(task.inputs)
+    backward = DeviceProgram(lambda x, g: _pulled_back(plan, x, g), (source, target), source, mode).run(
         task.inputs, task.cotangents
     )
     return Outcome(
         tuple(forward.blocks),
         tuple(backward.blocks),
         forward.received_bytes,
-        # What is not linear looks at its forward pass again, which is not the gradient's traffic.
+        # A max or min repeats its forward pass, which is not the gradient's traffic.
         backward.received_bytes if plan.src.is_linear else None,
         forward.seconds + backward.seconds,
     )
 
 
 def _pulled_back(plan: Plan, x: jax.Array, cotangent: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX differentiates no whole numbers, a plan moves them too
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX does not differentiate whole numbers
         return redistribute(cotangent, plan.backward)
     _, pull = jax.vjp(lambda x: redistribute(x, plan), x)
     return pull(cotangent)[0]
 
 
 class Measured(NamedTuple):
-    """What a program made on every device, None on those of other processes, and what a second run took."""
+    """Blocks per device (None on devices of other processes), bytes, and the seconds of a second run."""
 
     blocks: list[Any]
     received_bytes: int
@@ -95,8 +73,8 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
-    """One device's function, for all devices of a mesh. Its blocks travel in one array, padded."""
+class DeviceProgram:
+    """One device's function on all devices of a mesh; the blocks are one padded array."""
 
     local: Callable[..., jax.Array]
     inputs: tuple[Sharding, ...]
@@ -109,7 +87,7 @@ class Program:
 
     @property
     def devices(self) -> list[jax.Device]:
-        """Of the processes in turn, so that some axis reaches from one to another."""
+        """Devices of the processes in turn, so that some axis connects processes."""
         found = (jax.local_devices(process) for process in range(jax.process_count()))
         return [d for turn in zip(*found, strict=True) for d in turn][: self.mesh.n_devices]
 
@@ -153,7 +131,3 @@ class Program:
         if self.mode == "pmap":
             return padded(blocks, sharding)
         return stacked(blocks, sharding, self.jax_mesh)
-
-
-if __name__ == "__main__":
-    main()

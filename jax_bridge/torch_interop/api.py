@@ -1,6 +1,7 @@
-"""`to_jax` and `to_torch`: what users call, for one array or a tree of them.
+"""`to_jax` and `to_torch`: the public verbs, for one array or a tree of them.
 
-Decides what a call means. What it does is in `handover`, whole trees are in `trees`.
+Decides the arguments and results of a call. `to_jax.py` and `to_torch.py` carry it out, `handover` plans it,
+and `trees` finds the layout of every leaf.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ def to_jax(
 ) -> Any:
     """This process's tensors under a layout -> one global `jax.Array` with a `NamedSharding`.
 
-    x: the block of this process, or a list with one for each of its devices in the mesh, in the mesh's
-    order, or a DTensor; or a tree of these. All processes of the mesh call it.
-    layout: of blocks that stay as they are; `"layout -> layout"` brings them from the one that they have
-    to the one of the array. For a tree: by pattern of the leaves' names (as in `"layers.*.weight"`; a
-    compiled regular expression is taken too), the first that fits.
-    A dim in zigzag or another order stands in storage order in the array, as with `reshard`.
-    torch_mesh: where the blocks are, if it is not the same as `mesh`: a `DeviceMesh`, or an
-    `xshard.Mesh`. A DTensor brings its own.
-    shape: the global shape, where blocks differ in size.
-    copy: None shares memory where layout, dtype and alignment allow it and logs a copy with its reason
-    in "xshard.interop", True copies always, False raises where a copy cannot be avoided.
-    A write to shared memory, `x.add_(1)`, changes the array that JAX takes for immutable: `copy=True`
-    where the tensor is written to afterwards.
-    profile, via: where blocks have to move, the plan is carried out by the side for which it costs less
-    on this machine (or on the ones for "torch" and "jax"), or by the one named.
-    progress: a bar; None shows one for large trees on a terminal.
+    x: the block of this process; a list with one block per device of the process, in mesh order; a DTensor;
+    or a tree of these. All processes of the mesh call it.
+    layout: of the blocks and the array; `"layout -> layout"` moves blocks from the first to the second. For a
+    tree: a dict from patterns of leaf names (`"layers.*.weight"`, or a compiled regular expression) to
+    layouts; the first match counts.
+    In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
+    torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`. A DTensor
+    brings its own.
+    shape: the global shape, needed if blocks differ in size.
+    copy: None shares memory if layout, dtype and alignment allow it, and logs a copy with its reason in
+    "xshard.interop"; True always copies; False raises if a copy cannot be avoided.
+    A write to shared memory, `x.add_(1)`, changes the array, which JAX assumes to be immutable: pass
+    `copy=True` if the tensor is written to afterwards.
+    profile, via: if blocks have to move, the cheaper side moves them, by the costs of this profile (or of one
+    for "torch" and one for "jax"); `via` names the side instead.
+    progress: whether to show a bar; None shows one for large trees on a terminal.
 
-    Nothing is differentiated: `torch_bridge.from_jax` makes a function of both.
+    Has no gradient: `jax_bridge.torch_interop.from_jax` makes a differentiable function.
     Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
-    jax_enable_x64), MeshError (devices, kinds of devices or processes that differ), PlanError,
-    XshardError (a copy that may not be, leaves without a rule).
+    jax_enable_x64), MeshError (for devices, kinds of devices or processes that differ), PlanError,
+    XshardError (for a copy that is not allowed, and leaves without a rule).
 
     >>> import torch
     >>> x = torch.arange(4.0)
@@ -94,16 +95,16 @@ def to_torch(
 ) -> Any:
     """A global `jax.Array` under a layout -> this process's tensor, a list of them, or a DTensor.
 
-    array: sharded as `layout`, or its left side, says; or a tree of such arrays. A process with one
-    device of the mesh gets a tensor, one with several a list of one for each, in the mesh's order.
+    array: sharded by `layout`, or by its left side; or a tree of such arrays. A process with one device of
+    the mesh gets a tensor, a process with several a list with one tensor per device, in mesh order.
     layout, copy, profile, via, progress: as in `to_jax`.
-    mesh: where the tensors are, if it is not the array's own mesh. For an array that has none, JAX's.
-    dtensor: whether the result is a DTensor, on the `DeviceMesh` given.
-    writable: without a copy the tensor's memory is the array's, which JAX takes for immutable: a write
-    changes it. `writable=False` gives a tensor that raises XshardError instead.
+    mesh: the mesh of the tensors if it is not the array's own; JAX's mesh for an array without one.
+    dtensor: return a DTensor, on the `DeviceMesh` given.
+    writable: without a copy the tensor shares the array's memory, which JAX assumes to be immutable: a write
+    changes the array. With `writable=False` a write raises XshardError instead.
 
-    Raises as `to_jax` does; ShapeError for an array that is sharded otherwise, XshardError for one that
-    was donated or deleted, and for a tracer.
+    Raises as `to_jax` does; ShapeError for an array with another sharding, XshardError for one that was
+    donated or deleted, and for a tracer.
 
     >>> import jax.numpy as jnp
     >>> mesh = jax.make_mesh((1,), ("dp",))

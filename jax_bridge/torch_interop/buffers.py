@@ -1,8 +1,7 @@
 """One tensor <-> one array of one device: the same memory, or a copy and the reason for it.
 
-Decides when memory can be shared, and what torch and JAX call a dtype. Knows no meshes. Whatever is
-copied is copied by torch, at once and aligned, and then shared: so a tensor may be written to as
-soon as its copy has been handed over.
+Decides when memory can be shared, and which dtypes correspond. Knows no meshes. torch makes every copy, at
+once and aligned, and shares it: a tensor may be written to as soon as its copy has been handed over.
 
 The log "xshard.interop" has a line for every copy that nobody asked for.
 """
@@ -15,28 +14,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, plain
+from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, unwrapped
+from torch_bridge.testing.arrays import array_of
 from xshard import DtypeError, XshardError
 from xshard.formatting import format_bytes
 
 LOG = logging.getLogger("xshard.interop")
 
 ALIGNMENT = 64  # bytes: XLA's CPU client reads no host memory that begins elsewhere
-# Names of torch that no tensor can have.
+# dtypes that torch names but gives no tensor.
 NIBBLES = ("int2", "int4", "uint2", "uint4")
 
 
 def jax_name(dtype: torch.dtype) -> str:
-    """The name that JAX has for a dtype of torch.
+    """JAX's name for a dtype of torch.
 
-    Raises DtypeError for what JAX has not, and for 64 bits where JAX would silently make 32 of them.
+    Raises DtypeError for a dtype that JAX does not have, and for 64 bits that JAX would silently narrow.
     """
     name = str(dtype).removeprefix("torch.")
     if not hasattr(jnp, name):
@@ -44,16 +42,17 @@ def jax_name(dtype: torch.dtype) -> str:
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:
         raise DtypeError(
-            f"the tensor is {dtype}, of which JAX would make {narrow}",
+            f"the tensor is {dtype}, which JAX would make {narrow}",
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
     return name
 
 
-def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """The dtype of an array as torch has it. Raises DtypeError where it does not."""
+def torch_dtype(dtype: np.dtype | str) -> torch.dtype:
+    """torch's dtype for an array's, or for one by its name. Raises DtypeError if torch has none."""
+    dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) are its numbers")
+        raise DtypeError(f"torch has no {dtype}", hint="jax.random.key_data(key) gives its numbers")
     found = None if dtype.name in NIBBLES else getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise DtypeError(f"torch has no {dtype.name}", hint="convert the array to a dtype that both have")
@@ -61,17 +60,17 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def check_dense(x: Tensor) -> None:
-    """Raise XshardError for a tensor that has no dense memory of its own: sparse, meta, fake, a wrapper."""
+    """Raise XshardError for a tensor without dense memory of its own: sparse, meta, fake, a wrapper."""
     wraps = not isinstance(x, ReadOnlyTensor) and type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
     if wraps or x.is_meta or x.is_quantized or x.layout != torch.strided:
         raise XshardError(
             f"a {type(x).__name__} of {x.layout} on {x.device} has no dense memory that JAX could read",
-            hint="hand over what it stands for: x.to_dense(), x.wait(), real values instead of fake ones",
+            hint="hand over its values instead: x.to_dense(), x.wait(), a real tensor for a fake one",
         )
 
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
-    """The reason why JAX cannot use the memory of a tensor; None where it can."""
+    """Why JAX cannot use the memory of a tensor; None if it can."""
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
@@ -84,7 +83,7 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
 
 
 def check_shared(x: Tensor, device: jax.Device) -> None:
-    """Raise XshardError where JAX cannot use the memory of a tensor."""
+    """Raise XshardError if JAX cannot use the memory of a tensor."""
     if (why := why_copied(x, device)) is not None:
         raise XshardError(
             f"the tensor for {device} cannot be handed over without a copy: {why}",
@@ -92,9 +91,9 @@ def check_shared(x: Tensor, device: jax.Device) -> None:
         )
 
 
-def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
-    """A tensor -> an array on the device, over the same memory unless that cannot be or `copy` is true."""
-    block = plain(x).detach()
+def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
+    """A tensor -> an array on the device, over the same memory if possible and `copy` is not true."""
+    block = unwrapped(x).detach()
     why = None if copy else why_copied(block, device)
     if why is not None:
         size = format_bytes(block.numel() * block.element_size())
@@ -102,12 +101,12 @@ def as_array(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
     if copy or why is not None:
         block = torch.empty(block.shape, dtype=block.dtype, device=block.device).copy_(block)
     if block.device.type == "cpu":
-        return jax.device_put(host_array(block), device, may_alias=True)
+        return jax.device_put(array_of(block), device, may_alias=True)
     array = jax.dlpack.from_dlpack(block)
     return array if array.device == device else jax.device_put(array, device)
 
 
-def as_tensor(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
+def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
     """An array of one device -> a tensor over the same memory, or over its own if `copy` is true."""
     if array.platform() == "cpu":
         jax.block_until_ready(array)  # on a GPU the streams wait for each other
@@ -116,17 +115,8 @@ def as_tensor(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
     return block if copy or writable else ReadOnlyTensor(block)
 
 
-def host_array(block: Tensor) -> NDArray:
-    """A contiguous tensor on the CPU -> the numpy array over its memory."""
-    name = str(block.dtype).removeprefix("torch.")
-    if hasattr(np, name):
-        return block.numpy()
-    # bfloat16 and 8-bit floats, which numpy knows from ml_dtypes: their bits come over.
-    return block.view(getattr(torch, f"uint{8 * block.itemsize}")).numpy().view(getattr(ml_dtypes, name))
-
-
 def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
-    """torch's work in a callback of XLA on a device of this kind, in the order of XLA's own stream."""
+    """A context for torch's work in a callback of XLA: on XLA's own stream, on a GPU."""
     return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
 
 

@@ -1,8 +1,7 @@
 """Both ends of a hand-over: which device of JAX's mesh is which device of torch's.
 
-Decides how the processes of the two frameworks go together. A device of torch is the part of the
-array that goes with one device of JAX: a rank's block, or one of a process's several. Knows no
-layouts.
+Decides how the processes of the two frameworks correspond. A device of torch's mesh has the part of the array
+of one device of JAX: the block of a rank, or one of a process's several blocks. Knows no layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jax_bridge.planning import xshard_mesh
 from torch_bridge.mesh.process_mesh import mesh_of
 from xshard import Mesh, MeshError
 
-# What torch calls the devices that JAX calls so.
+# JAX's names of platforms -> torch's names of kinds of devices.
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "cuda"}
 
 TorchMesh = DeviceMesh | Mesh
@@ -31,7 +30,7 @@ TorchMesh = DeviceMesh | Mesh
 class Ends:
     """JAX's mesh and torch's over the same devices.
 
-    devices: the device of JAX of every device of torch's mesh, `axes`.
+    axes: torch's mesh. devices: for every device of it, the device of JAX.
     """
 
     jax_mesh: JaxMesh
@@ -48,32 +47,32 @@ class Ends:
 
     @cached_property
     def are_the_same(self) -> bool:
-        """Whether the meshes have the same axes, and every device the same number in both."""
+        """True if the meshes have the same axes, and every device the same index in both."""
         return self.axes == self.jax_axes and self.devices == self.jax_devices
 
     @cached_property
     def local(self) -> tuple[int, ...]:
-        """The devices of torch's mesh that are this process's, in its order."""
+        """This process's devices in torch's mesh, in its order."""
         return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
 
     @cached_property
     def kind(self) -> str:
-        """What torch calls the kind of the devices: "cpu" or "cuda". Raises MeshError for others."""
+        """torch's name for the kind of the devices: "cpu" or "cuda". Raises MeshError for others."""
         platform = self.devices[0].platform
         if platform not in KINDS:
             raise MeshError(
-                f"JAX's mesh is of {platform} devices, of which torch has no tensors",
+                f"JAX's mesh is of {platform} devices, and torch has no tensors there",
                 hint=f"torch shares memory with devices of: {', '.join(KINDS)}; jax.device_get(array) copies",
             )
         return KINDS[platform]
 
     @cached_property
     def is_one_each(self) -> bool:
-        """Whether every process has one device, as torch has it."""
+        """True if every process has one device, as torch assumes."""
         return len({d.process_index for d in self.devices}) == len(self.devices)
 
     def numbers(self, devices: Sequence[jax.Device]) -> tuple[int, ...]:
-        """How a plan numbers devices: by rank or, where processes have several, in turn."""
+        """A plan's numbers of devices: ranks, or positions by process and id if processes have several."""
         if self.is_one_each:
             return tuple(d.process_index for d in devices)
         ordered = _ordered(self.jax_devices)
@@ -81,23 +80,23 @@ class Ends:
 
 
 def ends_of(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> Ends:
-    """The meshes brought together; torch's is like JAX's where none is given.
+    """Match the two meshes; without one of torch, its mesh equals JAX's.
 
-    A `DeviceMesh` is of ranks, each with one device of JAX's mesh. Device i of an `xshard.Mesh` is rank
-    i, or the i-th device by process and id where processes have several.
-    Raises MeshError where the meshes are not of the same devices, the frameworks not of the same
-    processes, or this process has no device in JAX's.
+    The ranks of a `DeviceMesh` have one device of JAX's mesh each. Device i of an `xshard.Mesh` is rank i, or
+    the i-th device by process and id if processes have several.
+    Raises MeshError if the meshes do not have the same devices or the frameworks the same processes, or if
+    this process has no device in JAX's mesh.
     """
     if not isinstance(jax_mesh, JaxMesh):
         raise MeshError(
             f"{type(jax_mesh).__name__} {jax_mesh} has no devices", hint="pass a jax.sharding.Mesh of devices"
         )
     check_processes()
-    return _ends(jax_mesh, torch_mesh)
+    return _matched(jax_mesh, torch_mesh)
 
 
 def check_one_block(ends: Ends, what: str) -> None:
-    """Raise MeshError where a process has several blocks and `what` has one."""
+    """Raise MeshError if a process has several blocks but `what` one."""
     if not ends.is_one_each:
         raise MeshError(
             f"a process has several devices in JAX's mesh {dict(ends.jax_mesh.shape)}, {what} one block",
@@ -106,7 +105,7 @@ def check_one_block(ends: Ends, what: str) -> None:
 
 
 def check_processes() -> None:
-    """Raise MeshError where torch and JAX do not run in the same processes."""
+    """Raise MeshError if torch and JAX do not run in the same processes."""
     if not dist.is_initialized():
         return
     torchs, jaxs = (dist.get_rank(), dist.get_world_size()), (jax.process_index(), jax.process_count())
@@ -118,7 +117,7 @@ def check_processes() -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _ends(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> Ends:
+def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> Ends:
     mine = tuple(jax_mesh.devices.flat)
     if all(d.process_index != jax.process_index() for d in mine):
         raise MeshError(

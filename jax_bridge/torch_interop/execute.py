@@ -15,26 +15,24 @@ from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 
 from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import stored
+from jax_bridge.arrays.program import storage_layout
 from jax_bridge.arrays.reshard import reshard
-from torch_bridge.between import on_ranks, redistribute_between
-from xshard import Plan, TransferPlan
+from torch_bridge.between import redistribute_between
+from xshard import Plan
 
 
-def by_torch(block: Tensor, made: Plan | TransferPlan, ranks: tuple[int, ...]) -> Tensor:
-    """A block before the plan -> the block after it. ranks: of the devices of a plan on one mesh."""
-    moved = redistribute_between(block.detach(), on_ranks(made, ranks) if isinstance(made, Plan) else made)
+def by_torch(block: Tensor, made: Plan) -> Tensor:
+    """A block before the plan -> the block after it; the plan's devices are ranks."""
+    moved = redistribute_between(block.detach(), made)
     assert moved is not None  # routes through torch are of the whole world
     return moved
 
 
-def by_jax(
-    blocks: Sequence[jax.Array], made: Plan | TransferPlan, devices: Sequence[jax.Device]
-) -> list[jax.Array]:
+def by_jax(blocks: Sequence[jax.Array], made: Plan, devices: Sequence[jax.Device]) -> list[jax.Array]:
     """This process's blocks before the plan -> its blocks after it. devices: all of the plan's mesh."""
-    assert isinstance(made, Plan)  # a route between meshes that do not fit each other is torch's
+    assert made.transfer is None  # a route between meshes that do not fit each other is torch's
     mesh = plan_mesh(made, devices)
-    start = to_named_sharding(stored(made.source.layout), mesh)
+    start = to_named_sharding(storage_layout(made.source.layout), mesh)
     return blocks_of(reshard(assembled(blocks, made.shape, start), made, mesh), devices)
 
 

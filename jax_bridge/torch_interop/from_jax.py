@@ -1,8 +1,8 @@
 """`from_jax`: a JAX function on sharded arrays as a differentiable torch function on sharded tensors.
 
-Decides how torch's autograd and `jax.vjp` meet: the forward pass runs the function and keeps its
-pullback, the backward pass runs that, each one program compiled once. Where torch records the backward
-pass itself, for second derivatives, the pullback is called as another such function.
+Decides how torch's autograd and `jax.vjp` meet. The forward pass runs the function and keeps its pullback;
+the backward pass runs the pullback. Each is one program, compiled once. If torch records the backward pass,
+for second derivatives, the pullback becomes another such function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from jax_bridge.torch_interop.devices import Ends, ends_of
 from jax_bridge.torch_interop.options import Options
-from jax_bridge.torch_interop.pullback import Program, as_layouts, make_program, spread
+from jax_bridge.torch_interop.pullback import VjpProgram, as_layouts, broadcast_layouts, make_vjp_program
 from jax_bridge.torch_interop.to_jax import prepare_to_jax
 from jax_bridge.torch_interop.to_torch import prepare_to_torch
 from torch_bridge.dtensor.placements import as_dtensor, local_of
@@ -33,19 +33,19 @@ def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: Ja
     """A function of global arrays in JAX -> the same function of this process's tensors, differentiable.
 
     fn: takes and returns arrays or pytrees of them; it may be a `jax.shard_map` or a `jit` over the mesh.
-    in_layouts, out_layouts: of its arguments and of what it returns: one for all, or a pytree prefix
-    of them, as a tuple with one for each argument. The layout of a gradient is the dual of its tensor's:
-    along a replicated axis every process gets the whole gradient.
+    in_layouts, out_layouts: of its arguments and results: one for all, or a pytree prefix of them, such as a
+    tuple with one per argument. The layout of a gradient is the dual of its tensor's: along a replicated axis
+    every process gets the whole gradient.
     mesh: JAX's, over the devices of torch's processes (`torch_interop.initialize`).
 
-    The result takes a tensor for every array, a list of one for each device where the process has
-    several, or a DTensor; if there is one, it returns DTensors. What is no tensor (a jax.Array, a number, a
-    key) is passed on to `fn` and has no gradient. All processes of the mesh call it. Memory is shared
-    where it can be; a tensor that is written to between the forward and the backward pass is noticed, as
-    with torch's own functions. Compiled once per shape, dtype and set of arguments with a gradient. Not
-    traced by torch.compile, which calls it between its graphs, nor by torch.func.
+    The new function takes for every array a tensor, a list with one tensor per device if the process has
+    several, or a DTensor; given a DTensor it returns DTensors. Other arguments (a jax.Array, a number, a key)
+    are passed on to `fn` and have no gradient. All processes of the mesh call it. Memory is shared if
+    possible; as with torch's own functions, the backward pass raises if a saved tensor was written to.
+    Compiled once per shape, dtype and set of arguments with a gradient. torch.compile calls it between its
+    graphs and does not trace it, nor does torch.func.
 
-    Raises as `to_jax` and `to_torch` do, and what `fn` raises.
+    Raises as `to_jax` and `to_torch` do, and any error of `fn`.
 
     >>> mesh = jax.make_mesh((1,), ("tp",))
     >>> layer = from_jax(lambda x, w: jax.numpy.tanh(x @ w), ("n i", "i o/tp"), "n o/tp", mesh)
@@ -66,12 +66,12 @@ def from_jax(fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: Ja
 
 
 class JaxCall:
-    """A JAX function with its layouts, and the programs made of it so far."""
+    """A JAX function with its layouts, and the programs compiled for it so far."""
 
     def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
         self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
-        self._programs: dict[Any, Program] = {}
-        self._pullbacks: dict[Program, JaxCall] = {}
+        self._programs: dict[Any, VjpProgram] = {}
+        self._pullbacks: dict[VjpProgram, JaxCall] = {}
 
     def __call__(self, *args: Any) -> Any:
         ends = ends_of(self.mesh)
@@ -81,7 +81,7 @@ class JaxCall:
             return several and isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
 
         leaves, tree = jax.tree.flatten(args, is_group)
-        layouts = as_layouts(spread(self.in_layouts, tree, "in_layouts"))
+        layouts = as_layouts(broadcast_layouts(self.in_layouts, tree, "in_layouts"))
         device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
         if device_mesh is not None:
             _check_mesh(ends_of(self.mesh, device_mesh))
@@ -95,9 +95,9 @@ class JaxCall:
         wrt = [i for i, g in enumerate(groups) if wanted and any(x.requires_grad for x in g or ())]
         others = [x if group is None else None for x, group in zip(leaves, groups, strict=True)]
         sizes = [0 if group is None else len(group) for group in groups]
-        request = Request(self, ends, tree, layouts, others, sizes, tuple(wrt))
-        results = Apply.apply(request, *flat)
-        program = request.program
+        invocation = Invocation(self, ends, tree, layouts, others, sizes, tuple(wrt))
+        results = Apply.apply(invocation, *flat)
+        program = invocation.program
         assert program is not None  # the call has made it
         out_groups = _divided(results, [len(ends.local)] * len(program.out_avals))
         if device_mesh is not None:
@@ -111,16 +111,24 @@ class JaxCall:
             made = [group if several else group[0] for group in out_groups]
         return jax.tree.unflatten(program.out_tree, made)
 
-    def program(self, request: Request, leaves: Sequence[Any]) -> Program:
-        """The program for such arguments, made where there is none yet."""
-        key = request.tree, request.layouts, tuple(map(jax.typeof, leaves)), request.wrt
+    def program(self, invocation: Invocation, leaves: Sequence[Any]) -> VjpProgram:
+        """The program for such arguments, made on the first call."""
+        key = invocation.tree, invocation.layouts, tuple(map(jax.typeof, leaves)), invocation.wrt
         if key not in self._programs:
-            self._programs[key] = make_program(
-                *(self.fn, request.ends, request.tree, request.layouts, self.out_layouts, leaves, request.wrt)
+            self._programs[key] = make_vjp_program(
+                *(
+                    self.fn,
+                    invocation.ends,
+                    invocation.tree,
+                    invocation.layouts,
+                    self.out_layouts,
+                    leaves,
+                    invocation.wrt,
+                )
             )
         return self._programs[key]
 
-    def pullback(self, program: Program) -> JaxCall:
+    def pullback(self, program: VjpProgram) -> JaxCall:
         """The gradients as a function of the leaves and the cotangents."""
         if program not in self._pullbacks:
             ins = list(program.in_layouts), list(program.cotangent_layouts)
@@ -131,8 +139,8 @@ class JaxCall:
 
 
 @dataclass
-class Request:
-    """One call: all but its tensors. others: the leaves that are none; sizes: tensors of each leaf, or 0."""
+class Invocation:
+    """One call without its tensors. others: leaves that are no tensors; sizes: tensors per leaf, or 0."""
 
     call: JaxCall
     ends: Ends
@@ -141,10 +149,10 @@ class Request:
     others: list[Any]
     sizes: list[int]
     wrt: tuple[int, ...]
-    program: Program | None = None
+    program: VjpProgram | None = None
 
     def leaves(self, flat: Sequence[Tensor], hand: Callable[[Group, Layout], Any]) -> list[Any]:
-        """The leaves, those of tensors by `hand`."""
+        """All leaves; `hand` makes the ones of tensors."""
         groups = _divided(flat, self.sizes)
         return [
             hand(group, layout) if group else other
@@ -160,20 +168,22 @@ class Request:
 
 
 class Apply(torch.autograd.Function):
-    """`Apply.apply(request, *tensors)`: the tensors of all outputs. The one place where derivatives meet."""
+    """`Apply.apply(invocation, *tensors)` -> the tensors of all outputs; where the derivatives meet."""
 
     @staticmethod
-    def forward(ctx: Any, request: Request, *flat: Tensor) -> tuple[Tensor, ...]:
-        leaves = request.leaves(flat, request.to_jax)
-        program = request.program = request.call.program(request, leaves)
+    def forward(ctx: Any, invocation: Invocation, *flat: Tensor) -> tuple[Tensor, ...]:
+        leaves = invocation.leaves(flat, invocation.to_jax)
+        program = invocation.program = invocation.call.program(invocation, leaves)
         outputs, ctx.pull = program.forward(leaves)
-        groups = [request.to_torch(x, layout) for x, layout in zip(outputs, program.out_layouts, strict=True)]
-        # What the function returns as it got it is not the caller's own tensor once more.
+        groups = [
+            invocation.to_torch(x, layout) for x, layout in zip(outputs, program.out_layouts, strict=True)
+        ]
+        # An argument that the function returns unchanged must not be the caller's own tensor.
         given = {x.data_ptr() for x in flat}
         groups = [[x.clone() if x.data_ptr() in given else x for x in group] for group in groups]
-        ctx.request = request
+        ctx.invocation = invocation
         if program.wrt:
-            # Saved for torch to notice writes to memory that the pullback reads.
+            # Saved so that torch notices writes to memory that the pullback reads.
             watched = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
             ctx.save_for_backward(*flat, *watched)
         ctx.mark_non_differentiable(
@@ -183,28 +193,28 @@ class Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        saved, request = ctx.saved_tensors, ctx.request
-        program, n = request.program, len(request.ends.local)
+        saved, invocation = ctx.saved_tensors, ctx.invocation
+        program, n = invocation.program, len(invocation.ends.local)
         given = _divided(cotangents, [n] * len(program.out_avals))
         given = [given[i] for i in program.smooth]
         if torch.is_grad_enabled():  # the backward pass is recorded
             whole = (lambda group, _: group) if n > 1 else (lambda group, _: group[0])
-            leaves = request.leaves(saved[: sum(request.sizes)], whole)
-            made = request.call.pullback(program)(leaves, [whole(group, None) for group in given])
+            leaves = invocation.leaves(saved[: sum(invocation.sizes)], whole)
+            made = invocation.call.pullback(program)(leaves, [whole(group, None) for group in given])
             gradients = [x if n > 1 else [x] for x in made]
         else:
             arrays = [
-                request.to_jax(group, layout)
+                invocation.to_jax(group, layout)
                 for group, layout in zip(given, program.cotangent_layouts, strict=True)
             ]
             gradients = [
-                request.to_torch(x, layout)
+                invocation.to_torch(x, layout)
                 for x, layout in zip(
                     program.backward(ctx.pull, arrays), program.gradient_layouts, strict=True
                 )
             ]
         found = dict(zip(program.wrt, gradients, strict=True))
-        result = (found.get(i, [None] * size) for i, size in enumerate(request.sizes))
+        result = (found.get(i, [None] * size) for i, size in enumerate(invocation.sizes))
         return None, *(x for group in result for x in group)
 
 
@@ -216,6 +226,6 @@ def _divided(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Group]:
 def _check_mesh(ends: Ends) -> None:
     if not ends.are_the_same:
         raise MeshError(
-            f"the DTensor's mesh {ends.axes!r} is not JAX's {ends.jax_axes!r} with the devices in one order",
-            hint="a function has one mesh: redistribute the DTensor, or make JAX's mesh like its own",
+            f"the DTensor's mesh {ends.axes!r} is not JAX's {ends.jax_axes!r} with the same order of devices",
+            hint="a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh",
         )

@@ -1,7 +1,7 @@
 """`from_torch`: a torch function or module as a differentiable JAX function of global arrays.
 
-Decides what layouts mean for a call, and how the shapes of its results are found before it runs. What
-runs is in `host_call`.
+Decides the plans of a call's arguments and results, and finds the shapes of the results before it runs.
+`host_call` runs it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import Ends, ends_of
 from jax_bridge.torch_interop.handover import layouts_of, named
-from jax_bridge.torch_interop.host_call import Flat, HostCall, torch_dtype
-from jax_bridge.torch_interop.pullback import spread
-from xshard import Layout, Plan, XshardError, plan
-from xshard.plans.expression import Expression, whole_shape
+from jax_bridge.torch_interop.host_call import Flat, HostCall
+from jax_bridge.torch_interop.pullback import broadcast_layouts
+from xshard import Plan, XshardError, plan
+from xshard.plans.expression import Sides, whole_shape
 from xshard.steps.base import without_tags
 
 
@@ -34,22 +34,22 @@ def from_torch(
 ) -> Callable[..., Any]:
     """A torch function or module -> a function of global arrays, differentiable, for use in jit and grad.
 
-    fn: gets tensors where the call has arrays, on every device the blocks of that device, and returns
-    tensors or pytrees of them. Of a module the function takes the parameters first, by name, as
-    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them; its buffers are
-    those that it has now.
-    in_layouts, out_layouts: what `fn` gets and returns, one for all or a pytree prefix with one for
-    each. The arrays have the same layouts without tags: `copy(dp)` on a parameter says that every device
-    along dp uses it for itself, so that its gradients are added; `sum(dp)` on an output that the devices'
-    results are. With an arrow, `"layout -> layout"`, arrays come in, or go out, otherwise than `fn` has
-    them. Dims in zigzag or another order stand in storage order in the array, as with `reshard`.
+    fn: gets tensors in place of the arrays, on every device that device's blocks, and returns tensors or
+    pytrees of them. The function of a module takes its parameters first, by name, as
+    `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients reach them; buffers keep
+    their current values.
+    in_layouts, out_layouts: of the tensors that `fn` gets and returns; one for all, or a pytree prefix with
+    one for each. The arrays have the same layouts without tags: `copy(dp)` on a parameter means that every
+    device along dp uses its own copy, so that gradients add up; `sum(dp)` on an output means that the
+    devices' results add up. `"layout -> layout"` moves arrays on the way in, or results on the way out. In
+    the array, a dim in zigzag or another order is in storage order, as with `reshard`.
 
-    `fn` is called by XLA, on the devices' own memory: it must be a function of its arguments alone, JAX may
-    call it twice or not at all. Its blocks are copies, which it may write to. Shapes come from a run on
-    fake tensors when it is traced. The backward pass runs it again. There is no forward mode.
+    XLA calls `fn`, on the devices' own memory. `fn` must be a pure function of its arguments: JAX may call it
+    twice or not at all. It may write to its blocks, which are copies. Tracing runs it on fake tensors to find
+    shapes. The backward pass runs it again. There is no forward mode.
 
-    Raises, when it is traced, NotationError, ShapeError, DtypeError, and what `fn` raises on fake tensors;
-    what it raises on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
+    Raises while tracing: NotationError, ShapeError, DtypeError, and any error of `fn` on fake tensors. An
+    error of `fn` on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
 
     >>> mesh = jax.make_mesh((1,), ("dp",))
     >>> layer = torch.nn.Linear(3, 1)
@@ -69,7 +69,7 @@ def from_torch(
 
 
 class TorchCall:
-    """A torch function with its layouts, and what has been made of it for arrays of certain shapes."""
+    """A torch function with its layouts, and the calls prepared for it so far, by shapes and dtypes."""
 
     def __init__(self, fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh) -> None:
         self.fn, self.in_layouts, self.out_layouts, self.mesh = fn, in_layouts, out_layouts, mesh
@@ -90,8 +90,8 @@ class TorchCall:
         for x in arrays:
             buffers.torch_dtype(x.dtype)  # refused here, if torch has none
         enters = tuple(
-            _plan(layout, ends, x.shape, x.dtype.name, enters=True)
-            for layout, x in zip(spread(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
+            _plan(layouts_of(layout), ends, x.shape, x.dtype.name, enters=True)
+            for layout, x in zip(broadcast_layouts(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
         )
         trees: list[Any] = []
 
@@ -102,10 +102,12 @@ class TorchCall:
 
         blocks, out_tree = _results(flat, enters, ends), trees.pop()
         leaves = []
-        for layout, block in zip(spread(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True):
-            src, _, text = layouts_of(layout)
-            shape = whole_shape(src, ends.axes, block.shape, text)
-            leaves.append(_plan(layout, ends, shape, buffers.jax_name(block.dtype), enters=False))
+        for layout, block in zip(
+            broadcast_layouts(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True
+        ):
+            parsed = layouts_of(layout)
+            shape = whole_shape(parsed.src, ends.axes, block.shape, parsed.text)
+            leaves.append(_plan(parsed, ends, shape, buffers.jax_name(block.dtype), enters=False))
 
         def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
             return jax.tree.leaves(self.fn(*jax.tree.unflatten(tree, tensors)))
@@ -113,11 +115,9 @@ class TorchCall:
         return HostCall(of_tensors, ends, enters, tuple(leaves)), out_tree
 
 
-def _plan(
-    layout: Layout | Expression, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool
-) -> Plan:
-    """How an array becomes a function's blocks or, if it does not enter, blocks become an array."""
-    src, dst, _ = layouts_of(layout)
+def _plan(parsed: Sides, ends: Ends, shape: tuple[int, ...], dtype: str, *, enters: bool) -> Plan:
+    """The plan from an array to the function's blocks or, unless it `enters`, from blocks to an array."""
+    src, dst, _ = parsed
     if src == dst:
         whole = without_tags(src, tuple(axis for _, axes in src.tags for axis in axes))
         src, dst = (whole, dst) if enters else (src, whole)
@@ -126,10 +126,13 @@ def _plan(
 
 
 def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
-    """What a function returns for blocks of such shapes and dtypes, without computing it."""
+    """Fake results of a function for blocks of these shapes and dtypes."""
     device = ends.kind
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        blocks = [torch.empty(p.target.local_shape(0), dtype=torch_dtype(p), device=device) for p in enters]
+        blocks = [
+            torch.empty(p.target.local_shape(0), dtype=buffers.torch_dtype(p.dtype), device=device)
+            for p in enters
+        ]
         made = fn(*blocks)
     for x in made:
         if not isinstance(x, Tensor):
@@ -140,15 +143,15 @@ def _results(fn: Flat, enters: Sequence[Plan], ends: Ends) -> Sequence[Tensor]:
 
 
 def _placed(x: jax.Array, made: Plan, ends: Ends) -> jax.Array:
-    """The array sharded as it enters: on Explicit axes that is part of its type."""
+    """The array with the sharding in which it enters, which is part of its type on Explicit axes."""
     if AxisType.Explicit not in ends.jax_mesh.axis_types:
         return x
     return jax.reshard(x, named(made.src, ends, made.shape))
 
 
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
-    # While it is called, a module holds the parameters of the call: so devices take turns, and the user's
-    # own is left alone, for which JAX does not wait.
+    # During a call a module holds the parameters of that call, so devices take turns. The module is a copy:
+    # JAX does not wait for the user's own.
     own = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     turn = threading.RLock()
 

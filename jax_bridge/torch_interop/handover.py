@@ -1,7 +1,7 @@
-"""What a hand-over of one array comes down to: layouts, shapes, the sharding, the route.
+"""The arrangement of one array's hand-over: layouts, shapes, the sharding, the route.
 
-Decides all that follows from layouts, meshes, shapes and dtypes alone, and is refused on their account:
-the same in every process, and found again by value. Knows no tensors.
+Decides everything that follows from layouts, meshes, shapes and dtypes, and raises all errors about them:
+the same in every process, and cached by value. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from jax.sharding import NamedSharding
 
 from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import stored
+from jax_bridge.arrays.program import storage_layout
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import marked
-from xshard.plans.expression import Expression, sides, whole_shape
+from xshard.notation.parser import mark_errors
+from xshard.plans.expression import Expression, Sides, sides, whole_shape
 
 
 @dataclass(frozen=True)
 class Arrangement:
     """One array's way from one framework to the other.
 
-    dst: the layout on arrival; text: what errors mark. blocks: what torch's devices hold before (to JAX)
-    or after (to torch). array: the sharding of JAX's array. route: what moves in between.
+    src: its layout before. text: what errors mark. blocks: the sharding of torch's blocks. array: that of
+    JAX's array. route: the move in between.
     """
 
-    dst: Layout
+    src: Layout
     text: str
     blocks: Sharding
     array: NamedSharding
@@ -41,7 +41,7 @@ class Arrangement:
         return self.blocks.shape
 
 
-def to_jax(
+def arranged_to_jax(
     layout: Layout | Expression,
     ends: Ends,
     local_shape: tuple[int, ...],
@@ -50,11 +50,12 @@ def to_jax(
     profile: Profiles,
     via: str | None,
 ) -> Arrangement:
-    """For blocks of `local_shape`, or of an array of global `shape`. Raises as the verb of this name does."""
-    return _to_jax(layout, ends, local_shape, shape, dtype, _by_side(profile), via, torch_refuses(ends))
+    """For blocks of `local_shape`, or of an array of global `shape`. Raises as `api.to_jax` does."""
+    machine = _by_side(profile), via, torch_refuses(ends)
+    return _arranged(layout, ends, local_shape, shape, dtype, *machine, to_jax=True)
 
 
-def to_torch(
+def arranged_to_torch(
     layout: Layout | Expression,
     ends: Ends,
     shape: tuple[int, ...],
@@ -62,15 +63,16 @@ def to_torch(
     profile: Profiles,
     via: str | None,
 ) -> Arrangement:
-    """For an array. Raises as the verb of this name does."""
-    return _to_torch(layout, ends, shape, dtype, _by_side(profile), via, torch_refuses(ends))
+    """For an array of global `shape`. Raises as `api.to_torch` does."""
+    machine = _by_side(profile), via, torch_refuses(ends)
+    return _arranged(layout, ends, (), shape, dtype, *machine, to_jax=False)
 
 
 @functools.lru_cache(maxsize=65536)
 def named(layout: Layout, ends: Ends, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding of an array. Raises ShapeError for blocks that differ in size, which JAX has not."""
+    """The sharding of an array. Raises ShapeError for blocks that differ in size, which JAX does not have."""
     text = str(layout)
-    with marked(text):
+    with mark_errors(text):
         check_axes(layout, ends.jax_axes, text)
         sharding = Sharding(layout, ends.jax_axes, shape)
         if not sharding.is_even:
@@ -79,11 +81,11 @@ def named(layout: Layout, ends: Ends, shape: tuple[int, ...]) -> NamedSharding:
                 f"a jax.Array has no uneven blocks: {shape} does not divide on JAX's {ends.jax_axes!r}",
                 hint=f"hand it over under a layout that divides, as in '{layout} -> {whole}'",
             )
-        return to_named_sharding(stored(sharding.layout), ends.jax_mesh)
+        return to_named_sharding(storage_layout(sharding.layout), ends.jax_mesh)
 
 
 @functools.lru_cache(maxsize=65536)
-def _to_jax(
+def _arranged(
     layout: Layout | Expression,
     ends: Ends,
     local_shape: tuple[int, ...],
@@ -92,45 +94,27 @@ def _to_jax(
     profiles: tuple,
     via: str | None,
     refused: str | None,
+    *,
+    to_jax: bool,
 ) -> Arrangement:
     src, dst, text = layouts_of(layout)
-    with marked(text):
-        check_axes(src, ends.axes, text)
-        check_axes(dst, ends.jax_axes, text)
-        whole = whole_shape(src, ends.axes, local_shape, text) if shape is None else shape
-        source = Sharding(src, ends.axes, whole)
-        target = named(dst, ends, whole)
-        route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=True)
-    return Arrangement(dst, text, source, target, route)
+    before, after = (ends.axes, ends.jax_axes) if to_jax else (ends.jax_axes, ends.axes)
+    of_blocks, of_array = (src, dst) if to_jax else (dst, src)
+    with mark_errors(text):
+        check_axes(src, before, text)
+        check_axes(dst, after, text)
+        whole = whole_shape(src, before, local_shape, text) if shape is None else shape
+        blocks = Sharding(of_blocks, ends.axes, whole)
+        array = named(of_array, ends, whole)
+        route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=to_jax)
+    return Arrangement(src, text, blocks, array, route)
 
 
-@functools.lru_cache(maxsize=65536)
-def _to_torch(
-    layout: Layout | Expression,
-    ends: Ends,
-    shape: tuple[int, ...],
-    dtype: str,
-    profiles: tuple,
-    via: str | None,
-    refused: str | None,
-) -> Arrangement:
-    src, dst, text = layouts_of(layout)
-    with marked(text):
-        check_axes(src, ends.jax_axes, text)
-        check_axes(dst, ends.axes, text)
-        source = named(src, ends, shape)
-        target = Sharding(dst, ends.axes, shape)
-        route = find_route(src, dst, ends, shape, dtype, profiles, via, refused, to_jax=False)
-    return Arrangement(target.layout, text, target, source, route)
-
-
-def layouts_of(layout: Layout | Expression) -> tuple[Layout, Layout, str]:
-    """Both layouts of a hand-over, one where blocks stay as they are, and the text that errors mark."""
+def layouts_of(layout: Layout | Expression) -> Sides:
+    """The sides of a hand-over: equal for one layout, under which blocks stay as they are."""
     if isinstance(layout, str) and "->" not in layout:
         layout = Layout.parse(layout)
-    if isinstance(layout, Layout):
-        return layout, layout, str(layout)
-    return sides(layout)
+    return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
 
 
 def _by_side(profile: Profiles) -> tuple:

@@ -1,8 +1,8 @@
 """A function of tensors as a differentiable JAX function of global arrays.
 
-Decides what runs on a device and how that is differentiated: every device hands its blocks to torch, and the
+Decides what runs on a device and how it is differentiated: every device hands its blocks to torch, and the
 gradient is another such function, which runs the torch function again and pulls back through it. So no
-graph of torch outlives a call, pullbacks may be used twice, and derivatives of any order are there.
+graph of torch outlives a call, pullbacks may be used twice, and derivatives of any order exist.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Flat = Callable[..., Sequence[Tensor]]  # tensors -> tensors
 
 @dataclass(frozen=True, eq=False)
 class HostCall:
-    """A function of tensors as one of global arrays.
+    """A function of tensors as a function of global arrays.
 
-    enters, leaves: how each array becomes the blocks of the function, and its blocks an array.
+    enters: for each argument, the plan from array to blocks. leaves: for each result, from blocks to array.
     """
 
     fn: Flat
@@ -43,15 +43,15 @@ class HostCall:
 
     @cached_property
     def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of arrays, with its gradient."""
+        """The function of arrays, differentiable."""
         call = jax.custom_vjp(self._run)
-        # The forward pass is the call itself: what takes the gradient's gradient comes through it too.
+        # The forward pass is the call itself: second derivatives go through it too.
         call.defvjp(lambda *arrays: (call(*arrays), arrays), self._backward)
         return call
 
     @cached_property
     def pullback(self) -> HostCall:
-        """The gradients, as a function of the arrays and the cotangents."""
+        """The gradients as a function of the arrays and the cotangents."""
         return HostCall(
             self._pulled,
             self.ends,
@@ -61,35 +61,38 @@ class HostCall:
 
     @cached_property
     def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of arrays without its gradient; compiled once for calls outside of jit, too."""
+        """The function of arrays without a gradient; jitted, so that calls outside of jit compile it once."""
         on_devices = jax.shard_map(
             self._local,
             mesh=self.ends.jax_mesh,
             in_specs=tuple(named(p.src, self.ends, p.shape).spec for p in self.enters),
             out_specs=tuple(named(p.dst, self.ends, p.shape).spec for p in self.leaves),
-            check_vma=False,  # JAX does not differentiate through it: the layouts alone say what is what
+            check_vma=False,  # JAX does not differentiate through it: types would say nothing
         )
         return jax.jit(on_devices)
 
     def _local(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
-        """On one device, inside shard_map."""
+        """The call on one device, inside shard_map."""
         given = [_moved(x, p) for x, p in zip(blocks, self.enters, strict=True)]
         types = tuple(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype) for p in self.leaves)
         made = host_callback(self._on_host, types)(*given)
         return tuple(_moved(x, p) for x, p in zip(made, self.leaves, strict=True))
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
-        """Read and write XLA's own memory: the blocks that the function gets are copies of it."""
+        """Call the function on copies of XLA's memory, and write its results to XLA's memory."""
         with buffers.on_stream(context, self.ends.kind):
             blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 made = self.fn(*blocks)
             for result, p, x in zip(results, self.leaves, made, strict=True):
-                have, want = (tuple(x.shape), x.dtype), (p.source.local_shape(0), torch_dtype(p))
+                have, want = (
+                    (tuple(x.shape), x.dtype),
+                    (p.source.local_shape(0), buffers.torch_dtype(p.dtype)),
+                )
                 if have != want:
                     raise ShapeError(
                         f"the torch function returns {have}, and {want} for fake tensors of the same shapes",
-                        hint="shapes and dtypes of its results may depend on those of its arguments alone",
+                        hint="shapes and dtypes of its results may depend only on those of its arguments",
                     )
                 from_dlpack(result).copy_(x)
 
@@ -101,7 +104,7 @@ class HostCall:
         return tuple(found.get(i, zero) for i, zero in enumerate(zeros))
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The torch function again, and its pullback. JAX's complex gradients are conjugates of torch's."""
+        """Run the torch function again, and pull back. JAX's complex gradients are conjugates of torch's."""
         n, wrt = len(self.enters), _smooth(self.enters)
         recorded = any(x.requires_grad for x in tensors)
         with torch.enable_grad():
@@ -122,15 +125,10 @@ class HostCall:
             return [g.conj() for g in gradients]
 
 
-def torch_dtype(made: Plan) -> torch.dtype:
-    """The dtype of a plan's blocks in torch."""
-    return buffers.torch_dtype(jnp.dtype(made.dtype))
-
-
 def _moved(x: jax.Array, made: Plan) -> jax.Array:
     return redistribute(x, made) if made.steps else x
 
 
 def _smooth(plans: Sequence[Plan]) -> tuple[int, ...]:
-    """The arrays that have a cotangent: floats and complex numbers."""
+    """Indices of the arrays that have a cotangent: floats and complex numbers."""
     return tuple(i for i, p in enumerate(plans) if jnp.issubdtype(jnp.dtype(p.dtype), jnp.inexact))

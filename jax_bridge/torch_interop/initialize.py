@@ -1,7 +1,7 @@
-"""Setting up torch and JAX in the same processes, in one call.
+"""`initialize`: sets up torch and JAX in the same processes.
 
-Decides where JAX's coordinator is and which devices a process has; torch's own processes are those of
-torchrun, or of a world that is there already.
+Decides where JAX's coordinator runs and which devices a process has. torch's processes come from torchrun,
+or from a process group that exists already.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch.distributed as dist
 from jax_bridge.torch_interop.devices import check_processes
 from xshard import MeshError
 
-# XLA:CPU runs a program's devices, collectives and callbacks on one pool: with fewer threads than wait for
-# each other it waits for ever.
+# XLA:CPU runs a program's devices, collectives and callbacks in one pool of threads, which wait for each
+# other: with too few threads it deadlocks.
 THREADS_PER_DEVICE = 4
 LEAST_THREADS = 16
 
 
 def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s: int = 300) -> None:
-    """Make torch's process group and JAX's distributed runtime of the same processes, with equal numbers.
+    """Start torch's process group and JAX's distributed runtime in the same processes, with equal ranks.
 
-    Called once in every process, started by torchrun, before JAX makes its devices (its first
-    computation does). What is set up already is left as it is: a process group of torch's is used.
+    Call it once in every process started by torchrun, before JAX makes its devices, which its first
+    computation does. Keeps what is set up already, such as a process group of torch.
 
-    local_devices: devices of JAX per process, on CPUs; on GPUs it is the one of LOCAL_RANK, torch's too.
-    backend: of torch's process group; NCCL for GPUs and gloo for CPUs by default. JAX's collectives of
-    CPUs are gloo's too. timeout_s: how long processes wait for each other at the start.
+    local_devices: devices of JAX per process, on CPUs; on GPUs both frameworks use the one of LOCAL_RANK.
+    backend: of torch's process group; by default NCCL for GPUs and gloo for CPUs. JAX uses gloo for
+    collectives of CPUs too. timeout_s: how long processes wait for each other at the start.
 
-    Raises MeshError where there are no processes to join, JAX has made its devices already, or has other
-    processes than torch.
+    Raises MeshError if there are no processes to join, if JAX has made its devices already, or if its
+    processes are not torch's.
     """
     if not dist.is_initialized():
         if "RANK" not in os.environ:
@@ -72,7 +72,7 @@ def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
 
 
 def _free_address() -> str:
-    """This machine as the others know it, and a port that nobody uses."""
+    """This machine's address for the other processes, with a free port."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with closing(socket.socket()) as free:
         free.bind(("", 0))

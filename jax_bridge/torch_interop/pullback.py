@@ -1,6 +1,6 @@
-"""A JAX function as two compiled programs: forward with its pullback, and the pullback.
+"""A JAX function as two compiled programs: the forward pass, which returns the pullback, and the pullback.
 
-Decides what is differentiated and how its results are sharded. Knows arrays only, no tensors.
+Decides what is differentiated and how results are sharded. Knows arrays only, no tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Arrays = Sequence[jax.Array]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """A function of the leaves of its arguments, for arrays of certain types.
+class VjpProgram:
+    """The forward and backward programs of a function, for arguments of certain types.
 
-    fn: leaves -> leaves. wrt: the leaves that get a gradient. out_avals: what the function returns.
+    fn: leaves -> leaves. wrt: indices of the leaves that get a gradient. out_avals: types of the outputs.
     """
 
     fn: Callable[..., tuple[jax.Array, ...]]
@@ -39,7 +39,7 @@ class Program:
 
     @cached_property
     def smooth(self) -> tuple[int, ...]:
-        """The outputs that have a cotangent: floats and complex numbers."""
+        """Indices of the outputs that have a cotangent: floats and complex numbers."""
         return tuple(i for i, aval in enumerate(self.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact))
 
     @cached_property
@@ -51,22 +51,22 @@ class Program:
         return tuple(self.in_layouts[i].dual for i in self.wrt)
 
     def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
-        """The outputs, and the pullback for `backward`; none where nothing is differentiated."""
-        with jax.set_mesh(self.ends.jax_mesh):  # for specs without a mesh; autograd's threads know none
+        """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
+        with jax.set_mesh(self.ends.jax_mesh):  # for specs without a mesh; threads of autograd have none
             return self._with_pullback(*leaves) if self.wrt else (self._outputs(*leaves), None)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """The gradients of the leaves `wrt`. Complex ones are torch's, the conjugates of JAX's."""
+        """The gradients of the leaves `wrt`. Complex ones are torch's: the conjugates of JAX's."""
         with jax.set_mesh(self.ends.jax_mesh):
             return self._pulled(pull, list(cotangents))
 
     def gradients(self, leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
-        """The same as a function of everything it depends on."""
+        """`backward` as a function of everything it depends on."""
         _, pull = self._vjp(*leaves)
         return list(self._pull(pull, cotangents))
 
     def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
-        """The outputs whose memory the pullback reads."""
+        """Indices of the outputs whose memory the pullback reads."""
         kept = {part for x in jax.tree.leaves(pull) for part in _memory(x)}
         return tuple(i for i, x in enumerate(outputs) if kept.intersection(_memory(x)))
 
@@ -100,7 +100,7 @@ class Program:
         return tuple(named(x, self.ends, a.shape) for x, a in zip(layouts, avals, strict=True))
 
 
-def make_program(
+def make_vjp_program(
     fn: Callable[..., Any],
     ends: Ends,
     tree: Any,
@@ -108,11 +108,11 @@ def make_program(
     out_layouts: Any,
     leaves: Arrays,
     wrt: tuple[int, ...],
-) -> Program:
-    """The program of a function for these leaves of its arguments, whose structure is `tree`.
+) -> VjpProgram:
+    """The program of a function for these leaves of its arguments; `tree` is their structure.
 
-    Raises what the function raises when it is traced; XshardError, ShapeError, NotationError for
-    outputs that the layouts do not fit.
+    Raises any error of the function while tracing; XshardError, ShapeError, NotationError for outputs that do
+    not fit the layouts.
     """
 
     def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
@@ -121,29 +121,29 @@ def make_program(
     with jax.set_mesh(ends.jax_mesh):
         out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
     avals, out_tree = jax.tree.flatten(out)
-    layouts = as_layouts(spread(out_layouts, out_tree, "out_layouts"))
+    layouts = as_layouts(broadcast_layouts(out_layouts, out_tree, "out_layouts"))
     for layout, aval in zip(layouts, avals, strict=True):
         named(layout, ends, aval.shape)  # refused here, before anything runs
-    return Program(
+    return VjpProgram(
         of_leaves, ends, tuple(map(jax.typeof, leaves)), in_layouts, wrt, out_tree, tuple(avals), layouts
     )
 
 
-def spread(layouts: Any, tree: Any, what: str) -> tuple[Any, ...]:
-    """The layout of every leaf of a structure, of which `layouts` is a prefix, as it was given."""
+def broadcast_layouts(layouts: Any, tree: Any, what: str) -> tuple[Any, ...]:
+    """The layout of every leaf of a structure; `layouts` is a pytree prefix of it."""
     whole = jax.tree.unflatten(tree, range(tree.num_leaves))
     try:
         found = jax.tree.leaves(jax.tree.broadcast(layouts, whole))
     except ValueError as error:
         raise XshardError(
             f"{what} {layouts} do not fit {tree}: {error}",
-            hint="one layout for all, or a pytree prefix of them with one for each",
+            hint="pass one layout for all, or a pytree prefix with one for each",
         ) from None
     return tuple(found)
 
 
 def as_layouts(given: Sequence[Layout | str]) -> tuple[Layout, ...]:
-    """Layouts that may be text."""
+    """Parse the layouts that are text."""
     return tuple(Layout.parse(x) if isinstance(x, str) else x for x in given)
 
 

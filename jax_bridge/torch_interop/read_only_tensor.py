@@ -1,7 +1,7 @@
-"""A tensor over the memory of a `jax.Array` that refuses to be written to.
+"""A read-only tensor over the memory of a `jax.Array`.
 
-JAX takes its arrays for immutable: a write through shared memory would change them behind its back,
-and whatever it has planned on them. torch has no such tensors, so this is one.
+JAX assumes that its arrays are immutable; a write to shared memory would break that. torch has no read-only
+tensors of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from xshard import XshardError
 
 
 class ReadOnlyTensor(Tensor):
-    """`ReadOnlyTensor(block)`: the block for reading. Its views are read-only too, results are plain.
+    """`ReadOnlyTensor(block)`: the block for reading. Its views are read-only too, new results are not.
 
-    Raises XshardError where an operation would write to it. What goes round torch (`.numpy()`,
-    `.data_ptr()`) is not seen.
+    Raises XshardError for an operation that would write to it. Does not notice writes that bypass torch's
+    operations (`.numpy()`, `.data_ptr()`).
     """
 
     block: Tensor
@@ -33,7 +33,7 @@ class ReadOnlyTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReadOnlyTensor({self.block!r})"
 
-    # Attribute access and methods stay those of a tensor; what they compute passes below.
+    # Attributes and methods stay those of a tensor; their operations come through __torch_dispatch__.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -47,7 +47,7 @@ class ReadOnlyTensor(Tensor):
                     hint="write to a copy: tensor.clone(), or to_torch(..., copy=True)",
                 )
         shared = [x.block.untyped_storage().data_ptr() for x in tree_leaves(named) if isinstance(x, cls)]
-        out = func(*tree_map_only(cls, plain, args), **tree_map_only(cls, plain, kwargs or {}))
+        out = func(*tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs or {}))
 
         def kept(x: Tensor) -> Tensor:
             return cls(x) if x.untyped_storage().data_ptr() in shared else x
@@ -55,6 +55,6 @@ class ReadOnlyTensor(Tensor):
         return tree_map_only(Tensor, kept, out)
 
 
-def plain(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
     """The tensor under a read-only one, any other as it is."""
     return x.block if isinstance(x, ReadOnlyTensor) else x

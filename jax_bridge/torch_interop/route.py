@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jax_bridge.arrays.program import make_program
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.execute import plan_mesh
-from xshard import Layout, Plan, PlanError, Profile, TransferPlan, XshardError, plan
+from xshard import Layout, Plan, PlanError, Profile, XshardError, plan
 
 SIDES = ("torch", "jax")
 AnyProfile = str | Path | Profile
@@ -27,7 +27,7 @@ Profiles = AnyProfile | Mapping[str, AnyProfile]
 class Route:
     """A plan between the ends and the side that carries it out; none where nothing moves."""
 
-    plan: Plan | TransferPlan
+    plan: Plan
     side: str | None
 
 
@@ -69,7 +69,7 @@ def find_route(
         for side, machine in zip(SIDES, profiles, strict=True)
     }
     first = found["torch"]
-    if isinstance(first, Plan) and all(step.kind == "retag" for step in first.steps):
+    if all(step.kind == "retag" for step in first.steps):
         return Route(first, None)
     refusals = {"torch": refused, "jax": _jax_refuses(found["jax"], ends)}
     able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
@@ -95,8 +95,8 @@ def torch_refuses(ends: Ends) -> str | None:
     return None
 
 
-def _jax_refuses(found: Plan | TransferPlan, ends: Ends) -> str | None:
-    if isinstance(found, TransferPlan):
+def _jax_refuses(found: Plan, ends: Ends) -> str | None:
+    if found.transfer:
         return "the axes of the two meshes do not divide each other, or their devices are in another order"
     try:
         mesh = plan_mesh(found, ends.devices)

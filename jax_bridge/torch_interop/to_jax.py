@@ -1,4 +1,4 @@
-"""Blocks of torch -> one global `jax.Array`: what is checked before anything is sent, and what does it."""
+"""Blocks of torch -> one global `jax.Array`: the checks before anything is sent, and the hand-over itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xshard.plans.expression import Expression
 def prepare_to_jax(
     x: Any, layout: Layout | Expression, mesh: JaxMesh, torch_mesh: TorchMesh | None, options: Options
 ) -> Callable[[], jax.Array]:
-    """What makes the array. Raises as `to_jax` does."""
+    """Check the arguments and return the function that makes the array. Raises as `to_jax` does."""
     shape = options.shape
     if isinstance(x, DTensor):
         torch_mesh, shape = _of_dtensor(x, torch_mesh, shape)
@@ -33,7 +33,9 @@ def prepare_to_jax(
     dtype = _common_dtype(blocks)
     devices = [ends.devices[i] for i in ends.local]
     _check_kinds(blocks, ends)
-    found = handover.to_jax(layout, ends, tuple(blocks[0].shape), shape, dtype, options.profile, options.via)
+    found = handover.arranged_to_jax(
+        layout, ends, tuple(blocks[0].shape), shape, dtype, options.profile, options.via
+    )
     route = found.route
     _check_blocks(blocks, found, ends)
     if route.side is not None:
@@ -45,8 +47,8 @@ def prepare_to_jax(
     def run() -> jax.Array:
         given, copy = blocks, options.copy if route.side is None else None
         if route.side == "torch":
-            given = [by_torch(blocks[0], route.plan, ends.numbers(ends.devices))]
-        parts = [buffers.as_array(x, device, copy) for x, device in zip(given, devices, strict=True)]
+            given = [by_torch(blocks[0], route.plan)]
+        parts = [buffers.array_over(x, device, copy) for x, device in zip(given, devices, strict=True)]
         if route.side == "jax":
             parts = by_jax(parts, route.plan, ends.devices)
         return assembled(parts, found.shape, found.array)
@@ -55,7 +57,7 @@ def prepare_to_jax(
 
 
 def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
-    """This process's tensors, one for each of its devices. Raises ShapeError for another number of them."""
+    """This process's tensors, one per device. Raises ShapeError for another number of tensors."""
     if isinstance(x, DTensor):
         check_one_block(ends, "a DTensor has")
         src, _, text = handover.layouts_of(layout)
@@ -70,7 +72,7 @@ def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
     if len(blocks) != len(ends.local):
         raise ShapeError(
             f"{len(blocks)} tensors of torch for {len(ends.local)} devices of JAX's mesh in this process",
-            hint="a tensor where it has one device, a list where it has several, in the mesh's order",
+            hint="pass a tensor for one device, a list in mesh order for several",
         )
     return blocks
 
@@ -78,7 +80,7 @@ def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
 def _of_dtensor(
     x: DTensor, torch_mesh: TorchMesh | None, shape: tuple[int, ...] | None
 ) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """The mesh and the global shape that a DTensor brings."""
+    """The mesh and the global shape of a DTensor, which must agree with the ones given."""
     if torch_mesh is not None and torch_mesh != x.device_mesh:
         raise MeshError(
             f"the DTensor is on {x.device_mesh!r}, not on {torch_mesh!r}", hint="leave torch_mesh out"

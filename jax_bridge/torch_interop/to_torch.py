@@ -1,4 +1,4 @@
-"""A global `jax.Array` -> blocks of torch: what is checked before anything is sent, and what does it."""
+"""A global `jax.Array` -> blocks of torch: the checks before anything is sent, and the hand-over itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xshard.plans.expression import Expression
 def prepare_to_torch(
     array: jax.Array, layout: Layout | Expression, mesh: TorchMesh | JaxMesh | None, options: Options
 ) -> Callable[[], Any]:
-    """What makes the tensors. Raises as `to_torch` does."""
+    """Check the arguments and return the function that makes the tensors. Raises as `to_torch` does."""
     check_array(array)
     own = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     if isinstance(mesh, JaxMesh):
@@ -43,15 +43,18 @@ def prepare_to_torch(
         )
     buffers.torch_dtype(array.dtype)
     _ = ends.kind  # refused here, if at all
-    found = handover.to_torch(layout, ends, array.shape, array.dtype.name, options.profile, options.via)
+    found = handover.arranged_to_torch(
+        layout, ends, array.shape, array.dtype.name, options.profile, options.via
+    )
     route = found.route
     if not are_the_same(array.sharding, found.array, array.ndim):
-        src, _, text = handover.layouts_of(layout)
         raise ShapeError(
-            f"the array is not sharded as '{src}' says", text=text, hint=f"it has {array.sharding}"
+            f"the array is not sharded as '{found.src}' says",
+            text=found.text,
+            hint=f"it has {array.sharding}",
         )
     if device_mesh is not None and options.dtensor:
-        to_placements(found.dst, device_mesh, array.shape)  # refused here, before anything is sent
+        to_placements(found.blocks.layout, device_mesh, array.shape)  # refused here, before anything is sent
     if route.side is not None:
         options.check_moved(found)
 
@@ -60,20 +63,20 @@ def prepare_to_torch(
         if route.side == "jax":
             parts = by_jax(parts, route.plan, ends.devices)
         if route.side is None:
-            blocks = [buffers.as_tensor(x, options.copy, options.writable) for x in parts]
-        else:  # what has moved is nobody else's
-            blocks = [buffers.as_tensor(x, copy=None, writable=True) for x in parts]
+            blocks = [buffers.tensor_over(x, options.copy, options.writable) for x in parts]
+        else:  # moved blocks belong to nobody else
+            blocks = [buffers.tensor_over(x, copy=None, writable=True) for x in parts]
         if route.side == "torch":
-            blocks = [by_torch(blocks[0], route.plan, ends.numbers(ends.jax_devices))]
+            blocks = [by_torch(blocks[0], route.plan)]
         if device_mesh is not None and options.dtensor:
-            return as_dtensor(blocks[0], found.dst, device_mesh, array.shape)
+            return as_dtensor(blocks[0], found.blocks.layout, device_mesh, array.shape)
         return blocks[0] if len(blocks) == 1 else blocks
 
     return run
 
 
 def check_array(array: Any) -> None:
-    """Raise XshardError for what has no memory that torch could read."""
+    """Raise XshardError for an argument without memory that torch could read."""
     if isinstance(array, Tracer):
         raise XshardError(
             f"the array is a tracer, {jax.typeof(array)}: it has no memory that torch could read",

@@ -1,6 +1,6 @@
-"""Trees of arrays: the name of every leaf, the rule that gives its layout, progress for large ones.
+"""Trees of arrays: the name and layout of every leaf, progress for large trees.
 
-Decides which layout a leaf has; how it is handed over is the business of `handover`.
+Decides the layout of a leaf; `prepare`, of the caller, hands it over.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from xshard.plans.expression import Expression
 
 Rules = Mapping[str | re.Pattern[str], Layout | Expression]
 
-LARGE = 256 << 20  # bytes, from which on a bar is shown on a terminal
-NAMED = 8  # leaves without a rule that an error names
+LARGE = 256 << 20  # bytes; a larger tree gets a bar on a terminal
+NAMED = 8  # most leaves without a rule that an error names
 
 
 def prepared(
@@ -30,9 +30,9 @@ def prepared(
     is_leaf: Callable[[Any], bool],
     prepare: Callable[[Any, Layout | Expression], Callable[[], Any]],
 ) -> tuple[list[Callable[[], Any]], Any]:
-    """What hands over every leaf, and the structure that they stand in. Nothing is handed over yet.
+    """Prepare every leaf: the functions that hand leaves over, in order, and the tree's structure.
 
-    Raises XshardError listing the leaves that no rule names, and what `prepare` raises, with the leaf's name.
+    Raises XshardError with the leaves that no rule names, and any error of `prepare` with the leaf's name.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
@@ -43,7 +43,7 @@ def prepared(
         raise XshardError(
             f"no rule for {len(missing)} of {len(names)} leaves: {', '.join(missing[:NAMED])}{more}",
             hint=f"the rules are for: {', '.join(map(_text, rules))}; '*' is for all others, "
-            "and the layout '...' for what is whole everywhere",
+            "and the layout '...' for leaves that are whole everywhere",
         )
     work = []
     for name, (_, leaf), layout in zip(names, leaves, found, strict=True):
@@ -57,7 +57,7 @@ def prepared(
 
 
 def rule_for(name: str, rules: Rules) -> Layout | Expression | None:
-    """The layout of the first rule whose pattern is the whole name: of a shell, or a compiled expression.
+    """The layout of the first rule that matches the whole name: a shell pattern or a compiled expression.
 
     >>> rule_for("layers.0.up.weight", {"*.up.weight": "o/tp i", "*": "..."})
     'o/tp i'
@@ -71,9 +71,9 @@ def rule_for(name: str, rules: Rules) -> Layout | Expression | None:
 def done(
     work: Sequence[Callable[[], Any]], sizes: Sequence[int], what: str, progress: bool | None
 ) -> list[Any]:
-    """The work done, with a bar of its bytes: for large trees on a terminal; always if `progress` is true.
+    """Do the work, with a bar of bytes if `progress` is true, or None for a large tree on a terminal.
 
-    Raises XshardError where a bar is asked for and rich is not installed.
+    Raises XshardError if a bar is asked for and rich is not installed.
     """
     wanted = progress or (progress is None and sum(sizes) >= LARGE and sys.stderr.isatty())
     if progress and not find_spec("rich"):

@@ -1,21 +1,13 @@
-"""The benchmark of the drop-ins runs, and every way comes to the same values with the bytes it says."""
+"""The benchmark of the drop-ins runs, and every way gives the same values with the bytes it claims."""
 
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "compat.py"
+from tests.benchmarks.helpers import quick_run
 
 
 def test_a_quick_run_compares_all_ways(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARK), "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads((tmp_path / "compat.json").read_text())
-    assert {"date", "command", "versions", "ranks", "rounds", "verbs"} <= set(data)
+    status, data, _ = quick_run("drop_ins", tmp_path)
+    assert status == 0 and {"ranks", "rounds", "verbs"} <= set(data)
     found = {verb["verb"]: {way["way"]: way for way in verb["ways"]} for verb in data["verbs"]}
     for ways in found.values():
         assert {"xshard", "transcribed"} <= set(ways)

@@ -1,25 +1,29 @@
-"""The benchmark of torch and JAX in one program runs, and no byte is copied where none should be."""
+"""The benchmark of torch and JAX in one program runs, copies no byte where it should not, and can fail."""
 
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interop.py"
+import pytest
+
+from benchmarks.interop.claims import judge
+from tests.benchmarks.helpers import failing, quick_run, recorded
 
 
 def test_a_quick_run_counts_bytes(tmp_path: Path) -> None:
-    """Times are not looked at: a claim about them may fail on a busy machine."""
-    command = [sys.executable, str(BENCHMARK), "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    data = json.loads((tmp_path / "interop.json").read_text())
-    assert {"date", "command", "versions", "machine", "claims", "handed", "called"} <= set(data)
+    _, data, _ = quick_run("interop", tmp_path)
     for row in data["handed"]:
         copied = row["bytes_copied"]
         assert copied["to_jax"] == copied["to_torch"] == 0
         assert copied["to_jax, copied"] == 4 * row["block_bytes"]
     for row in (*data["handed"], *data["called"]):
         assert all(seconds > 0 for seconds in row["seconds"].values())
+
+
+@pytest.mark.parametrize("way", ["to_jax", "to_torch"])
+def test_every_claim_can_fail(way: str) -> None:
+    rows = recorded("interop")["handed"]
+    assert failing(judge(rows)) == []
+    rows[1]["bytes_copied"][way] = 1
+    assert failing(judge(rows)) == [f"bytes that {way} copies"]
+    rows = recorded("interop")["handed"]
+    rows[-1]["seconds"][way] = 3 * rows[0]["seconds"][way]
+    assert failing(judge(rows)) == [f"{way}: time of the largest block / of the smallest"]

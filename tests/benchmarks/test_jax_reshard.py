@@ -1,28 +1,19 @@
-"""The benchmark of the JAX bridge runs, writes what it says, and fails where it should."""
+"""The benchmark of the JAX bridge runs, counts what the plan says, and every claim of it can fail."""
 
-from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-JUDGE = """
-import json, sys
-sys.path.append(sys.argv[1])  # last: a script there has the name of a package
-sys.path.insert(0, sys.argv[1] + "/..")
-from resharding import claims
-found = claims.judge(**json.load(sys.stdin))
-print(json.dumps([claim.to_dict() for claim in found]))
-"""
+from benchmarks.jax_reshard import claims
+from tests.benchmarks.helpers import as_recorded, failing, quick_run, recorded
+
+NOT_AS_PLANNED = "cases whose collectives or bytes are not the plan's"
 
 
-def ours(**figures):
-    return {
+def judged(faster=2.0, ratio=1.2, **figures):
+    """The claims about one row with these figures, beside an XLA that receives 128 bytes."""
+    xla = {"received_bytes": 128, "reduced_bytes": 0, "temporary_bytes": 0, "compile_s": 0.1}
+    ours = {
         "steps": ["all_gather"],
         "plan_bytes": 64,
         "plan_counts": {"all-gather": 1},
@@ -31,37 +22,19 @@ def ours(**figures):
         "temporary_bytes": 0,
         "compile_s": 0.1,
     } | figures
-
-
-def failing(**figures) -> list[str]:
-    """The statements that a row with these figures breaks, beside an XLA that receives 128 bytes."""
-    xla = {"received_bytes": 128, "reduced_bytes": 0, "temporary_bytes": 0, "compile_s": 0.1}
+    profiles = (claims.FEWEST_BYTES, claims.DEFAULT)
+    plans = (*profiles, *map(claims.within, profiles))
     row = {"case": "one", "source_elements": 1, "target_elements": 1, "ended_sums": 1, "xla": xla}
-    plans = ("bandwidth", "h100")
-    plans += tuple(f"{plan}, holding no more than XLA" for plan in plans)
-    row["ours"] = {plan: ours(**figures) for plan in plans}
-    rows = {
-        "compiled": [row],
-        "timed": [{"case": "one", "bytes": 1, "faster": 2.0}],
-        "dispatch": {"ratio": 1.2},
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", JUDGE, str(BENCHMARKS)],
-        input=json.dumps(rows),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [claim["statement"] for claim in json.loads(done.stdout) if not claim["holds"]]
+    row["ours"] = dict.fromkeys(plans, ours)
+    return claims.judge([row], [{"case": "one", "bytes": 1, "faster": faster}], {"ratio": ratio})
 
 
 @pytest.mark.parametrize(
     ("figures", "broken"),
     [
         ({}, []),
-        ({"received_bytes": 60}, ["cases whose collectives or bytes are not the plan's"]),
-        ({"counts": {"all-gather": 2}}, ["cases whose collectives or bytes are not the plan's"]),
+        ({"received_bytes": 60}, [NOT_AS_PLANNED]),
+        ({"counts": {"all-gather": 2}}, [NOT_AS_PLANNED]),
         (
             {"temporary_bytes": 5000},
             [
@@ -71,23 +44,31 @@ def failing(**figures) -> list[str]:
         ),
         ({"compile_s": 0.2}, ["seconds to compile / XLA's: geometric mean"]),
         (
+            {"received_bytes": 80, "plan_bytes": 80},
+            ["received bytes / XLA's: geometric mean"],
+        ),
+        (
             {"received_bytes": 130, "plan_bytes": 130},
             ["received bytes / XLA's: geometric mean", "received bytes / XLA's: worst"],
         ),
+        ({"faster": 1.4}, ["XLA's run time / ours: geometric mean"]),
+        ({"faster": 0.8}, ["XLA's run time / ours: geometric mean", "XLA's run time / ours: worst"]),
+        ({"ratio": 1.6}, ["host time of a cached reshard / of a cached jit"]),
     ],
 )
-def test_what_is_worse_fails_its_claim(figures, broken) -> None:
-    assert failing(**figures) == broken
+def test_every_claim_can_fail(figures, broken) -> None:
+    assert failing(judged(**figures)) == broken
+
+
+def test_recorded_rows_give_the_recorded_claims() -> None:
+    data = recorded("jax_reshard")
+    found = claims.judge(data["compiled"], data["timed"], data["dispatch"])
+    assert as_recorded(found) == data["claims"]
 
 
 def test_a_quick_run_leaves_a_json_file(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "jax_bridge.py"), "--quick", "--output", str(tmp_path)]
-    environment = {**os.environ, "PJRT_NPROC": "64"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
-    (path,) = tmp_path.iterdir()
-    text = path.read_text()
-    data = json.loads(text)
-    assert {"date", "command", "versions", "machine", "dispatch", "claims", "compiled", "timed"} == set(data)
-    assert str(tmp_path) not in text and len(data["compiled"]) == 13, done.stdout + done.stderr
+    _, data, printed = quick_run("jax_reshard", tmp_path)
+    assert {"dispatch", "claims", "compiled", "timed"} < set(data)
+    assert len(data["compiled"]) == 4 and len(data["timed"]) == 1, printed
     exact = data["claims"][0]
-    assert exact["statement"] == "cases whose collectives or bytes are not the plan's" and exact["holds"]
+    assert exact["statement"] == NOT_AS_PLANNED and exact["holds"]

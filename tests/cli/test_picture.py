@@ -1,4 +1,4 @@
-"""The picture of a layout shows, for every element, exactly the devices that have it."""
+"""The picture of a layout shows exactly the devices that have each element."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from xshard.cli.picture import Picture, devices_text, picture, rows_text
 from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps, shapes
+from xshard.testing.strategies import any_overlap, layouts, meshes, shapes
 
 
 def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
@@ -22,7 +22,8 @@ def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
 @st.composite
 def overlapped(draw, dim):
     """A dim as it is, or in contiguous blocks that overlap."""
-    overlap = draw(st.none() | overlaps().filter(lambda o: "pole" not in str(o)))  # has wishes for a next dim
+    # Poles need another dim.
+    overlap = draw(st.none() | any_overlap().filter(lambda o: "pole" not in str(o)))
     return dim if overlap is None else Dim(dim.name, tuple(Shard(s.axes) for s in dim.shards), overlap)
 
 
@@ -58,13 +59,13 @@ def _owned(made, d, device):
 
 def _held(made, d, device):
     dim = made.layout.dims[d]
-    if isinstance(dim.overlap, Fold):  # the same rows as the overlap that it folds
+    if isinstance(dim.overlap, Fold):  # a fold holds the rows of its overlap
         dim = Dim(dim.name, dim.shards, dim.overlap.of)
     return oracle.held_rows(dim, made.shape[d], made.mesh, device)
 
 
 def _cell_of(drawn: Picture, element: tuple[int, ...]):
-    """The cell of the grid where an element stands."""
+    """The cell of the grid that contains an element."""
     at = [
         next(i for i, (start, stop) in enumerate(strip.blocks) if start <= x < stop)
         for strip, x in zip(drawn.strips, element, strict=True)
@@ -80,11 +81,11 @@ def test_zigzag_blocks():
     assert [cell.owners for cell in drawn.cells[0]] == [(0,), (1,), (1,), (0,)]
 
 
-def test_parts_tell_coordinates_shape_and_rows():
-    part = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).parts[3]
-    assert part.coords == (("dp", 1), ("sp", 1))
-    assert part.local_shape == (6, 3)
-    assert (rows_text(part.owned[0]), rows_text(part.held[0])) == ("4-7", "3-7, 1 fill")
+def test_devices_have_coordinates_shape_and_rows():
+    block = picture(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)).devices[3]
+    assert block.coords == (("dp", 1), ("sp", 1))
+    assert block.local_shape == (6, 3)
+    assert (rows_text(block.owned[0]), rows_text(block.held[0])) == ("4-7", "3-7, 1 fill")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_long_dims_are_cut_off_and_say_so():
     ],
 )
 def test_notes_say_what_every_axis_does(layout, note):
-    assert any(told.startswith(note) for told in picture(sharding(layout, "a=2,b=2", 4, 4)).notes)
+    assert any(found.startswith(note) for found in picture(sharding(layout, "a=2,b=2", 4, 4)).notes)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_worked_examples(name) -> None:
 
 
 def _with_types(worked, mesh) -> None:
-    """What all devices have alike goes in and comes out as one value, whose cotangent is one too."""
+    """A value that is equal on all devices goes in and comes out as one value, with one cotangent."""
 
     def local(x, cotangent):
         x = x if worked.whole else x[0]

@@ -223,8 +223,8 @@ def test_groups_of_replicas_and_what_is_refused() -> None:
             found,
             [
                 ("MeshError", "replication_factor 2, the group has 4 processes"),
-                ("ShapeError", "6 rows in 4 equal parts"),
-                ("ShapeError", "a scalar in 4 equal parts"),
+                ("ShapeError", "6 rows cannot be split into 4 equal parts"),
+                ("ShapeError", "a scalar cannot be split into 4 equal parts"),
                 ("ShapeError", "no dim 1 in a block of shape (2,)"),
             ],
             strict=True,

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "direction": (
         lambda: compat.all_to_all_single_fn(None, "full_to_full", X),  # type: ignore[arg-type]
         "XshardError",
-        ("no direction 'full_to_full'", "'split_to_full' or 'full_to_split'"),
+        ("unknown direction 'full_to_full'", "'split_to_full' or 'full_to_split'"),
     ),
     "dims": (
         lambda: compat.AllToAllSingleFunction.apply(X[0], None, "nonsense", True),  # type: ignore[arg-type]
@@ -207,9 +207,9 @@ def test_flags_that_differ_between_ranks_raise_on_all_of_them() -> None:
     expected = (
         ("DesyncError", "type"),
         ("DesyncError", "with_zigzag_splitting"),
-        ("DesyncError", "no direction 'full_to_full'"),
+        ("DesyncError", "unknown direction 'full_to_full'"),
         ("DesyncError", "the sequence length 6 is not divisible by 8"),
-        ("XshardError", "no direction 'full_to_full'"),
+        ("XshardError", "unknown direction 'full_to_full'"),
         ("DesyncError", "expression"),
         ("DesyncError", "expression"),
     )

@@ -56,28 +56,28 @@ def test_a_local_step_pays_its_copies_only():
 
 
 def test_levels_are_links_the_slowest_first():
-    lanes = MACHINE.lanes(xs.Mesh(tp=4, dp=2, pp=3))
-    assert [(lane.axis, lane.size, lane.level) for lane in lanes] == [
+    spans = MACHINE.link_spans(xs.Mesh(tp=4, dp=2, pp=3))
+    assert [(span.axis, span.size, span.level) for span in spans] == [
         ("dp", 2, 0),
         ("pp", 3, 0),
         ("tp", 4, 1),
     ]
-    assert {lane.level for lane in xs.load_profile("bandwidth").lanes(MESH)} == {0}
+    assert {span.level for span in xs.load_profile("bandwidth").link_spans(MESH)} == {0}
 
 
 def test_axes_that_leave_a_node_have_the_link_between_nodes():
     nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=8)
     mesh = xs.Mesh(dp=4, cp=2, tp=4)
     assert [nodes.link(axis, mesh) for axis in mesh.axes] == [SLOW, FAST, FAST]
-    assert [(lane.axis, lane.level) for lane in nodes.lanes(mesh)] == [("dp", 0), ("cp", 1), ("tp", 1)]
+    assert [(span.axis, span.level) for span in nodes.link_spans(mesh)] == [("dp", 0), ("cp", 1), ("tp", 1)]
 
 
-def lanes_with_links(profile, mesh, axes):
+def spans_with_links(profile, mesh, axes):
     fabric = profile.fabric(mesh)
     return [
-        (lane.axis, lane.size, lane.stride, fabric.links[lane.level])
-        for lane in fabric.lanes
-        if lane.axis in axes
+        (span.axis, span.size, span.stride, fabric.links[span.level])
+        for span in fabric.spans
+        if span.axis in axes
     ]
 
 
@@ -88,12 +88,12 @@ def test_axes_on_their_own_keep_their_links_and_the_ends_of_nodes(axes, node_dev
     mesh = xs.Mesh(pp=2, dp=4, cp=2, tp=4)
     alone = xs.Mesh({axis: mesh.size(axis) for axis in axes})
     part = nodes.along(axes, mesh)
-    assert lanes_with_links(part, alone, axes) == lanes_with_links(nodes, mesh, axes)
+    assert spans_with_links(part, alone, axes) == spans_with_links(nodes, mesh, axes)
     assert part.along(axes, alone) == part
     split = tuple((a, (2, 2)) for a in axes if mesh.size(a) == 4)  # and divided, where the devices are alike
     if split:
         fine = [SubAxisMesh(at, split) for at in (alone, mesh)]
-        assert lanes_with_links(part, fine[0], fine[0].axes) == lanes_with_links(nodes, fine[1], fine[0].axes)
+        assert spans_with_links(part, fine[0], fine[0].axes) == spans_with_links(nodes, fine[1], fine[0].axes)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The mixers of examples/context on four devices, against plain ones on one: forward and backward, float64.
 
-Both sides add in another order, and an FFT stands against sums written out: they differ by rounding, which
-stays below 1e-12 of the largest value.
+The two sides add in different orders, and an FFT is compared with sums written out. They differ by rounding,
+which stays below 1e-12 of the largest value.
 """
 
 from __future__ import annotations

@@ -2,42 +2,37 @@
 
 The python blocks of a document run in order, as one script. A block that begins with
 `# torchrun: N` runs alone, on N forked gloo ranks; one that begins with `# devices: N`, in a
-process in which JAX has N host devices.
+process in which JAX has N host devices. Processes start once and run many blocks; the first
+block of README for torch runs under torchrun itself.
 """
 
+import ast
 import doctest
+import functools
 import importlib
 import os
-import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
 
-import xshard
+from tests.documents.running import printed
+from xshard.cli.app import app
+from xshard.runtimes.processes import Process
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
-    if "```python" in path.read_text()
+    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = ("layout after", "likely cause: ")  # in blocks of plans, and of errors
 SPECIAL = re.compile(r"# (torchrun|devices): (\d+)\n")
-
-ON_RANKS = """
-import runpy, sys
-from torch_bridge.launch import run_ranks
-
-def block():
-    runpy.run_path(sys.argv[1])
-
-run_ranks(int(sys.argv[2]), block)
-"""
+TIMEOUT_S = 600.0  # without progress, where a block takes seconds: this ends what hangs
 
 
 class Block(NamedTuple):
@@ -77,64 +72,118 @@ def script_of(some, folder):
     return str(path)
 
 
-def run(*arguments, **environment):
-    """What a python process prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@functools.cache
+def process(runtime, n_devices=0):
+    """A process for all blocks of a runtime; for JAX one per number of devices, which it makes once."""
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices), "PJRT_NPROC": "64"}
+    return Process(devices if runtime == "devices" else {})
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+def ask(process, name, *arguments):
+    return process.ask(f"tests.documents.running.{name}", *arguments, timeout_s=TIMEOUT_S)
+
+
+WITH_PYTHON = [document for document in DOCUMENTS if python_blocks(document)]
+ON_DEVICES = [block for document in WITH_PYTHON for block in python_blocks(document) if block.special]
+UNDER_TORCHRUN = next(block for block in ON_DEVICES if block.special[0] == "torchrun")
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON)
 def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
     plain = [block for block in python_blocks(document) if block.special is None]
-    printed = run(script_of(plain, tmp_path)) if plain else ""
+    script = script_of(plain, tmp_path)
+    # The kit has processes of its own, which pytest's process shares with the examples in docstrings.
+    uses_the_kit = any("xshard.testing" in block.code for block in plain)
+    text = printed(script, TIMEOUT_S) if uses_the_kit else ask(process("devices", 4), "printed", script)
     for block in blocks(document):
         if any(words in block.code for words in SHOWN):
-            assert block.code.strip() in printed, (
-                f"{document}:{block.line} shows something else than\n{printed}"
-            )
+            assert block.code.strip() in text, f"{document}:{block.line} shows something else than\n{text}"
 
 
 @pytest.mark.parametrize(
     "block",
-    [block for document in DOCUMENTS for block in python_blocks(document) if block.special],
+    [block for block in ON_DEVICES if block is not UNDER_TORCHRUN],
     ids=lambda block: f"{block.document}:{block.line}",
 )
 def test_the_code_runs_on_several_devices(block, tmp_path):
     (runtime, n), path = block.special, script_of([block], tmp_path)
     if runtime == "torchrun":
-        run("-c", ON_RANKS, path, str(n))
+        ask(process(runtime), "on_ranks", n, path)
     else:
-        run(path, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(n))
+        ask(process(runtime, n), "printed", path)
+
+
+def test_torchrun_runs_the_readme(tmp_path):
+    assert UNDER_TORCHRUN.document == "README.md"
+    script = script_of([UNDER_TORCHRUN], tmp_path)
+    n = str(UNDER_TORCHRUN.special[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n, script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=3 * TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_readme_shows_both_frameworks():
     assert {block.special for block in python_blocks("README.md")} == {None, ("torchrun", 4), ("devices", 4)}
 
 
-def doctests():
-    for found in pkgutil.walk_packages(xshard.__path__, "xshard."):
-        if not found.name.endswith("__main__"):
-            module = importlib.import_module(found.name)
-            tests = doctest.DocTestFinder(exclude_empty=True).find(module)
-            yield from (test for test in tests if test.examples)
+def command_lines():
+    """Calls of the command line in any block: `xshard VERB ...`, without what follows a `#`."""
+    for document in DOCUMENTS:
+        for block in blocks(document):
+            for line in block.code.splitlines():
+                if re.match(r"xshard \w+ ", line):
+                    yield pytest.param(line, id=f"{document}: {line[:30]}")
 
 
-@pytest.mark.parametrize("example", [*doctests()], ids=lambda example: example.name)
+@pytest.mark.parametrize("line", [*command_lines()])
+def test_command_lines_are_understood(line):
+    verb, *arguments = shlex.split(line, comments=True)[1:]
+    typer.main.get_command(app).commands[verb].make_context(verb, arguments)  # raises where it is wrong
+
+
+class Example(NamedTuple):
+    """A docstring that shows `>>>`: its module, its qualified name, its line in the file, its text."""
+
+    module: str
+    name: str
+    line: int
+    text: str
+
+
+def examples():
+    """All of xshard, found by their syntax: nothing is imported, and no kind of property hides one."""
+    for path in sorted((ROOT / "xshard").rglob("*.py")):
+        if ">>> " in (source := path.read_text()):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            yield from (Example(module, *found) for found in docstrings(ast.parse(source), module, 0))
+
+
+def docstrings(node, name, line):
+    text = ast.get_docstring(node, clean=False)
+    if text and ">>> " in text:
+        yield name, line, text
+    for child in node.body:
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+            yield from docstrings(child, f"{name}.{child.name}", child.lineno)
+
+
+@pytest.mark.parametrize("example", [*examples()], ids=lambda example: example.name)
 def test_examples_in_docstrings(example):
+    module = importlib.import_module(example.module)
+    test = doctest.DocTestParser().get_doctest(
+        example.text, dict(vars(module)), example.name, module.__file__, example.line
+    )
     said = []
-    result = doctest.DocTestRunner().run(example, out=said.append)
+    result = doctest.DocTestRunner().run(test, out=said.append)
     assert result.attempted > 0
     assert result.failed == 0, "".join(said)
 
 
 def test_the_plan_and_ownership_have_examples():
-    assert {"xshard.planner.plan", "xshard.layout.partition.cut"} <= {example.name for example in doctests()}
+    assert {"xshard.planner.plan", "xshard.layout.partition.cut"} <= {example.name for example in examples()}

@@ -14,8 +14,24 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TIMEOUT_S = 1800.0  # an example takes up to a minute: this ends what hangs
+
+
+def printed(name: str, *options: str) -> str:
+    """What an example prints, run as a user runs it; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, "COLUMNS": "400"},  # no line of a table is broken
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @contextmanager
@@ -49,10 +65,7 @@ def results(parity: ModuleType, *losses: float, accuracy: float = 0.95) -> dict[
 
 
 def test_a_short_training_agrees_on_all_runtimes() -> None:
-    command = [sys.executable, str(EXAMPLES / "train_parity.py"), "--steps", "5", "--any-accuracy"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest relative difference" in done.stdout
+    assert "largest relative difference" in printed("train_parity", "--steps", "5", "--any-accuracy")
 
 
 def test_equal_curves_pass(parity: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,31 +91,14 @@ def test_a_model_that_has_not_learned_fails(
 
 def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> None:
     picture = tmp_path / "seams.png"
-    command = [
-        sys.executable,
-        str(EXAMPLES / "domain_parallel.py"),
-        "--steps",
-        "2",
-        "--picture",
-        str(picture),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest relative difference" in done.stdout
+    text = printed("domain_parallel", "--steps", "2", "--picture", str(picture))
+    assert "largest relative difference" in text
     assert picture.stat().st_size > 10_000
 
 
 def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "port_check.py"), "--bugs", "bias", "gelu", "norm"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "COLUMNS": "400"},  # no line of the table is broken
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    same, bias, gelu, norm = done.stdout.split("With a bug in")
+    text = printed("port_check", "--bugs", "bias", "gelu", "norm")
+    same, bias, gelu, norm = text.split("With a bug in")
     assert "The same on dp=1,tp=4; dp=2,tp=2: output, 9 gradients, 8 updated weights" in same
     assert "weights['down_bias'] is counted 4 times" in bias
     assert "an approximation (a GELU by tanh" in gelu
@@ -131,31 +127,30 @@ def test_a_seam_or_another_loss_fails(
 
 
 def test_ddp_fsdp_and_dtensor_in_one_script_train_as_one_process() -> None:
-    command = [sys.executable, str(EXAMPLES / "mixed_parallel.py"), "--steps", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest relative difference" in done.stdout
+    assert "largest relative difference" in printed("mixed_parallel", "--steps", "3")
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[ModuleType]:
+    """examples/mixed_parallel.py as a module."""
+    with imported("mixed_parallel") as module:
+        yield module
 
 
 @pytest.mark.parametrize(("loss", "gradient"), [(1.001, 1.0), (1.0, 0.5)])
-def test_another_loss_or_gradient_fails(loss: float, gradient: float) -> None:
-    code = (
-        "import sys, torch; from rich.console import Console; from mixed_parallel import judge;"
-        "run = lambda loss, g: ([2.0, loss], {'p': torch.full((2,), g)});"
-        f"sys.exit(judge(run(1.0, 1.0), run({loss}, {gradient}), Console()) + 10)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 11 and "They differ by more than" in done.stdout, done.stderr
+def test_another_loss_or_gradient_fails(
+    mixed: ModuleType, capsys: pytest.CaptureFixture[str], loss: float, gradient: float
+) -> None:
+    full, given = mixed.torch.full, ((1.0, 1.0), (loss, gradient))
+    one, four = (([2.0, last], {"p": full((2,), g)}) for last, g in given)
+    assert mixed.judge(one, four, Console()) == 1
+    assert "They differ by more than" in capsys.readouterr().out
 
 
 def test_a_model_with_its_context_on_four_devices_is_that_of_one() -> None:
-    command = [sys.executable, str(EXAMPLES / "long_context.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest relative difference" in done.stdout
-    assert "1.75" in done.stdout and "1.00" in done.stdout
+    text = printed("long_context", "--quick")
+    assert "largest relative difference" in text
+    assert "1.75" in text and "1.00" in text
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +190,4 @@ def test_another_loss_or_none_learned_fails(
 
 
 def test_a_jax_layer_in_torch_has_the_losses_of_torch() -> None:
-    command = [sys.executable, str(EXAMPLES / "jax_layer_in_torch.py"), "--steps", "2", "--any-accuracy"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest relative difference" in done.stdout
+    assert "largest relative difference" in printed("jax_layer_in_torch", "--steps", "2", "--any-accuracy")

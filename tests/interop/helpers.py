@@ -1,4 +1,4 @@
-"""What the tests of torch and JAX together share: meshes, blocks, and where their memory is."""
+"""Shared by the tests of torch and JAX together: meshes, blocks, and addresses of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_bridge.torch_interop import buffers
 def jax_mesh(
     kind: AxisType = AxisType.Auto, order: Sequence[int] | None = None, **axes: int
 ) -> jax.sharding.Mesh:
-    """A mesh of the first devices, or of those of some numbers."""
+    """A mesh of the first devices, or of the devices at the given indices."""
     size = int(np.prod([*axes.values()]))
     devices = [jax.devices()[i] for i in (range(size) if order is None else order)]
     return jax.sharding.Mesh(
@@ -29,7 +29,7 @@ def jax_mesh(
 
 
 def blocks_of(x: np.ndarray, layout: str, mesh: xs.Mesh) -> list[Tensor]:
-    """The blocks of all devices, in memory of torch, which is aligned."""
+    """The blocks of all devices, in torch's memory, which is aligned."""
     return [torch.tensor(block) for block in xs.reference.scatter(x, layout, mesh)]
 
 

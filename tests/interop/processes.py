@@ -1,4 +1,4 @@
-"""What every process of a test does: `python -m tests.interop.processes DEVICES FOLDER`, started by torchrun.
+"""The program of every process of a test: `python -m tests.interop.processes DEVICES FOLDER` under torchrun.
 
 Torch's ranks and JAX's processes are the same; each writes what it found to a file of its own.
 """
@@ -36,7 +36,7 @@ TORCH_ALONE = [
 
 
 def found(local_devices: int) -> dict[str, object]:
-    """Statements about this process, all of them to be true, and what it was told."""
+    """Statements about this process, all of them to be true, and the ranks of both frameworks."""
     from jax_bridge import torch_interop
 
     torch_interop.initialize(local_devices=local_devices)
@@ -56,7 +56,7 @@ def found(local_devices: int) -> dict[str, object]:
         a, b = (x if isinstance(x, list) else [x] for x in (a, b))
         return len(a) == len(b) and all(map(torch.equal, a, b))
 
-    told: dict[str, object] = {"processes": [jax.process_index(), jax.process_count(), me, n]}
+    facts: dict[str, object] = {"processes": [jax.process_index(), jax.process_count(), me, n]}
     sides = ("torch", "jax") if local_devices == 1 else ("jax",)
     for src, dst in MOVES:
         before, after = blocks_of(X, src, THERE), blocks_of(X, dst, HERE)
@@ -65,38 +65,38 @@ def found(local_devices: int) -> dict[str, object]:
             array = torch_interop.to_jax(mine(before), (src, dst), mesh, torch_mesh=THERE, via=via)
             at = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
             own = [torch.tensor(at[d]) for d in mesh.devices.flat if d in at]
-            told[f"{src} -> {dst} by {via}"] = same(own, mine(after)) and len(at) == local_devices
+            facts[f"{src} -> {dst} by {via}"] = same(own, mine(after)) and len(at) == local_devices
             back = torch_interop.to_torch(array, (dst, src), THERE, via=via)
             if "sum" not in src:
-                told[f"{dst} -> {src} by {via}"] = same(back, mine(before))
+                facts[f"{dst} -> {src} by {via}"] = same(back, mine(before))
             if direct:
                 pointers = [b.data_ptr() for b in (back if isinstance(back, list) else [back])]
                 given = mine(before)
                 given = given if isinstance(given, list) else [given]
-                told[f"no copy, {via}"] = pointers == [b.data_ptr() for b in given]
+                facts[f"no copy, {via}"] = pointers == [b.data_ptr() for b in given]
     whole = jax.jit(lambda x: x.sum())(
         torch_interop.to_jax(mine(blocks_of(X, "n/a d/b", HERE)), "n/a d/b", mesh)
     )
-    told["a global array"] = float(whole) == X.sum()
+    facts["a global array"] = float(whole) == X.sum()
     if local_devices == 1:
-        told |= ranks_alone(mesh, torch_interop)
-    told |= functions(mesh, mine, torch_interop)
-    return told
+        facts |= ranks_alone(mesh, torch_interop)
+    facts |= functions(mesh, mine, torch_interop)
+    return facts
 
 
 def ranks_alone(mesh, torch_interop) -> dict[str, object]:
-    """What one device per process can do besides: torch moves, and DTensors."""
+    """Facts for one device per process only: moves by torch, and DTensors."""
     from tests.interop.helpers import blocks_of, logged
     from tests.torch_bridge.helpers import error_of
 
-    told: dict[str, object] = {}
+    facts: dict[str, object] = {}
     me = dist.get_rank()
     for src, dst in TORCH_ALONE:
         with logged() as lines:
             array = torch_interop.to_jax(
                 blocks_of(X, src, THERE)[me], (src, dst), mesh, torch_mesh=THERE, shape=X.shape
             )
-        told[f"{src} -> {dst}"] = lines == [
+        facts[f"{src} -> {dst}"] = lines == [
             f"torch moves the blocks first: {src} -> {dst}"
         ] and np.array_equal(
             np.asarray(array.addressable_shards[0].data), blocks_of(X, dst, HERE)[me].numpy()
@@ -112,34 +112,34 @@ def ranks_alone(mesh, torch_interop) -> dict[str, object]:
                 torch_mesh=THERE,
                 profile=profile,
             )
-        told[f"cheaper by {side}"] = lines[0].startswith(side)
+        facts[f"cheaper by {side}"] = lines[0].startswith(side)
     ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     local = blocks_of(X, "n/a d/b", HERE)[me]
     x = DTensor.from_local(local, ranks, [Shard(0), Shard(1)])
     array = torch_interop.to_jax(x, "n/a d/b", mesh)
-    told["a DTensor without a copy"] = (
+    facts["a DTensor without a copy"] = (
         array.addressable_shards[0].data.unsafe_buffer_pointer() == local.data_ptr()
     )
     back = torch_interop.to_torch(array, "n/a d/b -> n d/(a,b)", ranks, dtensor=True)
-    told["a DTensor of another placement"] = torch.equal(back.full_tensor(), torch.tensor(X))
+    facts["a DTensor of another placement"] = torch.equal(back.full_tensor(), torch.tensor(X))
     # Meshes of other axes, and of ranks in another order.
     turned = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     array = torch_interop.to_jax(
         blocks_of(X, "n/dp d", THERE)[me], "n/dp d -> n d/b", mesh, torch_mesh=turned
     )
-    told["a DeviceMesh"] = np.array_equal(
+    facts["a DeviceMesh"] = np.array_equal(
         np.asarray(array.addressable_shards[0].data), blocks_of(X, "n d/b", HERE)[me].numpy()
     )
     double = torch_interop.from_jax(lambda x: x * 2, "n/a d/b", "n/a d/b", mesh)
     leaf = DTensor.from_local(local.clone().requires_grad_(), ranks, [Shard(0), Shard(1)])
     y = double(leaf)
     y.sum().backward()
-    told["a function of DTensors"] = y.placements == (Shard(0), Shard(1)) and torch.equal(
+    facts["a function of DTensors"] = y.placements == (Shard(0), Shard(1)) and torch.equal(
         y.to_local(), 2 * local
     )
     name, text = error_of(lambda: torch_interop.to_jax(x, "n/b d/a", mesh))
-    told["a DTensor placed otherwise"] = name == "NotationError" and "the DTensor is placed as" in text
-    return told
+    facts["a DTensor placed otherwise"] = name == "NotationError" and "the DTensor is placed as" in text
+    return facts
 
 
 def functions(mesh, mine, torch_interop) -> dict[str, object]:
@@ -148,7 +148,7 @@ def functions(mesh, mine, torch_interop) -> dict[str, object]:
 
     from tests.interop.helpers import blocks_of
 
-    told: dict[str, object] = {}
+    facts: dict[str, object] = {}
     W = np.arange(24.0 * 8, dtype=np.float32).reshape(24, 8) % 5 - 2
     C = np.arange(16.0 * 8, dtype=np.float32).reshape(16, 8) % 7 - 3
 
@@ -171,7 +171,7 @@ def functions(mesh, mine, torch_interop) -> dict[str, object]:
     )
     c, gx, gw = ([v] if one else v for v in (c, gx, gw))
     gradients = torch.autograd.grad(y, [*x, *w], c)
-    told["from_jax"] = all(map(torch.equal, gradients, [*gx, *gw]))
+    facts["from_jax"] = all(map(torch.equal, gradients, [*gx, *gw]))
 
     # torch's own collectives inside a function of JAX, where a process is a rank.
     move = "n/a/b d -> n d/a/b"
@@ -188,8 +188,8 @@ def functions(mesh, mine, torch_interop) -> dict[str, object]:
         blocks = torch_interop.to_torch(made, layout)
         expected = mine(blocks_of(2 * X, layout, HERE))
         pairs = zip([blocks] if one else blocks, [expected] if one else expected, strict=True)
-        told[name] = all(torch.equal(a, b) for a, b in pairs)
-    return told
+        facts[name] = all(torch.equal(a, b) for a, b in pairs)
+    return facts
 
 
 if __name__ == "__main__":

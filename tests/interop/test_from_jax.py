@@ -122,7 +122,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 @pytest.mark.parametrize("written", ["input", "output"])
 @in_jax
 def test_writes_between_forward_and_backward_are_noticed(written) -> None:
-    """What JAX keeps for its pullback may be torch's own memory."""
+    """JAX's pullback may keep torch's own memory."""
     f = from_jax(lambda x: jnp.sin(x) * x, "n", "n", jax_mesh(a=1))
     g = from_jax(jnp.exp, "n", "n", jax_mesh(a=1))
     x = leaf(64, dtype=torch.float32)

@@ -216,7 +216,7 @@ def test_what_is_refused_when_it_is_traced() -> None:
     for fn, ins, outs, kind, message in (
         (torch.sin, "n/b", "n", xs.NotationError, "unknown mesh axis 'b' in 'n/b'"),
         (torch.sin, "n/a", "n/a", xs.ShapeError, "no uneven blocks"),
-        (torch.argmax, "n", "...", xs.DtypeError, "is torch.int64, of which JAX would make int32"),
+        (torch.argmax, "n", "...", xs.DtypeError, "is torch.int64, which JAX would make int32"),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),
         (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts .* do not fit"),
     ):
@@ -242,6 +242,7 @@ for _ in range(3):
 
 
 def test_more_devices_than_threads_do_not_wait_for_each_other() -> None:
-    """As they do, with blocks of this size, in callbacks whose arguments XLA's own threads bring."""
+    """With blocks of this size they would, in callbacks whose arguments XLA's own threads copy."""
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path), "PJRT_NPROC": "2"}
-    subprocess.run([sys.executable, "-c", MANY_DEVICES], check=True, timeout=60, env=environment)
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    subprocess.run([sys.executable, "-c", MANY_DEVICES], check=True, timeout=300, env=environment)

@@ -24,7 +24,7 @@ WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every pattern of bits that the dtype may have, those of nan included."""
+    """Every bit pattern of the dtype, including NaNs."""
     if dtype is torch.bool:
         return torch.randint(2, shape).bool()
     size = dtype.itemsize
@@ -55,7 +55,7 @@ def test_memory_is_shared_and_bits_are_kept(dtype) -> None:
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @in_jax
 def test_what_jax_would_narrow_is_refused(dtype) -> None:
-    with pytest.raises(xs.DtypeError, match=r"of which JAX would make \w+(32|64)"):
+    with pytest.raises(xs.DtypeError, match=r"which JAX would make \w+(32|64)"):
         to_jax(torch.zeros(4, dtype=dtype), "n/a", jax_mesh(a=1))
 
 

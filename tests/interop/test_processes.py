@@ -13,7 +13,7 @@ import xshard as xs
 from jax_bridge.torch_interop import initialize
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 
-TIMEOUT_S = 150
+TIMEOUT_S = 900  # against a hang: about fifty times what it takes
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(4, 1), (2, 2)])
@@ -22,19 +22,20 @@ def test_arrays_and_functions_over_processes(processes, devices, tmp_path) -> No
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "tests.interop.processes", str(devices), str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # every program runs once
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(processes):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert told.pop("processes") == [rank, processes, rank, processes]
-        assert [what for what, holds in told.items() if holds is not True] == []
-        assert len(told) > 10
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.pop("processes") == [rank, processes, rank, processes]
+        assert [what for what, holds in found.items() if holds is not True] == []
+        assert len(found) > 10
 
 
 def without_jax_set_up() -> tuple[tuple[str, str], bool]:
-    """JAX as every rank has it by itself: one process, that knows of no other."""
+    """JAX without `initialize`: every rank is a process of its own that knows no other."""
     import jax
     import torch
 
@@ -60,7 +61,7 @@ def wrong_calls() -> list[tuple[tuple[str, str], bool]]:
     return [without_jax_set_up(), too_late()]
 
 
-def test_processes_that_differ_are_told_apart() -> None:
+def test_processes_that_differ_are_refused() -> None:
     """On all ranks alike, and nothing hangs."""
     for rank, ((differ, here), (late, there)) in enumerate(on_ranks(2, wrong_calls)):
         assert here and there

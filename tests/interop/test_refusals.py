@@ -1,4 +1,4 @@
-"""What cannot be handed over: told before anything is sent, with both sides in the message."""
+"""Hand-overs that are refused before anything is sent, with both sides in the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the JAX tests share: a process with host devices in which they run.
+"""Shared by the JAX tests: a process with host devices, where they run.
 
 JAX makes its devices once per process, so pytest's own process never asks for any. A test under
 `@in_jax` runs in the process that `xshard.testing` keeps for JAX, one for each process of pytest.
@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from xshard.runtimes.processes import jax_process
+from xshard.runtimes.backends import jax_process
 from xshard.testing import FunctionError
 from xshard.testing.pickling import packed
 
 TIMEOUT_S = 600.0
+CALL = "jax_bridge.testing.equivalence.call_packed"
 
 
 def in_jax(test: Callable[..., None]) -> Callable[..., None]:
@@ -26,7 +27,7 @@ def in_jax(test: Callable[..., None]) -> Callable[..., None]:
     def there(**arguments: object) -> None:
         sent = packed(_run_here, test.__module__, test.__name__, arguments)
         try:
-            jax_process().ask("call", sent, TIMEOUT_S, timeout_s=TIMEOUT_S)
+            jax_process().ask(CALL, sent, timeout_s=TIMEOUT_S)
         except FunctionError as error:
             pytest.fail(str(error), pytrace=False)
 

@@ -64,7 +64,7 @@ def test_gradients_taken_outside(check_vma, expression) -> None:
 )
 @in_jax
 def test_without_types_a_replica_at_the_border_is_not_one_value(expression, factor) -> None:
-    """What the convention of JAX makes of `n d` where it omits an axis: why `autodiff` asks for copies."""
+    """JAX's convention for an axis that a spec omits, applied to `n d`: the reason to write copies."""
     moved = over_a(expression, check_vma=False)
     gradient = jax.grad(lambda x: (moved(x) * WEIGHTS).sum())(X)
     assert np.array_equal(gradient, factor * WEIGHTS)
@@ -76,7 +76,8 @@ def test_gradients_of_gradients(expression) -> None:
     moved = over_a(expression)
 
     def twice(f):
-        return jax.grad(lambda x: (jax.grad(lambda x: (f(x) ** 3 * WEIGHTS).sum())(x) ** 2).sum())
+        first = jax.grad(lambda x: (f(x) ** 3 * WEIGHTS).sum())
+        return jax.jit(jax.grad(lambda x: (first(x) ** 2).sum()))
 
     assert np.array_equal(twice(moved)(X), twice(lambda x: x)(X))
 
@@ -128,7 +129,7 @@ def test_an_uneven_extreme_keeps_padding_out_of_the_gradient() -> None:
     with jax.debug_nans(True):  # in the padding nobody wins: no share is divided by none
         gradient = jax.grad(lambda x: moved(x).sum())(np.nan_to_num(stacked))
     assert np.array_equal(gradient[:, 0], [[0, 1, 0.5, 0, 1, 0], [1, 0, 0.5, 1, 0, 0]])
-    assert np.array_equal(jax.grad(lambda x: moved(x).sum())(stacked), gradient)
+    assert np.array_equal(jax.jit(jax.grad(lambda x: moved(x).sum()))(stacked), gradient)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
@@ -136,7 +137,7 @@ def test_an_uneven_extreme_keeps_padding_out_of_the_gradient() -> None:
 def test_a_gradient_has_the_dtype_of_its_value(dtype) -> None:
     moved = over_a("n/a d -> n d")
     x = jnp.asarray(X, dtype)
-    gradient = jax.grad(lambda x: (moved(x).real.astype("float32") * WEIGHTS).sum())(x)
+    gradient = jax.jit(jax.grad(lambda x: (moved(x).real.astype("float32") * WEIGHTS).sum()))(x)
     assert gradient.dtype == x.dtype and np.array_equal(gradient, jnp.asarray(WEIGHTS, dtype))
 
 
@@ -181,5 +182,5 @@ def test_inside_jit_scan_remat_and_vmap() -> None:
     assert np.array_equal(jax.grad(loss)(X), 8 * WEIGHTS)
     batch = np.stack([X, 2 * X, X - 1])
     assert np.array_equal(jax.vmap(moved)(batch), batch)
-    gradients = jax.vmap(jax.grad(lambda x: (moved(x) ** 2).sum()))(batch)
+    gradients = jax.jit(jax.vmap(jax.grad(lambda x: (moved(x) ** 2).sum())))(batch)
     assert np.array_equal(gradients, 2 * batch)

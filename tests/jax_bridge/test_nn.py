@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import random
 from functools import partial
 
@@ -524,7 +522,7 @@ def test_a_block_that_has_its_halo_is_the_input_of_a_layer() -> None:
 
 
 def refused(call, layout="n c h/sp", shape=(2, 4, 8)) -> str:
-    """What a layer says while it is traced."""
+    """The error of a layer while it is traced."""
     import jax
 
     from jax_bridge import nn
@@ -596,10 +594,3 @@ def test_where_a_block_cannot_be_placed() -> None:
         with pytest.raises(xs.XshardError) as caught:
             jax.eval_shape(local, np.zeros((2, 4, 2)))
         assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("module", ["conv", "placed", "resample"])
-@in_jax
-def test_examples_in_docstrings(module) -> None:
-    tried = doctest.testmod(importlib.import_module(f"jax_bridge.nn.{module}"))
-    assert tried.attempted and not tried.failed

@@ -30,6 +30,20 @@ def options(case: dict) -> dict[str, list[int]]:
     return {name: [int(n) for n in numbers.split(",")] for name, numbers in found}
 
 
+def smaller(case: dict) -> dict:
+    """The case with at most two samples and two features, and uncut dims no longer than two windows.
+
+    Cut dims, windows, strides and the mesh stay as published.
+    """
+    asked, shape = options(case), list(case["global_shape"])
+    shape[:2] = [min(n, 2) for n in shape[:2]]
+    for d, k in enumerate(asked.get("k", ()), 2):
+        if d not in case["sharded_dims"]:
+            dilation = asked["d"][d - 2] if "d" in asked else 1
+            shape[d] = min(shape[d], 2 * (dilation * (k - 1) + 1))
+    return case | {"global_shape": shape}
+
+
 def layout_of(case: dict) -> str:
     """n c, then space; cut as the case says."""
     ndim = len(case["global_shape"])
@@ -63,7 +77,7 @@ def test_a_layer(name) -> None:
 
     from tests.jax_bridge.domains import difference, on_devices, on_one
 
-    case = CASES[name]
+    case = smaller(CASES[name])
     with jax.enable_x64(True):
         layers, whole, parameters = LAYERS[kind(case)](case)
         x = RNG.normal(size=case["global_shape"])

@@ -1,4 +1,4 @@
-"""`reshard` of whole pytrees: one program, memory handed over, progress told; and wrong ones refused."""
+"""`reshard` of whole pytrees: one program, donated memory, progress in the log, and errors."""
 
 from __future__ import annotations
 
@@ -138,9 +138,7 @@ def test_wrong_trees() -> None:
 @in_jax
 def test_wide_numbers_are_not_narrowed_in_silence() -> None:
     for dtype in ("float64", "int64", "complex128"):
-        with pytest.raises(
-            xs.DtypeError, match=f"the block is {dtype}, of which JAX would make .*n/a d -> n d"
-        ):
+        with pytest.raises(xs.DtypeError, match=f"the block is {dtype}, which JAX would make .*n/a d -> n d"):
             xj.reshard(X.astype(dtype), "n/a d -> n d", mesh())
     with pytest.raises(xs.DtypeError, match="jax_enable_x64"):
         xj.redistribute(X.astype("float64"), "n/a d -> n d", mesh())
@@ -160,7 +158,7 @@ def test_a_traced_array_of_an_explicit_mesh_is_sharded_as_its_type_says() -> Non
 
 @in_jax
 def test_the_mesh_of_the_context_may_have_no_devices() -> None:
-    """A program made for an abstract mesh runs on the devices of whichever mesh is set."""
+    """A program made for an abstract mesh runs on the devices of the mesh that is set."""
     with jax.set_mesh(mesh()):
         abstract = mesh().abstract_mesh
         moved = jax.jit(lambda x: xj.reshard(x, "n/a d -> n d/b", abstract))(on("a"))

@@ -27,7 +27,7 @@ def kept(messages) -> int:
 
 
 def test_what_devices_keep_takes_part_in_rounds_that_become_no_more() -> None:
-    """Half of the devices hold one of their two boxes: two rounds in which everyone has one, not three."""
+    """Half of the devices hold one of their two boxes: two rounds where every device has a box, not three."""
     _, schedule = scheduled(*SWAP)
     assert not schedule.local
     assert [len(messages) for messages in schedule.sent] == [8, 8]

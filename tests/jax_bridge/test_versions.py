@@ -1,4 +1,4 @@
-"""What later releases of JAX tell beyond 0.10: that addends may be reduced by max or min."""
+"""Types of releases of JAX after 0.10: unreduced values may be reduced by max or min."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_what_is_unreduced_by_max_is_no_sum(monkeypatch) -> None:
     monkeypatch.setattr(planning, "manual_type", lambda x: Later(unreduced=A, unreduced_kind=Kind.max))
     plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,))
     with pytest.raises(xs.NotationError) as caught:
-        planning.entered(None, plan, "n | sum(a) -> n")  # type: ignore[arg-type]
-    told, *marked, hint = str(caught.value).splitlines()
-    what = "the block is unreduced along 'a', where its max is still to be taken in "
-    assert told == f"{what}'n | sum(a) -> n'" and hint == "  say so on the left: max(a)"
+        planning.with_entry_type(None, plan, "n | sum(a) -> n")  # type: ignore[arg-type]
+    message, *marked, hint = str(caught.value).splitlines()
+    what = "the block is unreduced along 'a': its max is still to be taken in "
+    assert message == f"{what}'n | sum(a) -> n'" and hint == "  write it on the left: max(a)"
     assert marked == [" " * len(f"NotationError: {what}'n | sum(") + "^"]

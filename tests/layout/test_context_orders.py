@@ -1,7 +1,7 @@
-"""The orders of context parallelism elsewhere, each written down after that system's own index formula.
+"""The orders of context parallelism in other systems, each copied from that system's index formula.
 
-docs/context_parallel.md names the layout here that each of them is; this is the proof. A formula says which
-rows of a sequence a rank holds, in the order in which it holds them.
+docs/context_parallel.md names the layout for each of them, and these tests prove it. A formula gives the rows
+of a sequence that a rank holds, in local order.
 """
 
 import numpy as np
@@ -14,13 +14,13 @@ SIZES = [1, 2, 3, 4, 8]
 
 
 def positions(text, mesh, length):
-    """The rows of every device, as the layout has them."""
+    """The rows of every device under the layout."""
     layout = xs.Layout.parse(text)
     return [layout.positions(mesh, (length,), "s", device).tolist() for device in range(mesh.n_devices)]
 
 
 def ring_flash_attention(rows, rank, n):
-    """zhuzilin/ring-flash-attention, EasyContext: `chunk(2n)`, then the rank's from either end."""
+    """zhuzilin/ring-flash-attention, EasyContext: `chunk(2n)`, then the rank's chunk from either end."""
     chunks = np.split(rows, 2 * n)
     return np.concatenate([chunks[rank], chunks[2 * n - rank - 1]])
 
@@ -31,7 +31,7 @@ def megatron(rows, rank, n):
 
 
 def transformer_engine_thd(rows, rank, n, ends=None):
-    """TransformerEngine thd_partition_indices_kernel: the rows of one token after another."""
+    """TransformerEngine thd_partition_indices_kernel: the row of every local token in turn."""
     ends = [0, len(rows)] if ends is None else ends
     starts = [end // n for end in ends]
     found = []
@@ -46,7 +46,7 @@ def transformer_engine_thd(rows, rank, n, ends=None):
 def transformer_engine_jax(rows, rank, n):
     """TransformerEngine's reorder_causal_load_balancing in JAX, MaxText's reorder_sequence: pairs of chunks.
 
-    That is their code; their docstrings show another order.
+    This is the order of their code; their docstrings show another.
     """
     chunks = rows.reshape(2 * n, -1)
     pairs = np.stack([chunks[[r, 2 * n - 1 - r]] for r in range(n)])
@@ -66,15 +66,15 @@ def hyena(rows, rank, n):
 
 
 def torch_head_tail(rows, rank, n):
-    """torch's _HeadTailLoadBalancer: heads beside their tails, then contiguous parts."""
+    """torch's _HeadTailLoadBalancer: every head followed by its tail, then contiguous parts."""
     chunks, head = rows.reshape(2 * n, -1), np.arange(n)
     paired = np.stack([chunks[head], chunks[2 * n - 1 - head]], axis=1)
     return np.split(paired.ravel(), n)[rank]
 
 
 def torch_per_document(lengths, n):
-    """torch's _PerDocumentHeadTailLoadBalancer: head and tail of every rank, document after document; then
-    contiguous parts."""
+    """torch's _PerDocumentHeadTailLoadBalancer: per document, head and tail of every rank; then contiguous
+    parts."""
     found, start = [], 0
     for length in lengths:
         chunk = length // (2 * n)
@@ -97,7 +97,7 @@ ZIGZAGS = [
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("formula", ZIGZAGS)
-def test_zigzag_is_that_of_many_systems(formula, n):
+def test_zigzag_is_the_order_of_many_systems(formula, n):
     rows = np.arange(6 * n)
     expected = [formula(rows, rank, n).tolist() for rank in range(n)]
     assert positions("s/zigzag(cp)", xs.Mesh(cp=n), len(rows)) == expected
@@ -119,13 +119,15 @@ def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_atte
     text = f"s/zigzag(cp,{','.join(map(str, lengths))})"
     found = positions(text, xs.Mesh(cp=n), len(rows))
     assert found == [transformer_engine_thd(rows, rank, n, ends).tolist() for rank in range(n)]
-    documents = np.split(rows, ends[1:-1])  # rfa's varlen: the same of each, one after the other
+    documents = np.split(
+        rows, ends[1:-1]
+    )  # varlen of ring-flash-attention: the same for each document in turn
     each = [[ring_flash_attention(d, rank, n) for d in documents] for rank in range(n)]
     assert found == [np.concatenate(rank).tolist() for rank in each]
 
 
-def test_torchs_per_document_order_is_another_and_can_be_written_in_intervals():
-    """It is document-major: ranks get what happens to stand in their part, and work is not balanced."""
+def test_torchs_per_document_order_differs_and_can_be_written_in_intervals():
+    """It is document-major: parts are cut without regard to ranks, and work is not balanced."""
     lengths, n = [4, 8, 4], 2
     expected = torch_per_document(lengths, n)
     assert expected[0] == [0, 3, 1, 2, 4, 5, 10, 11]
@@ -152,7 +154,7 @@ def test_cyclic_is_striped_attention(n):
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1), (2, 3), (1, 4)])
 def test_yunchang_cuts_twice(ring, ulysses):
-    """Its ranks run over the ring, then over Ulysses, whose devices are next to each other."""
+    """Ulysses is the inner axis of its ranks: devices of one Ulysses group are adjacent."""
     n, mesh = ring * ulysses, xs.Mesh(ring=ring, ulysses=ulysses)
     rows = np.arange(6 * n)
     strip = rows.reshape(-1, ring).T.ravel()  # "strip": the whole sequence by stripes of the ring
@@ -178,7 +180,7 @@ def test_fpdt_gives_chunks_in_turn(n):
 
 
 def causal_work(text, n, length):
-    """Keys that every device's queries look at."""
+    """Number of keys that the queries of every device attend to."""
     return [sum(row + 1 for row in rows) for rows in positions(text, xs.Mesh(cp=n), length)]
 
 

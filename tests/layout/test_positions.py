@@ -1,4 +1,4 @@
-"""Which global row a local row is: as the reference scatters the numbers of the rows."""
+"""Global row numbers of local rows, compared with row numbers that the reference scatters."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_every_order_and_overlap(dim):
         assert np.array_equal(xs.Layout.parse(dim).positions(FOUR, (16,), "s", device), block)
 
 
-def test_rows_of_a_constant_are_no_rows_and_contributions_are_those_of_their_rows():
+def test_constant_rows_have_no_number_and_contributions_have_that_of_their_row():
     def positions(text, device):
         return xs.Layout.parse(text).positions(FOUR, (8,), "s", device).tolist()
 

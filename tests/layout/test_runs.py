@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 import xshard as xs
 from tests import oracle
 from xshard.layout.layout import Layout
-from xshard.layout.partition import owned
-from xshard.layout.runs import FILL, common, rows, size
+from xshard.layout.partition import owned_rows
+from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
 from xshard.notation.parser import ORDERS, Dim, Shard
-from xshard.testing.strategies import layouts, meshes, overlaps
+from xshard.testing.strategies import any_overlap, layouts, meshes
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
 
 
 def expanded(runs):
-    """Runs -> the list of rows they stand for, None for fill."""
+    """Runs -> list of row numbers; None for fill."""
     return [
         None if run.start == FILL else run.start + i * run.stride + j
         for run in runs
@@ -44,9 +44,9 @@ def test_owned_rows_of_any_layout(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
     sharding = xs.Sharding(layout, mesh, (length,))
     for device in range(mesh.n_devices):
-        rows_ = oracle.owned_rows(layout.dims[0], length, mesh, device)
-        assert expanded(sharding.owned(0, device)) == rows_
-        assert sharding.local_shape(device) == layout.local_shape(mesh, (length,), device) == (len(rows_),)
+        rows = oracle.owned_rows(layout.dims[0], length, mesh, device)
+        assert expanded(sharding.owned(0, device)) == rows
+        assert sharding.local_shape(device) == layout.local_shape(mesh, (length,), device) == (len(rows),)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -56,15 +56,15 @@ def test_every_order_inside_every_other(order, inner, length):
     mesh = xs.Mesh(a=2, b=3)
     dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
     for device in range(mesh.n_devices):
-        runs = owned(dim, length, (2, 3), mesh.coords(device))
+        runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
         assert expanded(runs) == oracle.owned_rows(dim, length, mesh, device)
-        assert size(runs) == len(expanded(runs))
+        assert n_rows(runs) == len(expanded(runs))
 
 
 @given(st.data(), meshes(), st.integers(0, 40))
 def test_normal_form_has_the_same_blocks(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
-    dim = replace(layout.dims[0], overlap=data.draw(st.none() | overlaps()))
+    dim = replace(layout.dims[0], overlap=data.draw(st.none() | any_overlap()))
     sharding = xs.Sharding(replace(layout, dims=(dim,)), mesh, (length,))
     plain = sharding.with_layout(sharding.normal)
     for device in range(mesh.n_devices):
@@ -95,7 +95,7 @@ def test_nested_and_grouped_cuts_differ_where_uneven():
 @pytest.mark.parametrize(
     ("text", "length", "expected"),
     [
-        # Rank-major, as ring-flash-attention's varlen and TransformerEngine's THD have it.
+        # Rank-major, as in ring-flash-attention's varlen and TransformerEngine's THD.
         ("s/zigzag(a,4,8,4)", 16, [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]]),
         ("s/zigzag(a,3,5)", 8, [[0, 3, 4], [1, 2, 5, 6, 7]]),
         ("s/cyclic(a,3)", 14, [[0, 1, 2, 6, 7, 8, 12, 13], [3, 4, 5, 9, 10, 11]]),
@@ -110,9 +110,9 @@ def test_orders_that_are_written_in_numbers(text, length, expected):
     assert [oracle.owned_rows(dim, length, mesh, device) for device in (0, 1)] == expected
 
 
-def test_one_part_is_the_whole_in_its_order():
+def test_one_part_is_the_whole_dim_in_order():
     assert held("s/intervals(a,[0,2,2,4])", 4, xs.Mesh(a=1)) == [[0, 1, 2, 3]]
-    with pytest.raises(xs.ShapeError, match="one part holds its rows in order"):
+    with pytest.raises(xs.ShapeError, match="one part, which must hold its rows in order"):
         held("s/intervals(a,[2,4,0,2])", 4, xs.Mesh(a=1))
 
 
@@ -122,8 +122,8 @@ def test_one_part_is_the_whole_in_its_order():
         ("s/zigzag(a,4,8)", "'zigzag(a,4,8)' adds up to 12 rows, not 16 in 's/zigzag(a,4,8)'"),
         ("s/sizes(a,4,8,4)", "3 sizes for 2 parts"),
         ("s/b/sizes(a,4,8)", "adds up to 12 rows, not 8"),
-        ("s/intervals(a,[0,8],[8,12])", "does not hold each of 16 rows once"),
-        ("s/intervals(a,[0,9],[8,16])", "does not hold each of 16 rows once"),
+        ("s/intervals(a,[0,8],[8,12])", "does not hold each of the 16 rows once"),
+        ("s/intervals(a,[0,9],[8,16])", "does not hold each of the 16 rows once"),
         ("s/intervals(a,[0,16])", "1 intervals for 2 parts"),
     ],
 )
@@ -143,16 +143,16 @@ def test_zigzag_and_cyclic_are_few_runs_however_long_the_dim():
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 2), st.integers(1, 24))
 def test_overlaps(data, n, order, length):
-    """Halos and windows of every boundary, reaching over several neighbours and both ends."""
+    """Halos and windows of every boundary, over several neighbours and both ends of the array."""
     mesh = xs.Mesh(a=n)
     shards = (Shard(("a",), ("block", "balanced", "block")[order]),)
-    dim = Dim("h", shards, data.draw(overlaps(folded=False)))
+    dim = Dim("h", shards, data.draw(any_overlap(folded=False)))
     sharding = xs.Sharding(xs.Layout((dim,)), mesh, (length,))
     for device in range(n):
         assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
 
 
-@given(overlaps(folded=False), st.integers(0, 24))
+@given(any_overlap(folded=False), st.integers(0, 24))
 def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
     mesh = xs.Mesh(a=3)
     assert held(f"h/a:fold({overlap})", length, mesh) == held(f"h/a:{overlap}", length, mesh)
@@ -160,7 +160,7 @@ def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_halo_wider_than_every_block(boundary):
-    """Blocks of two rows, six rows of halo: three neighbours away and over the ends."""
+    """Blocks of two rows with halos of six: over three neighbours and the ends of the array."""
     outside = {
         "zero": ([None] * 6, [None] * 6),
         "constant": ([None] * 6, [None] * 6),
@@ -190,10 +190,10 @@ def test_negative_widths_leave_rows_out():
 
 
 def conv_dims():
-    """(name, length, parts, window text, shard sizes + halo widths) of every cut dim of a window case."""
+    """(length, window text, rows of every block) of every cut dim of a window case."""
     for case in HALO_CASES:
         op = re.fullmatch(r"(?:conv|maxpool|avgpool) k=(.*) s=(.*) d=(.*) p=(.*)", case["op"])
-        if op is None or case["name"] == "run-empty-shard":  # cut 3, 0, 3, 2: no order of ours
+        if op is None or case["name"] == "run-empty-shard":  # cut 3, 0, 3, 2: no order has these parts
             continue
         options = [json.loads(text) for text in op.groups()]
         boundary = {"zero": "zero", "circular": "periodic"}[case["boundary"]]
@@ -211,13 +211,13 @@ def conv_dims():
 
 @pytest.mark.parametrize(("length", "window", "widths"), [*conv_dims()])
 def test_windows_span_what_a_convolution_reads(length, window, widths):
-    """Input ranges of other libraries' test suites, whose outputs are cut in balanced parts."""
+    """Input ranges from test suites of other libraries, which cut outputs into balanced parts."""
     spans = held(f"h/balanced(a):{window}", length, xs.Mesh(a=len(widths)))
-    assert [len(rows_) for rows_ in spans] == widths
+    assert [len(rows) for rows in spans] == widths
 
 
 def test_windows_hold_the_rows_that_torch_reads():
-    """A block convolved without padding is the device's part of the whole convolution."""
+    """Convolving a block without padding gives the device's part of the whole convolution."""
     x = torch.arange(1.0, 24.0)
     mesh = xs.Mesh(a=4)
     for k, s, d, p in [(3, 1, 1, 1), (3, 2, 1, 1), (2, 2, 1, 0), (5, 4, 1, 2), (3, 1, 4, 4), (4, 3, 2, 0)]:
@@ -235,12 +235,12 @@ def test_windows_hold_the_rows_that_torch_reads():
 )
 def test_common_finds_every_shared_row_once(src_order, dst_order, length, n_src, n_dst):
     for i in range(n_src):
-        src = owned(Dim("n", (Shard(("a",), src_order),)), length, (n_src,), (i,))
+        src = owned_rows(Dim("n", (Shard(("a",), src_order),)), length, (n_src,), (i,))
         have = {row: at for at, row in enumerate(expanded(src))}
         for j in range(n_dst):
-            dst = owned(Dim("n", (Shard(("a",), dst_order),)), length, (n_dst,), (j,))
+            dst = owned_rows(Dim("n", (Shard(("a",), dst_order),)), length, (n_dst,), (j,))
             expected = [(have[row], at) for at, row in enumerate(expanded(dst)) if row in have]
-            found = [(s.src + k, s.dst + k) for s in common(src, dst) for k in range(s.length)]
+            found = [(s.src + k, s.dst + k) for s in common_segments(src, dst) for k in range(s.length)]
             assert found == expected
 
 
@@ -249,5 +249,5 @@ def test_rows_index_numpy_arrays(order, inner, length):
     mesh = xs.Mesh(a=2, b=3)
     dim = Dim("n", (Shard(("a",), order), Shard(("b",), inner)))
     for device in range(6):
-        runs = owned(dim, length, (2, 3), mesh.coords(device))
-        assert np.arange(length)[rows(runs)].tolist() == expanded(runs)
+        runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
+        assert np.arange(length)[as_index(runs)].tolist() == expanded(runs)

@@ -1,4 +1,4 @@
-"""What transposed windows and resampling read, against torch on one device."""
+"""Receptive fields of transposed and dilated windows and of resampling, against torch on one device."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import xshard as xs
-from xshard.nn.receptive_fields import dilated, transposed
-from xshard.nn.resample import resampled, taps
+from xshard.nn.receptive_fields import dilated_field, transposed_field
+from xshard.nn.resample import resampled_field, taps
 from xshard.nn.windows import pool_window
 from xshard.notation.overlap import Window
 from xshard.notation.parser import Dim, Shard
@@ -24,7 +24,7 @@ def test_taps_interpolate_as_torch_does(mode, length, outputs, align_corners):
     found = taps(mode, length, outputs, align_corners=align_corners)
     mine = (x.numpy()[found.inputs] * found.weights).sum(axis=1)
     corners = None if mode.startswith("nearest") else align_corners
-    if mode == "cubic":  # torch has it in two dims only
+    if mode == "cubic":  # torch has cubic interpolation in two dims only
         whole = x[None, None, :, None].expand(1, 1, length, 2)
         theirs = torch.nn.functional.interpolate(whole, (outputs, 2), mode="bicubic", align_corners=corners)
         theirs = theirs[0, 0, :, 0]
@@ -35,7 +35,7 @@ def test_taps_interpolate_as_torch_does(mode, length, outputs, align_corners):
     assert np.abs(mine - theirs.numpy()).max() < 1e-14
 
 
-def test_no_such_mode():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(xs.XshardError, match="modes are: nearest"):
         taps("lanczos", 4, 8)
 
@@ -50,7 +50,7 @@ def test_no_such_mode():
 )
 def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
     n = 3 if shard.numbers else 4
-    found = transposed(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+    found = transposed_field(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
     x = torch.arange(1.0, length + 1, dtype=torch.float64)
     weight = torch.arange(1.0, k + 1, dtype=torch.float64)[None, None]
     whole = torch.conv_transpose1d(x[None, None], weight, None, s, p, extra, 1, d).flatten()
@@ -67,16 +67,16 @@ def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra,
                 if start <= o < stop:
                     local[o - start] += value * weight[0, 0, j]
         assert local.tolist() == whole[start:stop].tolist()
-    if shard.numbers:  # an output is its owner's whose input begins it
+    if shard.numbers:  # an output belongs to the owner of its first input
         assert next(stop for _, stop in found.outputs) == -(-3 * found.length // 7)
     else:
-        assert max(last - first for first, last in found.inputs) < length  # no more than is needed
+        assert max(last - first for first, last in found.inputs) < length  # no more than needed
 
 
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_resampled_blocks_hold_every_tap(mode):
     found = taps(mode, 17, 24)
-    shape = resampled(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
+    shape = resampled_field(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
     for (first, last), (start, stop) in zip(shape.inputs, shape.outputs, strict=True):
         inputs = found.inputs[start:stop]
         assert (inputs.min(), inputs.max() + 1) == (first, last)
@@ -85,7 +85,7 @@ def test_resampled_blocks_hold_every_tap(mode):
 
 def test_parts_that_are_no_intervals_are_refused():
     with pytest.raises(xs.ShapeError, match="not cut into intervals"):
-        transposed(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
+        transposed_field(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
 
 
 @pytest.mark.parametrize("out", ["", "balanced", "aligned"])
@@ -104,14 +104,14 @@ def test_parts_that_are_no_intervals_are_refused():
     [(8, Shard(("sp",))), (7, Shard(("sp",), "zigzag")), (7, Shard(("sp",), "sizes", (3, 0, 4)))],
 )
 def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
-    """From the first to the last row that a tap of its outputs can meet; beyond the ends stands the fill."""
+    """Blocks hold the rows from the first to the last tap of their outputs, and fill beyond the ends."""
     n = len(shard.numbers) or 4
     dim = Dim("h", (shard,))
     if shard.order == "zigzag":
         with pytest.raises(xs.ShapeError, match="not cut into intervals"):
-            dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
+            dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
         return
-    found = dilated(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
+    found = dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
     outputs = np.arange(((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1)
     assert found.length == len(outputs)
     assert [o for start, stop in found.outputs for o in range(start, stop)] == outputs.tolist()
@@ -131,7 +131,7 @@ def test_pools_have_as_many_outputs_as_in_torch(ceil):
         x = torch.zeros(1, 1, length)
         try:
             outputs = torch.nn.functional.max_pool1d(x, k, s, p, d, ceil).shape[-1]
-        except RuntimeError:  # no window fits, which torch refuses
+        except RuntimeError:  # torch refuses pools in which no window fits
             outputs = 0
         window = pool_window(length, Window(k, s, d, (p, p)), ceil=ceil)
         assert max(0, window.output_length(length)) == outputs, (length, k, s, p, d)

@@ -1,4 +1,4 @@
-"""Text <-> layouts, and what is said about text that is wrong."""
+"""Text <-> layouts, and the messages for malformed text. Long because one table has every message."""
 
 import pickle
 
@@ -87,7 +87,7 @@ def test_max_has_no_dual():
         _ = Layout.parse("n | max(a)").dual
     assert str(caught.value) == (
         "'n | max(a)' has no dual: max and min are not linear\n"
-        "  their gradient goes to the winners; the bridges do that for a max -> redistribution"
+        "  their gradient goes to the winners; redistribute of either bridge computes it"
     )
 
 
@@ -103,7 +103,7 @@ def test_ellipsis_stands_for_the_missing_dims():
             "b c",
             3,
             "'b c' has 2 dims, the array has 3\n"
-            "  write one name per dim, or '...' for any number of whole dims",
+            "  write one name per dim, or '...' for any number of uncut dims",
         ),
         ("b ... c", 1, "'b ... c' needs at least 2 dims, the array has 1"),
     ],
@@ -125,19 +125,20 @@ NotationError: an empty layout in ''
                                    ^
   a scalar is written ()
 ---
-NotationError: dim 'n' twice in 'b n/a n'
-                                       ^
+NotationError: dim 'n' is named twice in 'b n/a n'
+                                                ^
 ---
-NotationError: '...' stands for whole dims and cannot be cut in '.../a'
+NotationError: '...' stands for uncut dims and cannot be cut in '.../a'
                                                                     ^
   name the dim to cut it
 ---
-NotationError: '...' stands for whole dims and cannot overlap in '...:halo(1,1)'
+NotationError: '...' stands for uncut dims and cannot overlap in '...:halo(1,1)'
                                                                      ^
+  name the dim to widen it
 ---
 NotationError: expected a name, found '|' in 'n/ | sum(a)'
                                                  ^
-  after '/' comes a mesh axis, as in s/cp or s/zigzag(cp)
+  a mesh axis follows '/', as in s/cp or s/zigzag(cp)
 ---
 NotationError: unknown order 'zagzig' in 's/zagzig(a)'
                                             ^^^^^^
@@ -163,16 +164,16 @@ NotationError: expected '(', found the end in 'n | sum'
 NotationError: expected a name, found '2' in 'n | sum(2)'
                                                       ^
 ---
-NotationError: mesh axis 'a' twice in 'n/a d/b/a'
-                                               ^
+NotationError: mesh axis 'a' is used twice in 'n/a d/b/a'
+                                                       ^
   an axis cuts one dim or carries one tag
 ---
-NotationError: mesh axis 'a' twice in 'n/a | copy(b,a)'
-                                                    ^
+NotationError: mesh axis 'a' is used twice in 'n/a | copy(b,a)'
+                                                            ^
   an axis cuts one dim or carries one tag
 ---
 NotationError: max and sum in one layout in 'n | sum(a) max(b)'
-  their order matters: reduce one first
+  the result depends on their order: reduce one of them first
 ---
 NotationError: unknown overlap 'hola' in 'h/a:hola(1,1)'
                                               ^^^^
@@ -197,16 +198,16 @@ NotationError: a window needs its width k in 'h:window(s=2)'
                                                       ^
   as in window(k=3)
 ---
-NotationError: window option 'q' in 'h:window(k=3,q=2)'
-                                                  ^
-  k, s, d, p, out, each once
+NotationError: unknown or repeated window option 'q' in 'h:window(k=3,q=2)'
+                                                                      ^
+  options are: k, s, d, p, out; each once
 ---
-NotationError: window option 'k' in 'h:window(k=3,k=2)'
-                                                  ^
-  k, s, d, p, out, each once
+NotationError: unknown or repeated window option 'k' in 'h:window(k=3,k=2)'
+                                                                      ^
+  options are: k, s, d, p, out; each once
 ---
-NotationError: window s=0 in 'h:window(k=3,s=0)'
-                                             ^
+NotationError: window s=0 is too small in 'h:window(k=3,s=0)'
+                                                          ^
   k, s, d >= 1 and p >= 0
 ---
 NotationError: expected a name, found '3' in 'h:window(3)'
@@ -217,17 +218,17 @@ NotationError: unknown output rule 'even' in 'h:window(k=3,out=even)'
                                                                ^^^^
   rules are: balanced, aligned
 ---
-NotationError: window p of 3 numbers in 'h:window(k=3,p=[1,2,3])'
-                                                        ^
-  p=1 or p=[before,after]
+NotationError: window padding p has 3 numbers in 'h:window(k=3,p=[1,2,3])'
+                                                                 ^
+  as in p=1 or p=[1,2]
 ---
-NotationError: window p=(1, -1) in 'h:window(k=3,p=[1,-1])'
-                                                   ^
+NotationError: window p=(1, -1) is negative in 'h:window(k=3,p=[1,-1])'
+                                                               ^
   k, s, d >= 1 and p >= 0
 ---
 NotationError: 2 widths before and 1 after in 'h/a:halo([1,1],[1])'
                                                               ^
-  one per part of the dim
+  as many widths on both sides
 ---
 NotationError: expected a number, found 'x' in 'h:halo(1,1,constant(x))'
                                                                     ^
@@ -235,26 +236,26 @@ NotationError: expected a number, found 'x' in 'h:halo(1,1,constant(x))'
 ---
 NotationError: edge takes no argument in 'h:halo(1,1,edge(1))'
                                                           ^
-  constant(1.5) and pole(w,-1) do
+  only constant(1.5) and pole(w,-1) do
 ---
-NotationError: sign 2 in 'h:halo(1,1,pole(w,2)) w'
-                                            ^
+NotationError: sign 2 of a pole in 'h:halo(1,1,pole(w,2)) w'
+                                                      ^
   rows from beyond a pole are kept (1) or negated (-1)
 ---
 NotationError: no numbers in sizes in 's/sizes(a)'
                                          ^^^^^
-  the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)
+  sizes takes the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)
 ---
 NotationError: a number below 0: -1 in 's/sizes(a,3,-1)'
                                                     ^^
-  the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)
+  sizes takes the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)
 ---
 NotationError: expected a whole number, found 'b' in 's/sizes(a,3,b)'
                                                                   ^
 ---
 NotationError: a fold of a fold in 'h:fold(fold(halo(1,1)))'
                                       ^^^^
-  fold(fold(x)) is x
+  fold(fold(x)) is x: write x
 ---
 NotationError: expected '->', found '=' in 'b s/cp =>'
                                                    ^
@@ -264,8 +265,8 @@ NotationError: an empty layout in 'n ->'
                                        ^
   a scalar is written ()
 ---
-NotationError: mesh axis 'a' twice in 'n/a d -> n/a d/a'
-                                                      ^
+NotationError: mesh axis 'a' is used twice in 'n/a d -> n/a d/a'
+                                                              ^
   an axis cuts one dim or carries one tag
 ---
 NotationError: dim names differ across the arrow in 'b s c -> b q c'
@@ -285,23 +286,23 @@ NotationError: unknown mesh axis 'tp' in 'b s/cp -> b s | sum(tp)'
 ---
 NotationError: 2 numbers in cyclic in 's/cyclic(a,2,3)'
                                          ^^^^^^
-  none, or the rows that go round together, as in cyclic(cp,16)
+  cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)
 ---
-NotationError: 1 numbers in cyclic in 's/cyclic(a,0)'
-                                         ^^^^^^
-  none, or the rows that go round together, as in cyclic(cp,16)
+NotationError: 1 number in cyclic in 's/cyclic(a,0)'
+                                        ^^^^^^
+  cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)
 ---
-NotationError: 1 numbers in balanced in 's/balanced(a,2)'
-                                           ^^^^^^^^
-  no number, as in s/balanced(cp)
+NotationError: 1 number in balanced in 's/balanced(a,2)'
+                                          ^^^^^^^^
+  balanced takes no number, as in s/balanced(cp)
 ---
 NotationError: '4' in intervals in 's/intervals(a,4)'
                                                   ^
-  [start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])
+  intervals takes [start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])
 ---
 NotationError: '[4,4]' in zigzag in 's/zigzag(a,[4,4])'
                                                 ^
-  none, or the lengths of documents, as in zigzag(cp,4,8,4)
+  zigzag takes no number, or the lengths of documents, as in zigzag(cp,4,8,4)
 """
 
 
@@ -309,7 +310,7 @@ NotationError: '[4,4]' in zigzag in 's/zigzag(a,[4,4])'
     "message", ERRORS.strip("\n").split("\n---\n"), ids=lambda m: m.partition(" in ")[0][15:]
 )
 def test_error_messages(message):
-    """The text in the message is read again, and the same message must come out."""
+    """The text quoted in a message is parsed again and must raise the same message."""
     text = message.splitlines()[0].rpartition(" in '")[2][:-1]
     is_expression = "->" in text or "=>" in text
     with pytest.raises(xs.NotationError) as caught:
@@ -318,7 +319,7 @@ def test_error_messages(message):
 
 
 @pytest.mark.parametrize("parse", [Layout.parse, parse_expression])
-def test_what_is_no_text(parse):
+def test_values_that_are_no_text(parse):
     with pytest.raises(xs.NotationError, match="is text, not int"):
         parse(3)
 
@@ -344,7 +345,7 @@ def test_what_does_not_fit_the_shape_is_marked_as_the_user_wrote_it(expression, 
         lambda: xs.plan(expression, xs.Mesh(a=2), shape),
         lambda: xs.plan(expression, src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(a=2), shape=shape),
     ):
-        with pytest.raises(xs.ShapeError) as told:
+        with pytest.raises(xs.ShapeError) as caught:
             made()
-        error = told.value
+        error = caught.value
         assert (error.text, error.span and expression[slice(*error.span)]) == (expression, part)

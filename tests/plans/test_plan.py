@@ -192,7 +192,7 @@ def edited(**changes):
     [
         ("{", "this is no plan: JSONDecodeError"),
         ("[]", "this is no plan: TypeError"),
-        ("{}", "this is no plan: KeyError: 'src'"),
+        ("{}", "this is no plan: KeyError: 'profile'"),
         (edited(src="n/c d"), "this is no plan: unknown mesh axis 'c'"),
         (edited(src="n/a"), "this is no plan: 'n/a' has 1 dims, the array has 2"),
         (edited(dst="n/b d"), "the steps lead from"),

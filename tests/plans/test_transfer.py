@@ -17,7 +17,9 @@ from tests import oracle
 from tests.plans.test_properties import UNIT, profiles, seeds
 from tests.two_meshes import TWO_MESHES, assert_right, crossing, crossings, planned, public
 from xshard.cost.bounds import shared_elements
-from xshard.plans.transfer_search import Transfers, departures, landings
+from xshard.plans.plan import _cheapest, _made
+from xshard.plans.transfer_search import transfer_ways
+from xshard.search.request import Request
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,23 +33,19 @@ def test_values_and_gradients(move, profile, seed):
 def test_every_way_that_is_weighed_is_right(move, profile, seed):
     """Not the winner alone: what reduces first or gathers last may win on another machine."""
     (src, dst), shape = move["expression"], move["shape"]
-    ends = [
-        xs.Sharding(layout, mesh, shape)
-        for layout, mesh in zip((src, dst), (move["src_mesh"], move["dst_mesh"]), strict=True)
-    ]
-    givers = tuple(range(ends[0].mesh.n_devices))
-    takers = move["dst_devices"] or tuple(range(ends[1].mesh.n_devices))
-    scale = ends[0].scale / ends[1].scale
-    machine = xs.load_profile(profile)
-    ways = Transfers(*ends, givers, takers, "float64", machine, scale, None)
-    x = oracle.random_blocks(src, ends[0].mesh, shape, np.random.default_rng(seed), UNIT)
-    value = oracle.gather(x, src, ends[0].mesh, shape)
-    for leaving, landing in itertools.product(departures(ends[0]), landings(ends[1])):
-        plan = ways.made(*ways.at_ends(leaving, landing))
+    meshes = move["src_mesh"], move["dst_mesh"]
+    takers = move["dst_devices"] or tuple(range(meshes[1].n_devices))
+    devices = tuple(range(meshes[0].n_devices)), takers
+    request = Request(src, dst, *meshes, *devices, shape, "float64", xs.load_profile(profile))
+    best = _cheapest(request, relabel=False)
+    x = oracle.random_blocks(src, meshes[0], shape, np.random.default_rng(seed), UNIT)
+    value = oracle.gather(x, src, meshes[0], shape)
+    for way in transfer_ways(request):
+        plan = _made(request, *way)
         result = xs.reference.run(plan, x)
-        assert np.array_equal(oracle.gather(result, dst, ends[1].mesh, shape), value)
+        assert np.array_equal(oracle.gather(result, dst, meshes[1], shape), value)
         assert plan.bytes_received >= plan.bytes_lower_bound
-        assert plan.cost >= ways.cheapest().cost * (1 - 1e-9)
+        assert plan.cost >= best.cost * (1 - 1e-9)
 
 
 @given(crossings(), profiles)
@@ -56,13 +54,12 @@ def test_what_it_says_of_itself(move, profile):
     assert plan.bytes_received >= plan.bytes_lower_bound
     largest = max(plan.source.max_local_size, plan.target.max_local_size)
     assert plan.peak_bytes >= largest * plan.itemsize
-    assert type(plan).from_json(plan.to_json()) == plan
+    assert xs.Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert hash(plan) == hash(planned(move, profile=profile))
-    if isinstance(plan, xs.TransferPlan):
-        assert (plan.backward.src, plan.backward.dst) == (plan.dst.dual, plan.src.dual)
-        assert (plan.backward.src_devices, plan.backward.dst_devices) == (plan.dst_devices, plan.src_devices)
-        assert plan.backward.scale == plan.scale
+    assert (plan.backward.src, plan.backward.dst) == (plan.dst.dual, plan.src.dual)
+    assert (plan.backward.src_devices, plan.backward.dst_devices) == (plan.dst_devices, plan.src_devices)
+    assert plan.backward.scale == plan.scale
 
 
 def foreign(transfer):
@@ -73,7 +70,7 @@ def foreign(transfer):
         for at, device in enumerate(transfer.src_devices)
     ]
     received, sent = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0)
-    for taker, block in zip(transfer.dst_devices, transfer.run(marked), strict=True):
+    for taker, block in zip(transfer.dst_devices, transfer.run(marked, transfer.source), strict=True):
         for giver in numbers:
             if giver != taker:
                 n = int(np.count_nonzero(block >> numbers.index(giver) & 1))
@@ -85,7 +82,7 @@ def foreign(transfer):
 @given(crossings(), profiles)
 def test_a_transfer_moves_what_it_says(move, profile):
     plan = planned(move, profile=profile)
-    if isinstance(plan, xs.TransferPlan) and plan.transfer and plan.transfer.op in (None, "sum"):
+    if plan.transfer and plan.transfer.op in (None, "sum"):
         received, sent = foreign(plan.transfer)
         assert (plan.transfer.received, plan.transfer.sent) == (max(received), max(sent))
         assert sum(received) == sum(sent)
@@ -95,7 +92,7 @@ def test_a_transfer_moves_what_it_says(move, profile):
 def test_nobody_is_sent_what_it_holds(move, profile):
     """A whole value that a device holds, it takes from itself."""
     plan = planned(move, profile=profile)
-    if isinstance(plan, xs.TransferPlan) and plan.transfer and not plan.transfer.op:
+    if plan.transfer and not plan.transfer.is_in_place and not plan.transfer.op:
         source, target, devices = plan.transfer.source, plan.transfer.target, plan.src_devices
         shared = shared_elements(source, target)
         kept = [0] * target.mesh.n_devices
@@ -147,9 +144,12 @@ def test_replicas_share_the_sending():
 
 def test_large_pieces_are_given_away_first():
     """Three replicas of each half; of the second half two devices want two rows and two want four."""
-    plan = crossing("n/a", "n/b", "a=2,r=3", "b=3,c=2", (12,), dst_devices=range(6, 12))
-    direct = replace(plan, dst_plan=None)
-    assert direct.transfer.sent == 4
+    source, target = (
+        xs.Sharding(xs.Layout.parse(text), mesh, (12,))
+        for text, mesh in (("n/a", xs.Mesh(a=2, r=3)), ("n/b", xs.Mesh(b=3, c=2)))
+    )
+    devices = tuple(range(6)), tuple(range(6, 12))
+    assert xs.Transfer(source, target, *devices, xs.load_profile("bandwidth")).sent == 4
 
 
 def test_what_a_transfer_costs():
@@ -209,7 +209,8 @@ def test_few_bytes_are_sent_whole():
     small, large = (
         crossing("n", "n", "a=1", "b=4", (n,), dst_devices=range(1, 5), profile="h100") for n in (64, 2**28)
     )
-    assert (small.dst_plan, large.dst_plan is None) == (None, False)
+    assert [str(step) for step in small.steps] == ["transfer, 4 messages"]
+    assert [str(step) for step in large.steps] == ["transfer, 4 messages", "all_gather n/b"]
 
 
 def test_addends_are_reduced_where_it_is_cheaper():
@@ -233,7 +234,8 @@ def test_a_new_sum_is_contributed_in_parts():
 def test_addends_arrive_in_the_order_of_their_devices():
     """In floats another order is another number, and replicas must not differ."""
     plan = crossing("n | sum(a)", "n", "a=4,r=2", "b=4", (1,), dst_devices=range(8, 12), dtype="float32")
-    plan = replace(plan, src_plan=None, dst_plan=None)
+    transfer = xs.Transfer(plan.source, plan.target, plan.src_devices, plan.dst_devices, plan.profile)
+    plan = replace(plan, steps=(transfer,))
     blocks = [np.full(1, x, np.float32) for x in (1e8, 1.0, -1e8, 1.0) for _ in range(2)]
     expected = list(itertools.accumulate(np.float32([1e8, 1.0, -1e8, 1.0])))[-1]
     assert [b.tolist() for b in xs.reference.run(plan, blocks)] == [[expected]] * 4
@@ -260,7 +262,7 @@ import xshard as xs
 for case in TWO_MESHES:
     for disjoint in (True, False):
         plan = xs.plan(**public(case, disjoint=disjoint))
-        print(plan.to_json(), getattr(plan, "transfer", None) and plan.transfer.messages)
+        print(plan.to_json(), plan.transfer and plan.transfer.messages)
 plan = xs.plan("n/a d -> n d/b", src_mesh=xs.Mesh(a=6), dst_mesh=xs.Mesh(b=6), shape=(12, 6), relabel=True)
 print(plan.dst_devices)
 """

@@ -11,7 +11,7 @@ import pytest
 import xshard as xs
 from tests.two_meshes import crossing
 from xshard.cost.device_links import located
-from xshard.plans.transfer_plan import find_transfer
+from xshard.plans.plan import find_plan
 
 TABLE = """\
 n/a d -> n d   float32[8, 4] from a=2 to b=2,c=2, devices 0-1 -> 2-5
@@ -107,12 +107,12 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
             {"shape": (4, 4)},
             xs.ShapeError,
             "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
-            "  write one name per dim, or '...' for any number of whole dims",
+            "  write one name per dim, or '...' for any number of uncut dims",
         ),
         (
             {"shape": (4.0,)},
             xs.ShapeError,
-            "shape (4.0,) has 4.0 where a length >= 0 belongs in 'n/a -> n/b'",
+            "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'",
         ),
         (
             {"src_devices": (0,)},
@@ -203,21 +203,33 @@ def test_a_block_that_does_not_fit():
 
 def test_a_wrong_plan_cannot_be_built():
     plan = gathered()
-    other = xs.plan("n d/b/c -> n d", plan.dst_mesh, (8, 4))
-    assert replace(plan, dst_plan=other).bytes_received == plan.bytes_received
-    for wrong in (
-        {"dst_plan": xs.plan("n/b/c d -> n/b d", plan.dst_mesh, (8, 4))},
-        {"dst_plan": xs.plan("n/b/c d -> n d", plan.dst_mesh, (8, 4), "int8")},
-        {"dst_plan": xs.plan("n/b/c d -> n d", plan.dst_mesh, (16, 4))},
-        {"src_plan": xs.plan("n d -> n/a d", plan.src_mesh, (8, 4))},
+    transfer, gather = plan.steps
+    ends = transfer.target, transfer.source, transfer.dst_devices, transfer.src_devices
+    back = xs.Transfer(*ends, plan.profile)
+    other = xs.Sharding(xs.Layout.parse("n d/b/c"), plan.dst_mesh, (8, 4))
+    steps = replace(transfer, target=other), *xs.plan("n d/b/c -> n d", plan.dst_mesh, (8, 4)).steps
+    assert replace(plan, steps=steps).bytes_received == plan.bytes_received
+    for wrong, message in (
+        ({"steps": (transfer,)}, "the steps lead from 'n/a d' to 'n/b/c d', not to 'n d'"),
+        ({"steps": (gather, transfer)}, "unknown mesh axis 'b'\n  the mesh has: a=2"),
+        ({"steps": (transfer, gather, transfer)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
+        ({"steps": (transfer, back)}, "2 transfers in one plan"),
+        ({"shape": (16, 4)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
+        ({"mesh": xs.Mesh(a=2, b=1)}, "not from 'n/a d' on Mesh(a=2, b=1)"),
+        ({"src_devices": (1, 0)}, "the plan is for devices (1, 0), its transfer for (0, 1)"),
+        ({"scale": Fraction(1, 2)}, "the steps scale by 1, the plan says 1/2"),
     ):
-        with pytest.raises(xs.PlanError, match=r"is no part of 'n/a d -> n d' of float32\[8, 4\]"):
+        with pytest.raises(xs.XshardError, match=re.escape(message)):
             replace(plan, **wrong)
-    with pytest.raises(xs.PlanError, match="the steps scale by 1, the plan says 1/2"):
-        replace(plan, scale=Fraction(1, 2))
+
+
+def test_alternatives_are_ways_on_one_mesh():
+    with pytest.raises(xs.PlanError, match=re.escape("no alternatives from Mesh(a=2) to Mesh(b=2, c=2)")):
+        gathered().explain()
 
 
 GOOD = json.loads(gathered().to_json())
+SENT = GOOD["steps"][0]
 
 
 @pytest.mark.parametrize(
@@ -225,27 +237,29 @@ GOOD = json.loads(gathered().to_json())
     [
         (None, "this is no plan: TypeError"),
         ({"src": "n/c d"}, "this is no plan: unknown mesh axis 'c'"),
-        ({"dst_devices": [1, 2]}, "this is no plan: 2 devices for the destination"),
-        ({"dst_devices": None}, "this is no plan: TypeError"),
-        ({"scale": "2"}, "this is no plan: the steps scale by 1, the plan says 2"),
+        ({"src_devices": [1, 2, 3]}, "this is no plan: 3 devices for the source"),
+        ({"src_devices": None}, "this is no plan: TypeError"),
+        ({"steps": [{**SENT, "dst_devices": [1, 2]}]}, "this is no plan: 2 devices for the destination"),
+        ({"steps": [{**SENT, "dst_devices": None}]}, "this is no plan: TypeError"),
+        ({"scale": "2"}, "the steps scale by 1, the plan says 2"),
         ({"shape": [8, -4]}, "this is no plan: shape (8, -4) has -4"),
         ({"profile": "h1000"}, "this is no plan: no profile 'h1000'"),
-        ({"dst_plan": {}}, "this is no plan: KeyError: 'mesh'"),
-        ({"dst_plan": [7]}, "this is no plan: TypeError"),
-        ({"dst_plan": {"mesh": {"b": 4}}}, "this is no plan: this is no plan: KeyError: 'src'"),
-        ({"memory_limit": 64}, "this is no plan: the steps hold 160 bytes, the limit is 64"),
+        ({"steps": [{**SENT, "target": {}}]}, "this is no plan: KeyError: 'mesh'"),
+        ({"steps": [{**SENT, "target": [7]}]}, "this is no plan: TypeError"),
+        ({"steps": [{**SENT, "source": SENT["target"]}]}, "this is no plan: 2 devices for the source"),
+        ({"memory_limit": 64}, "the steps hold 160 bytes, the limit is 64"),
     ],
 )
 def test_malformed_json(changes, message):
     text = "[]" if changes is None else json.dumps({**GOOD, **changes})
     with pytest.raises(xs.PlanError) as caught:
-        xs.TransferPlan.from_json(text)
+        xs.Plan.from_json(text)
     assert str(caught.value).startswith(message)
 
 
 def test_the_same_question_gets_the_same_object():
     assert gathered() is gathered()
-    assert find_transfer.cache_info().hits > 0
+    assert find_plan.cache_info().hits > 0
 
 
 def test_devices_that_do_not_begin_at_a_node_cross_it():
@@ -260,13 +274,13 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     eight = xs.Mesh(x=8)
     for first, sizes in ((8, [2, 4]), (2, [8])):
         profile = located(machine, eight, tuple(range(first, first + 8)))
-        assert [lane.size for lane in profile.lanes(eight)] == sizes
+        assert [span.size for span in profile.link_spans(eight)] == sizes
     plans = [
         crossing("n", "n", "a=1", "b=4", (4096,), dst_devices=range(k, k + 4), profile=machine)
         for k in (4, 6)
     ]
-    assert [p.dst_plan.prices[0].seconds for p in plans] == [3 * 8192 / 8e9, 3 * 8192 / 1e9]
-    assert xs.TransferPlan.from_json(plans[1].to_json(), machine) == plans[1]
+    assert [p.prices[1].seconds for p in plans] == [3 * 8192 / 8e9, 3 * 8192 / 1e9]
+    assert xs.Plan.from_json(plans[1].to_json(), machine) == plans[1]
 
 
 def test_both_passes_count_where_they_are_asked_for():
@@ -274,7 +288,7 @@ def test_both_passes_count_where_they_are_asked_for():
     assert both.steps == forward.steps
     assert both.cost == forward.cost + forward.backward.cost
     assert "with the backward's" in str(both)
-    assert xs.TransferPlan.from_json(both.to_json()) == both
+    assert xs.Plan.from_json(both.to_json()) == both
 
 
 def test_devices_are_relabelled_for_both_passes_at_once():

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
+from xshard.runtimes import backends
 from xshard.runtimes import calibrate as calibration
 from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans
 from xshard.runtimes.fit import CalibrationError, Sample, fit, median_error
@@ -128,18 +129,20 @@ def test_meshes_with_few_plans_have_enough_of_them(mesh):
 
 
 def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
-    plans, asked, told = fitted_plans(MESH), [], []
+    plans, asked, reported = fitted_plans(MESH), [], []
 
-    def worker(module, batch, *options, timeout_s):
-        asked.extend(batch)
-        assert (module, options, timeout_s) == ("torch_bridge.testing.timing", ("3",), 1.0)
-        return [plan.cost for plan in batch]
+    class Answers:
+        def ask(self, function, batch, rounds, *, timeout_s, quiet):
+            asked.extend(batch)
+            assert (function, rounds, timeout_s) == (torch.timing, 3, 1.0)
+            return [plan.cost for plan in batch]
 
-    monkeypatch.setattr(calibration, "run_worker", worker)
-    seconds = calibration.measure("torch", plans, 3, told=lambda *n: told.append(n), timeout_s=1.0)
+    torch = backends.BACKENDS["torch"]
+    monkeypatch.setattr(backends.Backend, "process", lambda backend, n_devices: Answers())
+    seconds = calibration.measure(torch, plans, 3, progress=lambda *n: reported.append(n), timeout_s=1.0)
     assert seconds == [plan.cost for plan in plans]
     assert len(asked) == len(plans) and asked != list(plans)
-    assert told[0] == (0, len(plans)) and told[-1] == (len(plans), len(plans))
+    assert reported[0] == (0, len(plans)) and reported[-1] == (len(plans), len(plans))
 
 
 # --- profiles as files
@@ -217,9 +220,9 @@ def test_a_fit_without_scipy(monkeypatch):
 
 
 def test_a_backend_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(calibration, "find_spec", lambda name: None)
-    assert message(lambda: calibration.check_backend("jax")) == (
-        "CalibrationError: jax is not installed\n  pip install 'xshard[jax]'"
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    assert message(lambda: backends.backend_named("jax")) == (
+        "NoRuntimeError: jax is not installed\n  pip install 'xshard[jax]'"
     )
     assert issubclass(CalibrationError, xs.XshardError)
 
@@ -232,11 +235,11 @@ def xshard(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ("--backend", "mpi", "--mesh", "dp=2"),
-            "CalibrationError: no backend 'mpi'\n  backends are: torch, jax\n",
+            "NoRuntimeError: no backend 'mpi'\n  backends are: torch, jax\n",
         ),
         (
             ("--backend", "torch", "--mesh", "dp=1"),
@@ -253,9 +256,9 @@ def xshard(*arguments):
         ),
     ],
 )
-def test_what_the_command_refuses(arguments, told):
+def test_what_the_command_refuses(arguments, message):
     refused = xshard(*arguments)
-    assert (refused.exit_code, refused.stderr) == (2, told)
+    assert (refused.exit_code, refused.stderr) == (2, message)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +267,10 @@ def test_what_the_command_refuses(arguments, told):
 def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds):
     path = tmp_path / "mine.json"
     small = ("--largest", "16KiB", "--rounds", 2)
-    told = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
-    assert told.exit_code == 0, told.stderr
+    result = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
+    assert result.exit_code == 0, result.stderr
     for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
-        assert line in told.stdout
+        assert line in result.stdout
     profile = xs.load_profile(path)
     assert (profile.name, profile.rounds) == ("mine", rounds)
     assert f"2 {devices} " in profile.source

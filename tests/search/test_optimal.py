@@ -1,9 +1,9 @@
 """No path of steps is cheaper: the planner against exhaustive search over all layouts and all steps.
 
-Meshes of one and two axes are searched whole, of three axes a sample of pairs of layouts is drawn. All of
-them, for hours: python -m pytest tests/search/test_optimal.py --pairs all
-Where axes can be divided, the steps on whole axes are searched, and of those over parts all paths of a
-slice, a permutation and gathers.
+On meshes of one and two axes all pairs of layouts are searched, on three a sample. All of them, for hours:
+python -m pytest tests/search/test_optimal.py --pairs all
+If axes have sub-axes, the search covers all steps on whole axes, and all paths of a slice, a permutation and
+gathers over sub-axes.
 """
 
 import heapq
@@ -48,9 +48,54 @@ def layouts(mesh):
     return found
 
 
-def steps_from(here, nodes):
-    """Every step that might apply to a sharding."""
-    src, mesh = here.layout, here.mesh
+class Graph:
+    """All layouts and the steps between them. A step is applied once, when a search first needs it, and
+    priced for each profile.
+    """
+
+    def __init__(self, mesh, shape):
+        self.shardings = {node: xs.Sharding(node, mesh, shape) for node in layouts(mesh)}
+        self._moves, self._jumps, self._seconds = {}, {}, {}
+
+    def edges(self, node, profile, passes):
+        """The layouts that `passes` lets through, each with the seconds of the cheapest step to it."""
+        for after in self.shardings:
+            if not passes(after):
+                continue
+            key = node, after, profile
+            if key not in self._seconds:
+                here, there = self.shardings[node], self.shardings[after]
+                steps = [*self.moves(node).get(after, ()), *self.jumps(node, after)]
+                seconds = [price(step, here, there, 4, profile).seconds for step in steps]
+                self._seconds[key] = min(seconds, default=math.inf)
+            yield after, self._seconds[key]
+
+    def moves(self, node):
+        """The steps that name what they change, by the layout that they lead to."""
+        if node not in self._moves:
+            found = self._moves[node] = {}
+            for step in steps_from(node, self.shardings[node].mesh):
+                for after in self._applied(step, node):
+                    found.setdefault(after, []).append(step)
+        return self._moves[node]
+
+    def jumps(self, node, after):
+        """The steps that name where they lead, if they apply."""
+        key = node, after
+        if key not in self._jumps:
+            steps = [] if node == after else [Permute(after), Exchange(after)]
+            self._jumps[key] = [step for step in steps if after in self._applied(step, node)]
+        return self._jumps[key]
+
+    def _applied(self, step, node):
+        try:
+            return (step.after(self.shardings[node]).layout,)
+        except xs.PlanError:
+            return ()
+
+
+def steps_from(src, mesh):
+    """Every step that might apply to a layout, but permutations and exchanges."""
     free = [a for a in mesh.axes if a not in src.axes]
     for dim in src.dims:
         for n in range(1, len(dim.shards) + 1):
@@ -68,10 +113,6 @@ def steps_from(here, nodes):
             yield ReduceScatter(dim.name, tuple(Shard((a,)) for a in cut))
     for n in range(1, len(free) + 1):
         yield from (Mask(axes) for axes in itertools.combinations(free, n))
-    for node in nodes:
-        if node != src:
-            yield Permute(node)
-            yield Exchange(node)
 
 
 def slices(src, free):
@@ -85,25 +126,13 @@ def slices(src, free):
 
 
 @lru_cache(maxsize=2)
-def graph(mesh, shape, profile):
-    """Cheapest step between every two layouts: {layout: {next: seconds}}."""
-    nodes = layouts(mesh)
-    edges = {}
-    for node in nodes:
-        here, edges[node] = xs.Sharding(node, mesh, shape), {}
-        for step in steps_from(here, nodes):
-            try:
-                after = step.after(here)
-            except xs.PlanError:
-                continue
-            seconds = price(step, here, after, 4, profile).seconds
-            edges[node][after.layout] = min(seconds, edges[node].get(after.layout, float("inf")))
-    return edges
+def graph(mesh, shape):
+    return Graph(mesh, shape)
 
 
 def allowed(mesh, src, dst, profile):
     """Where a plan may pass: over axes that change, and replicas that relieve them."""
-    level = {lane.axis: lane.level for lane in profile.lanes(mesh)}
+    level = {span.axis: span.level for span in profile.link_spans(mesh)}
     changing = [a for a in mesh.axes if src.role(a) != dst.role(a)]
     slowest = min(level[a] for a in changing)
     ends = set(src.tagged("sum")) - set(dst.tagged("sum"))
@@ -127,22 +156,26 @@ def least_seconds(edges, mesh, shape, src, dst, profile):
     largest = max(xs.Sharding(end, mesh, shape).max_local_size for end in (src, dst))
     passes = allowed(mesh, src, dst, profile)
     best, queue, tie = {src: 0.0}, [(0.0, 0, src)], itertools.count(1)
+    sizes = edges.shardings
+    inside = {node for node in sizes if passes(node) and sizes[node].max_local_size <= largest}
     while queue:
         seconds, _, node = heapq.heappop(queue)
         if node == dst:
             return seconds
+        if seconds > best[node]:
+            continue
         sums = set(node.tagged("sum"))
         ended, begun = set(src.tagged("sum")) - sums, sums - set(src.tagged("sum"))
-        for after, more in edges[node].items():
+
+        def follows(after, ended=ended, begun=begun):
             # A sum that has ended does not begin again, nor does one end that has begun.
             later = set(after.tagged("sum"))
-            if not passes(after) or ended & later or begun - later:
-                continue
-            total = seconds + more
-            small = xs.Sharding(after, mesh, shape).max_local_size <= largest
-            if small and total < best.get(after, float("inf")):
-                best[after] = total
-                heapq.heappush(queue, (total, next(tie), after))
+            return after in inside and not (ended & later or begun - later)
+
+        for after, more in edges.edges(node, profile, follows):
+            if seconds + more < best.get(after, math.inf):
+                best[after] = seconds + more
+                heapq.heappush(queue, (seconds + more, next(tie), after))
     raise AssertionError("a direct exchange always leads there")
 
 
@@ -151,8 +184,9 @@ def least_seconds(edges, mesh, shape, src, dst, profile):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_no_path_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
-    edges = graph(mesh, shape, profile)
-    pairs = [(a, b) for a in edges for b in edges if a != b]
+    edges = graph(mesh, shape)
+    nodes = edges.shardings
+    pairs = [(a, b) for a in nodes for b in nodes if a != b]
     wanted = pytestconfig.getoption("pairs")
     if len(mesh.axes) == 3 and wanted != "all":  # smaller meshes are always searched whole
         pairs = random.Random(str(mesh)).sample(pairs, min(int(wanted), len(pairs)))
@@ -176,9 +210,9 @@ def least_over_parts(mesh, shape, src, dst, profile):
     if src.tags or dst.tags or not split:
         return math.inf
     fine = SubAxisMesh(mesh, split)
-    start, goal = (fine.divided(xs.Sharding(end, mesh, shape)) for end in (src, dst))
+    start, goal = (fine.factored(xs.Sharding(end, mesh, shape)) for end in (src, dst))
     start, goal = (end.with_layout(end.normal) for end in (start, goal))
-    free = [part for a in changing for part in fine.parts[a]]
+    free = [part for a in changing for part in fine.sub_axes[a]]
     blocks = tuple(map(math.gcd, start.max_local_shape, goal.max_local_shape))
     best = math.inf
     for sliced, here in cut_to(blocks, start, free):
@@ -217,8 +251,9 @@ def seconds_of(steps, here, profile):
 @pytest.mark.parametrize("mesh", DIVISIBLE, ids=str)
 def test_no_path_over_parts_of_axes_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
-    edges = graph(mesh, shape, profile)
-    pairs = [(a, b) for a in edges for b in edges if a != b and not a.tags and not b.tags]
+    edges = graph(mesh, shape)
+    nodes = edges.shardings
+    pairs = [(a, b) for a in nodes for b in nodes if a != b and not a.tags and not b.tags]
     wanted = pytestconfig.getoption("pairs")
     if len(mesh.axes) == 3 and wanted != "all":
         pairs = random.Random(str(mesh)).sample(pairs, min(int(wanted), len(pairs)))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import xshard as xs
 from tests import oracle
 from xshard.layout.block_rows import output_dim
-from xshard.layout.providers import lost
-from xshard.notation.overlap import BOUNDARIES, Boundary, Fold, Halo, Window, rows_of
+from xshard.layout.providers import missing_rows
+from xshard.notation.overlap import BOUNDARIES, Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim
 from xshard.testing.strategies import layouts
 
@@ -110,7 +110,7 @@ def test_scatter_is_the_padded_array_cut_dim_after_dim(data):
     assume(all(len(d.shards) == 1 or "zigzag" not in str(d) for d in layout.dims))
     assume("cyclic" not in str(layout))
     layout = xs.Layout(
-        tuple(Dim(d.name, d.shards, rows_of(d.overlap) if d.overlap else None) for d in layout.dims)
+        tuple(Dim(d.name, d.shards, unfolded(d.overlap) if d.overlap else None) for d in layout.dims)
     )
     x = RNG.integers(-9, 10, shape).astype(float)
     for device, block in enumerate(xs.reference.scatter(x, layout, mesh)):
@@ -191,7 +191,9 @@ def test_a_redistribution_leaves_the_array_as_it_is(move):
         assert all(np.array_equal(a, b) for a, b in zip(result, expected, strict=True))
     else:
         for d, (dim, n) in enumerate(zip(dst.dims, shape, strict=True)):  # rows that the result has
-            gone = [r.start + i for r in lost(dim, n, mesh.sizes_of(dim.axes)) for i in range(r.length)]
+            gone = [
+                r.start + i for r in missing_rows(dim, n, mesh.sizes_of(dim.axes)) for i in range(r.length)
+            ]
             value[(slice(None),) * d + (gone,)] = 0
         assert np.array_equal(xs.reference.gather(result, dst, mesh, shape), value)
 
@@ -334,8 +336,8 @@ def test_how_the_outputs_of_a_window_are_cut(text, length, parts, outputs):
 
 
 ERRORS = [
-    ("h/a w -> h/a:halo(1,1,pole(z)) w", "no dim 'z' to roll"),
-    ("h/a w -> h/a:halo(1,1,pole(h)) w", "dim 'h' has the pole, another is rolled"),
+    ("h/a w -> h/a:halo(1,1,pole(z)) w", "no dim 'z' to roll beyond the pole"),
+    ("h/a w -> h/a:halo(1,1,pole(h)) w", "dim 'h' has the pole and cannot be the dim that is rolled"),
     ("h/a w -> h/a:halo(1,1,pole) w", "which is 5"),
     ("h/a:window(k=1,s=2) w -> h w", "holds row 3 of dim 'h'"),
     ("h w -> h/a:fold(halo(-1,0)) w", "row 0 of dim 'h' has no place"),

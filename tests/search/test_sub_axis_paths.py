@@ -11,7 +11,6 @@ from tests import oracle
 from xshard.cost.model import price
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim, Shard
-from xshard.plans.plan import find_plan
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice
 
 MESH = xs.Mesh(x=4, y=2, z=2)
@@ -39,13 +38,13 @@ def test_parts_have_names_of_their_own_and_the_same_devices(mesh, split, fine):
     found = SubAxisMesh(whole, split)
     assert str(found) == fine
     for axis in whole.axes:
-        assert found.groups(found.parts[axis]) == whole.groups((axis,))
-        assert {found.origin(part) for part in found.parts[axis]} == {axis}
+        assert found.groups(found.sub_axes[axis]) == whole.groups((axis,))
+        assert {found.origin(part) for part in found.sub_axes[axis]} == {axis}
 
 
 @pytest.mark.parametrize("split", [(("x", (2, 3)),), (("x", (4,)),), (("w", (2, 2)),)])
 def test_parts_that_make_up_no_axis_are_refused(split):
-    with pytest.raises(xs.MeshError, match=r"does not consist of parts|unknown mesh axis"):
+    with pytest.raises(xs.MeshError, match=r"does not split into|unknown mesh axis"):
         SubAxisMesh(MESH, split)
 
 
@@ -68,7 +67,7 @@ STEPS = [
 def test_a_step_over_all_parts_costs_what_it_costs_over_the_axis(layout, step, profile):
     fine = SubAxisMesh(MESH, (("x", (2, 2)),))
     here = xs.Sharding(xs.Layout.parse(layout), MESH, (64, 128))
-    there = fine.divided(here)
+    there = fine.factored(here)
     there = there.with_layout(there.normal)
     ways = (here, step((Shard(("x",)),))), (there, step((Shard(("x_0",)), Shard(("x_1",)))))
     one, other = (astuple(price(s, at, s.after(at), 4, profile)) for at, s in ways)
@@ -159,8 +158,7 @@ def test_a_memory_limit_holds_for_divided_plans():
 
 def test_links_named_by_axis_hold_for_parts():
     slow = replace(FLAT, name="slow", axes=(("x", xs.Link(14e-6, 5e10)),), copy_bytes_per_s=float("inf"))
-    ends = (*xs.parse_expression("a/x b -> a/y b"), xs.Mesh(x=4, y=2), (1024, 1024), "int8")
-    plan = find_plan(*ends, slow)
+    plan = xs.plan("a/x b -> a/y b", xs.Mesh(x=4, y=2), (1024, 1024), "int8", profile=slow)
     assert plan.split
     expected = [6e-6 + 14e-6 + p.received_bytes / 5e10 for p in plan.prices]
     assert [p.seconds for p in plan.prices] == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Closed forms of what even layouts move: against the messages themselves, counted one by one."""
+"""Closed forms of the traffic between even layouts, against messages counted one by one."""
 
 import math
 from collections import Counter
@@ -14,14 +14,14 @@ from xshard.notation.parser import Dim, Shard
 from xshard.steps import Exchange
 from xshard.steps.exchange.even_traffic import met_elements, node_lack
 from xshard.steps.exchange.messages import messages_to
-from xshard.steps.exchange.traffic import cuts_on_lanes, even_traffic
+from xshard.steps.exchange.traffic import even_traffic, link_cuts
 
 FAST, SLOW = xs.Link(1e-6, 1e11), xs.Link(1e-5, 1e9)
 
 
 @st.composite
 def even_moves(draw, sums=True):
-    """(source, destination, lanes): contiguous cuts that divide, on nodes of a few devices."""
+    """(source, destination, spans): even contiguous cuts, on nodes of a few devices."""
     sizes = draw(st.lists(st.sampled_from((2, 2, 3, 4, 6)), min_size=1, max_size=3))
     assume(math.prod(sizes) <= 48)
     mesh = xs.Mesh(dict(zip("xyz", sizes, strict=False)))
@@ -29,7 +29,7 @@ def even_moves(draw, sums=True):
     shape = tuple(draw(st.sampled_from((144, 288))) for _ in src.dims)
     nodes = xs.Profile("nodes", "test", FAST, across=SLOW, node_devices=draw(st.sampled_from((2, 4, 6, 8))))
     ends = (xs.Sharding(layout, mesh, shape) for layout in (src, dst))
-    return *(end.with_layout(end.normal) for end in ends), nodes.lanes(mesh)
+    return *(end.with_layout(end.normal) for end in ends), nodes.link_spans(mesh)
 
 
 @st.composite
@@ -46,19 +46,19 @@ def plain_layouts(draw, mesh, sums):
     return xs.Layout(dims, (("sum", tuple(tagged)),))
 
 
-def slowest(mesh, lanes, a, b):
-    """The level over which a device is reached: that of the slowest lane along which it differs."""
+def slowest(mesh, spans, a, b):
+    """The level between two devices: that of the slowest span along which they differ."""
     coords = [dict(zip(mesh.axes, mesh.coords(device), strict=True)) for device in (a, b)]
     return min(
-        lane.level for lane in lanes if len({c[lane.axis] // lane.stride % lane.size for c in coords}) == 2
+        span.level for span in spans if len({c[span.axis] // span.stride % span.size for c in coords}) == 2
     )
 
 
-def counted(src, dst, lanes):
-    """By level, the most elements and messages that a device receives; and the traffic of all levels.
+def counted(src, dst, spans):
+    """Per level, the most elements and messages that a device receives; and totals over all levels.
 
-    Of that: what is received; what is packed at one end and unpacked at the other, as all boxes, and as those
-    from others while a device's own is put into place at once.
+    Totals: elements received; elements packed and unpacked if all boxes are; and if a device's own box is
+    put into place directly.
     """
     elements, messages, most = Counter(), Counter(), [0, 0, 0]
     for device in range(src.mesh.n_devices):
@@ -67,7 +67,7 @@ def counted(src, dst, lanes):
         for message in messages_to(src, dst, device):
             wanted += message.size
             if message.src != device:
-                level = slowest(src.mesh, lanes, message.src, device)
+                level = slowest(src.mesh, spans, message.src, device)
                 own[0][level] += message.size
                 own[1][level] += 1
         elements |= own[0]
@@ -79,26 +79,26 @@ def counted(src, dst, lanes):
 
 @given(even_moves())
 def test_traffic_by_level_is_that_of_the_messages(move):
-    src, dst, lanes = move
-    traffic = even_traffic(src, dst, lanes)
+    src, dst, spans = move
+    traffic = even_traffic(src, dst, spans)
     assume(traffic is not None)
-    hops, most = counted(src, dst, lanes)
+    hops, most = counted(src, dst, spans)
     assert [(hop.received, hop.messages, hop.level) for hop in traffic.hops] == hops
     assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
 
 
 @given(even_moves())
 def test_layouts_without_a_closed_form_are_priced_alike(move):
-    """Cuts that do not divide each other, as 4 and 6: by arrays over the mesh."""
-    src, dst, lanes = move
-    hops, most = counted(src, dst, lanes)
-    traffic = Exchange(dst.layout).traffic(src, lanes)
+    """Cuts that do not divide each other, such as 4 and 6, are priced by arrays over the mesh."""
+    src, dst, spans = move
+    hops, most = counted(src, dst, spans)
+    traffic = Exchange(dst.layout).traffic(src, spans)
     assert [(hop.received, hop.messages, hop.level) for hop in traffic.hops] == hops
     assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
 
 
 def rows_of(sharding, device):
-    """Positions of a device's block."""
+    """Positions of all elements in a device's block."""
     return set(
         product(
             *(
@@ -111,19 +111,19 @@ def rows_of(sharding, device):
 
 @given(even_moves(sums=False).filter(lambda move: math.prod(move[0].shape) <= 144 * 144))
 def test_what_must_enter_a_node(move):
-    src, dst, lanes = move
+    src, dst, spans = move
     nodes = {}
     for device in range(src.mesh.n_devices):
         coords = dict(zip(src.mesh.axes, src.mesh.coords(device), strict=True))
-        far = tuple(coords[lane.axis] // lane.stride % lane.size for lane in lanes if lane.level == 0)
+        far = tuple(coords[span.axis] // span.stride % span.size for span in spans if span.level == 0)
         have, need = nodes.setdefault(far, (set(), set()))
         small = [xs.Sharding(s.layout, s.mesh, tuple(n // 6 for n in s.shape)) for s in (src, dst)]
         assume(all(s.is_even for s in small))
         have |= rows_of(small[0], device)
         need |= rows_of(small[1], device)
     most = max(len(need - have) for have, need in nodes.values())
-    found = node_lack(small[0].shape, *(cuts_on_lanes(s, lanes) for s in small))
-    divide = even_traffic(*small, lanes) is not None
+    found = node_lack(small[0].shape, *(link_cuts(s, spans) for s in small))
+    divide = even_traffic(*small, spans) is not None
     assert found == (most if divide else 0)
 
 
@@ -132,7 +132,7 @@ def test_elements_that_some_device_holds_at_both_ends(move):
     src, dst, _ = move
     small = [xs.Sharding(s.layout, s.mesh, tuple(n // 12 for n in s.shape)) for s in (src, dst)]
     assume(all(s.is_even for s in small))
-    found = met_elements(small[0].shape, *(cuts_on_lanes(s, ()) for s in small))
+    found = met_elements(small[0].shape, *(link_cuts(s, ()) for s in small))
     assume(found is not None)
     met = set()
     for device in range(src.mesh.n_devices):
@@ -146,9 +146,9 @@ def test_elements_that_some_device_holds_at_both_ends(move):
         # 3 messages until one of 4 devices has the sum of an element, 3 more until all have.
         ("n d | sum(a,b) -> n d", 6 * 64),
         ("n d | sum(a,b) -> n/a/b d", 3 * 64),
-        # Every device takes the 16 elements of its block from the one that shares `b`.
+        # Every device takes the 16 elements of its block from the device with the same `b`.
         ("n/b d | sum(a) -> n/b/a d", 64),
-        # Half of the rows are where neither owner holds an addend of them: two messages, not one.
+        # Half of the rows move to devices that hold no addend of them: two messages, not one.
         ("n/b d | sum(a) -> n/a/b d", 64 + 32),
         ("n/a d -> n d", 4 * 32),
     ],

@@ -1,4 +1,4 @@
-"""The general step: any pair of layouts in one round, nobody sent what it holds."""
+"""Exchange, the general step: any pair of layouts in one round, without sending a device what it has."""
 
 import itertools
 from collections import Counter
@@ -17,14 +17,14 @@ from xshard.testing.strategies import moves
 
 
 def ends(move):
-    """The two shardings of a move, in normal form, as steps see them."""
+    """The two shardings of a move in normal form, which steps require."""
     mesh, shape, *layouts = move
     shardings = [xs.Sharding(layout, mesh, shape) for layout in layouts]
     return [s.with_layout(s.normal) for s in shardings]
 
 
 def longest_that_changes(src, dst, mesh, level):
-    """The axis that stands for a level: on a ring, it is the longest way."""
+    """The axis that a hop names: the longest one of its level that changes."""
     return max((mesh.size(a), a) for a in level if src.role(a) != dst.role(a))[1]
 
 
@@ -39,7 +39,7 @@ def test_it_realises_any_pair_of_layouts(move, seed):
 
 @given(moves(kinds=("linear",)), st.data())
 def test_it_receives_what_it_says(move, data):
-    """In all, and over each of two links: a peer is reached over the slow one if it differs there."""
+    """In total and over each of two links: devices that differ along the slow one use it."""
     src, dst = ends(move)
     step, mesh = Exchange(dst.layout), src.mesh
     received = oracle.foreign_elements(step, src)
@@ -53,14 +53,14 @@ def test_it_receives_what_it_says(move, data):
         for level, n in ((slow, over_slow), (fast, over_fast))
         if level and max(n)
     ]
-    lanes = [LinkSpan(a, mesh.size(a), level) for level, axes in enumerate((slow, fast)) for a in axes]
-    traffic = step.traffic(src, tuple(lanes))
+    spans = [LinkSpan(a, mesh.size(a), level) for level, axes in enumerate((slow, fast)) for a in axes]
+    traffic = step.traffic(src, tuple(spans))
     assert [(hop.axis, hop.received) for hop in traffic.hops] == expected
 
 
 @given(moves(kinds=("linear",)))
 def test_messages_of_the_busiest_device(move):
-    """One latency per device that something is received from."""
+    """One latency per device that sends something."""
     src, dst = ends(move)
     senders = [
         sum(message.src != device for message in messages_to(src, dst, device))
@@ -84,7 +84,7 @@ def test_a_device_takes_from_itself_what_it_holds():
     mesh = xs.Mesh(a=2, b=2)
     src, dst = (xs.Sharding(Layout.parse(text), mesh, (8,)) for text in ("n/a", "n"))
     pairs = {(m.src, m.dst) for device in range(4) for m in messages_to(src, dst, device)}
-    # Devices 0, 1 hold the first half and 2, 3 the second: each asks the one that shares its `b`.
+    # Devices 0, 1 hold the first half and 2, 3 the second: each takes from the device with its `b`.
     assert pairs == {(0, 0), (2, 0), (1, 1), (3, 1), (0, 2), (2, 2), (1, 3), (3, 3)}
 
 
@@ -96,7 +96,7 @@ def test_a_new_sum_has_one_contribution_of_every_element():
 
 
 def test_a_maximum_may_end_along_the_axis_where_a_sum_begins():
-    """The winners are contributed once, by the first device."""
+    """The first device contributes the maximum, once."""
     mesh = xs.Mesh(a=3)
     src, dst = (xs.Sharding(Layout.parse(text), mesh, (2,)) for text in ("n | max(a)", "n | sum(a)"))
     blocks = Exchange(dst.layout).run([np.array([1, 9]), np.array([5, 2]), np.array([3, 3])], src)
@@ -104,7 +104,7 @@ def test_a_maximum_may_end_along_the_axis_where_a_sum_begins():
 
 
 def test_addends_are_added_in_the_order_of_their_devices():
-    """The same order everywhere: in floats, another order is another number."""
+    """All devices use one order: in floats another order gives another number."""
     mesh = xs.Mesh(a=4)
     src, dst = (xs.Sharding(Layout.parse(text), mesh, (4,)) for text in ("n | sum(a)", "n/cyclic(a)"))
     orders = [[m.src for m in messages_to(src, dst, device)] for device in range(4)]

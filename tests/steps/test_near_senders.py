@@ -1,4 +1,4 @@
-"""Senders in the receiver's node, where nodes end in the middle of groups of devices."""
+"""Senders in the receiver's node, if nodes end in the middle of groups of devices."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ NODES = xs.Profile(
 
 @st.composite
 def near_moves(draw):
-    """Layouts without sums on meshes that nodes of 2 to 5 devices do not fit."""
+    """Layouts without sums, on meshes whose groups cross nodes of 2 to 5 devices."""
     mesh = xs.Mesh(x=draw(st.integers(2, 4)), y=draw(st.sampled_from((2, 3, 5))))
     shape = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=2)))
     src, dst = (xs.Sharding(draw(layouts(mesh, len(shape), ("copy",))), mesh, shape) for _ in range(2))
@@ -29,7 +29,7 @@ def near_moves(draw):
 
 
 def holders(src, message):
-    """The devices that hold the block a message is taken from."""
+    """The devices that hold the block from which a message is taken."""
     free = [a for a in src.mesh.axes if not src.layout.role(a)]
     return src.mesh.group(message.src, free)
 
@@ -80,7 +80,7 @@ def test_senders_and_receivers_see_the_same_messages(move):
 
 
 def test_replicas_in_a_node_share_the_sending():
-    """Eight devices are a node; each of two blocks is there four times, and wanted by the other four."""
+    """Eight devices are a node; four hold each of two blocks, and the other four want it."""
     mesh = xs.Mesh(r=5, a=2)
     src, dst = (xs.Sharding(xs.Layout.parse(text), mesh, (8,)) for text in ("n/a", "n"))
     sent = Counter(m.src for d in range(8) for m in messages_to(src, dst, d, 8) if m.src != d)
@@ -88,7 +88,7 @@ def test_replicas_in_a_node_share_the_sending():
 
 
 def test_a_plan_on_such_a_mesh_stays_in_the_nodes_where_it_can():
-    """4 x 6 devices, 4 to a node: some replica of every block is near, though not along the same axis."""
+    """4 x 3 devices, 4 to a node: each block has a replica nearby, though not along the same axis."""
     mesh = xs.Mesh(x=4, y=3)
     plan = xs.plan("n/y -> n/x", mesh, (12 * 1024,), profile=NODES)
     assert [str(step) for step in plan.steps] == ["exchange"]
@@ -101,12 +101,14 @@ def test_a_plan_on_such_a_mesh_stays_in_the_nodes_where_it_can():
 
 
 def test_no_near_senders_for_sums():
-    """Replicas must add in the same order, whoever sends."""
+    """Replicas must add in one order, whichever device sends."""
     mesh = xs.Mesh(a=2)
     step = Exchange(xs.Layout.parse("n"), 2)
     with pytest.raises(xs.PlanError) as caught:
         step.after(xs.Sharding(xs.Layout.parse("n | sum(a)"), mesh, (8,)))
-    assert str(caught.value) == "no near senders where a sum ends or begins: 'n | sum(a)' -> 'n'"
+    assert (
+        str(caught.value) == "node_devices is not for exchanges that end or begin a sum: 'n | sum(a)' -> 'n'"
+    )
 
 
 def test_nodes_that_fit_need_no_near_senders():

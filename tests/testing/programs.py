@@ -103,7 +103,7 @@ def loss_not_averaged(x, mesh):
     return (x**2).mean()
 
 
-# All rows, gathered, of which every device uses its own columns; and used alike by all.
+# All rows, gathered: every device uses its own columns, or all use the same.
 def columns_torch(x, w, mesh):
     return torch.sin(xt.redistribute(x, "n/tp d -> n d | copy(tp)", mesh) @ w)
 

@@ -82,7 +82,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed, kind, message = REFUSED[name]
-    monkeypatch.setattr("xshard.testing.pickling.Process.ask", None)  # nobody is asked
+    monkeypatch.setattr("xshard.runtimes.processes.Process.ask", None)  # nobody is asked
     options = {"args": [normal(8, 4)], "layouts": (["n/tp d"], "n/tp d"), "mesh": "tp=2", **changed}
     with pytest.raises(kind) as raised:
         assert_equivalent(same, same, **options)
@@ -155,9 +155,7 @@ def test_a_jax_function_that_raises_keeps_its_message() -> None:
         return jnp.ones(3) + jnp.ones(4)
 
     message = raised_by(same, unlucky, FunctionError)
-    assert message.startswith(
-        "the JAX function failed on tp=1, of which all devices run one program: TypeError"
-    )
+    assert message.startswith("the JAX function failed on tp=1, where all devices run one program: TypeError")
     assert "add got incompatible shapes for broadcasting: (3,), (4,)" in message
 
 
@@ -181,8 +179,13 @@ def test_a_rank_that_hangs_is_ended() -> None:
 def test_a_process_that_dies_is_replaced() -> None:
     import os
 
-    message = raised_by(same, lambda x: os._exit(3), FunctionError)
-    assert message == "the process of jax_bridge.testing.equivalence ended (3)"
+    def dies(x):
+        os.write(2, b"my last words")
+        os._exit(3)
+
+    message = raised_by(same, dies, FunctionError)
+    assert message.startswith("jax_bridge.testing.equivalence.answer ended its process with status 3\n")
+    assert message.endswith("my last words")
     assert_equivalent(same, same, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
 

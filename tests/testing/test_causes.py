@@ -11,7 +11,7 @@ import xshard as xs
 from xshard import reference
 from xshard.testing import CAUSES, Cause, likely_cause
 from xshard.testing.diagnosis.evidence import Case
-from xshard.testing.diagnosis.orders import stored
+from xshard.testing.diagnosis.orders import stored_rows
 
 MESH = xs.Mesh(a=2, b=2)
 
@@ -21,7 +21,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def case(got, x: np.ndarray, layout: str, mesh: xs.Mesh = MESH, **more) -> Case:
-    """The case of blocks `got(blocks)` where those of `x` are wanted."""
+    """The case of blocks `got(blocks)` in place of the blocks of `x`."""
     want = tuple(reference.scatter(x, layout, mesh))
     sharding = xs.Sharding(xs.Layout.parse(layout), mesh, x.shape)
     return Case(tuple(got(want)), want, sharding, 1e-6, **more)
@@ -121,7 +121,7 @@ def test_every_pair_of_orders_is_told_apart(meant: str, other: str) -> None:
     x = values(16, 2)
     dims = [xs.Layout.parse(text).dims[0] for text in texts]
     found = case(lambda _: reference.scatter(x, f"{texts[1]} d", MESH), x, f"{texts[0]} d")
-    if (stored(dims[0], 16, MESH) == stored(dims[1], 16, MESH)).all():
+    if (stored_rows(dims[0], 16, MESH) == stored_rows(dims[1], 16, MESH)).all():
         assert not found.wrong_devices
     else:
         text = likely_cause(found).text

@@ -385,5 +385,5 @@ def test_a_parameter_is_wrong_because_its_gradient_is() -> None:
             lambda p, g: jax.tree.map(jnp.subtract, p, g),
         ),
     )
-    told = {(m.subject.kind, m.subject.runtime): m.cause.name for m in error.mismatches}
-    assert told == {("gradient", "torch"): "not summed", ("parameter", "torch"): "gradient"}
+    causes = {(m.subject.kind, m.subject.runtime): m.cause.name for m in error.mismatches}
+    assert causes == {("gradient", "torch"): "not summed", ("parameter", "torch"): "gradient"}

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from xshard.testing import plugin
+
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600.0  # a few seconds, as a rule
 
 FIXTURES = """
 import os
@@ -84,44 +87,51 @@ def test_own(xshard_mesh):
 """
 
 
-def pytest_in(folder: Path, text: str, *options: str) -> tuple[int, str]:
-    """Exit status and output of a pytest that runs `text`."""
-    (folder / "test_it.py").write_text(text)
+def pytest_in(folder: Path, texts: dict[str, str], *options: str) -> tuple[int, str]:
+    """Exit status and output of a pytest that runs files with these texts."""
+    for name, text in texts.items():
+        (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "xshard.testing.plugin", "-p", "no:cacheprovider", "-v"]
     done = subprocess.run(
-        [*command, *options, "test_it.py"],
+        [*command, *options, *texts],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_fixtures(tmp_path: Path) -> None:
-    status, said = pytest_in(tmp_path, FIXTURES)
-    assert status == 0, said
-    assert "5 passed" in said
-
-
-def test_the_example_of_the_document(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What pytest says of all tests with fixtures, which share one process of torch and one of JAX."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/testing.md").read_text(), re.M | re.S)
-    status, said = pytest_in(tmp_path, next(block for block in blocks if "torch_ranks" in block))
+    example = next(block for block in blocks if "torch_ranks" in block)
+    folder = tmp_path_factory.mktemp("fixtures")
+    status, said = pytest_in(folder, {"test_fixtures.py": FIXTURES, "test_document.py": example})
     assert status == 0, said
-    assert "4 passed" in said
+    return said
+
+
+def test_fixtures(said: str) -> None:
+    assert len(re.findall(r"^test_fixtures.py::\S+ PASSED", said, re.M)) == 5, said
+
+
+def test_the_example_of_the_document(said: str) -> None:
+    assert len(re.findall(r"^test_document.py::\S+ PASSED", said, re.M)) == 4, said
 
 
 def test_meshes_of_the_default_and_of_the_marker(tmp_path: Path) -> None:
-    status, said = pytest_in(tmp_path, MESHES, "--strict-markers")
+    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, "--strict-markers")
     assert status == 0, said
     for name in ("test_any[dp=2,tp=2]", "test_any[tp=4]", "test_own[cp=2]", "test_own[cp=4]"):
         assert f"{name} PASSED" in said
 
 
 def test_meshes_of_the_option(tmp_path: Path) -> None:
-    status, said = pytest_in(tmp_path, MESHES, "--xshard-meshes", "cp=3; cp=8")
+    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, "--xshard-meshes", "cp=3; cp=8")
     assert status == 0, said
     for name in ("test_any[cp=3]", "test_any[cp=8]", "test_own[cp=3]", "test_own[cp=8]"):
         assert f"{name} PASSED" in said
@@ -136,13 +146,26 @@ def test_meshes_of_the_option(tmp_path: Path) -> None:
         (";", '--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"'),
     ],
 )
-def test_meshes_that_cannot_be(tmp_path: Path, given: str, message: str) -> None:
-    status, said = pytest_in(tmp_path, MESHES, "--xshard-meshes", given)
+def test_meshes_that_cannot_be(given: str, message: str) -> None:
+    class Config:
+        def getoption(self, name: str) -> str:
+            assert name == "--xshard-meshes"
+            return given
+
+        def addinivalue_line(self, name: str, line: str) -> None:
+            assert name == "markers"
+
+    with pytest.raises(pytest.UsageError, match=re.escape(message)):
+        plugin.pytest_configure(Config())
+
+
+def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
+    status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, "--xshard-meshes", ";")
     assert status == pytest.ExitCode.USAGE_ERROR
-    assert message in said
+    assert '--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"' in said
 
 
 def test_the_plugin_is_declared_under_the_name_of_its_module() -> None:
-    """So that it is one plugin, whether pytest finds it or is told of it."""
+    """So that it is one plugin, whether pytest finds it or `-p` names it."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
     assert declared == {"xshard.testing.plugin": "xshard.testing.plugin"}

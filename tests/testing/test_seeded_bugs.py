@@ -37,5 +37,5 @@ def test_a_planted_bug_is_named(name: str) -> None:
 
 
 def test_every_cause_has_a_bug() -> None:
-    """But for those of plain arithmetic, which `test_causes` makes by hand."""
+    """Except causes of plain arithmetic, which `test_causes` makes by hand."""
     assert set(CAUSES) - {bug.cause for bug in BUGS.values()} == {"averaged", "scaled", "exchanged"}

@@ -24,7 +24,7 @@ import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, scattered, sizes, weights_of
 from xshard import reference
-from xshard.nn.windows import windowed
+from xshard.nn.windows import window_layouts
 from xshard.notation.overlap import Window
 
 Case = dict[str, Any]
@@ -255,7 +255,7 @@ def test_larger_cases_on_the_reference(name: str) -> None:
     sharding = xs.Sharding(xs.Layout.parse(layout_of(case)), mesh, shape)
     options = zip(given["k"], given["s"], given["d"], given["p"], strict=True)
     windows = tuple((d, Window(*numbers)) for d, numbers in enumerate(options, 2))
-    found = windowed(sharding, windows)
+    found = window_layouts(sharding, windows)
     plan = xs.plan((sharding.layout, found.source), mesh, shape, "float64")
     blocks = reference.run(plan, reference.scatter(x.detach().numpy(), sharding.layout, mesh))
     outputs = reference.scatter(y.detach().numpy(), found.result.layout, mesh)

@@ -10,10 +10,12 @@ import ml_dtypes  # noqa: F401  (tells numpy of bfloat16 and 8-bit floats)
 import pytest
 
 import xshard as xs
-from xshard.runtimes.processes import run_worker
+from xshard.runtimes.registry import RUNTIMES
 from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
 from xshard.runtimes.verdict import difference
 from xshard.steps import Exchange, Permute
+
+(TORCH,) = (runtime for runtime in RUNTIMES if runtime.name == "torch")
 
 EXPRESSIONS = [
     # what is sent and what arrives lies in memory as it is, is cut in the middle, or is in pieces
@@ -89,7 +91,7 @@ for text, mesh in (
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    found = run_worker("torch_bridge.testing.worker", list(TASKS.values()), timeout_s=300)
+    found = TORCH.run(list(TASKS.values()), timeout_s=300)
     return dict(zip(TASKS, found, strict=True))
 
 
@@ -117,6 +119,6 @@ def test_bytes_of_an_uneven_permutation_are_at_most_planned() -> None:
     plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=2), (7, 5))
     assert [type(step) for step in plan.steps] == [Permute]
     task: Task = make_task(plan)
-    (found,) = run_worker("torch_bridge.testing.worker", [task], timeout_s=120)
+    (found,) = TORCH.run([task], timeout_s=120)
     assert found.forward_bytes is not None and 0 < found.forward_bytes <= plan.bytes_received
     assert difference(found.outputs, run_reference(task).outputs) == 0

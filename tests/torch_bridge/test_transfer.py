@@ -18,7 +18,7 @@ from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 from torch_bridge import between, redistribute_between
 
 
-class TransferExecutable(NamedTuple):
+class Crossing(NamedTuple):
     """An expression between two meshes, on these ranks, for an array of a shape."""
 
     expression: str
@@ -39,28 +39,26 @@ class TransferExecutable(NamedTuple):
 
 CROSSINGS = [
     # two ranks to two others
-    TransferExecutable("n/a d -> n d/b", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
-    TransferExecutable("n/a d -> n d/b", "a=2", "b=2", (5, 3), (0, 1), (2, 3)),
-    TransferExecutable("n/a d -> n d | copy(b)", "a=2", "b=2", (4, 6), (0, 1), (3, 2)),
-    TransferExecutable("n d | sum(a) -> n d", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
-    TransferExecutable("n d | mean(a) -> n/b d", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
-    TransferExecutable("n d | copy(a) -> n d | sum(b)", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
-    TransferExecutable("n/zigzag(a) -> n/cyclic(b)", "a=2", "b=2", (80,), (0, 1), (2, 3)),
-    TransferExecutable("() | sum(a) -> ()", "a=2", "b=2", (), (0, 1), (2, 3)),
-    TransferExecutable("n/a -> n/b", "a=2", "b=2", (0,), (0, 1), (2, 3)),
+    Crossing("n/a d -> n d/b", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    Crossing("n/a d -> n d/b", "a=2", "b=2", (5, 3), (0, 1), (2, 3)),
+    Crossing("n/a d -> n d | copy(b)", "a=2", "b=2", (4, 6), (0, 1), (3, 2)),
+    Crossing("n d | sum(a) -> n d", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    Crossing("n d | mean(a) -> n/b d", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    Crossing("n d | copy(a) -> n d | sum(b)", "a=2", "b=2", (4, 6), (0, 1), (2, 3)),
+    Crossing("n/zigzag(a) -> n/cyclic(b)", "a=2", "b=2", (80,), (0, 1), (2, 3)),
+    Crossing("() | sum(a) -> ()", "a=2", "b=2", (), (0, 1), (2, 3)),
+    Crossing("n/a -> n/b", "a=2", "b=2", (0,), (0, 1), (2, 3)),
     # four to two, which are among them, and back
-    TransferExecutable("n/a d/c -> n d/b", "a=2,c=2", "b=2", (4, 6), (0, 1, 2, 3), (1, 3)),
-    TransferExecutable("n/a d | sum(c) -> n d", "a=2,c=2", "b=2", (4, 6), (0, 1, 2, 3), (1, 3)),
-    TransferExecutable("n d/b -> n d", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
-    TransferExecutable("n d -> n d | copy(a) sum(c)", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
-    TransferExecutable("n -> n", "b=1", "a=3", (7,), (3,), (0, 1, 2)),
+    Crossing("n/a d/c -> n d/b", "a=2,c=2", "b=2", (4, 6), (0, 1, 2, 3), (1, 3)),
+    Crossing("n/a d | sum(c) -> n d", "a=2,c=2", "b=2", (4, 6), (0, 1, 2, 3), (1, 3)),
+    Crossing("n d/b -> n d", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
+    Crossing("n d -> n d | copy(a) sum(c)", "b=2", "a=2,c=2", (4, 6), (2, 0), (0, 1, 2, 3)),
+    Crossing("n -> n", "b=1", "a=3", (7,), (3,), (0, 1, 2)),
     # the same devices: a refined plan, other places
-    TransferExecutable("n/a d -> n/b d/c", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
-    TransferExecutable("n/a d -> n d | copy(b)", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
-    TransferExecutable("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (3, 1, 0, 2)),
-    TransferExecutable(
-        "n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3), relabel=True
-    ),
+    Crossing("n/a d -> n/b d/c", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
+    Crossing("n/a d -> n d | copy(b)", "a=4", "b=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3)),
+    Crossing("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (3, 1, 0, 2)),
+    Crossing("n/a/c d -> n/c/a d", "a=2,c=2", "a=2,c=2", (4, 6), (0, 1, 2, 3), (0, 1, 2, 3), relabel=True),
 ]
 
 
@@ -71,7 +69,7 @@ def share(case, plan, inputs, cotangents):
     leaf = None if x is None else x.clone().requires_grad_()
     quiet = redistribute_between(x, plan, xs.Mesh.parse(case.src_mesh), xs.Mesh.parse(case.dst_mesh))
     y = redistribute_between(leaf, plan, requires_grad=True)
-    dst = plan.dst_devices if isinstance(plan, xs.TransferPlan) else case.dst_ranks
+    dst = plan.dst_devices
     if rank in dst:
         assert torch.equal(y.detach(), quiet)
         y.backward(torch.from_numpy(cotangents[dst.index(rank)]))
@@ -110,7 +108,7 @@ def results():
 
 def assert_like_the_reference(shares, case, plan, inputs, cotangents):
     """What the ranks have, against the reference."""
-    takers = plan.dst_devices if isinstance(plan, xs.TransferPlan) else case.dst_ranks
+    takers = plan.dst_devices
     outputs = [shares[rank][0] for rank in takers]
     gradients = [shares[rank][1] for rank in case.src_ranks]
     expected = xs.reference.run(plan, inputs)
@@ -130,19 +128,20 @@ def test_values_and_gradients(results, at):
 def test_the_same_devices_without_a_refinement():
     """3x2 -> 2x3: every rank sends and receives straight."""
     ranks = tuple(range(6))
-    case = TransferExecutable("n/x d/y -> n/x d/y", "x=3,y=2", "x=2,y=3", (6, 6), ranks, ranks)
+    case = Crossing("n/x d/y -> n/x d/y", "x=3,y=2", "x=2,y=3", (6, 6), ranks, ranks)
     everything = prepared(case, "bandwidth")
-    assert isinstance(everything[1], xs.TransferPlan)
+    assert everything[1].transfer
     shares = [share for (share,) in on_ranks(6, all_shares, [everything])]
     assert_like_the_reference(shares, *everything)
 
 
 def test_the_cases_cover_every_kind_of_plan():
     plans = [plan for _, plan, _, _ in PREPARED]
-    transfers = [plan for plan in plans if isinstance(plan, xs.TransferPlan)]
+    transfers = [plan for plan in plans if plan.transfer]
     assert len(plans) > len(transfers)
-    assert any(p.src_plan for p in transfers) and any(p.dst_plan for p in transfers)
-    assert any(p.transfer is None for p in transfers) and any(p.transfer and p.transfer.op for p in transfers)
+    assert any(p.steps[0] is not p.transfer for p in transfers)
+    assert any(p.steps[-1] is not p.transfer for p in transfers)
+    assert any(p.transfer.is_in_place for p in transfers) and any(p.transfer.op for p in transfers)
     assert any(p.dst_devices == (0, 2, 1, 3) for p in transfers)
 
 
@@ -286,7 +285,7 @@ def test_wrong_input():
         (
             "LinearityError",
             "'n | max(a)' has no dual: max and min are not linear\n"
-            "  their gradient goes to the winners; the bridges do that for a max -> redistribution",
+            "  their gradient goes to the winners; redistribute of either bridge computes it",
         ),
     ]
     part = "\n  under 'n' on Mesh(a=1) that is its part of a (4,) array"

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Layout, Mesh, NotationError, PlanError, Sharding
 from xshard.layout.layout import NONLINEAR, check_axes
-from xshard.notation.parser import Dim, spans
+from xshard.notation.parser import Dim, text_spans
 from xshard.notation.parser import Shard as Cut
 from xshard.steps.base import without_tags
 
@@ -176,7 +176,7 @@ def _nested(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> 
     else:
         return axes
     text = str(layout)
-    span = next((span for name, span in spans(text).dims if name == dim.name), None)
+    span = next((span for name, span in text_spans(text).dims if name == dim.name), None)
     raise PlanError(f"a DTensor cannot hold '{dim}'", text=text, span=span, hint=hint)
 
 

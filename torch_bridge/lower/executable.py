@@ -18,8 +18,7 @@ from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh.failures import CollectiveError, collective_error, is_loss
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import DtypeError, Layout, Plan, dtypes
-from xshard.notation.parser import Dim
+from xshard import DtypeError, Plan, dtypes
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
 
@@ -171,16 +170,10 @@ class Executable:
 
     def batched(self, n: int) -> Executable:
         """The same redistribution of a block with one more dim, whole and leading, of length `n`."""
-        plan = self.plan
-        # A new name for every level: each batch adds a dim.
-        dim = Dim(f"_batch{len(plan.shape)}")
-        src, dst = (Layout((dim, *layout.dims), layout.tags) for layout in (plan.src, plan.dst))
-        shape = (n, *plan.shape)
-        found = find_plan(src, dst, plan.mesh, shape, plan.dtype, plan.profile, scale=plan.scale)
-        return replace(self.lower(found), casts=self.casts)
+        return replace(self.lower(find_plan(self.plan.request.batched(n))), casts=self.casts)
 
     def _planned(self, dtype: torch.dtype) -> Plan:
-        plan, name = self.plan, dtypes.name_of(dtype)
-        if plan.dtype == name:
-            return plan
-        return find_plan(plan.src, plan.dst, plan.mesh, plan.shape, name, plan.profile, scale=plan.scale)
+        name = dtypes.name_of(dtype)
+        if self.plan.dtype == name:
+            return self.plan
+        return find_plan(replace(self.plan.request, dtype=name, memory_limit=None))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
-from xshard.layout.runs import Runs, common
+from xshard.layout.runs import Runs, common_segments
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -215,7 +215,9 @@ class Packing:
 
 def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
     # None stands for all rows of a dim, which meet any others.
-    return a == b or all(x is None or y is None or bool(common(x, y)) for x, y in zip(a, b, strict=True))
+    return a == b or all(
+        x is None or y is None or bool(common_segments(x, y)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -37,9 +37,9 @@ from xshard.steps import (
     Step,
 )
 from xshard.steps.base import DimCut, axes_of, even_parts, own_part
-from xshard.steps.exchange.messages import filled, messages_from, messages_to
+from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to
 from xshard.steps.exchange.sources import view_pairs
-from xshard.steps.exchange.traffic import moving
+from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import senders
 
 # The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
@@ -223,7 +223,7 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
 
 def _permute(step: Permute, site: Site) -> Move:
     me, sender = site.device, senders(site.before, site.after)
-    group = site.group(moving(site.before, site.after))
+    group = site.group(moving_axes(site.before, site.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks).
     directly = group.serves(site.tensor_device, "gloo") and not group.is_traced
 
@@ -253,14 +253,14 @@ def _exchange(step: Exchange, site: Site) -> Move:
         return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
 
     # Near senders may differ from their receiver along any axis.
-    axes = moving(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
+    axes = moving_axes(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
     return _messages(
         site,
         axes,
         [(m.dst, site.subarray(site.shapes[0], rows(m.box, 0))) for m in outgoing],
         [(m.src, replace(site.subarray(site.shapes[1], rows(m.box, 1)), sign=m.sign)) for m in incoming],
         step.op(site.before),
-        [site.fill(*fill) for fill in filled(site.after, site.device)],
+        [site.fill(*fill) for fill in fill_boxes(site.after, site.device)],
     )
 
 

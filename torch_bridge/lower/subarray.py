@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xshard.layout.runs import Run, Runs, intervals, size
+from xshard.layout.runs import Run, Runs, as_intervals, n_rows
 
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
@@ -111,7 +111,7 @@ def subarray(block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch
     runs = tuple(None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape))
     boxes = itertools.product(*(_spans(r, device) for r in runs))
     return Subarray(
-        tuple(n if r is None else size(r) for r, n in zip(runs, block_shape, strict=True)),
+        tuple(n if r is None else n_rows(r) for r, n in zip(runs, block_shape, strict=True)),
         runs,
         tuple(Box(_index(own for own, _ in b), _index(r for _, r in b)) for b in boxes),
     )
@@ -125,7 +125,7 @@ def _spans(runs: Runs | None, device: torch.device) -> list[tuple[slice | None, 
     """Rows of a block, in order -> pairs (rows of the subarray, rows of the block); None: all rows."""
     if runs is None:
         return [(None, None)]
-    ends = intervals(runs)
+    ends = as_intervals(runs)
     if len(ends) == 0:
         return []
     heads = np.flatnonzero(np.concatenate([[True], ends[1:, 0] != ends[:-1, 1]]))

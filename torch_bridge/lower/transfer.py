@@ -1,6 +1,6 @@
 """A plan between two meshes as one process executes it: steps on its own mesh, and messages.
 
-Decides which parts of its block a process sends to whom, what it puts together, and the groups
+Decides which parts of its block a process sends to whom, which it puts together, and the groups
 for that. An empty tensor stands for the block of a process that has none, so that autograd
 reaches every process.
 """
@@ -8,7 +8,9 @@ reaches every process.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import NoReturn
 
@@ -23,8 +25,10 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray
 from torch_bridge.mesh.failures import collective_error, is_loss
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
-from xshard import DtypeError, Mesh, Plan, PlanError, TransferPlan
+from xshard import DtypeError, Mesh, Plan, PlanError, Stage
 from xshard.layout.runs import Run
+from xshard.layout.sub_axes import SubAxisMesh
+from xshard.steps import Scale
 from xshard.steps.exchange.messages import Message as Box
 
 
@@ -32,13 +36,13 @@ from xshard.steps.exchange.messages import Message as Box
 class TransferExecutable:
     """A plan between two meshes as this process executes it; an empty tensor stands for no block.
 
-    before, after: what it does at either end. sent: ranks and the parts of its block that they get.
-    received: ranks and the parts of its new block that come from them, in the order in which they
-    are put together in `whole`. Its own rank is in both where it keeps a part. None or nothing
-    where it is not at that end.
+    before, after: the steps on the source's and on the destination's mesh. sent: ranks and the parts of
+    its block that they get. received: ranks and the parts of its new block that come from them, in the
+    order in which they are put together in `whole`. Its own rank is in both where it keeps a part. None
+    or nothing where it is not at that end, or has nothing to do there.
     """
 
-    plan: TransferPlan
+    plan: Plan
     tensor_device: torch.device
     group: dist.ProcessGroup
     before: Executable | None
@@ -55,7 +59,7 @@ class TransferExecutable:
 
     def _moved(self, block: Tensor) -> Tensor:
         out = self.before(block) if self.before else block
-        if self.plan.transfer:
+        if _sends(self.plan):
             out = self._transferred(out)
         out = self.after(out) if self.after else out
         # Where nothing moves the result still is the caller's own, to write to as they like.
@@ -107,7 +111,7 @@ class TransferExecutable:
 
 
 @functools.lru_cache(maxsize=1024)
-def cross(made: TransferPlan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
+def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
@@ -118,9 +122,10 @@ def cross(made: TransferPlan, tensor_device: torch.device, group: dist.ProcessGr
             f"torch has no {transfer.op} of {made.dtype}",
             hint="this dtype only moves: cast before the reduction",
         )
-    before = _at_end(made.src_plan, made.src_devices, tensor_device)
-    after = _at_end(made.dst_plan, made.dst_devices, tensor_device)
-    if transfer is None:
+    at = made.steps.index(transfer) if transfer else len(made.steps)
+    before = _at_end(made, made.stages[:at], made.src_devices, tensor_device)
+    after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device)
+    if transfer is None or not _sends(made):
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
     _connect(tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
@@ -138,16 +143,28 @@ def cross(made: TransferPlan, tensor_device: torch.device, group: dist.ProcessGr
     return TransferExecutable(made, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
 
 
-def _at_end(made: Plan | None, ranks: tuple[int, ...], tensor_device: torch.device) -> Executable | None:
-    """What this process does before or after the transfer."""
-    if made is None or dist.get_rank() not in ranks:
+def _sends(plan: Plan) -> bool:
+    return plan.transfer is not None and not plan.transfer.is_in_place
+
+
+def _at_end(
+    made: Plan, stages: tuple[Stage, ...], ranks: tuple[int, ...], tensor_device: torch.device
+) -> Executable | None:
+    """The steps on one mesh as this process executes them; None where it has none."""
+    if not stages or dist.get_rank() not in ranks:
         return None
-    return lower(made, _processes(made.mesh, ranks, dist.group.WORLD), tensor_device)
+    mesh, ends = stages[0].before.mesh, (stages[0].before.layout, stages[-1].after.layout)
+    steps = tuple(stage.step for stage in stages)
+    scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
+    part = Plan(*ends, mesh, made.shape, made.dtype, steps, scale, made.profile)
+    return lower(part, _processes(mesh, ranks, dist.group.WORLD), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
     """Cached by the world too: its groups end with it."""
+    if isinstance(mesh, SubAxisMesh):
+        return _processes(mesh.base, ranks, world).factored(mesh.split)
     return mesh_of_ranks(mesh, ranks)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from torch_bridge.mesh.process_groups import timeout_of
-from xshard import Plan, TransferPlan, XshardError
+from xshard import Plan, XshardError
 
 
 class CollectiveError(XshardError, RuntimeError):
@@ -25,10 +25,8 @@ def is_loss(error: RuntimeError) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def collective_error(
-    plan: Plan | TransferPlan, where: str, ranks: Sequence[int], error: RuntimeError
-) -> CollectiveError:
-    """The error of a plan during which the backend lost a peer. where: the step, in words."""
+def collective_error(plan: Plan, where: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
+    """The error of a plan in which the backend lost a peer. where: the step, in words."""
     world = dist.group.WORLD
     waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
     said = str(error).strip().splitlines()

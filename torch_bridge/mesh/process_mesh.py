@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.process_groups import group_of
 from xshard import Mesh, MeshError
-from xshard.layout.sub_axes import Split, SubAxisMesh, undivided
+from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class ProcessMesh:
             sub_axis_mesh = SubAxisMesh(self.mesh, split)
 
             def process_group(sub_axes: tuple[str, ...]) -> dist.ProcessGroup:
-                mesh, axes = undivided(sub_axis_mesh, sub_axes)
+                mesh, axes = unfactored(sub_axis_mesh, sub_axes)
                 if mesh is not sub_axis_mesh:
                     return self.process_group(axes)
                 devices = sub_axis_mesh.group(self.device, sub_axes)

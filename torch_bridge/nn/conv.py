@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
 from xshard import ShapeError, Sharding, XshardError
-from xshard.nn.receptive_fields import Read, transposed
-from xshard.nn.windows import Windowed, pieces
+from xshard.nn.receptive_fields import ReceptiveField, transposed_field
+from xshard.nn.windows import WindowLayouts, output_pieces
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -76,7 +76,7 @@ class ConvGeometry:
     pieces: per cut dim, its runs of rows and outputs.
     """
 
-    windowed: Windowed
+    windowed: WindowLayouts
     placement: Placement
     pieces: tuple[tuple[int, tuple[Piece, ...]], ...]
 
@@ -116,7 +116,9 @@ def conv_geometry(placement: Placement, convolution: Convolution, weight_shape: 
     _check_padding(placement, convolution)
     found, device = checked_windows(placement, windows), placement.processes.device
     own = tuple(
-        (d, pieces_of(pieces(placement.sharding, d, w, device), w)) for d, w in windows if placement.cuts(d)
+        (d, pieces_of(output_pieces(placement.sharding, d, w, device), w))
+        for d, w in windows
+        if placement.cuts(d)
     )
     return ConvGeometry(found, placement.of(found.result).with_length(channels, weight_shape[0]), own)
 
@@ -196,7 +198,7 @@ def conv_transpose(
 @lru_cache(maxsize=4096)
 def _transposed_reads(
     placement: Placement, kernel: Ints, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
-) -> dict[int, Read]:
+) -> dict[int, ReceptiveField]:
     first, found = len(placement.shape) - len(kernel), {}
     options = zip(kernel, stride, padding, output_padding, dilation, strict=True)
     for i, (k, s, p, extra, d) in enumerate(options):
@@ -206,7 +208,7 @@ def _transposed_reads(
             )
         dim: Dim = placement.layout.dims[first + i]
         length, sizes = placement.shape[first + i], placement.sharding.mesh.sizes_of(dim.axes)
-        found[first + i] = transposed(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
+        found[first + i] = transposed_field(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
         if found[first + i].length < 1:
             raise ShapeError(
                 f"no output: {length} rows of dim {dim.name!r}, padding {p}", text=str(placement.layout)

@@ -21,7 +21,7 @@ from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_o
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.runs import Run
-from xshard.nn.windows import pieces, pool_counts, pool_window
+from xshard.nn.windows import output_pieces, pool_counts, pool_window
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
@@ -109,7 +109,9 @@ def pool_geometry(placement: Placement, pool: Pool, boundary: Boundary) -> PoolG
         windows.append(pool_window(placement.shape[first + i], window, ceil=pool.ceil_mode))
     over = tuple((first + i, window) for i, window in enumerate(windows))
     found = checked_windows(placement, over)
-    runs = tuple(pieces(placement.sharding, d, window, placement.processes.device) for d, window in over)
+    runs = tuple(
+        output_pieces(placement.sharding, d, window, placement.processes.device) for d, window in over
+    )
     own = tuple((d, pieces_of(of, w)) for (d, w), of in zip(over, runs, strict=True) if placement.cuts(d))
     padding = tuple(0 if placement.cuts(first + i) else p for i, p in enumerate(pool.padding))
     return PoolGeometry(found.source, placement.of(found.result), tuple(windows), runs, own, padding)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import no_outputs
 from xshard import Layout, ShapeError, Sharding, XshardError
-from xshard.nn.resample import resampled, taps
+from xshard.nn.resample import resampled_field, taps
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
 MODES = {
@@ -104,7 +104,7 @@ def _geometry(
     for i, (n, factor) in enumerate(zip(outputs, factors, strict=True)):
         d = 2 + i
         every = taps(mode, shape[d], n, align_corners=align_corners, scale=factor)
-        read = resampled(dims[d], shape[d], mesh.sizes_of(dims[d].axes), every)
+        read = resampled_field(dims[d], shape[d], mesh.sizes_of(dims[d].axes), every)
         at = placement.sharding.dim_device(d, device)
         (first, _), (start, stop) = read.inputs[at], read.outputs[at]
         dims[d], results[d], shape[d] = read.source, read.result, n

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement
 from xshard import ShapeError
 from xshard.layout.runs import Run
-from xshard.nn.windows import Windowed, windowed
+from xshard.nn.windows import WindowLayouts, window_layouts
 from xshard.notation.overlap import Window
 
 Ints = tuple[int, ...]
 Piece = tuple[int, int]  # a number of rows of the block, and the number of outputs made of them
 
 
-def checked_windows(placement: Placement, windows: Sequence[tuple[int, Window]]) -> Windowed:
-    """`windowed` for windows over the last dims of an array. Raises ShapeError if there are no outputs."""
-    found = windowed(placement.sharding, windows)
+def checked_windows(placement: Placement, windows: Sequence[tuple[int, Window]]) -> WindowLayouts:
+    """`window_layouts` for windows over the last dims of an array. Raises ShapeError if there are no outputs."""
+    found = window_layouts(placement.sharding, windows)
     if any(found.result.shape[d] < 1 for d, _ in windows):
         raise ShapeError(
             f"no output: kernel {tuple(w.k for _, w in windows)} over {placement.shape[-len(windows) :]}",

@@ -1,20 +1,20 @@
-"""numpy blocks as torch tensors and back, dtypes that numpy lacks included: their bits come over."""
+"""numpy arrays as torch tensors and back, over the same memory.
+
+Decides how dtypes that numpy lacks travel: as their bits. Knows no layouts.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xshard import dtypes
 from xshard.dtypes import numpy_dtype
 from xshard.steps.base import Block
 
 
 def tensor_of(block: Block) -> Tensor:
-    """A tensor of the same memory."""
+    """An array -> a tensor of the same memory."""
     array = np.asarray(block)
     if hasattr(np, array.dtype.name):
         return torch.from_numpy(array)
@@ -22,9 +22,9 @@ def tensor_of(block: Block) -> Tensor:
     return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
-def block_of(tensor: Tensor, dtype: np.dtype[Any] | None = None) -> Block:
-    """An array of the same memory. dtype: what numpy calls the tensor's, looked up where it is not given."""
-    dtype = numpy_dtype(dtypes.name_of(tensor.dtype)) if dtype is None else dtype
-    if hasattr(np, dtype.name):
+def array_of(tensor: Tensor) -> Block:
+    """A contiguous tensor on the CPU -> an array of the same memory."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if hasattr(np, name):
         return tensor.numpy()
-    return tensor.view(getattr(torch, f"uint{8 * dtype.itemsize}")).numpy().view(dtype)
+    return tensor.view(getattr(torch, f"uint{8 * tensor.itemsize}")).numpy().view(numpy_dtype(name))

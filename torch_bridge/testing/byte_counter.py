@@ -1,7 +1,7 @@
-"""Bytes that a rank really receives, counted where collectives reach the process group.
+"""Bytes that a rank really receives, counted at the process group.
 
-Decides what each collective counts for. Reads sizes of the tensors that are handed to c10d; knows
-no plan, so that a plan's numbers can be compared with it.
+Decides how many bytes each collective counts. Reads the sizes of the tensors given to c10d; knows
+no plan, so that a plan's numbers can be checked against it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch_bridge.lower.collectives import PERMUTE
 class Meter(TorchDispatchMode):
     """While active, `received` lists the bytes that reach this rank from others, one entry per collective.
 
-    Of an all-reduce over n ranks, whose algorithm is the backend's own business, 2(n-1)/n of its
-    bytes count: the least a ring or tree needs. Raises KeyError for a collective it does not know.
+    An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs, whatever
+    the backend does. Raises KeyError for an unknown collective.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "profiler":  # messages from rank to rank, which are one collective together
+        if func.namespace == "profiler":  # messages from rank to rank, which together are one collective
             begins = func.overloadpacket.__name__ == "_record_function_enter_new"
             if begins and args[0] == PERMUTE:
                 self.received.append(0)
@@ -75,7 +75,7 @@ def _functional_all_to_all(block: Tensor, received: list[int], _: Any, group: An
     return (sum(received) - own) * block[:1].nbytes
 
 
-# By namespace and by the name that it gives the operation; None for those that carry no data.
+# By namespace and operation; None for operations that carry no data.
 _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
     "c10d": {
         "_allgather_base_": _all_gather,
@@ -88,7 +88,7 @@ _COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
         "scatter_": _scatter,
         "send": None,
     },
-    # What DTensor and torch.distributed._functional_collectives call.
+    # Called by DTensor and torch.distributed._functional_collectives.
     "_c10d_functional": {
         "all_gather_into_tensor": lambda block, n, _: (n - 1) * block.nbytes,
         "all_reduce": lambda block, _, group: _all_reduce([block], _resolve_process_group(group)),

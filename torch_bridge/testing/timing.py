@@ -1,17 +1,13 @@
-"""`python -m torch_bridge.testing.timing PLANS SECONDS ROUNDS`: the torch side of `xshard calibrate`.
+"""The torch side of `xshard calibrate`: seconds of plans on gloo ranks, forward only.
 
-Reads pickled plans, runs each on as many gloo ranks as its mesh has devices, forward only, and
-writes the pickled seconds of each. Decides how a time is taken; what to measure is `xshard.runtimes.calibration_plans`.
+Decides how a time is taken. Which plans are measured is decided in `xshard.runtimes.calibration_plans`.
 """
 
 from __future__ import annotations
 
-import pickle
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,20 +22,19 @@ TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
 
 
-def main(plans_path: str, seconds_path: str, rounds: str) -> None:
-    """Time the plans of one file and write their seconds to the other: the median of some rounds."""
-    plans: list[Plan] = pickle.loads(Path(plans_path).read_bytes())
+def seconds_of_plans(plans: Sequence[Plan], rounds: int, timeout_s: float) -> list[float]:
+    """The median time of every plan over some rounds. timeout_s: see `run_ranks`. Raises RankError."""
     seconds: dict[int, float] = {}
     for n in sorted({plan.mesh.n_devices for plan in plans}):
         numbers = [i for i, plan in enumerate(plans) if plan.mesh.n_devices == n]
-        by_rank = run_ranks(n, time_plans, [plans[i] for i in numbers], int(rounds), timeout_s=1800.0)
+        by_rank = run_ranks(n, _time_all, [plans[i] for i in numbers], rounds, timeout_s=timeout_s)
         for i, *times in zip(numbers, *by_rank, strict=True):
             # Of every round the busiest rank counts, as in a plan.
             seconds[i] = statistics.median(map(max, zip(*times, strict=True)))
-    Path(seconds_path).write_bytes(pickle.dumps([seconds[i] for i in range(len(plans))]))
+    return [seconds[i] for i in range(len(plans))]
 
 
-def time_plans(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
+def _time_all(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round.
 
     All plans are measured once before any is measured again, so that a slow spell of the machine
@@ -70,7 +65,3 @@ class _Timer:
         for _ in range(self.calls):
             self.executable(self.block)
         return (time.perf_counter() - start) / self.calls
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

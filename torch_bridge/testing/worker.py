@@ -1,16 +1,13 @@
-"""`python -m torch_bridge.testing.worker TASKS OUTCOMES`: the torch side of `xshard.verify`.
+"""The torch side of `xshard verify`: tasks on gloo ranks.
 
-Reads pickled tasks, runs each on as many gloo ranks as its mesh has devices, forward and
-backward, and writes pickled outcomes.
+Decides what is measured: each task runs on as many ranks as its mesh has devices, forward and
+backward. Knows no other runtime.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +17,7 @@ from torch import Tensor
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
 from torch_bridge.redistribution import redistribute
-from torch_bridge.testing.arrays import block_of, tensor_of
+from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.byte_counter import Meter
 from torch_bridge.testing.launch import run_ranks
 from xshard import Plan
@@ -28,8 +25,8 @@ from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps.base import Block
 
 
-class Share(NamedTuple):
-    """What one rank saw of a task; bytes are listed collective by collective."""
+class RankOutcome(NamedTuple):
+    """The outcome of a task on one rank, with bytes per collective."""
 
     output: Block
     gradient: Block
@@ -38,25 +35,23 @@ class Share(NamedTuple):
     seconds: float
 
 
-def main(tasks_path: str, outcomes_path: str) -> None:
-    """Run the tasks of one file and write their outcomes to the other."""
-    tasks: list[Task] = pickle.loads(Path(tasks_path).read_bytes())
+def run_tasks(tasks: Sequence[Task], timeout_s: float) -> list[Outcome]:
+    """The outcome of every task. timeout_s: see `run_ranks`. Raises RankError."""
     outcomes: dict[int, Outcome] = {}
     for n in sorted({task.plan.mesh.n_devices for task in tasks}):
         numbers = [i for i, task in enumerate(tasks) if task.plan.mesh.n_devices == n]
-        by_rank = run_ranks(n, run_tasks, [tasks[i] for i in numbers])
-        for i, *shares in zip(numbers, *by_rank, strict=True):
-            outcomes[i] = _outcome(shares)
-    Path(outcomes_path).write_bytes(pickle.dumps([outcomes[i] for i in range(len(tasks))]))
+        by_rank = run_ranks(n, _run_all, [tasks[i] for i in numbers], timeout_s=timeout_s)
+        for i, *parts in zip(numbers, *by_rank, strict=True):
+            outcomes[i] = _outcome(parts)
+    return [outcomes[i] for i in range(len(tasks))]
 
 
-def run_tasks(tasks: Sequence[Task]) -> list[Share]:
-    """This rank's share of every task."""
+def _run_all(tasks: Sequence[Task]) -> list[RankOutcome]:
     return [_run(task) for task in tasks]
 
 
-def _run(task: Task) -> Share:
-    rank, dtype = dist.get_rank(), task.inputs[0].dtype
+def _run(task: Task) -> RankOutcome:
+    rank = dist.get_rank()
     x, cotangent = (tensor_of(blocks[rank]) for blocks in (task.inputs, task.cotangents))
     with Meter() as forward:
         output, pull = _forward(task.plan, x)
@@ -66,12 +61,12 @@ def _run(task: Task) -> Share:
     start = time.perf_counter()
     _forward(task.plan, x)[1](cotangent)
     seconds = time.perf_counter() - start
-    blocks = block_of(output, dtype), block_of(gradient, dtype)
-    return Share(*blocks, forward.received, backward.received, seconds)
+    blocks = array_of(output), array_of(gradient)
+    return RankOutcome(*blocks, forward.received, backward.received, seconds)
 
 
 def _forward(plan: Plan, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The output, and what takes its cotangent back: autograd, or the plan where a dtype has none."""
+    """The output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         leaf = x.clone().requires_grad_()
         y = redistribute(leaf, plan, plan.mesh)
@@ -79,20 +74,16 @@ def _forward(plan: Plan, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]
     return redistribute(x, plan, plan.mesh), lower(plan.backward, process_mesh(plan.mesh), x.device)
 
 
-def _outcome(shares: Sequence[Share]) -> Outcome:
-    """The shares of all ranks; of every collective the busiest rank counts, as in a plan."""
+def _outcome(parts: Sequence[RankOutcome]) -> Outcome:
+    """All ranks together; of every collective the busiest rank counts, as in a plan."""
     forward, backward = (
         sum(map(max, zip(*counts, strict=True)))
-        for counts in ([s.forward_bytes for s in shares], [s.backward_bytes for s in shares])
+        for counts in ([p.forward_bytes for p in parts], [p.backward_bytes for p in parts])
     )
     return Outcome(
-        tuple(s.output for s in shares),
-        tuple(s.gradient for s in shares),
+        tuple(p.output for p in parts),
+        tuple(p.gradient for p in parts),
         forward,
         backward,
-        max(s.seconds for s in shares),
+        max(p.seconds for p in parts),
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

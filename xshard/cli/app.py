@@ -1,7 +1,11 @@
-"""The app: which commands there are, and how an error of xshard ends one."""
+"""The app: its commands, and the exit of a command that raises an error of xshard.
+
+Decides which commands exist. Knows nothing of what they do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -10,14 +14,14 @@ from typer.core import TyperGroup
 from xshard.cli.bench import bench
 from xshard.cli.calibrate import calibrate_command
 from xshard.cli.console import print_error
-from xshard.cli.plan import plan
+from xshard.cli.plan import plan_command
 from xshard.cli.show import show
 from xshard.cli.verify import verify
 from xshard.errors import XshardError
 
 
 class _Commands(TyperGroup):
-    """Prints errors of xshard as their message and exits with 2; others are bugs and keep a traceback."""
+    """Prints the message of an xshard error and exits with 2; other errors are bugs and keep a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -34,6 +38,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, show, verify, bench):
-    app.command()(command)
-app.command("calibrate")(calibrate_command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan_command,
+    "show": show,
+    "verify": verify,
+    "bench": bench,
+    "calibrate": calibrate_command,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)

@@ -1,4 +1,4 @@
-"""`xshard bench`: what a redistribution takes on this machine, beside other ways to do the same."""
+"""`xshard bench`: the time of a redistribution on this machine, beside alternatives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console
-from xshard.cli.options import Dtype, MeshText, ShapeText, parse_shape
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout.mesh import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans.explain import Alternative, alternatives
 from xshard.plans.plan import Plan
-from xshard.runtimes.calibrate import BACKENDS, ROUNDS, check_backend, measure
+from xshard.runtimes.backends import BACKENDS, Backend, backend_named
+from xshard.runtimes.calibrate import ROUNDS, measure
 
 TIMEOUT_S = 600.0
 
 
 def bench(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')],
+    expression: ExpressionText,
     mesh: MeshText,
     shape: ShapeText,
     dtype: Dtype = "float32",
@@ -41,16 +42,16 @@ def bench(
 
     Example: xshard bench "b s/cp c -> b s c/cp" --mesh cp=4 --shape 2,4096,256
     """
-    backends = list(dict.fromkeys(backend or BACKENDS))
-    for name in backends:
-        check_backend(name)
+    backends = [backend_named(name) for name in dict.fromkeys(backend or BACKENDS)]
     made = make_plan(expression, Mesh.parse(mesh), parse_shape(shape), dtype, profile=profile)
     parts = {"forward": alternatives(made)}
     if made.src.is_linear and made.dst.is_linear:
         parts["backward"] = alternatives(made.backward)
     plans = [way.plan for ways in parts.values() for way in ways if way.plan is not None]
-    with console(stderr=True).status(f"measuring {len(plans)} plans on {' and '.join(backends)}"):
-        seconds = {name: _measured(name, plans, rounds) for name in backends}
+    with console(stderr=True).status(
+        f"measuring {len(plans)} plans on {' and '.join(b.package for b in backends)}"
+    ):
+        seconds = {b.package: _measured(b, plans, rounds) for b in backends}
     out = console()
     for part, ways in parts.items():
         done = ways[0].plan or made
@@ -58,14 +59,14 @@ def bench(
         out.print(_table(ways, seconds))
 
 
-def _measured(backend: str, plans: list[Plan], rounds: int) -> dict[Plan, float]:
-    """Seconds of every plan, each timed once though two ways may be the same."""
+def _measured(backend: Backend, plans: list[Plan], rounds: int) -> dict[Plan, float]:
+    """Seconds of every plan; ways with one plan share its time."""
     distinct = list(dict.fromkeys(plans))
-    times = measure(backend, distinct, rounds, told=lambda done, total: None, timeout_s=TIMEOUT_S)
+    times = measure(backend, distinct, rounds, progress=lambda done, total: None, timeout_s=TIMEOUT_S)
     return dict(zip(distinct, times, strict=True))
 
 
-def _table(ways: tuple[Alternative[Plan], ...], seconds: dict[str, dict[Plan, float]]) -> Table:
+def _table(ways: tuple[Alternative, ...], seconds: dict[str, dict[Plan, float]]) -> Table:
     """A row per way."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for head in ("", "predicted", *seconds, "received", "steps"):

@@ -19,7 +19,8 @@ from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout.mesh import Mesh
-from xshard.runtimes.calibrate import BACKENDS, ROUNDS, calibrate, check_backend
+from xshard.runtimes.backends import BACKENDS, backend_named
+from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.calibration_plans import SIZES
 from xshard.runtimes.fit import Sample, median_error
 
@@ -44,12 +45,12 @@ def calibrate_command(
     Example: xshard calibrate --backend torch --mesh dp=2,cp=2 --output mine.json,
     then: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=2 --shape 2,64,32 --profile mine.json
     """
-    check_backend(backend)
+    backend_named(backend)
     if output is not None and not output.parent.is_dir():
         raise XshardError(f"no folder {str(output.parent)!r} to write {output.name!r} to")
     name = backend if output is None else output.stem
-    with _progress() as told:
-        made = calibrate(backend, Mesh.parse(mesh), name, _sizes(largest), rounds, told=told)
+    with _progress() as progress:
+        made = calibrate(backend, Mesh.parse(mesh), name, _sizes(largest), rounds, progress=progress)
     if output is not None:
         output.write_text(made.profile.to_json())
     out = console()
@@ -77,7 +78,7 @@ def _sizes(largest: str) -> tuple[int, ...]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, and what moves it: how many are done, of how many."""
+    """A bar on a terminal, moved by a call with the number of plans that are done, and of all."""
     columns = (TextColumn("plans"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     out = console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
@@ -106,10 +107,10 @@ def _table(samples: Sequence[Sample], profile: Profile) -> Table:
 
 def _constants(profile: Profile) -> str:
     links = {"every axis": profile.default} if not profile.axes else dict(profile.axes)
-    told = [
+    speeds = [
         f"{axis} {format_seconds(link.latency_s)} a message and {link.bytes_per_s / 1e9:.3g} GB/s"
         for axis, link in links.items()
     ]
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     copies = f"copies {profile.copy_bytes_per_s / 1e9:.3g} GB/s"
-    return f"{'; '.join((*told, copies))}; launches: {', '.join(launches)}"
+    return f"{'; '.join((*speeds, copies))}; launches: {', '.join(launches)}"

@@ -1,4 +1,7 @@
-"""Where text goes: consoles that leave the notation alone, and errors with their caret in place."""
+"""Consoles that print the notation as it is, and errors with their caret in the right place.
+
+Decides how text reaches a terminal or a pipe. Knows no command.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from rich.text import Text
 
 from xshard.errors import XshardError
 
-# Columns of a console that is no terminal: a pipe has no width, and folded tables are hard to read.
+# Columns of a console that is not a terminal: a pipe has no width, and folded tables are hard to read.
 PIPE_WIDTH = 200
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr that takes `[2, 64]` and `:halo(1,1)` as text, not as markup."""
+    """A console on stdout or stderr that prints `[2, 64]` and `:halo(1,1)` as text, not as markup."""
     made = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = PIPE_WIDTH
@@ -22,17 +25,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_error(error: XshardError) -> None:
-    """The error on stderr as a traceback would end, without the traceback."""
+    """Print the error on stderr like the last lines of a traceback."""
     out = console(stderr=True)
     head, rest = error_lines(error, out.width)
     out.print(Text.assemble((head, "bold red"), rest), soft_wrap=True)
 
 
 def error_lines(error: XshardError, width: int) -> tuple[str, str]:
-    """The name of an error, and the rest of its message so that the caret fits a terminal of `width`.
+    """An error -> its name and the rest of its message, with the caret placed for a terminal of `width`.
 
-    A terminal breaks a line that is too long, and the caret below it would mark something else:
-    then the user's text gets a line of its own.
+    A terminal breaks long lines, and the caret below would mark the wrong place. Then the user's text
+    gets a line of its own.
     """
     name = type(error).__name__
     message = f": {error}"

@@ -1,6 +1,6 @@
-"""The console script `xshard`: says what to install where the command line's packages are missing.
+"""The console script `xshard`, which names the missing package if the `cli` extra is not installed.
 
-The commands are in `xshard.cli`, which needs typer and rich; nothing else of xshard does.
+Decides nothing else: the commands need typer and rich, and no other part of xshard does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ _NEEDED = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line; exit status 2 where the `cli` extra is not installed."""
+    """Run the command line; exit with 2 if the `cli` extra is not installed."""
     try:
-        from xshard.cli.app import app
+        from xshard.cli.app import app  # inside: needs the optional packages
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package not in _NEEDED:

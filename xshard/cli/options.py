@@ -1,6 +1,7 @@
-"""Options that commands share: their types for typer, and text -> value.
+"""Options that commands share: their types for typer, and the parsing of their text.
 
-Values are read inside the commands, not by typer, so that errors keep their caret.
+Decides how shapes and bytes are written. Commands parse these values, not typer, so that errors keep their
+caret.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from xshard.errors import ShapeError, XshardError
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
 
+ExpressionText = Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')]
 MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
 ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="As in float32, bfloat16, int64.")]
+Dtype = Annotated[
+    str, typer.Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
+]
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """`"2,64,32"` -> `(2, 64, 32)`; an empty text is a scalar. Raises ShapeError with a caret."""
+    """`"2,64,32"` -> `(2, 64, 32)`; empty text -> `()`. Raises ShapeError with a caret."""
     if not text.strip():
         return ()
     lengths, at = [], 0
@@ -37,7 +41,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str) -> int:
-    """`"2GiB"` -> 2147483648; a number alone is bytes. Raises XshardError."""
+    """`"2GiB"` -> 2147483648; a number without a unit is in bytes. Raises XshardError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in _UNITS:
         raise XshardError(f"{text!r} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")

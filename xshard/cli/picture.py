@@ -1,7 +1,6 @@
 """A picture of a sharding as data: the blocks of the global array and the devices that hold each.
 
-Decides what a picture shows; a terminal, a document or a plot decides how it looks. Knows
-nothing of any of them.
+Decides what a picture shows. Does not know how a terminal, a document or a plot draws it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.layout.runs import FILL, Run, Runs, intervals
+from xshard.layout.runs import FILL, Run, Runs, as_intervals, merge_adjacent
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold, Halo, Window
 from xshard.notation.parser import Dim
 
-# Blocks drawn along a dim: a cyclic cut of a long dim has as many as rows.
+# Most blocks drawn along a dim: a cyclic cut of a long dim has as many blocks as rows.
 MAX_BLOCKS = 64
 
 _ORDER_TEXT = {
@@ -46,7 +45,7 @@ _TAG_TEXT = {
 
 @dataclass(frozen=True)
 class Strip:
-    """A drawn dim: its blocks (start, stop) in order, and how many rows after them are not drawn."""
+    """A drawn dim: its blocks (start, stop) in order; hidden: the number of rows after them, not drawn."""
 
     dim: Dim
     length: int
@@ -56,15 +55,15 @@ class Strip:
 
 @dataclass(frozen=True)
 class Cell:
-    """The devices that own and hold a block of the array, and those that hold it as overlap only."""
+    """A block of the array: devices that own and hold it; guests: devices that hold it only as overlap."""
 
     owners: tuple[int, ...]
     guests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one device has: coordinates, the shape of its block, per dim the rows it owns and holds."""
+class DeviceBlock:
+    """The block of one device: coordinates, local shape, and per dim the rows that it owns and holds."""
 
     device: int
     coords: tuple[tuple[str, int], ...]
@@ -75,23 +74,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Picture:
-    """Who holds which slice of an array.
+    """The blocks of an array and the devices that hold them.
 
     strips: the drawn dims, at most two. cells: one row per block of the first of two strips, one
-    column per block of the last. notes: the roles of the mesh axes, in words.
+    column per block of the last. devices: one entry per device. notes: the roles of the mesh axes, in words.
     """
 
     sharding: Sharding
     strips: tuple[Strip, ...]
     cells: tuple[tuple[Cell, ...], ...]
-    parts: tuple[Part, ...]
+    devices: tuple[DeviceBlock, ...]
     notes: tuple[str, ...]
 
 
 def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_BLOCKS) -> Picture:
     """A sharding -> its picture along one or two dims, by default the first two that are cut.
 
-    Raises ShapeError for dims that the layout does not have, or more than two.
+    Raises ShapeError for unknown dims, or more than two.
 
     >>> from xshard import Layout, Mesh
     >>> p = picture(Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3)))
@@ -101,24 +100,28 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_
     drawn = tuple(_drawn(sharding, dims))
     strips = tuple(_strip(sharding, d, max_blocks) for d in drawn)
     return Picture(
-        sharding, strips, _cells(sharding, drawn, strips), _parts(sharding), _notes(sharding, drawn)
+        sharding,
+        strips,
+        _picture_cells(sharding, drawn, strips),
+        _device_blocks(sharding),
+        _notes(sharding, drawn),
     )
 
 
 def rows_text(runs: Runs, most: int = 6) -> str:
-    """Runs in local order, as people write them.
+    """Runs in local order as text, at most `most` pieces.
 
     >>> rows_text((Run(0, 2), Run(6, 2))), rows_text((Run(0, 1, 4, 8),)), rows_text((Run(FILL, 1), Run(0, 3)))
     ('0-1, 6-7', '0-24 step 8', '1 fill, 0-2')
     """
-    pieces = [text for run in _joined(runs) for text in _run_texts(run, most)]
+    pieces = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
     if len(pieces) > most:
         pieces = [*pieces[:most], "..."]
     return ", ".join(pieces) or "none"
 
 
 def devices_text(devices: Sequence[int], most: int = 3) -> str:
-    """Device numbers, ranges and even steps joined.
+    """Device numbers as text, with ranges and even steps.
 
     >>> devices_text((0, 1, 2, 3)), devices_text((0, 4)), devices_text((0, 4, 8, 12))
     ('0-3', '0,4', '0-12 step 4')
@@ -145,20 +148,20 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:
 
 
 def _strip(sharding: Sharding, d: int, max_blocks: int) -> Strip:
-    """The blocks between all places where some device's rows begin or end."""
+    """The blocks between all positions where rows of some device begin or end."""
     length = sharding.shape[d]
     everyone = itertools.chain.from_iterable(sharding.owners(d) + sharding.holders(d))
-    edges = np.unique(np.append(intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
+    edges = np.unique(np.append(as_intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
     blocks = tuple(itertools.pairwise(edges))
     return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
 
 
-def _cells(
+def _picture_cells(
     sharding: Sharding, drawn: tuple[int, ...], strips: tuple[Strip, ...]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """Per block of the picture, the devices that own it and those that only hold it."""
+    """Per block of the picture, the devices that own it and the devices that only hold it."""
     everyone = np.ones((sharding.mesh.n_devices, 1), bool)
-    # A picture has rows and columns; a dim that is not drawn is one block that everyone has.
+    # A picture has rows and columns; a missing dim is one block that all devices have.
     owns, holds = [everyone, everyone], [everyone, everyone]
     for d, strip in zip(drawn, strips, strict=True):
         index = [sharding.dim_device(d, device) for device in range(sharding.mesh.n_devices)]
@@ -168,7 +171,9 @@ def _cells(
     hold = holds[-2][:, :, None] & holds[-1][:, None, :]
     return tuple(
         tuple(
-            Cell(_numbers(own[:, i, j] & hold[:, i, j]), _numbers(hold[:, i, j] & ~own[:, i, j]))
+            Cell(
+                _device_numbers(own[:, i, j] & hold[:, i, j]), _device_numbers(hold[:, i, j] & ~own[:, i, j])
+            )
             for j in range(own.shape[2])
         )
         for i in range(own.shape[1])
@@ -176,24 +181,24 @@ def _cells(
 
 
 def _covered(everyone: Sequence[Runs], strip: Strip) -> NDArray[np.bool_]:
-    """(index along the dim's axes, block of the strip) -> whether the runs have the block."""
+    """(index along the dim's axes, block of the strip) -> True if the runs contain the block."""
     starts = np.array([start for start, _ in strip.blocks], np.int64)
     covered = np.zeros((len(everyone), len(starts) + 1), np.int64)
     for row, runs in zip(covered, everyone, strict=True):
-        # +1 where an interval begins, -1 where it ends: the running sum counts those that are open.
-        for edge, change in zip(intervals(runs).T, (1, -1), strict=True):
+        # +1 where an interval begins, -1 where it ends: the running sum counts open intervals.
+        for edge, change in zip(as_intervals(runs).T, (1, -1), strict=True):
             np.add.at(row, np.searchsorted(starts, edge), change)
     return covered.cumsum(axis=1)[:, :-1] > 0
 
 
-def _numbers(mask: NDArray[np.bool_]) -> tuple[int, ...]:
+def _device_numbers(mask: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(np.flatnonzero(mask).tolist())
 
 
-def _parts(sharding: Sharding) -> tuple[Part, ...]:
+def _device_blocks(sharding: Sharding) -> tuple[DeviceBlock, ...]:
     mesh, dims = sharding.mesh, range(len(sharding.shape))
     return tuple(
-        Part(
+        DeviceBlock(
             device,
             tuple(zip(mesh.axes, mesh.coords(device), strict=True)),
             sharding.local_shape(device),
@@ -222,19 +227,6 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     flat = [f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"]
     return (*cuts, *overlaps, *tags, *whole, *(flat if others else ()))
-
-
-def _joined(runs: Runs) -> list[Run]:
-    """Plain runs that continue one another as one."""
-    joined: list[Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        plain = last is not None and last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
-        if last is not None and plain and last.start + last.length == run.start:
-            joined[-1] = Run(last.start, last.length + run.length)
-        else:
-            joined.append(run)
-    return joined
 
 
 def _run_texts(run: Run, most: int) -> list[str]:

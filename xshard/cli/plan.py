@@ -1,4 +1,7 @@
-"""`xshard plan`: the table of a plan and of its backward."""
+"""`xshard plan`: the table of a plan and of its backward.
+
+Decides how the command prints plans. Their content is decided in `xshard/plans/`.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console
-from xshard.cli.options import Dtype, MeshText, ShapeText, parse_bytes, parse_shape
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_bytes, parse_shape
 from xshard.layout.mesh import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans import table
 from xshard.plans.max_min import max_min_plans
+from xshard.plans.objective import FORWARD, OBJECTIVES
 from xshard.plans.plan import Plan
-from xshard.plans.priced import FORWARD, OBJECTIVES
 
 
-def plan(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')],
+def plan_command(
+    expression: ExpressionText,
     mesh: MeshText,
     shape: ShapeText,
     dtype: Dtype = "float32",
@@ -28,15 +31,16 @@ def plan(
         str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
     ] = "h100",
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Most bytes on any device, as in 1024 or 2GiB.")
+        str | None,
+        typer.Option(metavar="BYTES", help="Most bytes that a device may hold, as in 1024 or 2GiB."),
     ] = None,
     objective: Annotated[
-        str, typer.Option(metavar="|".join(OBJECTIVES), help="What is to be cheapest.")
+        str, typer.Option(metavar="|".join(OBJECTIVES), help="Which cost to minimize.")
     ] = FORWARD,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also the alternatives weighed, and why the plan won.")
+        bool, typer.Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="The plan as JSON, for Plan.from_json.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, and those of the gradient.
 
@@ -53,7 +57,7 @@ def plan(
         typer.echo(made.to_json())
         return
     out = console()
-    for name, part in _parts(made):
+    for name, part in _named_plans(made):
         out.print(Text.assemble((f"{name}  ", "bold"), table.title(part)), soft_wrap=True)
         out.print(_rich_table(part))
         out.print(Text(f"{table.total(part)}\n"), soft_wrap=True)
@@ -61,11 +65,11 @@ def plan(
             out.print(Text(f"{part.explain()}\n"), soft_wrap=True)
 
 
-def _parts(made: Plan) -> list[tuple[str, Plan]]:
-    """The plan and the plans that its gradient consists of."""
+def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
+    """The plan and the plans of its gradient, with their names."""
     if made.src.is_linear and made.dst.is_linear:
         return [("forward", made), ("backward", made.backward)]
-    if not made.dst.is_linear:  # a max that stays one has no gradient
+    if not made.dst.is_linear:  # a max or min that does not end has no gradient
         return [("forward", made)]
     winners = max_min_plans(made)
     return [

@@ -1,6 +1,7 @@
-"""`xshard show`: the picture of a layout as a grid in the terminal, and who the devices are.
+"""`xshard show`: the picture of a layout as a grid in the terminal, and a table of the devices.
 
-Every block carries its device numbers, so that the grid can be read without colour too.
+Decides how a picture looks in a terminal. Every block has its device numbers, so that the grid can be
+read without colour. What the picture shows is decided in `picture.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
-# Light backgrounds of the 256-colour palette that differ in hue, taken in turn; the text is black.
+# Light backgrounds of the 256-colour palette with different hues, used in turn under black text.
 _COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)
 
 
@@ -41,7 +42,7 @@ def show(
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
     parsed, on = Layout.parse(layout), Mesh.parse(mesh)
-    check_axes(parsed, on, layout)  # here the caret can mark the text as it was typed
+    check_axes(parsed, on, layout)  # here, so that the caret marks the text as it was typed
     names = tuple(filter(None, (name.strip() for name in dims.split(","))))
     drawn = picture(Sharding(parsed, on, parse_shape(shape)), names)
     out = console()
@@ -56,7 +57,7 @@ def show(
 
 
 def _grids(drawn: Picture, out: Console) -> Iterator[Table]:
-    """The grid, its columns in as many bands as the width of the console asks for."""
+    """The grid, its columns split into bands that fit the width of the console."""
     colour = _colours(drawn)
     columns, rows = drawn.strips[-1:], drawn.strips[:-1]
     labels = [_range(block) for strip in columns for block in strip.blocks] if columns else [""]
@@ -76,7 +77,7 @@ def _grids(drawn: Picture, out: Console) -> Iterator[Table]:
 
 
 def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
-    """Indices of consecutive columns that fit in `room` together; at least one each."""
+    """Bands of consecutive columns that fit in `room`, as lists of indices; at least one column each."""
     band: list[int] = []
     for j, width in enumerate(widths):
         if band and sum(widths[i] for i in band) + width > room:
@@ -87,7 +88,7 @@ def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
 
 
 def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
-    """A style for every set of owners, in the order in which they appear."""
+    """A style for every set of owners, in order of appearance."""
     owners = dict.fromkeys(cell.owners for row in drawn.cells for cell in row if cell.owners)
     return {
         devices: f"black on color({number})"
@@ -96,7 +97,7 @@ def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
 
 
 def _cell_text(cell: Cell) -> str:
-    """Devices are written d0, d1 ..., so that nobody takes them for rows."""
+    """The devices of a cell, written d0, d1, ... to distinguish them from rows."""
     owners = f"d{devices_text(cell.owners)}" if cell.owners else "."
     return " ".join([owners, *(f"+d{guest}" for guest in cell.guests)])
 
@@ -111,22 +112,22 @@ def _range(block: tuple[int, int]) -> str:
 
 
 def _reading(drawn: Picture) -> list[str]:
-    """How to read the marks that this picture uses."""
+    """Explanations of the marks in this picture."""
     cells = list(itertools.chain.from_iterable(drawn.cells))
-    told = [
+    marks = [
         f"only the first {strip.length - strip.hidden} of {strip.length} rows of {strip.dim.name} are drawn"
         for strip in drawn.strips
         if strip.hidden
     ]
     if any(cell.guests for cell in cells):
-        told.append("+d: a device that holds the block too, as overlap")
+        marks.append("+d: a device that holds the block too, as overlap")
     if any(not cell.owners for cell in cells):
-        told.append(".: the owner does not hold this block")
-    return told
+        marks.append(".: the owner does not hold this block")
+    return marks
 
 
 def _legend(drawn: Picture) -> Table:
-    """One line per device: coordinates, local shape, and its rows of every dim that is cut."""
+    """One line per device: coordinates, local shape, and its rows of every dim that is cut or overlaps."""
     colour = {device: style for owners, style in _colours(drawn).items() for device in owners}
     cut = [(d, dim) for d, dim in enumerate(drawn.sharding.layout.dims) if dim.axes or dim.overlap]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
@@ -136,16 +137,16 @@ def _legend(drawn: Picture) -> Table:
         table.add_column(f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}")
         if dim.overlap:
             table.add_column(f"{dim.name} held")
-    for part in drawn.parts:
+    for block in drawn.devices:
         rows = []
         for d, dim in cut:
-            rows.append(rows_text(part.owned[d]))
+            rows.append(rows_text(block.owned[d]))
             if dim.overlap:
-                rows.append(rows_text(part.held[d]))
+                rows.append(rows_text(block.held[d]))
         table.add_row(
-            Text(f" {part.device} ", style=colour.get(part.device, "")),
-            *(str(c) for _, c in part.coords),
-            "x".join(map(str, part.local_shape)) or "scalar",
+            Text(f" {block.device} ", style=colour.get(block.device, "")),
+            *(str(c) for _, c in block.coords),
+            "x".join(map(str, block.local_shape)) or "scalar",
             *rows,
         )
     return table

@@ -9,12 +9,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from xshard.cli.console import console, print_error
-from xshard.cli.options import MESH_HELP, SHAPE_HELP, Dtype, parse_shape
+from xshard.cli.options import MESH_HELP, SHAPE_HELP, Dtype, ExpressionText, parse_shape
 from xshard.cli.verify_table import Row, Section, print_sections
 from xshard.layout.mesh import Mesh
 from xshard.planner import plan as make_plan
 from xshard.runtimes.examples import EXAMPLES, Example
-from xshard.runtimes.processes import WorkerError
+from xshard.runtimes.processes import FunctionError
 from xshard.runtimes.registry import RUNTIMES, Runtime, choose
 from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
 
@@ -22,7 +22,7 @@ _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
 
 
 def verify(
-    expression: Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')] = "",
+    expression: ExpressionText = "",
     every: Annotated[
         bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
     ] = False,
@@ -32,7 +32,9 @@ def verify(
     runtime: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Some of {_NAMES}; by default all that know the mesh.")
     ] = "",
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for a runtime.")] = 600,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The longest time without progress of a runtime.")
+    ] = 600,
 ) -> None:
     """Run plans on numpy, torch and JAX, forward and backward; exit with 1 if any differs or fails.
 
@@ -67,11 +69,11 @@ def _examples(expression: str, every: bool, mesh: str | None, shape: str | None)
 
 def _ask(
     runtimes: Sequence[Runtime], tasks: Sequence[Task], timeout_s: float
-) -> tuple[list[list[Row]], list[WorkerError]]:
-    """Per task, a row for every runtime that can take it; and what the runtimes that failed said."""
+) -> tuple[list[list[Row]], list[FunctionError]]:
+    """Per task, a row for every runtime that can take it; and the errors of runtimes that failed."""
     expected = [run_reference(task) for task in tasks]
     rows: list[list[Row]] = [[] for _ in tasks]
-    failures: list[WorkerError] = []
+    failures: list[FunctionError] = []
     taken = {r.name: [i for i, task in enumerate(tasks) if r.takes(task.plan.mesh)] for r in runtimes}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     out = console(stderr=True)
@@ -84,7 +86,7 @@ def _ask(
             outcomes: list[Outcome | None] = [None] * len(mine)
             try:
                 outcomes[:] = runtime.run([tasks[i] for i in mine], timeout_s)
-            except WorkerError as failure:
+            except FunctionError as failure:
                 failures.append(failure)
             for i, outcome in zip(mine, outcomes, strict=True):
                 verdict = None if outcome is None else runtime.judge(tasks[i], outcome, expected[i])

@@ -1,4 +1,4 @@
-"""How `xshard verify` tells its results: one table, a section per expression, a row per runtime."""
+"""The results of `xshard verify`: one table, a section per expression, a row per runtime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one runtime made of one task, and how far it is off; None where it failed."""
+    """The outcome of one task on one runtime, and how far it is off; None if it failed."""
 
     runtime: str
     outcome: Outcome | None = None
@@ -51,7 +51,7 @@ class Section:
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
-    """A heading, every section under its expression, and in the end what agreed."""
+    """A heading, every section under its expression, and a summary."""
     cells = [[_cells(section.plan, row) for row in section.rows] for section in sections]
     # One table to the eye: tables of equal column widths with a line of text between them.
     heads = tuple(Text(head, style="bold") for head in _HEAD)
@@ -100,9 +100,9 @@ def _difference(value: float | None) -> Text:
 
 
 def _bytes(measured: int | None, planned: int | None) -> Text:
-    """Measured/planned; marked where they differ, which is a matter of the runtime and no error."""
-    told = "/".join("-" if n is None else format_bytes(n) for n in (measured, planned))
-    return Text(told, style="yellow" if measured is not None and measured != planned else "")
+    """Measured/planned; marked if they differ, which is the runtime's choice and no error."""
+    text = "/".join("-" if n is None else format_bytes(n) for n in (measured, planned))
+    return Text(text, style="yellow" if measured is not None and measured != planned else "")
 
 
 def _summary(sections: Sequence[Section]) -> Text:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.runs import common
+from xshard.layout.runs import common_segments
 from xshard.layout.sharding import Sharding
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements
-from xshard.steps.exchange.traffic import begun, cuts_on_lanes, ended, reach
+from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, received_from
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
@@ -23,8 +23,8 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     begins any device of the sum may contribute an element, so there it is their mean. Where a
     reduction ends it receives at least the mean over all devices.
     """
-    mesh, begins = dst.mesh, begun(src.layout, dst.layout)
-    if ended(src.layout, dst.layout):
+    mesh, begins = dst.mesh, begun_axes(src.layout, dst.layout)
+    if ended_axes(src.layout, dst.layout):
         return -(-total_elements(src, dst) // mesh.n_devices)
     if not begins:
         return Exchange(dst.layout).traffic(src).received
@@ -41,7 +41,7 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     holds an addend of it: then either the first to complete is no owner, or it had all n addends
     sent. All that once for every addend of the sums that stay.
     """
-    mesh, ends, begins = dst.mesh, ended(src.layout, dst.layout), begun(src.layout, dst.layout)
+    mesh, ends, begins = dst.mesh, ended_axes(src.layout, dst.layout), begun_axes(src.layout, dst.layout)
     if not ends:
         return int(_lacking(src, dst).sum())
     sums = dst.layout.tagged("sum", "max", "min")
@@ -57,13 +57,13 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
 def _lacking(src: Sharding, dst: Sharding) -> np.ndarray:
     """What every device needs and does not have, as an array over the mesh."""
     mesh = dst.mesh
-    lacking = reach(src, dst, ()).elements - reach(src, dst, mesh.axes).elements
+    lacking = received_from(src, dst, ()).elements - received_from(src, dst, mesh.axes).elements
     return np.broadcast_to(lacking, mesh.sizes)
 
 
 def _met(src: Sharding, dst: Sharding) -> int:
     """Elements that some device holds at both ends; all where that has no closed form."""
-    cuts = [cuts_on_lanes(s, ()) for s in (src, dst)]
+    cuts = [link_cuts(s, ()) for s in (src, dst)]
     met = None if cuts[0] is None or cuts[1] is None else met_elements(src.shape, cuts[0], cuts[1])
     return math.prod(src.shape) if met is None else met
 
@@ -73,7 +73,10 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):
         table = np.array(
-            [[sum(s.length for s in common(a, b)) for b in target.holders(d)] for a in source.owners(d)]
+            [
+                [sum(s.length for s in common_segments(a, b)) for b in target.holders(d)]
+                for a in source.owners(d)
+            ]
         )
         rows, columns = (
             [s.dim_device(d, device) for device in range(s.mesh.n_devices)] for s in (source, target)

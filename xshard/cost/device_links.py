@@ -23,7 +23,7 @@ def link_between(profile: Profile, a: int, b: int) -> Link:
 def located(profile: Profile, mesh: Mesh, devices: tuple[int, ...]) -> Profile:
     """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
 
-    It is the profile itself where that is what it says already, and nodes end where it takes them to end.
+    Returns the profile itself if it says so already, and nodes end where it assumes.
     """
     if profile.across is None or devices == tuple(range(mesh.n_devices)):
         return profile
@@ -42,7 +42,7 @@ def located(profile: Profile, mesh: Mesh, devices: tuple[int, ...]) -> Profile:
 
 
 def refined(profile: Profile, refinement: Refinement) -> Profile:
-    """The profile with links named by the factors of the axes it names; of two links the slower counts."""
+    """The profile with the link of every axis given to its factors; of two links the slower counts."""
     links: dict[str, Link] = {}
     for axis, link in profile.axes:
         for factor in (*dict(refinement.src).get(axis, ()), *dict(refinement.dst).get(axis, ())):

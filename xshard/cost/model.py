@@ -59,11 +59,11 @@ class Profile:
 
     default: the link between devices of one node. across: the link between nodes of `node_devices`
     consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
-    inside: of axes so named, how many consecutive positions share a node, where that is a part of them.
-    launch_s: seconds to start a collective, by the kind of step ("other" for those not named).
+    inside: for axes named there, how many consecutive positions share a node, if not all do.
+    launch_s: seconds to start a collective, by the kind of step ("other" for kinds not named).
     copy_bytes_per_s: local packing speed.
-    rounds: whether an exchange is not one collective but a permutation per message, each started for itself;
-    what a device keeps is then not packed.
+    rounds: whether an exchange runs as one permutation per message, each with its own launch; what a device
+    keeps is then not packed.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Profile:
     rounds: bool = False
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
-        """The profile for some axes of a mesh as a mesh of their own, on which devices have other numbers."""
+        """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
         links = tuple((axis, self.link(axis, mesh)) for axis in axes)
         reached = tuple((axis, self._inside(axis, mesh)) for axis in axes)
         partly = tuple((axis, n) for axis, n in reached if 1 < n < mesh.size(axis))
         return replace(self, axes=links, inside=partly)
 
     def link(self, axis: str, mesh: Mesh) -> Link:
-        """What connects the devices of a mesh along an axis: all of them, nodes apart."""
+        """What connects all devices of a mesh along an axis: the link across nodes if they are in several."""
         whole = mesh.origin(axis)
         named, partly = dict(self.axes).get(whole), whole in dict(self.inside)
         if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
@@ -112,7 +112,7 @@ class Profile:
         return n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
 
     def splits_groups(self, mesh: Mesh) -> bool:
-        """Whether nodes end in the middle of groups of devices, so that axes do not tell what is near."""
+        """Whether nodes end in the middle of groups of devices, so that axes do not show which are near."""
         nodes = self.node_devices
         if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
             return False
@@ -142,9 +142,9 @@ class Profile:
         """Predicted time of a step of a kind on the busiest device."""
         return self.fabric(mesh).seconds(kind, traffic, itemsize)
 
-    def lanes(self, mesh: Mesh) -> LinkSpans:
+    def link_spans(self, mesh: Mesh) -> LinkSpans:
         """What each kind of link connects along the axes of a mesh, the slowest first."""
-        return self.fabric(mesh).lanes
+        return self.fabric(mesh).spans
 
     def to_json(self) -> str:
         """The profile as text; in a file, `load_profile` reads it back."""
@@ -167,13 +167,13 @@ class Profile:
 class Fabric:
     """A profile on one mesh: which links there are and what they connect.
 
-    links: by level, the slowest first. lanes: what they connect along the axes, in the same order.
+    links: by level, the slowest first. spans: what they connect along the axes, in the same order.
     """
 
     profile: Profile
     mesh: Mesh
     links: tuple[Link, ...]
-    lanes: LinkSpans
+    spans: LinkSpans
 
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predicted time of a step of a kind on the busiest device."""
@@ -209,13 +209,13 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
     links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
-    lanes = [
+    spans = [
         LinkSpan(
             axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis)
         )
         for link, axis, size, stride in found
     ]
-    return Fabric(profile, mesh, tuple(links), tuple(sorted(lanes, key=lambda lane: lane.level)))
+    return Fabric(profile, mesh, tuple(links), tuple(sorted(spans, key=lambda span: span.level)))
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Price:
 def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
     """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
     fabric = profile.fabric(before.mesh)
-    traffic = step.traffic(before, fabric.lanes)
+    traffic = step.traffic(before, fabric.spans)
     buffer = traffic.copied if traffic.hops else 0
     made = 0 if step.kind == "retag" else after.max_local_size  # a block renamed is the same block
     held = before.max_local_size + made + buffer

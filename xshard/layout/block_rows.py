@@ -1,7 +1,7 @@
 """Which rows a block holds under an overlap, and where they come from.
 
-Decides what halos, windows and boundaries mean, by interval algebra on one dim. What is owned
-without them is in `ownership`; who gives a row that several hold in `supply`.
+Decides what halos, windows and boundaries mean, by interval algebra on one dim. `partition.py` decides
+ownership without overlaps; `providers.py` decides which of several holders sends a row.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from xshard.errors import ShapeError
-from xshard.layout.partition import cut_nested, misfit, owned, owners
-from xshard.layout.runs import FILL, Run, Runs, flat, size
-from xshard.notation.overlap import Boundary, Fold, Halo, Window, rows_of
+from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows
+from xshard.layout.runs import FILL, Run, Runs, merge_adjacent, n_rows, unrolled
+from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
 Sizes = tuple[int, ...]
@@ -23,56 +23,58 @@ Sizes = tuple[int, ...]
 class RowSpan(NamedTuple):
     """Rows of a block with one origin.
 
-    own: the device owns them. near: another device of the array does. before, after: they lie
-    beyond that end of the array and are what its boundary says.
+    own: the device owns them. near: another device owns them. before, after: they lie beyond that
+    end of the array, where its boundary decides their values.
     """
 
     run: Run
     origin: str
 
 
-def held(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Global rows that the device's block spans: what it owns, widened by the dim's overlap."""
+def held_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Global rows of the device's block: the rows that it owns, widened by the dim's overlap."""
     if dim.overlap is None:
-        return owned(dim, length, sizes, coords)
-    return tuple(stretch.run for stretch in stretches(dim, length, sizes, coords))
+        return owned_rows(dim, length, sizes, coords)
+    return tuple(span.run for span in row_spans(dim, length, sizes, coords))
 
 
 @lru_cache(maxsize=4096)
-def holders(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
-    """`held` for every index along the dim's axes, row-major."""
-    return tuple(held(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+    """`held_rows` for every index along the dim's axes, row-major."""
+    return tuple(held_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
-def stretches(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[RowSpan, ...]:
-    """The rows of `held` with their origins, in local order."""
-    mine = owned(dim, length, sizes, coords)
+def row_spans(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> tuple[RowSpan, ...]:
+    """The rows of `held_rows` with their origins, in local order."""
+    mine = owned_rows(dim, length, sizes, coords)
     if dim.overlap is None:
         return tuple(RowSpan(run, "own") for run in mine)
-    overlap = rows_of(dim.overlap)
+    overlap = unfolded(dim.overlap)
     if isinstance(overlap, Halo):
-        reach = _halo_reach(dim, overlap, length, sizes, coords)
+        intervals = _halo_intervals(dim, overlap, length, sizes, coords)
     else:
-        before, span = overlap.padding[0], overlap.d * (overlap.k - 1) + 1
-        reach = [
-            (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + span)
-            for r in flat(outputs(dim, overlap, length, sizes, coords))
+        before, width = overlap.padding[0], overlap.d * (overlap.k - 1) + 1
+        intervals = [
+            (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + width)
+            for r in unrolled(window_outputs(dim, overlap, length, sizes, coords))
         ]
     return tuple(
         itertools.chain.from_iterable(
-            _stretched(start, stop, mine, length, overlap) for start, stop in reach if start < stop
+            _spans_between(start, stop, mine, length, overlap) for start, stop in intervals if start < stop
         )
     )
 
 
 @lru_cache(maxsize=4096)
-def all_stretches(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
-    """`stretches` for every index along the dim's axes, row-major."""
-    return tuple(stretches(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
+    """`row_spans` for every index along the dim's axes, row-major."""
+    return tuple(row_spans(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
-def outputs(dim: Dim, window: Window, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Which outputs of a window op over `length` rows the device computes."""
+def window_outputs(
+    dim: Dim, window: Window, length: int, sizes: Sequence[int], coords: Sequence[int]
+) -> Runs:
+    """The outputs of a window op over `length` rows that the device computes."""
     n = window.output_length(length)
     rule = window.out or ("aligned" if any(s.order == SIZES for s in dim.shards) else "")
     if rule == "balanced":
@@ -80,47 +82,51 @@ def outputs(dim: Dim, window: Window, length: int, sizes: Sequence[int], coords:
     if not rule:
         return cut_nested(n, dim.shards, sizes, coords)
     found = []
-    for run in flat(owned(dim, length, sizes, coords)):
+    for run in unrolled(owned_rows(dim, length, sizes, coords)):
         first, stop = -(-run.start // window.s), -(-(run.start + run.length) // window.s)
         if run.start + run.length == length:
-            stop = n  # outputs that start beyond the array are the last owner's
+            stop = n  # the last owner also computes the outputs that start beyond the array
         if first < min(stop, n):
             found.append(Run(first, min(stop, n) - first))
     return tuple(found)
 
 
 def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
-    """A dim under a window -> the dim of the outputs, cut as they are, and their number.
+    """A dim under a window -> (the dim of the outputs with its cuts, the number of outputs).
 
-    Raises ShapeError where no layout says how they are cut.
+    length: of the input dim. sizes: of the mesh axes that cut it, in order. The public name is
+    `xshard.output_dim`. Raises ShapeError if the dim has no window, or no layout can express the cuts.
 
-    >>> from xshard.layout.layout import Layout
+    >>> from xshard import Layout, output_dim
     >>> dim, n = output_dim(Layout.parse("h/sp:window(k=3,s=2,p=1,out=aligned)").dims[0], 14, (2,))
     >>> str(dim), n
     ('h/sp', 7)
     """
-    window = rows_of(dim.overlap) if dim.overlap is not None else None
+    window = unfolded(dim.overlap) if dim.overlap is not None else None
     if not isinstance(window, Window):
-        raise ShapeError(f"'{dim}' has no outputs", hint="a window does: h/sp:window(k=3,p=1)")
+        raise ShapeError(f"'{dim}' has no outputs", hint="windows have outputs, as in h/sp:window(k=3,p=1)")
     n = window.output_length(length)
-    every = [tuple(outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))]
-    lengths = tuple(map(size, every))
+    every = [
+        tuple(window_outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))
+    ]
+    lengths = tuple(map(n_rows, every))
     candidates = [dim.shards, (Shard(dim.axes, "balanced"),), (Shard(dim.axes, SIZES, lengths),)]
     for shards in candidates[:1] if not dim.axes else candidates:
         plain = Dim(dim.name, shards)
-        if misfit(plain, n, sizes) is None and owners(plain, n, sizes) == tuple(every):
+        if misfit(plain, n, sizes) is None and all_owned_rows(plain, n, sizes) == tuple(every):
             return plain, n
     raise ShapeError(
-        f"no layout says how the {n} outputs of '{dim}' are cut", hint="leave out= away: as the dim is"
+        f"no layout can express how the {n} outputs of '{dim}' are cut",
+        hint="without out= they are cut like the dim",
     )
 
 
-def fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
-    """Local rows [start, stop) that lie outside the array, with the value that stands there."""
+def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, int, float], ...]:
+    """Local rows outside the array: (start, stop, value that fills them)."""
     if dim.overlap is None or isinstance(dim.overlap, Fold):
-        return ()  # a contribution to no row is nothing
-    overlap, found, at = rows_of(dim.overlap), [], 0
-    for run, origin in all_stretches(dim, length, sizes)[index]:
+        return ()  # contributions to rows outside the array are dropped
+    overlap, found, at = unfolded(dim.overlap), [], 0
+    for run, origin in all_row_spans(dim, length, sizes)[index]:
         n = run.length * run.repeats
         if run.start == FILL:
             found.append((at, at + n, float(boundary_at(overlap, origin).value)))
@@ -129,45 +135,45 @@ def fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[int, i
 
 
 def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ...]:
-    """What stands in every row of a block: equal for two dims that mean the same."""
+    """The contents of a block in a form that is equal for two dims that mean the same."""
     beyond = [
-        (stretch.run, boundary_at(rows_of(dim.overlap), stretch.origin))
-        for stretch in all_stretches(dim, length, sizes)[index]
-        if dim.overlap is not None and (stretch.run.start == FILL or is_flipped(stretch, dim))
+        (span.run, boundary_at(unfolded(dim.overlap), span.origin))
+        for span in all_row_spans(dim, length, sizes)[index]
+        if dim.overlap is not None and (span.run.start == FILL or is_flipped(span, dim))
     ]
-    return _joined(holders(dim, length, sizes)[index]), tuple(beyond)
+    return merge_adjacent(unrolled(all_held_rows(dim, length, sizes)[index])), tuple(beyond)
 
 
 def length_of_equal_blocks(dim: Dim, rows: int, parts: int) -> int | None:
-    """Length of the dim of which every block has so many rows; None where they do not say.
+    """Dim length if every block has `rows` rows; None if that does not determine it.
 
     >>> length_of_equal_blocks(Dim("h", (Shard(("sp",)),), Halo(1, 1)), 6, 4)
     16
     """
-    overlap = None if dim.overlap is None else rows_of(dim.overlap)
+    overlap = None if dim.overlap is None else unfolded(dim.overlap)
     if overlap is None:
         return rows * parts
     widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
-    told = [w for w in widths if isinstance(w, int)]
+    uniform = [w for w in widths if isinstance(w, int)]
     contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
-    if len(told) < 2 or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
+    if len(uniform) < 2 or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
         return None
-    return (rows - sum(told)) * parts if rows >= sum(told) else None
+    return (rows - sum(uniform)) * parts if rows >= sum(uniform) else None
 
 
 def boundary_at(overlap: Halo | Window, origin: str) -> Boundary:
-    """The rule of rows that come from beyond an end of the array."""
+    """The boundary at the end of the array that rows with this origin come from."""
     return overlap.before if origin == "before" else overlap.after
 
 
-def is_flipped(stretch: RowSpan, dim: Dim) -> bool:
-    """Whether the rows come from the far side of a pole."""
-    if dim.overlap is None or stretch.origin not in ("before", "after"):
+def is_flipped(span: RowSpan, dim: Dim) -> bool:
+    """True if the rows come from the far side of a pole."""
+    if dim.overlap is None or span.origin not in ("before", "after"):
         return False
-    return stretch.run.stride < 0 and boundary_at(rows_of(dim.overlap), stretch.origin).kind == "pole"
+    return span.run.stride < 0 and boundary_at(unfolded(dim.overlap), span.origin).kind == "pole"
 
 
-def _halo_reach(
+def _halo_intervals(
     dim: Dim, halo: Halo, length: int, sizes: Sequence[int], coords: Sequence[int]
 ) -> list[tuple[int, int]]:
     part = 0
@@ -175,19 +181,23 @@ def _halo_reach(
         part = part * n + at
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
-        return [(r.start - lo, r.start + r.length + hi) for r in flat(owned(dim, length, sizes, coords))]
-    # With widths of its own even an empty part has a place: after the parts before it.
+        return [
+            (r.start - lo, r.start + r.length + hi) for r in unrolled(owned_rows(dim, length, sizes, coords))
+        ]
+    # With a width per part even an empty part has a position: after the parts before it.
     every = itertools.islice(itertools.product(*map(range, sizes)), part + 1)
-    *earlier, mine = (size(owned(dim, length, sizes, c)) for c in every)
+    *earlier, mine = (n_rows(owned_rows(dim, length, sizes, c)) for c in every)
     return [(sum(earlier) - lo, sum(earlier) + mine + hi)]
 
 
-def _stretched(start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window) -> Iterator[RowSpan]:
-    """[start, stop), which may reach over the ends of the array, by the boundary rules."""
+def _spans_between(
+    start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window
+) -> Iterator[RowSpan]:
+    """The rows [start, stop) by origin; beyond the ends of the array the boundaries decide."""
     if length:
         yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
     at, end = max(start, 0), min(stop, length)
-    for run in sorted(flat(mine)):
+    for run in sorted(unrolled(mine)):
         first, last = max(run.start, at), min(run.start + run.length, end)
         if first < last:
             if at < first:
@@ -201,15 +211,15 @@ def _stretched(start: int, stop: int, mine: Runs, length: int, overlap: Halo | W
 
 
 def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[Run]:
-    """Positions [start, stop), all before or all after the array."""
+    """The rows that stand for positions [start, stop), which lie all before or all after the array."""
     n = stop - start
     if n <= 0 or boundary.kind == "none":
         return ()
     if boundary.kind == "periodic":
         return _walked(start, stop, length, length)
-    if boundary.kind == "reflect":  # the edge row is not repeated
+    if boundary.kind == "reflect":  # without repeating the edge row
         return _walked(start, stop, length, max(2 * (length - 1), 1))
-    if boundary.kind == "pole":  # the rows beyond a pole are the nearest rows on its other side
+    if boundary.kind == "pole":  # across a pole lie the nearest rows again, in reverse order
         return _walked(start, stop, length, 2 * length)
     if boundary.kind == "edge":
         return (Run(0 if start < 0 else length - 1, 1, n),)
@@ -217,7 +227,7 @@ def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[
 
 
 def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
-    """Rows start..stop of a walk that climbs the array and, where period > length, comes back down."""
+    """Rows start..stop of a walk up the array; if period > length, it comes back down."""
     runs: list[Run] = []
     while start < stop:
         at = start % period
@@ -230,15 +240,3 @@ def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
             runs.append(Run(period - at - (period == 2 * length), 1, n, -1))
         start += n
     return runs
-
-
-def _joined(runs: Runs) -> Runs:
-    """Runs with those that go on where another ends as one."""
-    joined: list[Run] = []
-    for run in flat(runs):
-        last = joined[-1] if joined and run.start != FILL else Run(FILL, 0)
-        if last.start != FILL and last.start + last.length == run.start:
-            joined[-1] = Run(last.start, last.length + run.length)
-        else:
-            joined.append(run)
-    return tuple(joined)

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import LinearityError, NotationError, ShapeError
-from xshard.layout.block_rows import held
+from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh
-from xshard.layout.runs import Runs, numbers, size
+from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_fit
 from xshard.notation import parser
 from xshard.notation.overlap import Fold, Halo, Overlap, Window
@@ -27,11 +27,11 @@ NONLINEAR = ("max", "min")
 
 @dataclass(frozen=True)
 class Layout:
-    """The dims of an array with their cuts, and the tags of the axes that hold no cut.
+    """The dims of an array with their cuts, and the tags of mesh axes that cut no dim.
 
-    Axes not named hold replicas. Tags are kept merged, in the order sum, mean, max, min,
-    copy, their axes sorted, so that equal layouts are equal values.
-    Raises NotationError where an axis or a dim name stands twice.
+    Axes without a name here hold replicas. Tags are merged and sorted (sum, mean, max, min, copy; axes by
+    name), so that equal layouts are equal values.
+    Raises NotationError if an axis or a dim name is used twice.
 
     >>> layout = Layout.parse("n/tp d | sum(dp)")
     >>> str(layout), str(layout.dual)
@@ -48,7 +48,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Canonical or sloppy text -> layout. Raises NotationError with a caret."""
+        """Text in any spelling -> layout. Raises NotationError with a caret."""
         return _parse(text)
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class Layout:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # layouts key every cache of the planner
+    def _hash(self) -> int:  # cached: layouts are keys of all caches of the planner
         return hash((self.dims, self.tags))
 
-    def __reduce__(self) -> tuple[object, ...]:  # a hash holds in its own process only
+    def __reduce__(self) -> tuple[object, ...]:  # a hash is valid in its own process only
         return Layout, (self.dims, self.tags)
 
     @cached_property
@@ -70,7 +70,7 @@ class Layout:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis named, cuts first."""
+        """Every axis that the layout names, cuts first."""
         return tuple(a for dim in self.dims for a in dim.axes) + tuple(
             a for _, axes in self.tags for a in axes
         )
@@ -80,7 +80,7 @@ class Layout:
         return tuple(a for kind, axes in self.tags if kind in kinds for a in axes)
 
     def role(self, axis: str) -> tuple[object, ...]:
-        """What an axis does: `(dim, cuts down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
+        """Use of an axis: `(dim, cuts down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
         for dim in self.dims:
             for i, shard in enumerate(dim.shards):
                 if axis in shard.axes:
@@ -98,14 +98,14 @@ class Layout:
     def dual(self) -> Layout:
         """Layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
 
-        A constant beyond the ends of the array becomes zero: it has no cotangent. `mean` is a sum
-        with a scale: its dual is `copy`, and the plan carries the scale.
+        A constant beyond the ends of the array becomes zero, because it has no cotangent. `mean` is a
+        sum with a scale: its dual is `copy`, and the plan carries the scale.
         Raises LinearityError for `max` and `min`, which have no adjoint.
         """
         if not self.is_linear:
             raise LinearityError(
                 f"'{self}' has no dual: max and min are not linear",
-                hint="their gradient goes to the winners; the bridges do that for a max -> redistribution",
+                hint="their gradient goes to the winners; redistribute of either bridge computes it",
             )
         swapped = {"sum": "copy", "mean": "copy", "copy": "sum"}
         return Layout(
@@ -115,19 +115,19 @@ class Layout:
 
     @property
     def tangent(self) -> Layout:
-        """Layout of a tangent: constants beyond the ends of the array are zeros, the rest is unchanged."""
+        """Layout of a tangent: constants beyond the ends of the array become zeros, the rest is unchanged."""
         if not any(dim.overlap for dim in self.dims):
             return self
         return replace(self, dims=tuple(replace(d, overlap=_tangent_overlap(d.overlap)) for d in self.dims))
 
     def resolved(self, ndim: int) -> Layout:
-        """The layout with `...` written out as dims `_0`, `_1`, ... for an array of `ndim` dims."""
+        """The layout with `...` replaced by dims `_0`, `_1`, ... for an array of `ndim` dims."""
         whole = ndim - len(self.dims)
         if ELLIPSIS not in self.names:
             if whole:
                 raise ShapeError(
                     f"'{self}' has {len(self.dims)} dims, the array has {ndim}",
-                    hint="write one name per dim, or '...' for any number of whole dims",
+                    hint="write one name per dim, or '...' for any number of uncut dims",
                 )
             return self
         whole += 1
@@ -143,17 +143,16 @@ class Layout:
         >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
         (4, 3)
         """
-        return tuple(size(runs) for runs in self._held(mesh, shape, device))
+        return tuple(n_rows(runs) for runs in self._held(mesh, shape, device))
 
     def positions(self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int) -> NDArray[np.int64]:
-        """Which global row every local row of a dim is: `[rows of the device's block]`, int64.
+        """Global row number of every local row of a dim: `[rows of the device's block]`, int64.
 
-        What rotary embeddings and causal masks ask for, under every order and overlap. A row that an
-        overlap holds from elsewhere, from beyond the ends too, has the number of the row it is a copy
-        of; -1 where it is none: a constant stands there. Numbers count from the beginning of the array,
-        whatever documents it is made of.
-        shape: global. dim: its name or its index. Raises as `local_shape` does, and ShapeError for a
-        dim that there is not.
+        Rotary embeddings and causal masks need these numbers under every order and overlap. A row that
+        an overlap adds, from a neighbour or from beyond an end, has the number of the row that it copies;
+        rows filled with a constant have -1. Numbers count from the beginning of the array, not of a document.
+        shape: global. dim: its name or its index. Raises as `local_shape` does, and ShapeError for an
+        unknown dim.
 
         >>> Layout.parse("b s/zigzag(cp)").positions(Mesh(cp=2), (3, 8), "s", 0).tolist()
         [0, 1, 6, 7]
@@ -161,10 +160,10 @@ class Layout:
         [2, 3, 4, 5, -1]
         """
         at = self.resolved(len(shape)).dim_index(dim)
-        return numbers(self._held(mesh, shape, device)[at])
+        return row_numbers(self._held(mesh, shape, device)[at])
 
     def dim_index(self, dim: int | str) -> int:
-        """Where a dim stands, by its name or an index that may count from the end. Raises ShapeError."""
+        """Name or index, which may count from the end -> index of the dim. Raises ShapeError."""
         found = range(len(self.dims))
         if isinstance(dim, str) and dim in self.names:
             return self.names.index(dim)
@@ -173,12 +172,12 @@ class Layout:
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
-        """For every dim, the global rows of the device's block."""
+        """Per dim, the global rows of the device's block."""
         layout, coords = self.resolved(len(shape)), mesh.coords(device)
         check_axes(layout, mesh)
         check_fit(layout.dims, shape, mesh)
         return tuple(
-            held(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
+            held_rows(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
             for dim, n in zip(layout.dims, shape, strict=True)
         )
 
@@ -189,39 +188,39 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
 
 
 def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
-    """Every axis and dim at most once, and one kind of reduction.
+    """Raise NotationError if an axis or a dim is used twice, or max or min meets another reduction.
 
-    text, side: what the error marks, and the part of it where these dims and tags stand.
+    text, side: the text that the error marks, and the part of it that has these dims and tags.
     """
     axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
     if len(set(axes)) != len(axes):
         axis = next(a for a in axes if axes.count(a) > 1)
         text = parser.write(dims, tags) if text is None else text
         where = range(len(text))[side]
-        found = [span for name, span in parser.spans(text).axes if name == axis and span[0] in where]
+        found = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]
         raise NotationError(
-            f"mesh axis {axis!r} twice",
+            f"mesh axis {axis!r} is used twice",
             text=text,
             span=found[1],
             hint="an axis cuts one dim or carries one tag",
         )
     if len({dim.name for dim in dims}) != len(dims):
-        raise NotationError("a dim name twice", text=parser.write(dims, tags))
+        raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
     kinds = {kind for kind, _ in tags if kind != "copy"}
     if len(kinds) > 1 and kinds & set(NONLINEAR):
         raise NotationError(
             f"{' and '.join(sorted(kinds))} in one layout",
             text=text or parser.write(dims, tags),
-            hint="their order matters: reduce one first",
+            hint="the result depends on their order: reduce one of them first",
         )
 
 
 def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
-    """Every axis of the layout exists on the mesh; `text` is what the error marks."""
+    """Raise NotationError for an axis that the mesh does not have; the error marks it in `text`."""
     for axis in layout.axes:
         if axis not in mesh.axes:
             text = str(layout) if text is None else text
-            found = [span for name, span in parser.spans(text).axes if name == axis]
+            found = [span for name, span in parser.text_spans(text).axes if name == axis]
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=text,
@@ -230,8 +229,8 @@ def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
             )
 
 
-def divided(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
-    """The layout with every axis replaced by the axes it consists of, the slowest first; none drops it."""
+def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+    """The layout with every axis replaced by its factors, the slowest first; an axis without factors goes."""
 
     def over(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(factor for axis in axes for factor in factors[axis])
@@ -252,13 +251,13 @@ def _parse(text: str) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _parse_expression(text: str) -> tuple[Layout, Layout]:
-    sides = parser.parse_expression(text)
+    sides = parser.parse_sides(text)
     arrow = text.index(parser.ARROW)
     for parsed, side in zip(sides, (slice(arrow), slice(arrow, None)), strict=True):
         check_form(*parsed, text, side)
     src, dst = (Layout(*parsed) for parsed in sides)
     if src.names != dst.names:
-        odd = [s for name, s in parser.spans(text).dims if s[0] > arrow and name not in src.names]
+        odd = [s for name, s in parser.text_spans(text).dims if s[0] > arrow and name not in src.names]
         raise NotationError(
             "dim names differ across the arrow",
             text=text,

@@ -22,7 +22,7 @@ AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 class Mesh:
     """Ordered named axes with sizes; device numbers run row-major over them.
 
-    Raises MeshError for no-name, repeated or empty axes and sizes below 1.
+    Raises MeshError for malformed axis names and for sizes that are no whole number >= 1.
 
     >>> mesh = Mesh(dp=2, cp=4)
     >>> mesh.n_devices, mesh.coords(5), mesh.groups(("dp",))[1]
@@ -38,7 +38,9 @@ class Mesh:
         pairs = {**(axes or {}), **named}
         for name, size in pairs.items():
             if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
-                raise MeshError(f"{name!r} is no axis name", hint="a name is letters, digits and '_'")
+                raise MeshError(
+                    f"{name!r} is no axis name", hint="a name has letters, digits and '_', no digit first"
+                )
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}", hint="a size is a whole number >= 1")
         object.__setattr__(self, "axes", tuple(pairs))
@@ -56,7 +58,7 @@ class Mesh:
                     "an axis reads NAME=SIZE", text=text, span=(at, at + len(part)), hint="as in dp=2,cp=4"
                 )
             if name in pairs:
-                raise MeshError(f"axis {name!r} twice", text=text, span=(at, at + len(part)))
+                raise MeshError(f"axis {name!r} is named twice", text=text, span=(at, at + len(part)))
             pairs[name] = int(size)
         return cls(pairs)
 
@@ -90,7 +92,7 @@ class Mesh:
         return {axis: i for i, axis in enumerate(self.axes)}
 
     def origin(self, axis: str) -> str:
-        """The axis that an axis is a part of, on a mesh with divided axes (`fine.SubAxisMesh`); else itself."""
+        """The axis that contains a sub-axis (`SubAxisMesh`); any other axis is its own origin."""
         return axis
 
     def describe(self) -> str:
@@ -103,7 +105,7 @@ class Mesh:
         return _all_coords(self.sizes)[device]
 
     def place(self, device: int) -> str:
-        """A device by its coordinates.
+        """The coordinates of a device as text.
 
         >>> Mesh(dp=2, cp=2).place(1)
         'dp=0,cp=1'
@@ -126,7 +128,7 @@ class Mesh:
         return number
 
     def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The devices that differ from `device` along `axes` only, in the order of `index`."""
+        """The devices that differ from `device` only along `axes`, itself included, ordered by `index`."""
         base = list(self.coords(device))
         at = [self.position(a) for a in axes]
         members = []

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Which rows of a dim each device owns under the dim's cuts.
+
+Decides how a cut divides a length (torch.chunk's ceil rule, balanced, zigzag, cyclic, given sizes or
+intervals), how cuts nest and which numbers fit. Knows one dim at a time: no overlaps, no tags.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,28 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from xshard.layout.runs import Run, Runs, _interval, _pairs, _select, size
+from xshard.layout.runs import Run, Runs, interval, interval_pairs, n_rows, select
 from xshard.notation.parser import INTERVALS, SIZES, Dim, Shard
 
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
-    """Positions of `range(length)` that part `index` of `n` holds, in its order.
+    """Positions of `range(length)` in part `index` of `n`, in the order of the part.
 
     >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
     (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
     """
     order, numbers = shard.order, shard.numbers
-    if n == 1:  # one part is the whole in every order, and one interval: an overlap widens it once
-        return _interval(0, length)
+    if n == 1:  # one part is one interval in every order, so that an overlap widens it only once
+        return interval(0, length)
     if order == SIZES:
         ends = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
-        return _interval(ends[index], ends[index + 1])
+        return interval(ends[index], ends[index + 1])
     if order == INTERVALS:
-        return tuple(itertools.chain(*(_interval(a, b) for a, b in _pairs(numbers[index]))))
+        return tuple(itertools.chain(*(interval(a, b) for a, b in interval_pairs(numbers[index]))))
     if order == "balanced":
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)
-        return _interval(start, start + each + (index < longer))
+        return interval(start, start + each + (index < longer))
     if order == "zigzag":
         documents = [d for d in numbers if isinstance(d, int)] or [length]
         starts = itertools.accumulate(documents, initial=0)
@@ -41,24 +45,24 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
 
 
 def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Positions of `range(length)` that remain after every cut in turn.
+    """Positions of `range(length)` that one device keeps after every cut in turn.
 
-    sizes, coords: one number per axis, in the order the shards name them.
+    sizes, coords: one number per axis, in the order of the shards.
     """
-    runs = _interval(0, length)
+    runs = interval(0, length)
     at = 0
     for shard in shards:
         n, index = 1, 0
         for size_, coord in zip(sizes[at : at + len(shard.axes)], coords[at:], strict=False):
             n, index = n * size_, index * size_ + coord
         at += len(shard.axes)
-        parts = cut(size(runs), shard, n, index)
-        runs = tuple(itertools.chain.from_iterable(_select(runs, part) for part in parts))
+        parts = cut(n_rows(runs), shard, n, index)
+        runs = tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
     return runs
 
 
 def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
-    """The first cut whose numbers do not fit what it cuts, and why."""
+    """The first cut whose numbers do not fit the rows that it cuts, with the reason; None if all fit."""
     at = 0
     for i, shard in enumerate(dim.shards):
         outer = Dim(dim.name, dim.shards[:i])
@@ -67,22 +71,22 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
             continue
         if shard.order != "zigzag" and len(shard.numbers) != n:
             return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
-        for rows in {size(runs) for runs in owners(outer, length, tuple(sizes[: len(outer.axes)]))}:
+        for rows in {n_rows(runs) for runs in all_owned_rows(outer, length, tuple(sizes[: len(outer.axes)]))}:
             if shard.order == INTERVALS:
-                found = [p for part in shard.numbers for p in _pairs(part)]
+                found = [p for part in shard.numbers for p in interval_pairs(part)]
                 covered = sorted(found)
                 ends = [0, *(b for _, b in covered)]
                 if [a for a, _ in covered] != ends[:-1] or ends[-1] != rows or any(a > b for a, b in covered):
-                    return shard, f"'{shard}' does not hold each of {rows} rows once"
+                    return shard, f"'{shard}' does not hold each of the {rows} rows once"
                 if n == 1 and found != covered:
-                    return shard, f"'{shard}': one part holds its rows in order"
+                    return shard, f"'{shard}' has one part, which must hold its rows in order"
             elif (total := sum(k for k in shard.numbers if isinstance(k, int))) != rows:
                 return shard, f"'{shard}' adds up to {total} rows, not {rows}"
     return None
 
 
-def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Global rows of a dim of `length` that the device at `coords` owns, in its local order.
+def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
+    """Global rows of a dim of `length` that the device at `coords` owns, in local order.
 
     sizes, coords: one number per axis of `dim.axes`.
     """
@@ -91,14 +95,15 @@ def owned(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) ->
 
 @lru_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
-    """The most rows that one device owns, and whether all own as many; without looking at devices
-    where every cut divides.
+    """The most rows that any device owns, and whether all devices own equally many.
+
+    Computed without listing devices if the cuts allow.
 
     >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
     (4, True)
     """
     left, at = length, 0
-    even: bool | None = True  # None where the blocks have to be looked at
+    even: bool | None = True  # None: the blocks of all devices must be compared
     for shard in dim.shards:
         n = math.prod(sizes[at : at + len(shard.axes)])
         at += len(shard.axes)
@@ -109,32 +114,32 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
         left = -(-left // n)
     if even is not None:
         return left, even
-    lengths = set(map(size, owners(dim, length, sizes)))
+    lengths = set(map(n_rows, all_owned_rows(dim, length, sizes)))
     return max(lengths), len(lengths) == 1
 
 
 @lru_cache(maxsize=4096)
-def owners(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
-    """`owned` for every index along the dim's axes, row-major."""
-    return tuple(owned(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+def all_owned_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+    """`owned_rows` for every index along the dim's axes, row-major."""
+    return tuple(owned_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
 def _zigzag(start: int, length: int, n: int, index: int) -> Runs:
-    """Chunks `index` and `2n - 1 - index` of 2n of a document."""
+    """Chunks `index` and `2n - 1 - index` of the 2n chunks of a document."""
     chunk = -(-length // (2 * n))
     both = _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
     return tuple(run._replace(start=start + run.start) for run in both)
 
 
 def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
-    """Every n-th stretch of so many rows; the last may be shorter."""
+    """Every n-th group of `rows` rows, from group `index`; the last group may be shorter."""
     whole = len(range(index * rows, length - rows + 1, n * rows))
     rest = index * rows + whole * n * rows
-    tail = _interval(rest, min(length, rest + rows))
+    tail = interval(rest, min(length, rest + rows))
     if whole < 2:
-        return (*_interval(index * rows, index * rows + whole * rows), *tail)
+        return (*interval(index * rows, index * rows + whole * rows), *tail)
     return (Run(index * rows, rows, whole, n * rows), *tail)
 
 
 def _chunk(length: int, chunk: int, index: int) -> Runs:
-    return _interval(min(index * chunk, length), min((index + 1) * chunk, length))
+    return interval(min(index * chunk, length), min((index + 1) * chunk, length))

@@ -1,8 +1,8 @@
-"""Who gives the rows of a dim that several devices hold, and who wants them.
+"""Which device provides a row that several devices hold, and which rows each device wants.
 
-Decides that a row is given by its owner where the owner holds it, that a device keeps what it has,
-and that contributions to a fold are all given. Lists of rows are runs in which FILL marks rows that
-are not meant, so that local positions stay.
+Decides that the owner provides a row if it holds it, that a device keeps the rows it has, and that
+every contribution to a fold is sent. Lists of rows are runs; FILL replaces rows that are left out, so that
+local positions stay the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import RowSpan, Sizes, all_stretches, is_flipped
-from xshard.layout.partition import owners
-from xshard.layout.runs import FILL, Run, Runs, numbers, size
+from xshard.layout.block_rows import RowSpan, Sizes, all_row_spans, is_flipped
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import FILL, Run, Runs, n_rows, row_numbers
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 
@@ -23,47 +23,50 @@ Numbers = NDArray[np.int64]
 
 _RANK = {"own": 0, "near": 1, "before": 2, "after": 2}
 
-# Which rows of a block are meant: all that are not from beyond a pole, or those from beyond one.
+# Side of a pole: rows that do not come from beyond one; else "before" or "after", the end they come from.
 STRAIGHT = "straight"
 
 
 @lru_cache(maxsize=4096)
-def wanted(dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0) -> tuple[Runs, ...]:
-    """For every index, the rows that it must get, FILL where it gets none.
+def wanted_rows(
+    dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
+) -> tuple[Runs, ...]:
+    """For every index, the rows that it must receive; FILL elsewhere.
 
-    Of a fold only the one device that gives a row has it: the others contribute nothing.
-    side: of rows from beyond a pole, which (`before`, `after`). shift: added to every row, modulo `length`.
+    Of a fold, only the provider of a row receives it; on other devices the row contributes nothing.
+    side: STRAIGHT, or the end (`before`, `after`) whose pole the rows come from. shift: added to every row,
+    modulo `length`.
     """
     if isinstance(dim.overlap, Fold):
-        found = providers(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
+        found = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
     else:
         found = _on_side(dim, length, sizes, side)
     return shifted(found, shift, length)
 
 
 @lru_cache(maxsize=4096)
-def given(
+def offered_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> tuple[tuple[Runs, ...], ...]:
-    """For every index, the rows that it gives to whoever wants them: lists of distinct rows.
+    """For every index, the rows that it offers to other devices, as lists of distinct rows.
 
-    Each row is given once, by the device that owns it if it holds it; of a fold every
-    contribution is given, a row's second one in a second list.
+    Each row is offered once, by its provider; of a fold every contribution is offered, and the second
+    contribution to a row is in a second list.
     """
     if not isinstance(dim.overlap, Fold):
-        once = shifted(providers(dim, length, sizes), shift, length)
+        once = shifted(provided_rows(dim, length, sizes), shift, length)
         return tuple((runs,) if side == STRAIGHT else () for runs in once)
     return tuple(_layers(runs) for runs in shifted(_on_side(dim, length, sizes, side), shift, length))
 
 
 @lru_cache(maxsize=4096)
-def at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, ...]:
-    """For every index, the rows that it need not ask others for, each once, its own before copies."""
+def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, ...]:
+    """For every index, the rows that it has, each once; its own rows come before copies."""
     found = []
-    for all_ in all_stretches(dim, length, sizes):
-        rows = np.concatenate([numbers((s.run,)) for s in all_] or [np.zeros(0, np.int64)])
-        rank = np.concatenate([np.full(size((s.run,)), _RANK[s.origin]) for s in all_] or [rows])
-        flipped = np.concatenate([np.full(size((s.run,)), is_flipped(s, dim)) for s in all_] or [rows == 0])
+    for all_ in all_row_spans(dim, length, sizes):
+        rows = np.concatenate([row_numbers((s.run,)) for s in all_] or [np.zeros(0, np.int64)])
+        rank = np.concatenate([np.full(n_rows((s.run,)), _RANK[s.origin]) for s in all_] or [rows])
+        flipped = np.concatenate([np.full(n_rows((s.run,)), is_flipped(s, dim)) for s in all_] or [rows == 0])
         rows = np.where(flipped, FILL, rows)
         order = np.argsort(rank, kind="stable")
         _, first = np.unique(rows[order], return_index=True)
@@ -74,21 +77,21 @@ def at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, 
 
 
 @lru_cache(maxsize=4096)
-def providers(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
-    """For every index, the rows of its block that it gives; every row that anyone holds once."""
+def provided_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+    """For every index, the rows of its block that it provides: every row that any device holds, once."""
     if dim.overlap is None:
-        return owners(dim, length, sizes)
-    blocks = all_stretches(dim, length, sizes)
-    results = [np.full(sum(size((s.run,)) for s in all_), FILL) for all_ in blocks]
+        return all_owned_rows(dim, length, sizes)
+    blocks = all_row_spans(dim, length, sizes)
+    results = [np.full(sum(n_rows((s.run,)) for s in all_), FILL) for all_ in blocks]
     free = np.ones(length + 1, bool)
-    free[FILL] = False  # the last place stands for FILL
+    free[FILL] = False  # index -1: the last element stands for FILL
     for rank in sorted(set(_RANK.values())):
         for all_, result in zip(blocks, results, strict=True):
             at = 0
-            for stretch in all_:
-                n = size((stretch.run,))
-                if _RANK[stretch.origin] == rank and not is_flipped(stretch, dim):
-                    rows = numbers((stretch.run,))
+            for span in all_:
+                n = n_rows((span.run,))
+                if _RANK[span.origin] == rank and not is_flipped(span, dim):
+                    rows = row_numbers((span.run,))
                     rows = np.where(free[rows] & _first_of_each(rows), rows, FILL)
                     free[rows] = False
                     result[at : at + n] = rows
@@ -96,20 +99,20 @@ def providers(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     return tuple(map(as_runs, results))
 
 
-def lost(dim: Dim, length: int, sizes: Sizes) -> Runs:
+def missing_rows(dim: Dim, length: int, sizes: Sizes) -> Runs:
     """Rows that no block holds."""
-    rows = np.concatenate([numbers(runs) for runs in providers(dim, length, sizes)])
+    rows = np.concatenate([row_numbers(runs) for runs in provided_rows(dim, length, sizes)])
     return as_runs(np.setdiff1d(np.arange(length), rows))
 
 
 def without(runs: Runs, others: Runs) -> Runs:
-    """The rows with FILL where `others` have them too."""
-    rows = numbers(runs)
-    return as_runs(np.where(np.isin(rows, numbers(others)), FILL, rows))
+    """The rows, with FILL in place of those that are also in `others`."""
+    rows = row_numbers(runs)
+    return as_runs(np.where(np.isin(rows, row_numbers(others)), FILL, rows))
 
 
 def as_runs(rows: Numbers) -> Runs:
-    """Rows, written out -> runs."""
+    """Array of row numbers -> runs."""
     if len(rows) == 0:
         return ()
     fill = rows == FILL
@@ -122,24 +125,24 @@ def as_runs(rows: Numbers) -> Runs:
 
 
 def shifted(blocks: tuple[Runs, ...], shift: int, length: int) -> tuple[Runs, ...]:
-    """Rows moved on by `shift`, around the end."""
+    """The rows with `shift` added, modulo `length`."""
     if not shift:
         return blocks
-    rows = (numbers(runs) for runs in blocks)
+    rows = (row_numbers(runs) for runs in blocks)
     return tuple(as_runs(np.where(r == FILL, FILL, (r + shift) % length)) for r in rows)
 
 
 def _on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> tuple[Runs, ...]:
-    def chosen(stretch: RowSpan) -> Run:
-        on = stretch.origin if is_flipped(stretch, dim) else STRAIGHT
-        return stretch.run if on == side else Run(FILL, size((stretch.run,)))
+    def chosen(span: RowSpan) -> Run:
+        on = span.origin if is_flipped(span, dim) else STRAIGHT
+        return span.run if on == side else Run(FILL, n_rows((span.run,)))
 
-    return tuple(tuple(map(chosen, all_)) for all_ in all_stretches(dim, length, sizes))
+    return tuple(tuple(map(chosen, all_)) for all_ in all_row_spans(dim, length, sizes))
 
 
 def _layers(runs: Runs) -> tuple[Runs, ...]:
-    """Lists of distinct rows that together are the rows, FILL elsewhere."""
-    rows, found = numbers(runs), []
+    """Lists of distinct rows that together are all the rows; FILL elsewhere."""
+    rows, found = row_numbers(runs), []
     while (rows != FILL).any():
         now = np.where(_first_of_each(rows), rows, FILL)
         found.append(as_runs(now))

@@ -1,8 +1,7 @@
-"""Which global rows each device holds: interval algebra on one dim.
+"""Runs: lists of rows of one dim, and interval algebra on them.
 
-Decides how a cut divides a length (torch.chunk's ceil rule, zigzag, cyclic, balanced, given
-sizes) and how cuts nest. Everything else (what an overlap adds, local shapes, what must move,
-bounds, pictures) is computed from the runs made here. Knows no tags and no whole layouts.
+Decides how rows are written down, intersected and merged without listing them one by one. Ownership,
+overlaps, traffic, bounds and pictures are computed from runs. Knows no cuts, tags or layouts.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from numpy.typing import NDArray
 
 from xshard.notation.overlap import Width
 
-FILL = -1  # start of a run of rows that lie outside the array and are filled by the boundary rule
+FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
 
 class Run(NamedTuple):
     """`length` consecutive rows, `repeats` times, with starts `stride` apart.
 
     A plain interval has repeats 1, a mirrored boundary stride -1, a repeated edge row stride 0. A
-    cyclic shard is one run, however long the dim is. A start of FILL marks rows outside the array.
+    cyclic shard is one run and at most one shorter interval, however long the dim is. A start of FILL
+    marks rows outside the array.
     """
 
     start: int
@@ -45,24 +45,24 @@ class Segment(NamedTuple):
     length: int
 
 
-def size(runs: Iterable[Run]) -> int:
+def n_rows(runs: Iterable[Run]) -> int:
     """Number of rows in the runs."""
     return sum(run.length * run.repeats for run in runs)
 
 
-def rows(runs: Runs) -> slice | NDArray[np.int64]:
-    """Runs of local positions as a numpy index: a slice where they are one interval."""
+def as_index(runs: Runs) -> slice | NDArray[np.int64]:
+    """Runs of local positions -> numpy index: a slice if they are evenly spaced, else an array."""
     if not runs:
         return slice(0, 0)
     if len(runs) == 1 and (runs[0].repeats == 1 or (runs[0].length == 1 and runs[0].stride > 0)):
         run = runs[0]
         step = run.stride if run.repeats > 1 else 1
         return slice(run.start, run.start + step * (max(run.repeats, run.length) - 1) + 1, step)
-    return np.concatenate([np.arange(a, b) for a, b in intervals(runs)])
+    return np.concatenate([np.arange(a, b) for a, b in as_intervals(runs)])
 
 
-def intervals(runs: Iterable[Run]) -> Intervals:
-    """Runs -> every interval as a row (start, stop), in local order; FILL rows left out."""
+def as_intervals(runs: Iterable[Run]) -> Intervals:
+    """Runs -> array of intervals (start, stop), in local order; without FILL."""
     parts = [
         np.stack([starts, starts + run.length], axis=1)
         for run in runs
@@ -72,8 +72,8 @@ def intervals(runs: Iterable[Run]) -> Intervals:
     return np.concatenate(parts) if parts else np.zeros((0, 2), np.int64)
 
 
-def numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
-    """Runs, written out; FILL for rows outside the array."""
+def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
+    """Runs -> array of row numbers; FILL for rows outside the array."""
     parts = [
         np.full(r.length * r.repeats, FILL)
         if r.start == FILL
@@ -85,7 +85,7 @@ def numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=4096)
 def extents(blocks: tuple[Runs, ...]) -> Intervals:
-    """For every block, the smallest [start, stop) that all its rows lie in; [0, 0) where it has none."""
+    """For every block, the smallest [start, stop) that contains all its rows; [0, 0) if it has none."""
     found = np.zeros((len(blocks), 2), np.int64)
     for at, runs in enumerate(blocks):
         ends = [
@@ -100,8 +100,8 @@ def extents(blocks: tuple[Runs, ...]) -> Intervals:
 
 
 @lru_cache(maxsize=65536)
-def common(src: Runs, dst: Runs) -> tuple[Segment, ...]:
-    """Where rows of `dst` stand in `src`: segments in the order of `dst`, merged where adjacent.
+def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
+    """The rows that `src` and `dst` share: segments in the order of `dst`, merged where adjacent.
 
     Rows of `src` must be distinct; rows of `dst` may repeat (a wrapped halo).
     """
@@ -111,8 +111,8 @@ def common(src: Runs, dst: Runs) -> tuple[Segment, ...]:
         if start >= stop or src[0].start == FILL or dst[0].start == FILL:
             return ()
         return (Segment(start - src[0].start, start - dst[0].start, stop - start),)
-    a, a_at = intervals(src), _positions(src)
-    b, b_at = intervals(dst), _positions(dst)
+    a, a_at = as_intervals(src), _positions(src)
+    b, b_at = as_intervals(dst), _positions(dst)
     by_start = np.argsort(a[:, 0], kind="stable")
     a, a_at = a[by_start], a_at[by_start]
     first = np.searchsorted(a[:, 1], b[:, 0], side="right")
@@ -142,7 +142,7 @@ def _merged(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
 
 
 def _positions(runs: Runs) -> NDArray[np.int64]:
-    """Local position of every interval that `intervals(runs)` lists."""
+    """Local position of every interval that `as_intervals(runs)` lists."""
     at, parts = 0, []
     for run in runs:
         if run.start != FILL and run.length > 0:
@@ -151,24 +151,42 @@ def _positions(runs: Runs) -> NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _interval(start: int, stop: int) -> Runs:
+def interval(start: int, stop: int) -> Runs:
+    """[start, stop) as runs; none if it is empty."""
     return (Run(start, stop - start),) if stop > start else ()
 
 
-def _pairs(part: Width) -> list[tuple[int, int]]:
-    """(start, stop, start, stop, ...) two by two."""
+def interval_pairs(part: Width) -> list[tuple[int, int]]:
+    """(start, stop, start, stop, ...) -> pairs (start, stop)."""
     ends = part if isinstance(part, tuple) else ()
     return list(zip(ends[::2], ends[1::2], strict=False))
 
 
-def flat(runs: Runs) -> Iterable[Run]:
-    """Runs with every repeat a run of its own."""
+def merge_adjacent(runs: Iterable[Run]) -> Runs:
+    """Merge plain runs that follow one another; repeated runs and fill stay as they are.
+
+    >>> merge_adjacent((Run(0, 2), Run(2, 3), Run(FILL, 1)))
+    (Run(start=0, length=5, repeats=1, stride=0), Run(start=-1, length=1, repeats=1, stride=0))
+    """
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else Run(FILL, 0)
+        plain = last.repeats == run.repeats == 1 and FILL not in (last.start, run.start)
+        if plain and last.start + last.length == run.start:
+            merged[-1] = Run(last.start, last.length + run.length)
+        else:
+            merged.append(run)
+    return tuple(merged)
+
+
+def unrolled(runs: Runs) -> Iterable[Run]:
+    """The same rows as runs without repeats."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
 
 
-def _select(runs: Runs, part: Run) -> Runs:
+def select(runs: Runs, part: Run) -> Runs:
     """The rows of `runs` at the local positions of one part of a cut."""
     if part.repeats == 1:
         return _slice(runs, part.start, part.start + part.length)
@@ -178,7 +196,7 @@ def _select(runs: Runs, part: Run) -> Runs:
         step = runs[0].stride
         return (Run(runs[0].start + part.start * step, 1, part.repeats, part.stride * step),)
     return tuple(
-        itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in flat((part,)))
+        itertools.chain.from_iterable(_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
     )
 
 

@@ -1,7 +1,7 @@
-"""A sharding: one layout of one array shape on one mesh, where every question has an answer.
+"""A sharding: one layout applied to one array shape on one mesh.
 
-Decides local shapes, who holds which rows, and when two layouts mean the same. Steps, the
-planner and the bridges ask here and compute no indices of their own.
+Decides local shapes, who holds which rows, and when two layouts mean the same. Steps, the planner
+and the bridges take indices from here and compute none of their own. Knows no steps and no costs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 
 from xshard.errors import ShapeError
-from xshard.layout.block_rows import holders, meaning
+from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import block_length, cut_nested, owners
-from xshard.layout.runs import Runs, size
+from xshard.layout.partition import all_owned_rows, block_length, cut_nested
+from xshard.layout.runs import Runs, n_rows
 from xshard.layout.validation import check_fit
-from xshard.notation.overlap import Fold, Halo, Overlap, rows_of
+from xshard.notation.overlap import Fold, Halo, Overlap, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 
-Cuts = tuple[tuple[tuple[str, int], ...], ...]  # per dim, the axes (name, size) that cut it in turn
+EvenCuts = tuple[
+    tuple[tuple[str, int], ...], ...
+]  # per dim, the axes (name, size) that cut it, outermost first
 
 
 @dataclass(frozen=True)
 class Sharding:
     """A layout applied to a shape on a mesh.
 
-    Raises ShapeError where rank or shape do not fit, NotationError for unknown axes.
+    Raises ShapeError if the rank or the shape does not fit, NotationError for unknown axes.
 
     >>> s = Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3))
     >>> s.local_shape(0), s.owned(0, 0)
@@ -46,7 +48,7 @@ class Sharding:
         check_axes(self.layout, self.mesh)
         for n in self.shape:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-                raise ShapeError(f"shape {self.shape} has {n!r} where a length >= 0 belongs")
+                raise ShapeError(f"shape {self.shape} has {n!r}, not a length >= 0")
         check_fit(self.layout.dims, self.shape, self.mesh)
 
     def __hash__(self) -> int:
@@ -56,7 +58,7 @@ class Sharding:
     def _hash(self) -> int:
         return hash((self.layout, self.mesh.sizes, self.shape))
 
-    def __reduce__(self) -> tuple[object, ...]:  # a hash holds in its own process only
+    def __reduce__(self) -> tuple[object, ...]:  # a hash is valid in its own process only
         return Sharding, (self.layout, self.mesh, self.shape)
 
     def with_layout(self, layout: Layout) -> Sharding:
@@ -74,29 +76,31 @@ class Sharding:
         return self.owners(dim)[self.dim_device(dim, device)]
 
     def held(self, dim: int, device: int) -> Runs:
-        """Global rows that the device's block spans, overlaps and fill included."""
+        """Global rows of the device's block, with overlaps and fill."""
         return self.holders(dim)[self.dim_device(dim, device)]
 
     def owners(self, dim: int) -> tuple[Runs, ...]:
+        """`owned` for every index along the axes that cut the dim, row-major."""
         d = self.layout.dims[dim]
-        return owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        return all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
 
     def holders(self, dim: int) -> tuple[Runs, ...]:
+        """`held` for every index along the axes that cut the dim, row-major."""
         d = self.layout.dims[dim]
-        return holders(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        return all_held_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
 
     def local_shape(self, device: int) -> tuple[int, ...]:
         """Shape of the block of one device."""
-        return tuple(size(self.held(d, device)) for d in range(len(self.shape)))
+        return tuple(n_rows(self.held(d, device)) for d in range(len(self.shape)))
 
     @cached_property
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """For every dim, the block's length at every index along the dim's axes."""
-        return tuple(tuple(map(size, self.holders(d))) for d in range(len(self.shape)))
+        """Per dim, the length of the block at every index along the dim's axes."""
+        return tuple(tuple(map(n_rows, self.holders(d))) for d in range(len(self.shape)))
 
     @cached_property
     def max_local_shape(self) -> tuple[int, ...]:
-        """The longest block along every dim: the block of a padded (SPMD) runtime."""
+        """The longest block along every dim: the block shape of a padded (SPMD) runtime."""
         return tuple(longest for longest, _ in self._lengths)
 
     @property
@@ -106,7 +110,7 @@ class Sharding:
 
     @cached_property
     def is_even(self) -> bool:
-        """Every device's block has the same shape."""
+        """True if the blocks of all devices have one shape."""
         return all(even for _, even in self._lengths)
 
     @cached_property
@@ -117,12 +121,12 @@ class Sharding:
         )
 
     def _held_length(self, dim: int) -> tuple[int, bool]:
-        lengths = set(map(size, self.holders(dim)))
+        lengths = set(map(n_rows, self.holders(dim)))
         return max(lengths), len(lengths) == 1
 
     @cached_property
-    def even_cuts(self) -> Cuts | None:
-        """The axes (name, size) that cut every dim in turn, if all cuts are contiguous and divide."""
+    def even_cuts(self) -> EvenCuts | None:
+        """Per dim, the axes (name, size) that cut it; None unless all cuts are contiguous and even."""
         plain = all(s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards)
         if not plain or not self.is_even or any(d.overlap for d in self.layout.dims):
             return None
@@ -130,12 +134,11 @@ class Sharding:
 
     @cached_property
     def normal(self) -> Layout:
-        """The plainest layout with the same blocks: size-1 axes dropped, even groups written
-        as nested cuts, orders that change nothing dropped, `mean` as `sum` (see `scale`).
+        """The simplest layout with the same blocks: without axes of size 1 and orders that change nothing,
+        even groups as nested cuts, `mean` as `sum` (see `scale`).
 
-        >>> Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal
-        Layout(dims=(Dim(name='n', shards=(Shard(axes=('a',), order='block'), \
-Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), overlap=None)), tags=())
+        >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
+        'n/a/b d'
         """
         dims = tuple(_normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True))
         tags = tuple(
@@ -150,7 +153,7 @@ Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), over
         return Fraction(1, self.mesh.size(*self.layout.tagged("mean")))
 
     def means_the_same_as(self, other: Sharding) -> bool:
-        """Same blocks on every device and same tags, whatever the spelling (`mean` read as `sum`)."""
+        """True if all devices have the same blocks and the tags agree, with `mean` taken as `sum`."""
         if self.normal == other.normal:
             return True
         if self.mesh != other.mesh or self.shape != other.shape or self.normal.tags != other.normal.tags:
@@ -167,31 +170,33 @@ Shard(axes=('b',), order='block')), overlap=None), Dim(name='d', shards=(), over
         return meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), self.dim_device(dim, device))
 
     def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
-        """How `shards`, cut as the innermost of a dim, divide the device's block of it.
+        """How `shards`, as the innermost cuts of a dim, divide the device's block.
 
-        Local positions per index along the axes of `shards`, row-major. Where the dim has the
-        shards already, the block they divide is the one without them.
+        Returns local positions for every index along the axes of `shards`, row-major. If the dim has
+        these innermost cuts already, they divide the block that it would have without them.
         """
         d = self.layout.dims[dim]
         if shards and d.shards[-len(shards) :] == tuple(shards):
             d = replace(d, shards=d.shards[: -len(shards)])
-        length = size(owners(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)])
+        length = n_rows(
+            all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))[self.mesh.index(device, d.axes)]
+        )
         axes = tuple(a for shard in shards for a in shard.axes)
-        return _parts(length, tuple(shards), self.mesh.sizes_of(axes))
+        return _part_positions(length, tuple(shards), self.mesh.sizes_of(axes))
 
 
 @lru_cache(maxsize=4096)
-def _parts(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
+def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ...]) -> tuple[Runs, ...]:
     return tuple(cut_nested(length, shards, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
 @lru_cache(maxsize=65536)
 def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     overlap = _normal_overlap(dim.overlap)
-    # The outputs of a window are cut as the dim is, and what divides its rows need not divide them.
-    regroups = overlap is None or isinstance(rows_of(overlap), Halo)
+    # The outputs of a window are cut like the dim, and a cut that divides its rows need not divide them.
+    regroups = overlap is None or isinstance(unfolded(overlap), Halo)
     shards: list[Shard] = []
-    left: int | None = length  # rows of every block so far; None once blocks differ
+    left: int | None = length  # rows of every block so far; None if blocks differ
     for shard in dim.shards:
         axes = tuple(a for a in shard.axes if mesh.size(a) > 1)
         if not axes:
@@ -213,17 +218,17 @@ def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
 
 
 def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
-    """Whether a cut of so many rows is the contiguous one by another name."""
+    """True if this cut of `length` rows into `n` parts equals the plain contiguous one."""
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
-    parts = [size(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
-    return parts == [size(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
+    parts = [n_rows(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]
+    return parts == [n_rows(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
 
 
 def _normal_overlap(overlap: Overlap | None) -> Overlap | None:
     if overlap is None:
         return None
-    rows = rows_of(overlap)
+    rows = unfolded(overlap)
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
     return None if nothing else overlap

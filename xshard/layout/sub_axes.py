@@ -1,7 +1,7 @@
-"""A mesh some of whose axes are divided into parts: the same devices, in the same order, under finer names.
+"""A mesh with some axes split into sub-axes; devices and their order are unchanged.
 
-Decides how parts are named and what a layout becomes on them. Which axes are worth dividing is the
-business of `aligned`.
+Decides the names of sub-axes and what a layout becomes on them, and the common refinement of two
+meshes. Does not know which splits are worth it: that is decided in `xshard/search/sub_axis_paths.py`.
 """
 
 from __future__ import annotations
@@ -13,92 +13,94 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from xshard.errors import MeshError
-from xshard.layout.layout import Layout, divided
+from xshard.layout.layout import Layout, factored
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
-Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its parts, the slowest first
+Split = tuple[tuple[str, tuple[int, ...]], ...]  # an axis -> the sizes of its sub-axes, the slowest first
 
 
 @dataclass(frozen=True, init=False)
 class SubAxisMesh(Mesh):
-    """`whole` with some axes divided: `x` of 4 into `x_0` and `x_1` of 2, the slowest first.
+    """`base` with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`.
 
-    Raises MeshError for an axis that `whole` has not, or parts that do not make it up.
+    Raises MeshError for an axis that `base` does not have, or sizes that do not multiply to its size.
 
     >>> from xshard import Layout
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
     >>> fine.axes, fine.origin("x_1"), fine.coords(5)
     (('x_0', 'x_1', 'y'), 'x', (1, 0, 1))
-    >>> str(fine.divided(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
+    >>> str(fine.factored(Sharding(Layout.parse("n/x/y"), Mesh(x=4, y=2), (8,))).layout)
     'n/(x_0,x_1)/y'
     """
 
-    whole: Mesh
+    base: Mesh
     split: Split
 
-    def __init__(self, whole: Mesh, split: Split) -> None:
+    def __init__(self, base: Mesh, split: Split) -> None:
         for axis, sizes in split:
-            if len(sizes) < 2 or math.prod(sizes) != whole.size(axis):
+            if len(sizes) < 2 or math.prod(sizes) != base.size(axis):
                 raise MeshError(
-                    f"axis {axis!r} of size {whole.size(axis)} does not consist of parts {sizes}",
-                    hint="two parts or more, whose sizes multiply to that of the axis",
+                    f"axis {axis!r} of size {base.size(axis)} does not split into {sizes}",
+                    hint="two sub-axes or more, whose sizes multiply to the size of the axis",
                 )
         sizes_of = dict(split)
         super().__init__(
             {
                 name: size
-                for axis, names in _names(whole, split).items()
-                for name, size in zip(names, sizes_of.get(axis, (whole.size(axis),)), strict=True)
+                for axis, names in _sub_axis_names(base, split).items()
+                for name, size in zip(names, sizes_of.get(axis, (base.size(axis),)), strict=True)
             }
         )
-        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "base", base)
         object.__setattr__(self, "split", split)
 
     @cached_property
-    def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """Every axis of `whole` with its parts, the slowest first; itself where it is not divided."""
-        return _names(self.whole, self.split)
+    def sub_axes(self) -> Mapping[str, tuple[str, ...]]:
+        """Every axis of `base` -> its sub-axes, the slowest first; an axis that is not split -> itself."""
+        return _sub_axis_names(self.base, self.split)
 
     def origin(self, axis: str) -> str:
         return self._origins[axis]
 
     @cached_property
     def _origins(self) -> dict[str, str]:
-        return {name: axis for axis, names in self.parts.items() for name in names}
+        return {name: axis for axis, names in self.sub_axes.items() for name in names}
 
-    def divided(self, sharding: Sharding) -> Sharding:
-        """A sharding on `whole` -> the same sharding here."""
-        return Sharding(divided(sharding.layout, self.parts), self, sharding.shape)
+    def factored(self, sharding: Sharding) -> Sharding:
+        """A sharding on `base` -> the same sharding on this mesh."""
+        return Sharding(factored(sharding.layout, self.sub_axes), self, sharding.shape)
 
 
-def undivided(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
-    """Axes and their mesh: on the whole mesh where all parts of each stand in order, else as given.
+def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
+    """Axes of a mesh -> the base mesh and its axes if the sub-axes of each are complete and in order.
+
+    Else the mesh and the axes as given.
 
     >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
-    >>> [undivided(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
+    >>> [unfactored(fine, axes)[1] for axes in (("y", "x_0", "x_1"), ("x_1", "y"))]
     [('y', 'x'), ('x_1', 'y')]
     """
     if not isinstance(mesh, SubAxisMesh):
         return mesh, tuple(axes)
     whole = tuple(dict.fromkeys(map(mesh.origin, axes)))
-    complete = tuple(part for axis in whole for part in mesh.parts[axis]) == tuple(axes)
-    return (mesh.whole, whole) if complete else (mesh, tuple(axes))
+    complete = tuple(part for axis in whole for part in mesh.sub_axes[axis]) == tuple(axes)
+    return (mesh.base, whole) if complete else (mesh, tuple(axes))
 
 
-def _names(whole: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
-    taken = set(whole.axes)
-    found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in whole.axes}
+def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
+    taken = set(base.axes)
+    found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
         names = [f"{axis}_{i}" for i in range(len(sizes))]
-        while taken & set(names):  # beside an axis of that name
+        while taken & set(names):  # the mesh has an axis of that name
             names = [f"{name}_" for name in names]
         taken |= set(names)
         found[axis] = tuple(names)
     return found
 
 
-# Axis -> the factor axes it consists of, the slowest first; none for an axis of size 1.
+# Axis -> its factor axes, the slowest first; none for an axis of size 1.
 Factors = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -111,19 +113,19 @@ class Refinement:
     dst: Factors
 
     def source(self, layout: Layout) -> Layout:
-        """A layout on the source's mesh -> the same layout on the refined one."""
-        return divided(layout, dict(self.src))
+        """A layout on the source mesh -> the same layout on the refined mesh."""
+        return factored(layout, dict(self.src))
 
     def target(self, layout: Layout) -> Layout:
-        """A layout on the destination's mesh -> the same layout on the refined one."""
-        return divided(layout, dict(self.dst))
+        """A layout on the destination mesh -> the same layout on the refined mesh."""
+        return factored(layout, dict(self.dst))
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
-    """The coarsest mesh whose axes make up both, if sizes allow: `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`.
+    """The coarsest mesh that splits the axes of both: `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`.
 
-    A factor is named after the axes it is a part of, once where these have one name. None where
-    the axes do not divide each other (3x2 and 2x3), or the meshes differ in size.
+    A factor has the names of the axes that contain it, or their common name. None if the axes do not
+    divide each other (3x2 and 2x3), or the meshes differ in size.
 
     >>> refine(Mesh(dp=4, tp=2), Mesh(dp=2, tp=4)).mesh
     Mesh(dp=2, dp_tp=2, tp=2)
@@ -135,7 +137,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         return Refinement(src_mesh, same, same)
     if src_mesh.n_devices != dst_mesh.n_devices:
         return None
-    sides = _spans(src_mesh), _spans(dst_mesh)
+    sides = _axis_ranges(src_mesh), _axis_ranges(dst_mesh)
     ends = sorted({end for spans in sides for _, _, end in spans} | {1})
     if any(later % earlier for earlier, later in itertools.pairwise(ends)):
         return None
@@ -144,7 +146,7 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     for start, end in itertools.pairwise(ends):
         owners = [next(a for a, first, last in spans if first <= start and end <= last) for spans in sides]
         name = "_".join(dict.fromkeys(owners))
-        while name in sizes:  # axes `a_b` and `c` beside `a` and `b_c`
+        while name in sizes:  # `a_b` and `c` meet `a` and `b_c`
             name += "_"
         sizes[name] = end // start
         for axis, found in zip(owners, factors, strict=True):
@@ -156,8 +158,8 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     )
 
 
-def _spans(mesh: Mesh) -> list[tuple[str, int, int]]:
-    """Every axis longer than 1 with the number of parts before it and after it."""
+def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:
+    """Every axis longer than 1, with the product of the sizes before it, and of those up to it."""
     parts, found = 1, []
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1:

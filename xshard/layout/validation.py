@@ -1,7 +1,7 @@
 """Whether the cuts and overlaps of a layout fit a shape on a mesh.
 
-Decides what is refused of given sizes, widths per part and poles. Names of axes are checked in
-`layout`.
+Decides which given sizes, widths per part and poles are refused. `layout.py` checks the names of
+axes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import misfit
-from xshard.notation.overlap import Boundary, Halo, rows_of
+from xshard.notation.overlap import Boundary, Halo, unfolded
 from xshard.notation.parser import Dim
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise ShapeError or NotationError where a dim cannot be cut or widened as it says."""
+    """Raise ShapeError or NotationError if a dim of this length cannot have its cuts or its overlap."""
     for at, (dim, length) in enumerate(zip(dims, shape, strict=True)):
         found = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
         if found is not None:
@@ -27,7 +27,7 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
                 hint=f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}",
             )
         if dim.overlap is not None:
-            overlap = rows_of(dim.overlap)
+            overlap = unfolded(dim.overlap)
             if isinstance(overlap, Halo):
                 _check_widths(dim, overlap, mesh)
             for end in (overlap.before, overlap.after):
@@ -36,28 +36,30 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
-    """Index of the dim that is rolled by half its length beyond a pole: the one named, or the next.
+    """Index of the dim that is rolled by half its length beyond a pole: the named dim, or the next one.
 
-    None where none is named and none comes next: there are no longitudes.
+    None if none is named and there is no next dim: the array has no longitudes.
     """
     names = [dim.name for dim in dims]
     text = str(dims[at])
     if pole.dim and pole.dim not in names:
-        raise NotationError(f"no dim {pole.dim!r} to roll", text=text, hint=f"dims are: {' '.join(names)}")
+        raise NotationError(
+            f"no dim {pole.dim!r} to roll beyond the pole", text=text, hint=f"dims are: {' '.join(names)}"
+        )
     if not pole.dim and at + 1 == len(names):
         return None
     found = names.index(pole.dim) if pole.dim else at + 1
     if found == at:
         raise NotationError(
-            f"dim {names[at]!r} has the pole, another is rolled",
+            f"dim {names[at]!r} has the pole and cannot be the dim that is rolled",
             text=text,
-            hint="pole(w) names the longitude; without a name it is the next dim",
+            hint="pole(w) names the longitude; without a name the next dim is rolled",
         )
     if shape[found] % 2:
         raise ShapeError(
-            f"beyond a pole dim {names[found]!r} is rolled by half its length, which is {shape[found]}",
+            f"dim {names[found]!r} is rolled by half its length beyond a pole, but has {shape[found]} rows",
             text=text,
-            hint="an even number of longitudes",
+            hint="the number of longitudes must be even",
         )
     return found
 

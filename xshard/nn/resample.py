@@ -1,7 +1,7 @@
-"""Resampling of one dim as a few taps per output: which inputs, with which weights.
+"""Resampling of one dim: for every output a few taps, each an input and its weight.
 
-Decides what nearest, linear and cubic interpolation mean, once for both frameworks; the formulas are
-those of torch's `interpolate`, half-pixel centres and cubic constant included.
+Decides what nearest, linear and cubic interpolation mean, once for both frameworks. The formulas are
+those of torch's `interpolate`, with its half-pixel centres and cubic constant. Knows no framework.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import XshardError
-from xshard.nn.receptive_fields import Read, Sizes, read
+from xshard.layout.block_rows import Sizes
+from xshard.nn.receptive_fields import ReceptiveField, receptive_field
 from xshard.notation.parser import Dim
 
 MODES = ("nearest", "nearest-exact", "linear", "cubic")
@@ -20,7 +21,7 @@ CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, Op
 
 
 class Taps(NamedTuple):
-    """(outputs, taps): the inputs of every output, and what they are multiplied by."""
+    """Arrays (outputs, taps): the inputs of every output, and their weights."""
 
     inputs: NDArray[np.int64]
     weights: NDArray[np.float64]
@@ -31,7 +32,7 @@ def taps(
 ) -> Taps:
     """Taps of `outputs` rows interpolated from `length` rows.
 
-    scale: outputs per input, where it is not `outputs / length`. Raises XshardError for an unknown mode.
+    scale: outputs per input, if it is not `outputs / length`. Raises XshardError for an unknown mode.
 
     >>> taps("linear", 2, 4).weights.tolist()
     [[1.0, 0.0], [0.75, 0.25], [0.25, 0.75], [0.75, 0.25]]
@@ -57,22 +58,25 @@ def taps(
     first = np.floor(centre).astype(np.int64)
     part = centre - first
     inputs = np.clip(first[:, None] + np.arange(-1, 3), 0, length - 1)
-    return Taps(inputs, np.stack([_far(part + 1), _near(part), _near(1 - part), _far(2 - part)], 1))
+    return Taps(
+        inputs,
+        np.stack([_cubic_far(part + 1), _cubic_near(part), _cubic_near(1 - part), _cubic_far(2 - part)], 1),
+    )
 
 
-def resampled(dim: Dim, length: int, sizes: Sizes, found: Taps) -> Read:
-    """What the outputs of some taps read, cut as the dim is."""
+def resampled_field(dim: Dim, length: int, sizes: Sizes, found: Taps) -> ReceptiveField:
+    """The receptive field of taps; the outputs are cut like the dim. Raises as `receptive_field` does."""
 
     def needs(start: int, stop: int) -> tuple[int, int]:
         inputs = found.inputs[start:stop]
         return int(inputs.min()), int(inputs.max()) + 1
 
-    return read(dim, length, sizes, len(found.inputs), needs)
+    return receptive_field(dim, length, sizes, len(found.inputs), needs)
 
 
-def _near(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cubic_near(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
 
 
-def _far(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cubic_far(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC

@@ -1,7 +1,8 @@
-"""Windows over several dims at once: what a device's block must hold, and what it computes of it.
+"""Windows over several dims: the layout that blocks must hold, and the sharding of the outputs.
 
-Decides how convolutions and pools become layouts with `window` overlaps, and how pools count. One dim is in
-`held`; transposed windows and resampling are in `reads`.
+Decides how convolutions and pools become layouts with `window` overlaps, and the divisors of average pools.
+`xshard/layout/block_rows.py` knows windows over one dim; transposed windows and resampling are in
+`receptive_fields.py` and `resample.py`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.layout.block_rows import output_dim, outputs
+from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.layout import Layout
-from xshard.layout.runs import Run, Runs, flat
+from xshard.layout.runs import Run, Runs, unrolled
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Window
 
-Windows = tuple[tuple[int, Window], ...]  # dims, and the window that goes over each
+Windows = tuple[tuple[int, Window], ...]  # (index of a dim, the window over it)
 
 
 @dataclass(frozen=True)
-class Windowed:
-    """An op whose outputs read windows of some dims.
+class WindowLayouts:
+    """The two ends of an op whose outputs read windows of some dims.
 
-    source: the layout that blocks must hold: cut dims with their windows, whole dims as they are.
-    result: the outputs; dims that no window goes over are the input's.
+    source: the layout that blocks must hold: cut dims with their windows, uncut dims as they are.
+    result: the outputs; dims without a window are those of the input.
     """
 
     source: Layout
@@ -36,13 +37,15 @@ class Windowed:
 
 
 @lru_cache(maxsize=4096)
-def windowed(sharding: Sharding, windows: Windows) -> Windowed:
-    """The input's sharding and the windows -> what is read and what comes out.
+def window_layouts(sharding: Sharding, windows: Windows) -> WindowLayouts:
+    """The sharding of the input and the windows -> the layout to read and the sharding of the outputs.
 
-    Raises ShapeError where no layout says how the outputs are cut.
+    Raises ShapeError if a cut dim overlaps already, or no layout can express how the outputs are cut.
 
     >>> from xshard import Mesh
-    >>> found = windowed(Sharding(Layout.parse("h/sp w"), Mesh(sp=2), (14, 9)), ((0, Window(k=3, s=2, p=1)),))
+    >>> found = window_layouts(
+    ...     Sharding(Layout.parse("h/sp w"), Mesh(sp=2), (14, 9)), ((0, Window(k=3, s=2, p=1)),)
+    ... )
     >>> str(found.source), str(found.result.layout), found.result.shape
     ('h/sp:window(k=3,s=2,p=1) w', 'h/sp w', (7, 9))
     """
@@ -58,20 +61,20 @@ def windowed(sharding: Sharding, windows: Windows) -> Windowed:
             result[d], shape[d] = output_dim(source[d], sharding.shape[d], sizes)
     layout = sharding.layout
     made = Sharding(replace(layout, dims=tuple(result)), sharding.mesh, tuple(shape))
-    return Windowed(replace(layout, dims=tuple(source)), made)
+    return WindowLayouts(replace(layout, dims=tuple(source)), made)
 
 
-def pieces(sharding: Sharding, d: int, window: Window, device: int) -> Runs:
-    """The intervals of outputs that a device computes; its block holds the rows of each in turn."""
+def output_pieces(sharding: Sharding, d: int, window: Window, device: int) -> Runs:
+    """The intervals of outputs that a device computes; its block holds the rows for each in turn."""
     dim = replace(sharding.layout.dims[d], overlap=window)
     mesh = sharding.mesh
     coords = [mesh.coords(device)[mesh.position(axis)] for axis in dim.axes]
-    found = outputs(dim, window, sharding.shape[d], mesh.sizes_of(dim.axes), coords)
-    return tuple(run for run in flat(found) if run.length)
+    found = window_outputs(dim, window, sharding.shape[d], mesh.sizes_of(dim.axes), coords)
+    return tuple(run for run in unrolled(found) if run.length)
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
-    """The window of a pool, padded at its end by as much as the outputs that torch's `ceil_mode` adds read.
+    """The window of a pool; with `ceil`, padded at its end by what the outputs of torch's `ceil_mode` read.
 
     >>> pool_window(6, Window(k=3, s=2), ceil=True).padding
     (0, 1)
@@ -79,7 +82,7 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
     before, after = window.padding
     span, padded = window.d * (window.k - 1) + 1, length + before + after
     last = -(-(padded - span) // window.s) * window.s
-    # A last window counts if it begins in the array or in the padding before it.
+    # The last window counts if it begins in the array or in the padding before it.
     if not ceil or last >= length + before:
         return window
     return replace(window, p=(before, after + last + span - padded))
@@ -88,9 +91,10 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
 def pool_counts(
     length: int, window: Window, runs: Sequence[Run], *, padding: int, include_pad: bool
 ) -> NDArray[np.int64]:
-    """How many rows every output of an average pool divides by, as torch counts them.
+    """The number of rows by which each output of an average pool is divided, counted as torch does.
 
-    padding: rows after the array that count as padding; what `ceil_mode` reads beyond them never counts.
+    runs: the outputs. padding: rows after the array that count as padding; rows that `ceil_mode` reads
+    beyond them never count.
 
     >>> pool_counts(5, Window(k=3, s=2, p=1), (Run(0, 3),), padding=1, include_pad=False).tolist()
     [2, 3, 2]

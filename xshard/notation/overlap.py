@@ -1,6 +1,7 @@
-"""Overlaps: rows that a block holds beyond its own, as values with a text.
+"""Overlaps: rows that a block holds beyond its own, as values that print as text.
 
-Decides how a halo, a window and their boundaries are written. Which rows they mean is in `held`.
+Decides how halos, windows and their boundaries are written. Which rows they mean is decided in
+`xshard/layout/block_rows.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from dataclasses import dataclass
 BOUNDARIES = ("zero", "constant", "periodic", "reflect", "edge", "none", "pole")
 OUTPUT_RULES = ("balanced", "aligned")
 
-Width = int | tuple[int, ...]  # rows; one number for every part of the dim, or one per part
+Width = int | tuple[int, ...]  # a number of rows, the same for every part of the dim or one per part
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What stands beyond an end of the array.
+    """The rule for rows beyond an end of the array.
 
-    value: what `constant` fills with. dim, sign: for `pole`, the dim that is rolled by half its
-    length (the next one where it is empty) and the factor that rows from beyond the pole get.
+    value: the fill of `constant`. dim, sign: for `pole`, the dim that is rolled by half its length
+    (empty: the next dim), and the factor that multiplies rows from beyond the pole.
     """
 
     kind: str = "zero"
@@ -28,18 +29,18 @@ class Boundary:
 
     def __str__(self) -> str:
         if self.kind == "constant" and self.value:
-            return f"constant({_number(self.value)})"
+            return f"constant({_number_text(self.value)})"
         arguments = [self.dim] * bool(self.dim) + ["-1"] * (self.sign < 0)
         return f"{self.kind}({','.join(arguments)})" if arguments else self.kind
 
     @property
     def linear(self) -> Boundary:
-        """The boundary of a tangent and of a cotangent: a constant has none."""
+        """The boundary for tangents and cotangents: a constant becomes zero."""
         return Boundary("constant") if self.kind == "constant" else self
 
     @property
     def fill(self) -> float | None:
-        """The value of rows that lie outside the array, where the boundary makes any."""
+        """The value of rows outside the array; None if this boundary copies rows or holds none."""
         return self.value if self.kind in ("zero", "constant") else None
 
 
@@ -50,7 +51,7 @@ ZERO = Boundary()
 class Halo:
     """Each block widened by `lo` rows before it and `hi` rows after it; negative widths leave rows out.
 
-    lo, hi: one width, or one per part of the dim. before, after: the rule beyond either end.
+    lo, hi: one width, or one per part of the dim. before, after: the boundary at each end of the array.
     """
 
     lo: Width
@@ -59,7 +60,7 @@ class Halo:
     after: Boundary = ZERO
 
     def __str__(self) -> str:
-        return f"halo({listed(self.lo)},{listed(self.hi)}{_ends(self)})"
+        return f"halo({bracketed(self.lo)},{bracketed(self.hi)}{_boundary_text(self)})"
 
     def widths(self, part: int) -> tuple[int, int]:
         """Rows before and after the block of one part."""
@@ -69,10 +70,10 @@ class Halo:
 
 @dataclass(frozen=True)
 class Window:
-    """The rows that the device's share of a k-wide, s-strided, d-dilated, p-padded window op reads.
+    """The rows that a device reads for its outputs of a k-wide, s-strided, d-dilated, p-padded window op.
 
-    p: rows of padding at both ends, or before and after. out: how the outputs are cut: as the dim
-    itself (empty), `balanced`, or `aligned`: an output belongs to the owner of row `s` times its number.
+    p: rows of padding at both ends, or (before, after). out: how the outputs are cut: like the dim
+    (empty), `balanced`, or `aligned`: output i belongs to the owner of row `s * i`.
     """
 
     k: int
@@ -86,11 +87,11 @@ class Window:
     def __str__(self) -> str:
         defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
         options = "".join(
-            f",{name}={listed(value)}"
+            f",{name}={bracketed(value)}"
             for name, default in defaults
             if (value := getattr(self, name)) != default
         )
-        return f"window(k={self.k}{options}{_ends(self)})"
+        return f"window(k={self.k}{options}{_boundary_text(self)})"
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -98,7 +99,7 @@ class Window:
         return (self.p, self.p) if isinstance(self.p, int) else (self.p[0], self.p[1])
 
     def output_length(self, length: int) -> int:
-        """Outputs over `length` rows, as torch's convolutions count them."""
+        """Number of outputs over `length` rows, counted as torch's convolutions do."""
         return max(0, (length + sum(self.padding) - self.d * (self.k - 1) - 1) // self.s + 1)
 
 
@@ -115,20 +116,20 @@ class Fold:
 Overlap = Halo | Window | Fold
 
 
-def rows_of(overlap: Overlap) -> Halo | Window:
-    """The overlap whose rows a block holds, folded or not."""
+def unfolded(overlap: Overlap) -> Halo | Window:
+    """The overlap itself, or the one inside a fold: both hold the same rows."""
     return overlap.of if isinstance(overlap, Fold) else overlap
 
 
-def _ends(overlap: Halo | Window) -> str:
+def _boundary_text(overlap: Halo | Window) -> str:
     both = (overlap.before,) if overlap.before == overlap.after else (overlap.before, overlap.after)
     return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
 
 
-def listed(value: str | Width) -> str:
-    """A number as it is, several in brackets."""
+def bracketed(value: str | Width) -> str:
+    """A number as it is; several numbers in brackets."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return str(int(value)) if value.is_integer() else repr(value)

@@ -1,6 +1,6 @@
-"""The grammar of overlaps: what stands after the colon of a dim.
+"""The grammar of overlaps: the text after the colon of a dim.
 
-Reads tokens and makes the values of `overlap`; `notation` has the grammar around it.
+Decides how tokens become the values of `overlap.py`; `parser.py` has the grammar around it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from xshard.notation.overlap import (
 from xshard.notation.scanner import Scanner
 
 _SMALLEST = {"k": 1, "s": 1, "d": 1, "p": 0}
+_OPTIONS = "options are: k, s, d, p, out; each once"
+_LIMITS = "k, s, d >= 1 and p >= 0"
 
 
-def overlap(scanner: Scanner) -> Overlap:
+def parse_overlap(scanner: Scanner) -> Overlap:
     """`halo(...)`, `window(...)` or `fold(...)`."""
     span = scanner.span
     kind = scanner.expect("name", hint="overlaps are: halo, window, fold")
@@ -32,9 +34,9 @@ def overlap(scanner: Scanner) -> Overlap:
         return _window(scanner)
     if kind == "fold":
         scanner.expect("(")
-        inner = overlap(scanner)
+        inner = parse_overlap(scanner)
         if isinstance(inner, Fold):
-            raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x")
+            raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x: write x")
         scanner.expect(")")
         return Fold(inner)
     raise scanner.error(f"unknown overlap {kind!r}", span, "overlaps are: halo, window, fold")
@@ -42,13 +44,15 @@ def overlap(scanner: Scanner) -> Overlap:
 
 def _halo(scanner: Scanner) -> Halo:
     scanner.expect("(")
-    lo = width(scanner)
+    lo = parse_width(scanner)
     scanner.expect(",", hint="as in halo(1,1)")
     span = scanner.span
-    hi = width(scanner)
+    hi = parse_width(scanner)
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
-        raise scanner.error(f"{len(lo)} widths before and {len(hi)} after", span, "one per part of the dim")
-    ends = _ends(scanner)
+        raise scanner.error(
+            f"{len(lo)} widths before and {len(hi)} after", span, "as many widths on both sides"
+        )
+    ends = _optional_boundaries(scanner)
     scanner.expect(")")
     return Halo(lo, hi, *ends)
 
@@ -69,7 +73,7 @@ def _window(scanner: Scanner) -> Window:
             ends = before, _next_boundary(scanner) if scanner.take(",") else before
             break
         if name not in (*_SMALLEST, "out") or name in given:
-            raise scanner.error(f"window option {name!r}", span, "k, s, d, p, out, each once")
+            raise scanner.error(f"unknown or repeated window option {name!r}", span, _OPTIONS)
         given.add(name)
         span = scanner.span
         if name == "out":
@@ -78,15 +82,17 @@ def _window(scanner: Scanner) -> Window:
                 known = f"rules are: {', '.join(OUTPUT_RULES)}"
                 raise scanner.error(f"unknown output rule {out!r}", span, known)
         elif name == "p":
-            padding = width(scanner)
+            padding = parse_width(scanner)
             if isinstance(padding, tuple) and len(padding) != 2:
-                raise scanner.error(f"window p of {len(padding)} numbers", span, "p=1 or p=[before,after]")
+                raise scanner.error(
+                    f"window padding p has {len(padding)} numbers", span, "as in p=1 or p=[1,2]"
+                )
             if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
-                raise scanner.error(f"window p={padding}", span, "k, s, d >= 1 and p >= 0")
+                raise scanner.error(f"window p={padding} is negative", span, _LIMITS)
         else:
             widths[name] = scanner.integer()
             if widths[name] < _SMALLEST[name]:
-                raise scanner.error(f"window {name}={widths[name]}", span, "k, s, d >= 1 and p >= 0")
+                raise scanner.error(f"window {name}={widths[name]} is too small", span, _LIMITS)
         if not scanner.take(","):
             break
     scanner.expect(")")
@@ -95,29 +101,29 @@ def _window(scanner: Scanner) -> Window:
     return Window(**widths, p=padding, out=out, before=ends[0], after=ends[1])
 
 
-def boundaries(text: str) -> tuple[Boundary, Boundary]:
-    """The rules beyond either end of the array, of a text of their own: one for both, or two.
+def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
+    """Text of one boundary for both ends of the array, or of two -> (before, after). Raises NotationError.
 
-    >>> boundaries("edge,zero")[0].kind
+    >>> parse_boundaries("edge,zero")[0].kind
     'edge'
     """
     scanner = Scanner(text)
-    both = _both(scanner)
+    both = _boundaries(scanner)
     scanner.expect("end")
     return both
 
 
-def width(scanner: Scanner) -> Width:
-    """A number, or several in brackets."""
+def parse_width(scanner: Scanner) -> Width:
+    """A number, or several in brackets, as in `[1,0,2]`."""
     return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
 
 
-def _ends(scanner: Scanner) -> tuple[Boundary, Boundary]:
-    """No boundary, one for both ends of the array, or one for either."""
-    return _both(scanner) if scanner.take(",") else (ZERO, ZERO)
+def _optional_boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
+    """After a comma, one boundary for both ends of the array or two; without a comma, zeros."""
+    return _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
 
 
-def _both(scanner: Scanner) -> tuple[Boundary, Boundary]:
+def _boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
     before = _next_boundary(scanner)
     return before, _next_boundary(scanner) if scanner.take(",") else before
 
@@ -141,7 +147,7 @@ def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
     elif kind == "pole":
         found = _pole(scanner)
     else:
-        raise scanner.error(f"{kind} takes no argument", hint="constant(1.5) and pole(w,-1) do")
+        raise scanner.error(f"{kind} takes no argument", hint="only constant(1.5) and pole(w,-1) do")
     scanner.expect(")")
     return found
 
@@ -155,5 +161,7 @@ def _pole(scanner: Scanner) -> Boundary:
     span = scanner.span
     sign = int(scanner.expect("int", hint="as in pole(w) or pole(w,-1)"))
     if sign not in (1, -1):
-        raise scanner.error(f"sign {sign}", span, "rows from beyond a pole are kept (1) or negated (-1)")
+        raise scanner.error(
+            f"sign {sign} of a pole", span, "rows from beyond a pole are kept (1) or negated (-1)"
+        )
     return Boundary("pole", dim=dim, sign=sign)

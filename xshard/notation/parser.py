@@ -1,7 +1,7 @@
 """The notation: text <-> the values it stands for.
 
 Decides the grammar (docs/notation.md) and the canonical spelling. Knows no mesh and no
-shape: `b s/zigzag(cp) c` is only read here; what it means is in `ownership` and `layout`.
+shape: it reads `b s/zigzag(cp) c`; `xshard/layout/` decides what that means.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from xshard.errors import NotationError, Span, XshardError
-from xshard.notation.overlap import Overlap, Width, listed
-from xshard.notation.overlap_parser import overlap, width
+from xshard.notation.overlap import Overlap, Width, bracketed
+from xshard.notation.overlap_parser import parse_overlap, parse_width
 from xshard.notation.scanner import Scanner
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")
-SIZES, INTERVALS = "sizes", "intervals"  # orders that are written out in numbers
+SIZES, INTERVALS = "sizes", "intervals"  # orders that list their parts in numbers
 ELLIPSIS = "..."
 ARROW = "->"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One cut of a dim over mesh axes taken as one, the first axis major.
+    """One cut of a dim over mesh axes taken as one; the first axis is the slowest.
 
-    numbers: of `cyclic` the rows that go round together; of `zigzag` the lengths of documents that
-    are cut one by one; of `sizes` the rows of every part; of `intervals` for every part its
-    (start, stop, start, stop, ...).
+    numbers: for `cyclic` the rows dealt out together; for `zigzag` the lengths of documents, each
+    cut on its own; for `sizes` the rows of every part; for `intervals` the (start, stop, start, stop, ...)
+    of every part.
     """
 
     axes: tuple[str, ...]
@@ -37,7 +37,7 @@ class Shard:
 
     def __str__(self) -> str:
         if self.order != "block":
-            return f"{self.order}({','.join((*self.axes, *map(listed, self.numbers)))})"
+            return f"{self.order}({','.join((*self.axes, *map(bracketed, self.numbers)))})"
         return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
 
 
@@ -64,12 +64,15 @@ Parsed = tuple[tuple[Dim, ...], Tags]
 
 
 @dataclass(frozen=True)
-class Spans:
-    """Where the parts of a text stand, in reading order: names of dims and axes, and dims as a whole."""
+class TextSpans:
+    """Positions in a text, in reading order: of dim names, of axis names, and of full dims.
+
+    A full dim is its name with its cuts and its overlap.
+    """
 
     dims: tuple[tuple[str, Span], ...]
     axes: tuple[tuple[str, Span], ...]
-    whole: tuple[tuple[Dim, Span], ...]
+    full_dims: tuple[tuple[Dim, Span], ...]
 
 
 def parse_layout(text: str) -> Parsed:
@@ -82,8 +85,8 @@ def parse_layout(text: str) -> Parsed:
     return parsed
 
 
-def parse_expression(text: str) -> tuple[Parsed, Parsed]:
-    """Text of `layout -> layout` -> both sides. Raises NotationError."""
+def parse_sides(text: str) -> tuple[Parsed, Parsed]:
+    """Text of `layout -> layout` -> its (left, right) sides. Raises NotationError."""
     if not isinstance(text, str):
         raise NotationError(f"an expression is text, not {type(text).__name__}")
     parser = _Parser(text)
@@ -94,23 +97,23 @@ def parse_expression(text: str) -> tuple[Parsed, Parsed]:
     return src, dst
 
 
-def spans(text: str) -> Spans:
-    """Where dim and axis names stand in a text that parses, for errors found later."""
+def text_spans(text: str) -> TextSpans:
+    """Where dims and axes stand in a text that parses, so that later errors can mark them."""
     parser = _Parser(text)
     parser.layout()
     if parser.kind == ARROW:
         parser.expect(ARROW)
         parser.layout()
-    return Spans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
+    return TextSpans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
 
 
 @contextmanager
-def marked(text: str | None) -> Iterator[None]:
-    """Errors that know no text, or only the text of one dim, get the user's, with that dim marked.
+def mark_errors(text: str | None) -> Iterator[None]:
+    """Attach the user's expression to errors raised inside, and mark the dim at fault.
 
     >>> expression = "n d/sizes(a,1,2) -> n d"
     >>> try:
-    ...     with marked(expression):
+    ...     with mark_errors(expression):
     ...         raise XshardError("3 rows, not 4", text="d/sizes(a,1,2)")
     ... except XshardError as error:
     ...     print(error.text[slice(*error.span)])
@@ -121,7 +124,7 @@ def marked(text: str | None) -> Iterator[None]:
     except XshardError as error:
         if text is None or error.span is not None:
             raise
-        span = next((span for dim, span in spans(text).whole if str(dim) == error.text), None)
+        span = next((span for dim, span in text_spans(text).full_dims if str(dim) == error.text), None)
         raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
 
 
@@ -131,19 +134,19 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
 
 
-# What stands behind the axes of an order.
+# Hints: the numbers that each order takes after its axes.
 _NUMBERS = {
-    "block": "no number, as in s/(dp,cp)",
-    "balanced": "no number, as in s/balanced(cp)",
-    "zigzag": "none, or the lengths of documents, as in zigzag(cp,4,8,4)",
-    "cyclic": "none, or the rows that go round together, as in cyclic(cp,16)",
-    SIZES: "the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)",
-    INTERVALS: "[start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])",
+    "block": "block takes no number, as in s/(dp,cp)",
+    "balanced": "balanced takes no number, as in s/balanced(cp)",
+    "zigzag": "zigzag takes no number, or the lengths of documents, as in zigzag(cp,4,8,4)",
+    "cyclic": "cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)",
+    SIZES: "sizes takes the rows of every part, 0 or more, as in sizes(cp,3,0,3,2)",
+    INTERVALS: "intervals takes [start,stop,...] of every part, as in intervals(cp,[0,4,12,16],[4,12])",
 }
 
 
 class _Parser(Scanner):
-    """Recursive descent over the grammar; remembers where names stood."""
+    """Recursive descent over the grammar; remembers where names stand in the text."""
 
     def __init__(self, text: str) -> None:
         self.dim_spans: list[tuple[str, Span]] = []
@@ -173,22 +176,24 @@ class _Parser(Scanner):
         name, span = self.value, self.span
         self.advance()
         if any(name == known for known, _ in self._dims_of_this_layout()):
-            raise self.error(f"dim {name!r} twice", span)
+            raise self.error(f"dim {name!r} is named twice", span)
         self.dim_spans.append((name, span))
         shards: list[Shard] = []
         while self.kind == "/":
             if name == ELLIPSIS:
                 raise self.error(
-                    "'...' stands for whole dims and cannot be cut", hint="name the dim to cut it"
+                    "'...' stands for uncut dims and cannot be cut", hint="name the dim to cut it"
                 )
             self.advance()
             shards.append(self.shard())
         overlaps: Overlap | None = None
         if self.kind == ":":
             if name == ELLIPSIS:
-                raise self.error("'...' stands for whole dims and cannot overlap")
+                raise self.error(
+                    "'...' stands for uncut dims and cannot overlap", hint="name the dim to widen it"
+                )
             self.advance()
-            overlaps = overlap(self)
+            overlaps = parse_overlap(self)
         dim = Dim(name, tuple(shards), overlaps)
         self.whole_spans.append((dim, (span[0], self.end)))
         return dim
@@ -202,7 +207,7 @@ class _Parser(Scanner):
         if self.kind == "(":
             return Shard(self.axes())
         span = self.span
-        name = self.expect("name", hint="after '/' comes a mesh axis, as in s/cp or s/zigzag(cp)")
+        name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
         if self.kind != "(":
             self.axis_spans.append((name, span))
             return Shard((name,))
@@ -220,16 +225,17 @@ class _Parser(Scanner):
                 axes.append(self.axis())
                 continue
             at = self.span
-            numbers.append(width(self))
+            numbers.append(parse_width(self))
             if isinstance(numbers[-1], tuple) != (order == INTERVALS):
-                raise self.error(f"'{listed(numbers[-1])}' in {order}", at, _NUMBERS[order])
+                raise self.error(f"'{bracketed(numbers[-1])}' in {order}", at, _NUMBERS[order])
             if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
-                raise self.error(f"a number below 0: {listed(numbers[-1])}", at, _NUMBERS[order])
+                raise self.error(f"a number below 0: {bracketed(numbers[-1])}", at, _NUMBERS[order])
         self.expect(")")
         most = {"block": 0, "balanced": 0, "cyclic": 1}.get(order, len(numbers))
         least = int(order in (SIZES, INTERVALS))
         if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
-            raise self.error(f"{len(numbers) or 'no'} numbers in {order}", span, _NUMBERS[order])
+            count = f"{len(numbers) or 'no'} number{'' if len(numbers) == 1 else 's'}"
+            raise self.error(f"{count} in {order}", span, _NUMBERS[order])
         return Shard(tuple(axes), order, tuple(numbers))
 
     def axes(self) -> tuple[str, ...]:

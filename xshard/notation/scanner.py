@@ -1,4 +1,4 @@
-"""Tokens of the notation, one ahead, and errors that mark the place.
+"""Tokens of the notation, read one ahead, and errors that mark the token at fault.
 
 Decides what a token is. Knows no grammar.
 """
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Scanner:
-    """A text as tokens: `kind` and `value` of the next one, `span` where it stands; `end` of the last one."""
+    """A text as tokens: `kind`, `value` and `span` (start, stop) of the next one; `end` of the last one."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -66,7 +66,7 @@ class Scanner:
         return int(self.expect("int", hint))
 
     def listed(self, item: Callable[[], _T], ends: str = "()") -> list[_T]:
-        """`( item , item ... )`, at least one."""
+        """`( item , item ... )` with at least one item -> the items."""
         self.expect(ends[0])
         items = [item()]
         while self.take(","):

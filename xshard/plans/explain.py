@@ -1,31 +1,31 @@
-"""Why a plan is the one: the alternatives that were weighed, priced by the same model.
+"""Why a plan won: the alternatives that were weighed, priced by the same model.
 
-Decides how the alternatives of `search.alternatives` are priced and shown beside the winner, and the words
-for why it won.
+Decides how the alternatives of `search.alternatives` are priced and shown beside the plan, and how the
+reason is put into words.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from xshard.errors import PlanError
-from xshard.formatting import aligned, format_bytes, format_seconds
-from xshard.plans.priced import Priced
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.search.alternatives import alternative_steps
 from xshard.search.solve import with_copies, with_scale, without_copies
 
-P = TypeVar("P", bound=Priced)
+if TYPE_CHECKING:
+    from xshard.plans.plan import Plan  # which explains itself by this
 
 
 @dataclass(frozen=True)
-class Alternative(Generic[P]):
+class Alternative:
     """One way to do what a plan does. plan: None where it is not possible, for the reason in `why_not`."""
 
     name: str
-    plan: P | None
+    plan: Plan | None
     why_not: str = ""
 
     @property
@@ -34,34 +34,40 @@ class Alternative(Generic[P]):
         return self.plan.cost if self.plan else math.inf
 
 
-def alternatives(plan: P) -> tuple[Alternative[P], ...]:
+def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """The plan itself, then the other ways to do the same, for the same machine.
+
+    Raises PlanError for a plan between two meshes.
 
     >>> from xshard import Mesh, plan
     >>> [a.name for a in alternatives(plan("n/dp d -> n d", Mesh(dp=2), shape=(8, 4)))]
     ['the plan', 'direct exchange', 'collectives alone', 'all-gather and slice']
     """
+    if plan.transfer:
+        raise PlanError(
+            f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}", hint="they are ways on one mesh"
+        )
     start, goal = (s.with_layout(s.normal) for s in (plan.source, plan.target))
     ends = without_copies(start), without_copies(goal)
-    ways = alternative_steps(*ends, plan.dtype, plan.profile, plan.split)
-    found: list[Alternative[P]] = [Alternative("the plan", plan)]
+    ways = alternative_steps(*ends, plan.dtype, plan.request.machine, plan.split)
+    found: list[Alternative] = [Alternative("the plan", plan)]
     for name, steps in ways.items():
         try:
             scaled = with_scale(with_copies(steps(), start, goal), plan.scale, start, goal)
-            found.append(Alternative(name, plan.with_steps(scaled)))
+            found.append(Alternative(name, replace(plan, steps=scaled, split=())))
         except PlanError as error:
             found.append(Alternative(name, None, error.reason))
     return tuple(found)
 
 
-def explain(plan: Priced) -> str:
+def explain(plan: Plan) -> str:
     """The alternatives as a table, and why the plan won."""
     ways = alternatives(plan)
     head = ("", "time", "received", "peak", "messages", "steps")
-    return "\n".join([aligned([head, *map(_row, ways)]), "", _verdict(plan, ways)])
+    return "\n".join([align_columns([head, *map(_row, ways)]), "", _verdict(plan, ways)])
 
 
-def _row(way: Alternative[Any]) -> tuple[str, ...]:
+def _row(way: Alternative) -> tuple[str, ...]:
     if way.plan is None:
         return way.name, "-", "-", "-", "-", way.why_not
     p = way.plan
@@ -70,7 +76,7 @@ def _row(way: Alternative[Any]) -> tuple[str, ...]:
     return way.name, *costs, str(p.messages), steps
 
 
-def _verdict(plan: Priced, ways: Sequence[Alternative[Any]]) -> str:
+def _verdict(plan: Plan, ways: Sequence[Alternative]) -> str:
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
     others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
@@ -79,7 +85,7 @@ def _verdict(plan: Priced, ways: Sequence[Alternative[Any]]) -> str:
     return "\n".join([_against_best(plan, allowed), *(_too_large(plan, w) for w in swelling)])
 
 
-def _against_best(plan: Priced, others: Sequence[Alternative[Any]]) -> str:
+def _against_best(plan: Plan, others: Sequence[Alternative]) -> str:
     best = min(others, key=lambda w: w.cost, default=None)
     if best is None or best.plan is None:
         return "Every other way within the memory of both ends is the same plan or not possible."
@@ -97,7 +103,7 @@ def _against_best(plan: Priced, others: Sequence[Alternative[Any]]) -> str:
     return f"{saved} faster than {best.name}, the best of the others, under '{plan.profile.name}': {why}."
 
 
-def _too_large(plan: Priced, way: Alternative[Any]) -> str:
+def _too_large(plan: Plan, way: Alternative) -> str:
     gain = plan.cost - way.cost
     would = f"would be {format_seconds(gain)} faster, but" if gain > 0 else "also"
     return f"{way.name.capitalize()} {would} holds a block larger than both ends, which no plan does."

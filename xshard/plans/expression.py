@@ -1,4 +1,7 @@
-"""TODO."""
+"""What a user writes as an expression -> both layouts, and the checks of shapes and blocks against them.
+
+Decides what counts as an expression, and which part of its text an error marks. Knows no framework.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from xshard.errors import NotationError, ShapeError
 from xshard.layout.block_rows import length_of_equal_blocks
 from xshard.layout.layout import Layout, parse_expression
 from xshard.layout.mesh import Mesh
-from xshard.notation.parser import ELLIPSIS, marked, spans
+from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 
 
@@ -44,8 +47,8 @@ def sides(expression: Expression) -> Sides:
 
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
-    """The global shape of which every block is as large as this one. Raises ShapeError where none is."""
-    with marked(text):
+    """Global shape, assuming all blocks are equal. Raises ShapeError if that does not determine it."""
+    with mark_errors(text):
         found = layout.resolved(len(local_shape)).dims
     lengths = []
     for dim, rows in zip(found, local_shape, strict=True):
@@ -70,14 +73,14 @@ def check_block(
     *,
     inferred: bool,
 ) -> None:
-    """Raise ShapeError, at the first dim that is wrong, where a block has not the shape of its layout.
+    """Raise ShapeError, marking the first wrong dim, if a block does not have the shape its layout gives it.
 
-    what: whose block it is. names: of its dims. inferred: whether its array's shape was told from it.
+    what: whose block it is. names: of its dims. inferred: whether the array's shape was inferred from it.
     """
     if local_shape == expected:
         return
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(spans(text).dims))  # the left side's, which come first
+    where = dict(reversed(text_spans(text).dims))  # a dim is marked on the left, where it comes first
     raise ShapeError(
         f"{what} has shape {local_shape}, not {expected}",
         text=text,

@@ -1,8 +1,8 @@
-"""The derivatives of a `max` or `min`: the winners', in equal shares.
+"""The derivatives of a `max` or `min`: they go to the winners, in equal shares.
 
 A maximum is not linear, but its derivatives are made of redistributions that are: bring the
-result back to every addend, compare, count the winners, bring the cotangent back or add their tangents
-up. Decides those four plans; who runs them (reference, torch, JAX) multiplies.
+result back to every addend, compare, count the winners, then bring the cotangent back or add up the
+tangents. Decides those four plans; the reference, torch and JAX run them and multiply.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from xshard.plans.plan import Plan, find_plan
 
 @dataclass(frozen=True)
 class MaxMinPlans:
-    """Plans for the gradient of `y = max(x)`; with `won = (x == result(y))` it is
+    """Plans for the derivatives of `y = max(x)`.
 
-    `cotangent(g) * won / count(won)`.
-
-    and for its tangent, `tangent(t * won / count(won))`.
+    With `won = (x == result(y))`, the gradient is `cotangent(g) * won / count(won)` and the tangent
+    `tangent(t * won / count(won))`.
 
     result: the output, as a copy beside every addend. count: the number of winners, likewise.
     cotangent: the output's cotangent, beside every addend. tangent: the sum of addends, where the output is.
@@ -37,7 +36,7 @@ class MaxMinPlans:
 def max_min_plans(plan: Plan) -> MaxMinPlans:
     """The plans for the gradient of a plan whose source is a `max` or `min`.
 
-    Raises LinearityError where the destination still is one: its addends have no common value.
+    Raises LinearityError where the destination is a max or min too: its addends have no common value.
     """
     if not plan.dst.is_linear:
         raise LinearityError(
@@ -46,7 +45,7 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         )
 
     def find(src: Layout, dst: Layout) -> Plan:
-        return find_plan(src, dst, plan.mesh, plan.shape, plan.dtype, plan.profile)
+        return find_plan(replace(plan.request, src=src, dst=dst, scale=None, memory_limit=None))
 
     addends = _with_kind(plan.src, "sum")
     return MaxMinPlans(

@@ -1,30 +1,36 @@
-"""A plan: the steps from one sharding to another, checked, priced and printable.
+"""A plan: the steps from one sharding to another, on one mesh or two, checked, priced and printable.
 
-Decides what makes a plan right: every step's result is inferred and the last must mean the
-destination. How steps are found is the planner's business.
+Decides what makes a plan right: every step's result is inferred, and the last must mean the
+destination; and which of the ways that `search` and `transfer_search` find becomes the plan.
+It is above 300 lines because a plan finds the plan of its gradient: `find_plan` cannot be elsewhere.
 """
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 from xshard import dtypes
 from xshard.cost import bounds
+from xshard.cost.device_links import located
 from xshard.cost.model import Price, Profile, load_profile, price
 from xshard.errors import PlanError
-from xshard.layout.layout import Layout
+from xshard.formatting import format_bytes
+from xshard.layout.layout import NONLINEAR, Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
 from xshard.plans.explain import explain
-from xshard.plans.priced import FORWARD, Priced, check_objective
-from xshard.plans.serialize import _step_from_dict, _step_to_dict, reading_plan
+from xshard.plans.objective import BOTH, FORWARD, check_objective
+from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
+from xshard.plans.transfer import Transfer
+from xshard.plans.transfer_search import transfer_ways
+from xshard.search.request import Request, check_devices
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step
 from xshard.steps.base import REDUCERS
@@ -39,16 +45,24 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(Priced):
+class Plan:
     """Steps that lead an array of `shape` on `mesh` from layout `src` to layout `dst`.
+
+    `dst` is on the mesh to which the steps' `Transfer` leads, if there is one, else on `mesh` too.
 
     scale: the constant that the steps multiply by: 1/n where a mean over n ends.
     profile: the machine it is priced for; plans for two machines with the same steps differ.
     memory_limit: bytes that no device may exceed at any moment, forward or backward.
     objective: with "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
-    split: axes that the steps divide, with the sizes of their parts: `x` of 4 into `x_0` and `x_1` of 2,
-    which steps and stages name. Devices and blocks are those of `mesh` all the same.
-    Raises PlanError where the steps do not lead from `src` to `dst`.
+    split: axes of `mesh` that the steps split, with the sizes of their parts: `x` of 4 into `x_0` and `x_1`
+    of 2, which steps and stages name. Devices and blocks are those of `mesh` all the same.
+    src_devices: the number of every device of `mesh`, in its order; 0, 1, 2, ... by default.
+    Raises PlanError where the steps do not lead from `src` to `dst`, MeshError for devices that do not fit.
+
+    >>> from xshard import plan
+    >>> p = plan("n/a -> n/b", src_mesh=Mesh(a=2), dst_mesh=Mesh(b=4), dst_devices=range(2, 6), shape=(8,))
+    >>> [(p.src_devices[m.src], p.dst_devices[m.dst]) for m in p.transfer.messages]
+    [(0, 2), (0, 3), (1, 4), (1, 5)]
     """
 
     src: Layout
@@ -62,26 +76,61 @@ class Plan(Priced):
     memory_limit: int | None = None
     objective: str = FORWARD
     split: Split = ()
+    src_devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
-        reached = self.stages[-1].after if self.stages else self._normal(self._finely(self.source))
-        if not reached.means_the_same_as(self._finely(self.target)):
+        reached = self.stages[-1].after if self.stages else self._start
+        if not reached.means_the_same_as(_divided(self.target, reached.mesh)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
         self._check_split()
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
-        self._check_weight()
+        starts = self.transfer.src_devices if self.transfer else tuple(range(self.mesh.n_devices))
+        object.__setattr__(self, "src_devices", self.src_devices or starts)
+        check_devices("source", self.mesh, self.src_devices)
+        if self.transfer and self.src_devices != starts:
+            raise PlanError(f"the plan is for devices {self.src_devices}, its transfer for {starts}")
+        if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
+            raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
+        if self.objective == BOTH:
+            try:
+                _ = self.backward
+            except PlanError as error:
+                raise PlanError(f"backward: {error.reason}", hint=error.hint) from None
 
     def _check_split(self) -> None:
-        if not self.split:
-            return
-        held = (at.layout.tagged(*REDUCERS) for stage in self.stages for at in (stage.before, stage.after))
-        summed = {self.steps_mesh.origin(axis) for axes in held for axis in axes}
-        for axis, _ in self.split:
-            if axis in summed:
-                raise PlanError(f"axis {axis!r} is divided and holds addends", hint="reduce along whole axes")
+        for at in (sharding for stage in self.stages for sharding in stage[1:]):
+            for part in at.layout.tagged(*REDUCERS):
+                if (axis := at.mesh.origin(part)) != part:
+                    raise PlanError(
+                        f"axis {axis!r} is divided and holds addends", hint="reduce along whole axes"
+                    )
+
+    @cached_property
+    def transfer(self) -> Transfer | None:
+        """The step that leads to another mesh, or other devices; None for a plan on one mesh."""
+        found = [step for step in self.steps if isinstance(step, Transfer)]
+        if len(found) > 1:
+            raise PlanError(f"{len(found)} transfers in one plan", hint="make a plan for each")
+        return found[0] if found else None
+
+    @property
+    def src_mesh(self) -> Mesh:
+        """The mesh of the source: `mesh`."""
+        return self.mesh
+
+    @property
+    def dst_mesh(self) -> Mesh:
+        """The mesh of the destination."""
+        mesh = self.transfer.target.mesh if self.transfer else self.mesh
+        return mesh.base if self.transfer and isinstance(mesh, SubAxisMesh) else mesh
+
+    @property
+    def dst_devices(self) -> tuple[int, ...]:
+        """The number of every device of `dst_mesh`, in its order; with `relabel=True`, the permutation."""
+        return self.transfer.dst_devices if self.transfer else self.src_devices
 
     @cached_property
     def source(self) -> Sharding:
@@ -91,22 +140,22 @@ class Plan(Priced):
     @cached_property
     def target(self) -> Sharding:
         """Where the plan ends."""
-        return Sharding(self.dst, self.mesh, self.shape)
+        return Sharding(self.dst, self.dst_mesh, self.shape)
 
     @cached_property
     def steps_mesh(self) -> Mesh:
-        """The mesh whose axes the steps name: `mesh`, with the axes of `split` divided."""
+        """The mesh whose axes the first steps name: `mesh`, with the axes of `split` split."""
         return SubAxisMesh(self.mesh, self.split) if self.split else self.mesh
 
-    def _finely(self, sharding: Sharding) -> Sharding:
-        """The same sharding on the mesh of the steps."""
-        fine = self.steps_mesh
-        return fine.divided(sharding) if isinstance(fine, SubAxisMesh) else sharding
+    @cached_property
+    def _start(self) -> Sharding:
+        fine = _divided(self.source, self.steps_mesh)
+        return fine.with_layout(fine.normal)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Every step with the shardings around it."""
-        here, found = self._normal(self._finely(self.source)), []
+        here, found = self._start, []
         for step in self.steps:
             after = step.after(here)
             found.append(Stage(step, here, after))
@@ -116,54 +165,71 @@ class Plan(Priced):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that the layouts name, and those whose replicas the steps make use of."""
-        passed = (a for stage in self.stages for a in stage.after.layout.axes)
-        named = (*self.src.axes, *self.dst.axes, *map(self.steps_mesh.origin, passed))
-        return tuple(dict.fromkeys(named))
+        passed = (at.mesh.origin(a) for _, _, at in self.stages for a in at.layout.axes)
+        return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes, *passed)))
 
-    @staticmethod
-    def _normal(sharding: Sharding) -> Sharding:
-        return sharding.with_layout(sharding.normal)
+    @cached_property
+    def request(self) -> Request:
+        """What the plan answers."""
+        ends = self.src, self.dst, self.mesh, self.dst_mesh, self.src_devices, self.dst_devices
+        return Request(*ends, self.shape, self.dtype, self.profile, self.scale, self.memory_limit)
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.dtype)
 
     @cached_property
     def prices(self) -> tuple[Price, ...]:
         """What every step costs."""
-        return tuple(price(s.step, s.before, s.after, self.itemsize, self.profile) for s in self.stages)
+        return tuple(map(self._price, range(len(self.steps))))
+
+    def _price(self, at: int) -> Price:
+        step, before, after = self.stages[at]
+        if isinstance(step, Transfer):
+            return step.price(self.itemsize)
+        return price(step, before, after, self.itemsize, self._machines[at])
+
+    @cached_property
+    def _machines(self) -> Sequence[Profile]:
+        """For every step, the profile for the devices of its mesh."""
+        first = self.steps.index(self.transfer) if self.transfer else len(self.steps)
+        there = located(self.profile, self.dst_mesh, self.dst_devices)
+        return [self.request.machine] * first + [there] * (len(self.steps) - first)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds, of all that the objective counts."""
+        forward = sum(p.seconds for p in self.prices)
+        return forward + self.backward.cost if self.objective == BOTH else forward
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that the busiest device receives, summed over the steps."""
+        return sum(p.received_bytes for p in self.prices)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that the busiest device holds at the worst moment: input, output, buffers."""
+        ends = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
+        return max((p.peak_bytes for p in self.prices), default=ends)
 
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
-        src, dst = self._normal(self.source), self._normal(self.target)
-        return bounds.received_elements(src, dst) * self.itemsize
-
-    @cached_property
-    def backward(self) -> Plan:
-        """The plan of the adjoint: from the dual of `dst` to the dual of `src`. Raises LinearityError."""
-        return self._between(self.dst.dual, self.src.dual)
-
-    @cached_property
-    def tangent(self) -> Plan:
-        """The plan that tangents take: itself, unless a boundary fills with a constant, which has none."""
-        src, dst = self.src.tangent, self.dst.tangent
-        return self if (src, dst) == (self.src, self.dst) else self._between(src, dst)
-
-    def _between(self, src: Layout, dst: Layout) -> Plan:
-        """The plan between two other layouts of the same array, machine and constant."""
-        return find_plan(
-            src,
-            dst,
-            self.mesh,
-            self.shape,
-            self.dtype,
-            self.profile,
-            scale=self.scale,
-            memory_limit=self.memory_limit,
-        )
+        src, dst = (sharding.with_layout(sharding.normal) for sharding in (self.source, self.target))
+        if self.transfer is None:
+            return bounds.received_elements(src, dst) * self.itemsize
+        devices = self.src_devices, self.dst_devices
+        return bounds.received_elements_between(src, dst, *devices) * self.itemsize
 
     @property
     def messages(self) -> int:
         """Latencies paid one after the other, over all steps."""
-        lanes = self.profile.lanes(self.steps_mesh)
-        return sum(hop.messages for s in self.stages for hop in s.step.traffic(s.before, lanes).hops)
+        traffics = (
+            step.traffic(before, machine.link_spans(before.mesh))
+            for (step, before, _), machine in zip(self.stages, self._machines, strict=True)
+        )
+        return sum(hop.messages for traffic in traffics for hop in traffic.hops)
 
     @property
     def swells(self) -> bool:
@@ -171,36 +237,30 @@ class Plan(Priced):
         largest = max(self.source.max_local_size, self.target.max_local_size)
         return any(stage.after.max_local_size > largest for stage in self.stages)
 
-    def with_steps(self, steps: tuple[Step, ...]) -> Self:
-        """The same request carried out by other steps, on whole axes."""
-        return replace(self, steps=steps, split=())
+    @cached_property
+    def backward(self) -> Plan:
+        """The plan of the adjoint: from the dual of `dst` to the dual of `src`. Raises LinearityError."""
+        return find_plan(self.request.adjoint)
+
+    @cached_property
+    def tangent(self) -> Plan:
+        """The plan that tangents take: itself, unless a boundary fills with a constant, which has none."""
+        tangent = self.request.tangent
+        return self if tangent == self.request else find_plan(tangent)
 
     def __str__(self) -> str:
         return table.text(self)
 
     def explain(self) -> str:
-        """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won."""
+        """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won.
+
+        Raises PlanError for a plan between two meshes.
+        """
         return explain(self)
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
-        return json.dumps(
-            {
-                "src": str(self.src),
-                "dst": str(self.dst),
-                "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
-                "shape": list(self.shape),
-                "dtype": self.dtype,
-                "scale": str(self.scale),
-                "profile": self.profile.name,
-                "memory_limit": self.memory_limit,
-                "objective": self.objective,
-                "split": dict(self.split),
-                "steps": [_step_to_dict(s) for s in self.steps],
-                "after": [str(stage.after.layout) for stage in self.stages],
-            },
-            indent=1,
-        )
+        return plan_to_json(self)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> Plan:
@@ -208,43 +268,78 @@ class Plan(Priced):
 
         profile: the machine to price it for, where the text names one that is not shipped.
         """
-        with reading_plan(PlanError):
-            data: dict[str, Any] = json.loads(text)
-            plan = cls(
-                src=Layout.parse(data["src"]),
-                dst=Layout.parse(data["dst"]),
-                mesh=Mesh(data["mesh"]),
-                shape=tuple(data["shape"]),
-                dtype=dtypes.name_of(data["dtype"]),
-                steps=tuple(_step_from_dict(s) for s in data["steps"]),
-                scale=Fraction(data["scale"]),
-                profile=load_profile(data["profile"] if profile is None else profile),
-                memory_limit=data["memory_limit"],
-                objective=data["objective"],
-                split=tuple((axis, tuple(sizes)) for axis, sizes in data.get("split", {}).items()),
-            )
-            written = data["after"]
+        with reading_plan():
+            values, written = plan_from_json(text, profile)
+            plan = cls(**values)
         inferred = [str(stage.after.layout) for stage in plan.stages]
         if written != inferred:
             raise PlanError(f"the plan says its steps lead to {written}, they lead to {inferred}")
         return plan
 
 
+def _divided(sharding: Sharding, mesh: Mesh) -> Sharding:
+    """The same sharding on `mesh`, whose axes may be parts of those of the sharding's own."""
+    if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
+        return mesh.factored(sharding)
+    return sharding
+
+
 @lru_cache(maxsize=4096)
-def find_plan(
-    src: Layout,
-    dst: Layout,
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    profile: Profile,
-    *,
-    scale: Fraction | None = None,
-    memory_limit: int | None = None,
-) -> Plan:
-    """The cheapest plan between two layouts, by value. `scale`: the constant it multiplies by, where
-    that is not read off the layouts (a backward plan)."""
-    source, target = Sharding(src, mesh, shape), Sharding(dst, mesh, shape)
-    factor = source.scale / target.scale if scale is None else scale
-    steps, split = solve(source, target, dtype, profile, factor, memory_limit)
-    return Plan(src, dst, mesh, shape, dtype, steps, factor, profile, memory_limit, split=split)
+def find_plan(request: Request, objective: str = FORWARD) -> Plan:
+    """The cheapest plan for a request, by value.
+
+    Raises PlanError where no redistribution is defined or none fits the memory limit, DtypeError where the
+    dtype cannot be reduced.
+    """
+
+    def aimed(plan: Plan) -> Plan:
+        return plan if objective == FORWARD else replace(plan, objective=objective)
+
+    one = request.on_one_mesh
+    found = _cheapest(request, relabel=False) if one is None else _made(one, *solve(one))
+    if found is None:
+        ways = transfer_ways(free := replace(request, memory_limit=None))
+        least = min(_made(free, *way).peak_bytes for way in ways)
+        raise PlanError(
+            f"no plan stays within {format_bytes(request.memory_limit or 0)} per device",
+            hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
+        )
+    found = aimed(found)
+    if request.relabel and found.bytes_received and not request.dst.tagged(*NONLINEAR):
+        moved = _cheapest(request, relabel=True)
+        moved = moved and aimed(moved)
+        if moved and moved.cost < found.cost and moved.bytes_received <= found.bytes_received:
+            return moved
+    return found
+
+
+def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
+    return Plan(
+        request.src,
+        request.dst,
+        request.src_mesh,
+        request.shape,
+        request.dtype,
+        steps,
+        request.factor,
+        request.profile,
+        request.memory_limit,
+        split=split,
+        src_devices=request.src_devices,
+    )
+
+
+def _cheapest(request: Request, *, relabel: bool) -> Plan | None:
+    """The plan with a transfer of the fewest seconds within the memory limit; among equals the plainest."""
+    limit, free = request.memory_limit, replace(request, memory_limit=None)
+    best: Plan | None = None
+    for way in transfer_ways(free, relabel=relabel):
+        found = _made(free, *way)
+        ends = (found._price(i).seconds for i, step in enumerate(found.steps) if step is not found.transfer)
+        if best is not None and sum(ends) >= best.cost:
+            continue  # whatever the transfer costs, which is the longest to find out
+        if limit is not None and found.peak_bytes > limit:
+            continue
+        if best is None or found.cost < best.cost * (1 - 1e-9):
+            best = found
+    return best if best is None else replace(best, memory_limit=limit)

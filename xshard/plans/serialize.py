@@ -1,29 +1,39 @@
-"""TODO."""
+"""A plan as JSON, and back.
+
+Decides the keys, and how a field of a step is written and read: by its declared type. Of a profile only
+the name is written. Whether what was read is a plan, the plan decides.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from xshard import dtypes
+from xshard.cost.model import Profile, load_profile
 from xshard.errors import PlanError, XshardError
 from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.notation.parser import Shard
 from xshard.steps import Step
 from xshard.steps.base import DimCut
 
+if TYPE_CHECKING:
+    from xshard.plans.plan import Plan  # which reads and writes itself by this
+
 
 @contextmanager
-def reading_plan(*told: type[XshardError]) -> Iterator[None]:
-    """While a plan is made of text: whatever is wrong with that is a PlanError.
-
-    told: errors that say enough as they are.
-    """
+def reading_plan() -> Iterator[None]:
+    """Turn any error raised while reading a plan into a PlanError."""
     try:
         yield
-    except told:
+    except PlanError:
         raise
     except XshardError as error:
         raise PlanError(f"this is no plan: {error}") from None
@@ -31,11 +41,54 @@ def reading_plan(*told: type[XshardError]) -> Iterator[None]:
         raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
 
 
-def _step_to_dict(step: Step) -> dict[str, Any]:
-    return {"step": step.kind, **{f.name: _to_plain(getattr(step, f.name)) for f in fields(step)}}  # type: ignore[arg-type]
+def plan_to_json(plan: Plan) -> str:
+    """`Plan.to_json`."""
+    return json.dumps(
+        {
+            "src": str(plan.src),
+            "dst": str(plan.dst),
+            **_mesh_to_plain(plan.steps_mesh),
+            "src_devices": list(plan.src_devices),
+            "shape": list(plan.shape),
+            "dtype": plan.dtype,
+            "scale": str(plan.scale),
+            "profile": plan.profile.name,
+            "memory_limit": plan.memory_limit,
+            "objective": plan.objective,
+            "steps": [_step_to_plain(s) for s in plan.steps],
+            "after": [str(stage.after.layout) for stage in plan.stages],
+        },
+        indent=1,
+    )
 
 
-def _step_from_dict(data: dict[str, Any]) -> Step:
+def plan_from_json(text: str, profile: Profile | str | None) -> tuple[dict[str, Any], list[str]]:
+    """Text of `plan_to_json` -> the arguments of `Plan`, and the layouts that it says its steps lead to."""
+    data: dict[str, Any] = json.loads(text)
+    machine = load_profile(data["profile"] if profile is None else profile)
+    values = {
+        "src": Layout.parse(data["src"]),
+        "dst": Layout.parse(data["dst"]),
+        "mesh": Mesh(data["mesh"]),
+        "src_devices": tuple(data.get("src_devices", ())),
+        "shape": tuple(data["shape"]),
+        "dtype": dtypes.name_of(data["dtype"]),
+        "scale": Fraction(data["scale"]),
+        "profile": machine,
+        "memory_limit": data["memory_limit"],
+        "objective": data["objective"],
+        "split": _split(data.get("split", {})),
+        "steps": tuple(_step(s, machine) for s in data["steps"]),
+    }
+    return values, data["after"]
+
+
+def _step_to_plain(step: Step) -> dict[str, Any]:
+    written = (f.name for f in fields(step) if f.type != "Profile")  # type: ignore[arg-type]
+    return {"step": step.kind, **{name: _to_plain(getattr(step, name)) for name in written}}
+
+
+def _step(data: dict[str, Any], profile: Profile) -> Step:
     values = dict(data)
     kind = Step.registry.get(values.pop("step", ""))
     if kind is None:
@@ -45,12 +98,25 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if set(values) - set(known):
         raise PlanError(f"step {kind.kind!r} has no {sorted(set(values) - set(known))}")
-    return kind(**{name: _FROM_PLAIN[str(known[name].type)](value) for name, value in values.items()})
+    read = {name: _FROM_PLAIN[str(known[name].type)](value) for name, value in values.items()}
+    return kind(**read, **{name: profile for name, f in known.items() if f.type == "Profile"})
+
+
+def _mesh_to_plain(mesh: Mesh) -> dict[str, Any]:
+    base, split = (mesh.base, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
+    return {"mesh": dict(zip(base.axes, base.sizes, strict=True)), "split": dict(split)}
+
+
+def _split(data: dict[str, list[int]]) -> Split:
+    return tuple((axis, tuple(sizes)) for axis, sizes in data.items())
 
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_plain(v) for v in value]
+    if isinstance(value, Sharding):
+        ends = {"layout": str(value.layout), "shape": list(value.shape)}
+        return {**ends, **_mesh_to_plain(value.mesh)}
     return str(value) if isinstance(value, Layout | Shard | Fraction) else value
 
 
@@ -65,9 +131,17 @@ def _cuts(values: list[tuple[str, list[str]]]) -> tuple[DimCut, ...]:
     return tuple((str(dim), _shards(shards)) for dim, shards in values)
 
 
+def _sharding(data: dict[str, Any]) -> Sharding:
+    mesh, split = Mesh(data["mesh"]), _split(data["split"])
+    mesh = SubAxisMesh(mesh, split) if split else mesh
+    return Sharding(Layout.parse(data["layout"]), mesh, tuple(data["shape"]))
+
+
 # How a field of a step is read back, by its declared type.
 _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "str": str,
+    "tuple[int, ...]": tuple,
+    "Sharding": _sharding,
     "tuple[str, ...]": lambda values: tuple(map(str, values)),
     "tuple[Shard, ...]": _shards,
     "tuple[DimCut, ...]": _cuts,

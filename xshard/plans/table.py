@@ -5,11 +5,12 @@ Decides the columns and the words around them. Who prints them aligns or colours
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xshard.formatting import aligned, format_bytes, format_seconds
+from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout.sharding import Sharding
-from xshard.plans.priced import FORWARD, Priced
+from xshard.plans.objective import FORWARD
 
 if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which prints itself by this table
@@ -30,13 +31,17 @@ HEAD = Row("step", "layout after", "local shape", "received", "time", "peak")
 
 
 def text(plan: Plan) -> str:
-    """The whole table, aligned."""
-    return "\n".join([title(plan), "", aligned([HEAD, *rows(plan)]), "", total(plan)])
+    """The whole table, aligned; between two meshes with the mesh that every step leads to."""
+    found: list[tuple[str, ...]] = [HEAD, *rows(plan)]
+    if plan.transfer:
+        meshes = ["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)]
+        found = [(step, mesh, *rest) for (step, *rest), mesh in zip(found, meshes, strict=True)]
+    return "\n".join([title(plan), "", align_columns(found), "", total(plan)])
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:
     """Where the plan starts, then one row per step."""
-    found = [Row("", str(plan.src), shape_text(plan.source), "", "", "")]
+    found = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     for i, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
         layout = plan.dst if i == len(plan.stages) - 1 else stage.after.layout
@@ -44,7 +49,7 @@ def rows(plan: Plan) -> tuple[Row, ...]:
             Row(
                 str(stage.step),
                 str(layout),
-                shape_text(stage.after),
+                _shape_text(stage.after),
                 format_bytes(cost.received_bytes),
                 format_seconds(cost.seconds),
                 format_bytes(cost.peak_bytes),
@@ -55,8 +60,22 @@ def rows(plan: Plan) -> tuple[Row, ...]:
 
 def title(plan: Plan) -> str:
     """What is moved, and where."""
-    text = f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} on {plan.mesh}"
-    return f"{text}, divided as {plan.steps_mesh}" if plan.split else text
+    text = f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} "
+    if plan.transfer:
+        devices = f"devices {device_ranges(plan.src_devices)} -> {device_ranges(plan.dst_devices)}"
+        return f"{text}from {plan.mesh} to {plan.dst_mesh}, {devices}"
+    return f"{text}on {plan.mesh}" + (f", divided as {plan.steps_mesh}" if plan.split else "")
+
+
+def device_ranges(devices: Sequence[int]) -> str:
+    """`(0, 1, 2, 3, 6)` -> `0-3,6`."""
+    parts: list[list[int]] = []
+    for device in devices:
+        if parts and device == parts[-1][-1] + 1:
+            parts[-1].append(device)
+        else:
+            parts.append([device])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def total(plan: Plan) -> str:
@@ -67,22 +86,18 @@ def total(plan: Plan) -> str:
         if bound
         else "the bound is 0 B"
     )
+    sent = plan.transfer and f"sent between meshes {format_bytes(plan.transfer.sent * plan.itemsize)}, "
+    seconds = format_seconds(plan.cost)
+    if plan.objective != FORWARD:
+        seconds += f" with the backward's {format_seconds(plan.backward.cost)}"
     text = (
-        f"received {format_bytes(plan.bytes_received)} ({ratio}), {seconds_text(plan)}, "
+        f"received {format_bytes(plan.bytes_received)} ({ratio}), {sent or ''}{seconds}, "
         f"peak {format_bytes(plan.peak_bytes)}, priced for {plan.profile.name}"
     )
     return text if plan.stages else f"nothing to do: the layouts mean the same; {text}"
 
 
-def seconds_text(plan: Priced) -> str:
-    """The predicted time; of both passes and of each, where both count."""
-    total = format_seconds(plan.cost)
-    if plan.objective == FORWARD:
-        return total
-    return f"{total} with the backward's {format_seconds(plan.backward.cost)}"
-
-
-def shape_text(sharding: Sharding) -> str:
+def _shape_text(sharding: Sharding) -> str:
     """The largest block, with `<=` where blocks differ."""
     text = "x".join(map(str, sharding.max_local_shape)) or "scalar"
     return text if sharding.is_even else f"<={text}"

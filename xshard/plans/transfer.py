@@ -1,8 +1,8 @@
 """Transfer: devices of one mesh send the devices of another the boxes that these lack.
 
-Decides which device sends which box to which. What a device holds already it keeps; of the
-replicas that could send a box the one that is done first does. Knows two shardings and which
-devices they are on, and nothing of the plans around them.
+Decides which device sends which box to which. A device keeps what it already holds; of the replicas
+that could send a box, the one that is done first does. It is a step, but not in `steps`: who is done
+first depends on the machine. Knows two shardings and their devices, and nothing of the plan around it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.cost.bounds import have_same_blocks
 from xshard.cost.device_links import link_between
-from xshard.cost.model import Link, Profile
-from xshard.formatting import aligned
-from xshard.layout.runs import Segment, common
+from xshard.cost.model import Link, Price, Profile
+from xshard.errors import PlanError
+from xshard.formatting import align_columns
+from xshard.layout.runs import Segment, common_segments
 from xshard.layout.sharding import Sharding
-from xshard.steps.base import REDUCERS, Block, Blocks
+from xshard.search.request import check_devices
+from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message
+from xshard.steps.traffic import Hop, LinkSpans, Traffic
 
 # Messages that a printed transfer lists.
 MAX_LISTED = 32
@@ -52,34 +56,65 @@ class Flow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Blocks of one sharding become blocks of another, on other devices, a part of them, or the same.
+class Transfer(Step):
+    """Blocks of one sharding become blocks of another, on other devices, some of them, or the same.
 
     source, target: in normal form. Every reduction ends: addends are added where they arrive, in
-    the order of their devices; an element of a new sum goes to the first device along it.
+    the order of their devices; an element of a new sum goes to the first device along it. If every
+    device has its block of `target` already, addends included, nothing is sent and nothing ends: only
+    the mesh is another.
     src_devices, dst_devices: the number of every device, in the order of its mesh.
     profile: the machine, whose nodes tell which links are slow.
+    Raises MeshError for devices that do not fit, PlanError for a max or min that would have to begin.
     """
 
+    kind: ClassVar[str] = "transfer"
     source: Sharding
     target: Sharding
     src_devices: tuple[int, ...]
     dst_devices: tuple[int, ...]
     profile: Profile = field(repr=False)
 
+    def __post_init__(self) -> None:
+        check_devices("source", self.source.mesh, self.src_devices)
+        check_devices("destination", self.target.mesh, self.dst_devices)
+        target = self.target.layout
+        if not self.is_in_place and (kept := target.tagged("max", "min")):
+            raise PlanError(
+                f"'{target}' holds a max or min over {', '.join(kept)}, which no transfer brings there",
+                hint=f"reduce it: write copy({','.join(kept)})",
+            )
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether every device has its block already, so that nothing is sent."""
+        return sorted(self.src_devices) == sorted(self.dst_devices) and have_same_blocks(
+            self.source, self.target, [self.src_devices.index(device) for device in self.dst_devices]
+        )
+
     @property
     def op(self) -> str | None:
         """How boxes that meet at one place combine, if the source holds addends."""
-        return next((kind for kind, _ in self.source.layout.tags if kind in REDUCERS), None)
+        kinds = () if self.is_in_place else self.source.layout.tags
+        return next((kind for kind, _ in kinds if kind in REDUCERS), None)
+
+    def after(self, before: Sharding) -> Sharding:
+        same = before.mesh == self.source.mesh and before.shape == self.source.shape
+        if not (same and before.means_the_same_as(self.source)):
+            raise PlanError(
+                f"the transfer starts from '{self.source.layout}' on {self.source.mesh!r}, "
+                f"not from '{before.layout}' on {before.mesh!r}"
+            )
+        return self.target
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """Every box and who sends it to whom, as positions on the two meshes; receivers in order.
 
-        A device takes from itself too. What one device receives comes addend by addend, so that
-        replicas add alike.
+        A device takes from itself too, unless all is in place. What one device receives comes addend
+        by addend, so that replicas add alike.
         """
-        pieces = tuple(self._pieces())
+        pieces = () if self.is_in_place else tuple(self._pieces())
         senders = self._senders(pieces)
         return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, pieces, strict=True))
 
@@ -87,8 +122,10 @@ class Transfer:
         """Sender and receiver are one device."""
         return self.src_devices[message.src] == self.dst_devices[message.dst]
 
-    def run(self, blocks: Blocks) -> list[Block]:
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         """The numpy rule: one block per device of the source -> one per device of the destination."""
+        if self.is_in_place:
+            return [blocks[self.src_devices.index(device)] for device in self.dst_devices]
         devices = range(self.target.mesh.n_devices)
         outs = [np.zeros(self.target.local_shape(d), blocks[0].dtype) for d in devices]
         written = [np.zeros(out.shape, bool) for out in outs]
@@ -112,6 +149,8 @@ class Transfer:
     @property
     def held(self) -> int:
         """Elements that the busiest device holds at once: its blocks, and what it sends and receives."""
+        if self.is_in_place:
+            return self.source.max_local_size
         total = self._nothing
         for sharding, devices in ((self.source, self.src_devices), (self.target, self.dst_devices)):
             for at, device in enumerate(devices):
@@ -120,16 +159,29 @@ class Transfer:
             total = total + flow.sent + flow.received
         return int(total.max())
 
-    def seconds(self, itemsize: int) -> float:
-        """Predicted time: over every kind of link, that of the device which sends or receives longest."""
+    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+        """A hop for each of `flows`: that of the device that sends or receives longest over its link."""
         copied = sum((flow.sent + flow.received for flow in self.flows), self._rearranged)
-        total = int(copied.max()) * itemsize / self.profile.copy_bytes_per_s
+        hops = (
+            Hop(
+                axis="",
+                received=int(np.maximum(flow.sent, flow.received).max()),
+                messages=int(np.maximum(flow.messages_out, flow.messages_in).max()),
+            )
+            for flow in self.flows
+        )
+        return Traffic(self.received, int(copied.max()), tuple(hops))
+
+    def price(self, itemsize: int) -> Price:
+        """Bytes, and the predicted time: over every kind of link, that of its busiest device."""
+        traffic = self.traffic(self.source)
+        seconds = traffic.copied * itemsize / self.profile.copy_bytes_per_s
         if self.flows:
-            total += self.profile.launch("exchange")
-        for link, sent, received, messages_out, messages_in in self.flows:
-            total += int(np.maximum(messages_out, messages_in).max()) * link.latency_s
-            total += int(np.maximum(sent, received).max()) * itemsize / link.bytes_per_s
-        return total
+            seconds += self.profile.launch("exchange")
+        for flow, hop in zip(self.flows, traffic.hops, strict=True):
+            seconds += hop.messages * flow.link.latency_s
+            seconds += hop.received * itemsize / flow.link.bytes_per_s
+        return Price(seconds, traffic.received * itemsize, self.held * itemsize)
 
     @cached_property
     def flows(self) -> tuple[Flow, ...]:
@@ -165,7 +217,7 @@ class Transfer:
             for m in moved[:MAX_LISTED]
         ]
         more = f"\n... and {len(moved) - MAX_LISTED} more" if len(moved) > MAX_LISTED else ""
-        return aligned([("from", "rows", "to", "rows"), *rows]) + more
+        return align_columns([("from", "rows", "to", "rows"), *rows]) + more
 
     @cached_property
     def _devices(self) -> dict[int, int]:
@@ -198,7 +250,11 @@ class Transfer:
         # For every dim and every block of it in the target: which blocks of the source hold a part of it.
         found = [
             [
-                [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common(rows, wanted))]
+                [
+                    (i, box)
+                    for i, rows in enumerate(source.owners(d))
+                    if (box := common_segments(rows, wanted))
+                ]
                 for wanted in target.holders(d)
             ]
             for d in dims

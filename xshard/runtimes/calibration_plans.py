@@ -1,4 +1,4 @@
-"""What a calibration measures: plans of one step to fit a profile to, and others to try it on.
+"""The plans of a calibration: plans of one step to fit a profile to, and others to test it.
 
 Decides kinds, groups of axes and sizes. Knows no runtime and no prices.
 """
@@ -20,20 +20,20 @@ from xshard.steps import AllGather, AllReduce, AllToAll, Embed, Exchange, Permut
 SIZES = tuple(4**i * 1024 for i in range(8))  # bytes of the larger block: 1 KiB .. 16 MiB
 HELD_OUT = 20
 DTYPE, ITEMSIZE = "float32", 4
-_DRAWS = 20  # per plan that is held out, until plans of several steps are given up
-_ROWS = 16  # of every device's part of a dim that is cut
+_DRAWS = 20  # per held-out plan, before plans of several steps are given up
+_ROWS = 16  # per device, of a dim that is cut
 
 
 def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
-    """Plans of one step each: every kind, over every axis and over all together, of every size.
+    """Plans of one step each: every kind of step, over each axis and over all axes, in every size.
 
-    sizes: bytes of the larger of a device's two blocks, about. Raises MeshError for a mesh of one device.
+    sizes: about the bytes of the larger of a device's two blocks. Raises MeshError for a mesh of one device.
     """
     axes = _long_axes(mesh)
     groups = [(a,) for a in axes] + ([axes] if len(axes) > 1 else [])
     plans = [_plan(mesh, step, size) for group in groups for step in _steps(group) for size in sizes]
     turns = [_plan(mesh, step, size) for step in _turns(mesh, axes) for size in sizes]
-    # A small copy is all overhead, which the model of a local step does not know.
+    # A small copy is all overhead, and the model of a local step has none.
     large = [size for size in sizes if size >= max(sizes) / 16]
     copies = [_plan(mesh, step, size) for group in groups for step in _copies(group) for size in large]
     return (*plans, *turns, *copies)
@@ -44,8 +44,8 @@ def held_out_plans(
 ) -> tuple[Plan, ...]:
     """Random plans that communicate, as the planner makes them.
 
-    Layouts, lengths and sizes are drawn at random, between the smallest size and the largest; the
-    same seed draws the same. At least every third has several steps, where the mesh has such plans.
+    Layouts, lengths and sizes are random, between the smallest size and the largest; equal seeds draw equal
+    plans. At least every third has several steps, if the mesh has such plans.
     Raises MeshError for a mesh of one device.
     """
     axes, rng = _long_axes(mesh), random.Random(seed)
@@ -56,7 +56,7 @@ def held_out_plans(
             break
         made = _random_plan(mesh, axes, sizes, rng)
         single = len(made.steps) == 1
-        # One axis may have too few plans of several steps: then any will do.
+        # One axis may have too few plans of several steps: then any plan counts.
         full = single and singles >= count - count // 3 and draws < _DRAWS * count
         if made.bytes_received and made not in found and not full:
             found.append(made)
@@ -119,7 +119,7 @@ def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, 
 
 
 def _plan(mesh: Mesh, sample: tuple[Layout, Layout, Step], size: int) -> Plan:
-    """The plan of one step on an array of which the larger block has `size` bytes, about."""
+    """The plan of one step on an array whose larger block has about `size` bytes."""
     src, dst, step = sample
     least = min(_parts(mesh, src), _parts(mesh, dst))
     elements = size // ITEMSIZE * least
@@ -133,7 +133,7 @@ def _parts(mesh: Mesh, layout: Layout) -> int:
 
 
 def _random_sides(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layout]:
-    """Two layouts of three dims: every axis cuts one, holds replicas, or, on the left, addends."""
+    """Two layouts of three dims: every axis cuts a dim, holds replicas or, before the plan, addends."""
     sides = []
     for roles in ("abc-+", "abc-"):
         role = {a: rng.choice(roles) for a in rng.sample(axes, len(axes))}

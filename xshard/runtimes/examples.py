@@ -1,7 +1,7 @@
-"""Redistributions with a mesh and a shape each: what `xshard verify --all` runs.
+"""The examples of `xshard verify --all`: redistributions with a mesh and a shape each.
 
-The rows of the notation's table, and three on orders and means; small
-enough to run on four devices within seconds.
+Decides which: the rows of the notation's table, and three on orders and means, small enough to run on
+four devices within seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xshard.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class Example:
-    """An expression, what it is elsewhere, and an array and a mesh to run it on."""
+    """An expression, its name in other systems, and a mesh and a shape to run it on."""
 
     expression: str
     elsewhere: str

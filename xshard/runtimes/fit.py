@@ -1,8 +1,8 @@
 """Measured times -> the constants of a profile: none negative, and relative errors small.
 
-Decides how constants are found from times and nothing of how these were taken. `Profile.seconds`
-is linear in its constants (launches, latencies, inverses of speeds); a row here holds its
-coefficients for one plan.
+Decides how constants follow from times; does not know how the times were taken. `Profile.seconds`
+is linear in its constants (launches, latencies, inverses of speeds); a row here holds the
+coefficients of one plan.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from xshard.errors import XshardError
 from xshard.plans.plan import Plan
 
 Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
-_SHARED = ""  # the link of all axes, where they are not told apart
-_GAIN = 0.9  # axes get links of their own where that makes the error this much smaller
-_TURNS = 30  # of reweighting, after which the constants no longer change
+_SHARED = ""  # the one link of all axes, if they share one
+_GAIN = 0.9  # axes get links of their own if the error is then smaller by this factor
+_TURNS = 30  # rounds of reweighting, after which the constants no longer change
 _FAR = 0.1  # logarithms of ratios up to here count squared
-_DIGITS = 4  # significant ones that a constant keeps: it is not known better
-_NO_LIMIT = 1e15  # bytes per second of a link whose bytes cost nothing that could be measured
+_DIGITS = 4  # significant digits of a constant: it is not known better
+_NO_LIMIT = 1e15  # bytes per second of a link whose bytes cost no measurable time
 
 
 class CalibrationError(XshardError):
@@ -45,7 +45,7 @@ class Sample(NamedTuple):
         return replace(self.plan, profile=profile).cost
 
     def error(self, profile: Profile) -> float:
-        """Relative error of the prediction: -0.5 where it is half the measured time."""
+        """Relative error of the prediction: -0.5 if it is half the measured time."""
         return self.predicted(profile) / self.seconds - 1
 
 
@@ -57,10 +57,9 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
 def fit(samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool = False) -> Profile:
     """The profile that predicts the samples best, by relative error. Needs scipy.
 
-    rounds: see `Profile`. All axes share one link, unless links of their own make the error at least a tenth
-    smaller.
-    Raises CalibrationError without samples that send something, for times that are not positive,
-    and without scipy.
+    rounds: see `Profile`. All axes share one link, unless links of their own make the error smaller by a
+    tenth or more.
+    Raises CalibrationError if no sample sends anything, for times that are not positive, and without scipy.
     """
     if not any(step.traffic(before).hops for plan, _ in samples for step, before, _ in plan.stages):
         raise CalibrationError(f"nothing to fit links to: none of {len(samples)} measurements sends anything")
@@ -73,26 +72,26 @@ def fit(samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool 
 
 
 def _distance(samples: Sequence[Sample], profile: Profile) -> float:
-    """Mean of |log(predicted / measured)|: what a fit makes small."""
-    # What is predicted to take no time at all is very far off, but not infinitely.
+    """Mean of |log(predicted / measured)|, which a fit minimises."""
+    # A prediction of no time at all is very far off, but not infinitely.
     ratios = (max(s.predicted(profile) / s.seconds, 1e-9) for s in samples)
     return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
 
 
 def _fit(samples: Sequence[Sample], about: Profile, own: bool) -> Profile:
-    """about: a profile without constants, to which all axes are alike."""
+    """about: a profile without constants, in which all axes are equal."""
     mesh = samples[0].plan.mesh
     profile = _fit_once(samples, about, own)
-    # What crosses which axis depends on which is slower, which the fit tells: until both agree.
+    # The traffic of an axis depends on which axis is slower, a result of the fit: repeat until both agree.
     for _ in range(3):
         known, profile = profile, _fit_once(samples, profile, own)
-        if profile.lanes(mesh) == known.lanes(mesh):
+        if profile.link_spans(mesh) == known.link_spans(mesh):
             break
     return profile
 
 
 def _fit_once(samples: Sequence[Sample], known: Profile, own: bool) -> Profile:
-    """known: it tells which axes are slower."""
+    """known: says which axes are slower."""
     rows = [_row(sample.plan, known, own) for sample in samples]
     columns = sorted({column for row in rows for column in row})
     A = np.array([[row[column] for column in columns] for row in rows], np.float64)
@@ -104,7 +103,7 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
     """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
     for step, before, _ in plan.stages:
-        traffic = step.traffic(before, known.lanes(before.mesh))
+        traffic = step.traffic(before, known.link_spans(before.mesh))
         row["copy", ""] += known.copied(traffic) * plan.itemsize
         if launches := known.launches(step.kind, traffic):
             row["launch", step.kind] += launches
@@ -116,12 +115,12 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
 
 
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The non-negative x for which A x is closest to the seconds, in |log(A x / seconds)|.
+    """The non-negative x with A x closest to the seconds, in |log(A x / seconds)|.
 
-    Twice as long then counts like half as long: with errors merely relative to the seconds, half as
-    long counts for less, and all would be priced too low. And it counts in proportion, not squared
-    (Huber's loss), since a busy machine makes single times several times too long. Solved as
-    weighted least squares, with weights under which both have the same gradient.
+    So twice as long counts like half as long; with errors relative to the seconds, half as long would count
+    for less, and all prices would be too low. Large errors count in proportion, not squared (Huber's
+    loss), since a busy machine makes single times several times too long. Solved as weighted least
+    squares, with weights that give both the same gradient.
     """
     try:
         from scipy.optimize import nnls
@@ -155,7 +154,7 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
     launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
     return replace(
         about,
-        # An axis that was not measured is taken to be as slow as the slowest that was.
+        # An axis that was not measured is as slow as the slowest that was.
         default=min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s)),
         axes=tuple(sorted((axis, link) for axis, link in links.items() if axis != _SHARED)),
         # So is a kind of step.

@@ -1,7 +1,7 @@
-"""`python -m xshard.runtimes.server MODULE`: calls functions of a module for another process.
+"""`python -m xshard.runtimes.server`: calls functions for another process.
 
 Reads pickled (name, arguments) from its standard input until nobody asks, and writes what the calls
-return, or the XshardError that they raised. Knows no framework: the module does.
+return, or the XshardError that they raised. Knows no framework: the functions' modules do.
 """
 
 from __future__ import annotations
@@ -11,31 +11,38 @@ import pickle
 import sys
 import traceback
 from importlib import import_module
+from typing import Any
 
 from xshard.errors import XshardError
 from xshard.runtimes.processes import FunctionError
 
 
-def main(module: str) -> None:
-    """Import the module, then answer."""
+def main() -> None:
+    """Answer question after question."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what functions print is no answer
     sys.path[:] = pickle.load(sys.stdin.buffer)
-    framework = import_module(module)
     while True:
         try:
-            name, arguments = pickle.load(sys.stdin.buffer)
+            question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        try:
-            answer = getattr(framework, name)(*arguments)
-        except XshardError as error:
-            answer = error
-        except BaseException as error:
-            answer = FunctionError(f"{type(error).__name__} in {module}", hint=traceback.format_exc().strip())
-        pickle.dump(answer, answers)
+        answers.write(_answer(*question))
         answers.flush()
 
 
+def _answer(function: str, arguments: tuple[Any, ...]) -> bytes:
+    """The pickled result, or the error in its place."""
+    try:
+        module, _, name = function.rpartition(".")
+        return pickle.dumps(getattr(import_module(module), name)(*arguments))
+    except BaseException as error:
+        # The class of a bridge's error would be imported with its framework where it is read.
+        if isinstance(error, XshardError) and type(error).__module__.startswith("xshard."):
+            return pickle.dumps(error)
+        hint = traceback.format_exc().strip()
+        return pickle.dumps(FunctionError(f"{type(error).__name__} in {function}", hint=hint))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,9 +1,7 @@
 """Verification: the same plans on numpy, torch and JAX, forward and backward, side by side.
 
-Decides what a task is, how its inputs are drawn, and how a runtime is asked (`runtimes` says who,
-`verdict` who is right): each bridge has a module that reads tasks and writes outcomes
-(`python -m torch_bridge.testing.worker`, `python -m jax_bridge.testing.worker`), so that no framework is
-imported here.
+Decides what a task is and how its inputs are drawn. `registry` says who runs it, `verdict` who is right. Each
+bridge turns tasks into outcomes in its `testing.worker`, so that no framework is imported here.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a runtime made of a task: one block per device, and what it measured.
+    """The result of a task on one runtime: one block per device, and measurements.
 
-    forward_bytes, backward_bytes: received by the busiest device, None where not measured.
+    forward_bytes, backward_bytes: received by the busiest device, None if not measured.
     seconds: wall time of one forward and backward after a first one.
     """
 
@@ -75,13 +73,13 @@ def run_reference(task: Task) -> Outcome:
 def random_blocks(
     rng: np.random.Generator, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str, unit: int = 1
 ) -> list[Block]:
-    """Blocks of small multiples of `unit`: contributions arbitrary, copies and rows held twice equal."""
+    """Blocks of small multiples of `unit`: contributions are arbitrary, all copies of a row are equal."""
     copies = [dim.overlap is not None and not isinstance(dim.overlap, Fold) for dim in layout.dims]
-    if any(copies):  # rows that several blocks hold are equal: drawn once, then spread
+    if any(copies):  # rows that several blocks hold are equal: drawn once, then sent to all
         dims = tuple(replace(d, overlap=None) if c else d for d, c in zip(layout.dims, copies, strict=True))
         drawn = replace(layout, dims=dims)
-        spread = make_plan((drawn, layout), mesh, shape, dtype)
-        return reference.run(spread, random_blocks(rng, drawn, mesh, shape, dtype, unit))
+        plan = make_plan((drawn, layout), mesh, shape, dtype)
+        return reference.run(plan, random_blocks(rng, drawn, mesh, shape, dtype, unit))
     sharding = Sharding(layout, mesh, shape)
     cut = [a for dim in sharding.layout.dims for a in dim.axes]
     partial = sharding.layout.tagged("sum", "mean", "max", "min")

@@ -1,4 +1,7 @@
-"""Who is right: an outcome against the reference, and the reference against the definition."""
+"""Who is right: an outcome against the reference, and the reference against the definition.
+
+Decides what agreement is: no difference at all. Knows no runtime.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Verdict:
         return self.forward == 0 and not self.backward
 
 
-def compare(outcome: Outcome, expected: Outcome) -> Verdict:
+def judge(outcome: Outcome, expected: Outcome) -> Verdict:
     """A runtime against the reference, block by block."""
     return Verdict(
         difference(outcome.outputs, expected.outputs), difference(outcome.gradients, expected.gradients)
@@ -39,7 +42,7 @@ def audit(task: Task, outcome: Outcome) -> Verdict:
     """An outcome against the definition, without the steps of the plan.
 
     A redistribution leaves the global array as it is, and so does its adjoint but for the plan's
-    scale. The gradient of a max is defined by its winners: there is no such short cut.
+    scale. The gradient of a max depends on its winners, so nothing is compared there.
     """
     plan = task.plan
     forward = _moved(plan, task.inputs, plan.src, outcome.outputs, plan.dst, Fraction(1))
@@ -50,10 +53,9 @@ def audit(task: Task, outcome: Outcome) -> Verdict:
 
 
 def _moved(plan: Plan, before: Blocks, src: Layout, after: Blocks, dst: Layout, scale: Fraction) -> float:
-    """How far the array that `after` stands for is from `scale` times the one that `before` stands for.
+    """Largest difference between the array in `after` and `scale` times the array in `before`.
 
-    Blocks are compared where the array determines them; addends and contributions may be any that
-    add up.
+    Blocks are compared where the array determines them; of addends and contributions only the sum is.
     """
     value = reference.gather(before, src, plan.mesh, plan.shape)
     if scale != 1:

@@ -41,15 +41,16 @@ class Path(NamedTuple):
     moves: tuple[tuple[State, Move], ...]
 
     def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
-        """What it comes to with so much more."""
+        """The rank with this much added."""
         held = self.held if self.held > self.least else self.least
         return round(self.seconds + seconds, 15), held, self.plainness + plainness
 
 
 class Left(NamedTuple):
-    """What any path from a state must still spend: seconds in all, and of these for what arrives.
+    """The least that any path from a state must still spend.
 
-    received: elements that arrive. is_exact: an exchange straight to the goal receives no more.
+    seconds: in all. arrives: of these, for what it receives. received: the elements of that.
+    is_exact: an exchange straight to the goal receives no more.
     """
 
     seconds: float
@@ -101,7 +102,7 @@ class Search:
     def _least_held(self) -> float:
         """Elements that a path may hold without being worse for it: both ends, which a caller has anyway.
 
-        Any number where a sum ends. What holds less there has devices other than the busiest receive more.
+        Any number where a sum ends: a path that holds less makes devices other than the busiest receive more.
         """
         space = self.space
         ends = set(space.state(space.start.layout).sums) - set(space.goal_state.sums)
@@ -123,14 +124,15 @@ class Search:
 
     def _search(self) -> Path | None:
         moves = Moves(self.space)
-        # A path that comes nearer to the goal with every step is soon found, and bounds the others.
+        # A path that comes nearer to the goal with every step is found soon, and bounds the others.
         near = None if moves.complete else self._explored(moves, None, nearest=True)
         return self._explored(moves, near)
 
     def _explored(self, moves: Moves, best: Path | None, *, nearest: bool = False) -> Path | None:
         """The best path, `best` or better.
 
-        nearest: goes by collectives, and first to where least is left to change: not to the best.
+        nearest: use collectives only, and settle first the state with the least left to change; the path
+        found need not be the best.
         """
         space = self.space
         start, goal = space.state(space.start.layout), moves.goal
@@ -219,7 +221,7 @@ class Search:
         price = move_cost(self.space, move, state)
         if self.memory_limit is not None and price.held * self.space.itemsize > self.memory_limit:
             return None
-        # Of those that hold the same the plainer path wins: local moves, then collectives, then exchanges.
+        # Among paths that hold the same, the plainest wins: local moves, then collectives, then exchanges.
         plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
         return Path(
             path.seconds + price.seconds,
@@ -230,20 +232,20 @@ class Search:
         )
 
     def _least(self, move: Move, state: State) -> float:
-        """Seconds that a move takes, at least: known without pricing it."""
+        """Seconds that a move takes at least, known without pricing it."""
         if move.kind in LOCAL:
             return 0.0
         if move.kind != "exchange":
             return self._least_step
         if set(move.after.sums) - set(state.sums):
             return self._least_exchange  # what is not contributed is not sent
-        # It unpacks all of the new block, and packs and brings what the old one has no room for.
+        # It unpacks all of the new block, and packs and receives at least what the old one has no room for.
         before, after = self.space.block(state), self.space.block(move.after)
         here, there = self._left(state), self._left(move.after)
         received = max(0, after - before)
         arrives = received / self._fastest * self.space.itemsize
         if here.is_exact and there.is_exact:
-            # What must come from here to the goal comes now or is left to come.
+            # Whatever must be received from here to the goal is received now or later.
             received = max(received, here.received - there.received)
             arrives = max(arrives, here.arrives - there.arrives)
         profile = self.space.profile
@@ -251,7 +253,7 @@ class Search:
         return self._least_exchange + arrives + copied * self.space.itemsize / profile.copy_bytes_per_s
 
     def _permutes(self, state: State, after: State) -> bool:
-        """Whether blocks of the one are blocks of the other: known for even cuts, looked up for others."""
+        """Whether both states have the same blocks: known for even cuts, looked up for others."""
         space = self.space
         if all(
             space.is_plain(cut) and space.is_even(d, cut)

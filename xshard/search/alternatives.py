@@ -1,8 +1,8 @@
-"""Other ways to do what a plan does: what its steps are compared with.
+"""Other ways to do what a plan does, to compare its steps with.
 
-Decides which alternatives a reader wants to see beside the winner: the direct exchange, the best
-path of collectives alone, all-gather and slice, which every framework can do, and the best path on whole axes
-where the winner splits one.
+Decides which alternatives a reader sees beside the plan: the direct exchange; the best path of collectives
+alone; all-gather and slice, which every framework can do; and, if the plan splits an axis, the best path on
+whole axes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xshard.search.overlap_paths import overlaps
 from xshard.search.states import Space
 from xshard.steps import AllGather, AllReduce, Mask, Slice, Step
 from xshard.steps.base import DimCut
-from xshard.steps.exchange.traffic import begun, ended
+from xshard.steps.exchange.traffic import begun_axes, ended_axes
 
 
 def alternative_steps(
@@ -27,7 +27,7 @@ def alternative_steps(
 ) -> dict[str, Callable[[], Sequence[Step]]]:
     """Every alternative by name, and what makes its steps. Normal forms without copies.
 
-    split: the axes that the winner splits. A call raises PlanError where that way does not exist.
+    split: the axes that the plan splits. A call raises PlanError where that way does not exist.
     """
     if overlaps(start) or overlaps(goal):
         made = overlap_paths.ways(start, goal, dtype, profile)
@@ -47,7 +47,7 @@ def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     src, dst = start.layout, goal.layout
     steps: list[Step] = []
     for kind, axes in src.tags:
-        over = tuple(a for a in axes if a in ended(src, dst))
+        over = tuple(a for a in axes if a in ended_axes(src, dst))
         if over:
             steps.append(AllReduce(over, kind))
     slices: list[DimCut] = []
@@ -59,6 +59,6 @@ def gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
             steps.append(AllGather(here.name, here.shards[n:]))
         if there.shards[n:]:
             slices.append((there.name, there.shards[n:]))
-    begins = begun(src, dst)
+    begins = begun_axes(src, dst)
     sliced = (Slice(tuple(slices)),) if slices else ()
     return (*steps, *sliced, *((Mask(begins),) if begins else ()))

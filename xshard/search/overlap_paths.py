@@ -19,10 +19,10 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
-from xshard.layout.providers import lost, providers, wanted
-from xshard.layout.runs import Runs, numbers
+from xshard.layout.providers import missing_rows, provided_rows, wanted_rows
+from xshard.layout.runs import Runs, row_numbers
 from xshard.layout.sharding import Sharding
-from xshard.notation.overlap import Fold, Halo, Window, rows_of
+from xshard.notation.overlap import Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.states import Space
@@ -32,7 +32,7 @@ Steps = tuple[Step, ...]
 
 
 def overlaps(sharding: Sharding) -> bool:
-    """Whether any dim does."""
+    """Whether any dim overlaps."""
     return any(dim.overlap is not None for dim in sharding.layout.dims)
 
 
@@ -40,7 +40,7 @@ def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
 ) -> Steps:
     """The cheapest of the ways. Raises PlanError where none fits the limit."""
-    # Where every block holds everything, a cut axis is none: what it is called is settled by a step.
+    # Where every block holds everything, a cut axis cuts nothing, but a step must still rename it.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     largest = max(start.max_local_size, goal.max_local_size)
@@ -74,7 +74,7 @@ def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[
 
 
 def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
-    """Raise PlanError or DtypeError for overlaps between which nothing can move."""
+    """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
     src, dst = source.layout, target.layout
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if isinstance(a.overlap, Fold):
@@ -100,7 +100,7 @@ def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, p
 
 
 def _layouts(bare: Layout, full: Layout, one_by_one: type | tuple[type, ...]) -> list[Layout]:
-    """From the one to the other, overlaps of some kinds one after the other, then the rest at once."""
+    """Layouts from `bare` to `full`: overlaps of some kinds one at a time, then the rest at once."""
     dims, found = list(bare.dims), [bare]
     changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
     rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
@@ -119,9 +119,9 @@ def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
 
 
 def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Steps:
-    """The path that `search` finds, dims that still overlap seen as whole ones of the length of their block.
+    """The path that `search` finds with every dim that still overlaps taken as whole, as long as its block.
 
-    The axes that cut those are not there for it: along them devices differ, and stay as they are.
+    The search does not see the axes that cut these dims: along them devices differ, and stay as they are.
     """
     if bare.layout == aim.layout:
         return ()
@@ -153,7 +153,7 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
     src, dst = source.layout.dims[d], target.layout.dims[d]
     every, asked = ((dim, length, mesh.sizes_of(dim.axes)) for dim in (src, dst))
     if src.overlap is not None and not isinstance(src.overlap, Fold):
-        missing = np.intersect1d(numbers(lost(*every)), _rows(wanted(*asked)))
+        missing = np.intersect1d(row_numbers(missing_rows(*every)), _rows(wanted_rows(*asked)))
         if len(missing):
             raise PlanError(
                 f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
@@ -161,7 +161,7 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
                 hint="a window holds the rows that its outputs read, and no others",
             )
     if isinstance(dst.overlap, Fold):
-        homeless = np.intersect1d(numbers(lost(*asked)), _rows(providers(*every)))
+        homeless = np.intersect1d(row_numbers(missing_rows(*asked)), _rows(provided_rows(*every)))
         if len(homeless):
             raise PlanError(
                 f"row {homeless[0]} of dim {dst.name!r} has no place under '{target.layout}'",
@@ -171,13 +171,13 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
 
 def _rows(blocks: tuple[Runs, ...]) -> NDArray[np.int64]:
     """Every row of some blocks."""
-    return np.concatenate([numbers(runs) for runs in blocks])
+    return np.concatenate([row_numbers(runs) for runs in blocks])
 
 
 def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
     if dim.overlap is None:
         return
-    overlap = rows_of(dim.overlap)
+    overlap = unfolded(dim.overlap)
     for end in (overlap.before, overlap.after):
         if end.value and layout.tagged("sum", "mean"):
             raise PlanError(

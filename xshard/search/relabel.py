@@ -1,6 +1,6 @@
 """Which device takes which place in the destination's mesh, so that less moves.
 
-Decides the permutation, exactly; whether it is worth having is decided by prices, in `between`.
+Decides the permutation, exactly; prices decide whether it is used, in `plans.plan`.
 The idea is COSTA's (arXiv 2106.06601).
 """
 
@@ -36,8 +36,8 @@ def relabelled(
 def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     """What every device lacks at every place -> for every place its device.
 
-    The fewest elements in all, of these the fewest for the busiest device, which never lacks more
-    than if all stayed (device i at place i); then the fewest devices that change places.
+    First, the fewest elements in all; then, the fewest for the busiest device, which never lacks more
+    than if all stayed (device i at place i); then, the fewest devices that change places.
     Raises PlanError without scipy.
 
     >>> best_places(np.array([[4, 0], [2, 4]])).tolist()

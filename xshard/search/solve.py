@@ -1,7 +1,6 @@
 """The cheapest steps between two shardings: the search, with copies, scales and overlaps around it.
 
-Decides between which layouts a redistribution is defined, and where copies and scales go. Sees shardings and
-a profile; knows no plan.
+Decides between which layouts a redistribution is defined, and where copies and scales go. Knows no plan.
 """
 
 from __future__ import annotations
@@ -9,35 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 from xshard import dtypes
-from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.layout.sharding import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search
 from xshard.search.overlap_paths import overlaps
+from xshard.search.request import Request
 from xshard.search.states import Space
 from xshard.search.sub_axis_paths import best_sub_axis_path
 from xshard.steps import AllGather, AllReduce, Embed, Exchange, Mask, Permute, Retag, Scale, Slice, Step
 from xshard.steps.base import axes_of, with_tag, without_tags
 
 
-def solve(
-    source: Sharding,
-    target: Sharding,
-    dtype: str,
-    profile: Profile,
-    factor: Fraction,
-    memory_limit: int | None,
-) -> tuple[tuple[Step, ...], Split]:
-    """The cheapest steps from `source` to `target`, and the axes that they split into sub-axes.
+@lru_cache(maxsize=4096)
+def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
+    """The cheapest steps for a request on one mesh, and the axes that they split into sub-axes.
 
-    factor: the constant that the steps multiply by. memory_limit: bytes that no device may exceed.
-    Raises PlanError where no redistribution is defined or none fits the limit, DtypeError where the dtype
-    cannot be reduced.
+    Raises PlanError where no redistribution is defined or none fits the memory limit, DtypeError where the
+    dtype cannot be reduced.
     """
+    source, target, dtype, profile = request.source, request.target, request.dtype, request.machine
+    factor, memory_limit = request.factor, request.memory_limit
     check_moves(source, target, dtype)
     start, goal = (s.with_layout(s.normal) for s in (source, target))
     ends = without_copies(start), without_copies(goal)
@@ -49,12 +44,12 @@ def solve(
         path, split = _best_path(Space(*ends, dtype, profile), memory_limit, scaled)
     if split:
         fine = SubAxisMesh(source.mesh, split)
-        start, goal = (s.with_layout(s.normal) for s in map(fine.divided, (source, target)))
+        start, goal = (s.with_layout(s.normal) for s in map(fine.factored, (source, target)))
     return with_scale(with_copies(path, start, goal), factor, start, goal), split
 
 
 def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tuple[Step, ...], Split]:
-    """The steps of the cheapest path, and the axes that it divides."""
+    """The steps of the cheapest path, and the axes that it splits."""
     search = Search(space, memory_limit, scaled=scaled)
     path = search.path()
     finer = best_sub_axis_path(space, path, memory_limit)
@@ -62,7 +57,7 @@ def _best_path(space: Space, memory_limit: int | None, scaled: int) -> tuple[tup
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
-    """Raise for pairs of layouts between which no redistribution is defined."""
+    """Raise PlanError or DtypeError if no redistribution between these layouts is defined."""
     src, dst = source.layout, target.layout
     overlap_paths.check_overlaps(source, target, dtype)
     for kind, axes in src.tags:
@@ -84,7 +79,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
 def with_scale(
     steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
 ) -> tuple[Step, ...]:
-    """The steps with a constant multiplied in where blocks are smaller: before they grow or after."""
+    """The steps and a `Scale`, put where blocks are smaller: first or last."""
     if factor == 1:
         return steps
     # What a boundary fills in comes after: it is a value of the result.
@@ -98,7 +93,7 @@ def without_copies(sharding: Sharding) -> Sharding:
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """The steps with copies told from replicas, which the search does not distinguish.
+    """The steps with copies marked, which the search does not tell from replicas.
 
     An axis whose values become whole for the last time holds copies if the goal says so; what
     no step settles is retagged at the end, where no data moves.

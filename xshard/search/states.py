@@ -19,9 +19,9 @@ from xshard.layout.partition import block_length
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import Exchange, Traffic
-from xshard.steps.exchange.even_traffic import LaneCuts, digit_traffic, node_lack
+from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
 from xshard.steps.exchange.near_senders import MAX_PAIRED
-from xshard.steps.exchange.traffic import counted_traffic, lanes_by_axis
+from xshard.steps.exchange.traffic import counted_traffic, spans_by_axis
 from xshard.steps.traffic import LinkSpans
 
 Cut = tuple[int, ...]  # the cuts of one dim, outermost first, as indices into `Space.shards`
@@ -167,11 +167,11 @@ class Space:
 
     def least_crossing(self, state: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
-        cuts = self._lane_cuts(state), self._lane_cuts(self.goal_state)
+        cuts = self._link_cuts(state), self._link_cuts(self.goal_state)
         several = len(self.fabric.links) > 1 and self.nodes is None
         if not several or state.sums != self.goal_state.sums or cuts[0] is None or cuts[1] is None:
             return 0.0
-        near = math.prod(lane.size for lane in self.fabric.lanes if lane.level)
+        near = math.prod(span.size for span in self.fabric.spans if span.level)
         return node_lack(self.start.shape, cuts[0], cuts[1]) / near
 
     def even_received(self, state: State, after: State) -> Traffic | None:
@@ -189,13 +189,13 @@ class Space:
         return tuple(self.shards[s] for s in cut)
 
     def group(self, axes: Iterable[int]) -> LinkSpans:
-        """The lanes of some axes, the slowest first."""
+        """The spans of some axes, the slowest first."""
         names = {self.axes[a] for a in axes}
-        return tuple(lane for lane in self.fabric.lanes if lane.axis in names)
+        return tuple(span for span in self.fabric.spans if span.axis in names)
 
     def levels(self, axis: int) -> tuple[int, ...]:
         """How fast the links along an axis are, the slowest first, 0 for the slowest of the mesh."""
-        return tuple(lane.level for lane in self.group((axis,)))
+        return tuple(span.level for span in self.group((axis,)))
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
         """What an exchange between two states moves."""
@@ -215,7 +215,7 @@ class Space:
         before, there = (self.start.with_layout(self.layout(end)) for end in (state, after))
         step = self.exchange(there.layout, before.layout)
         if step.node_devices is None:  # it is known not to be even: no need to look once more
-            return counted_traffic(before, there, self.fabric.lanes)
+            return counted_traffic(before, there, self.fabric.spans)
         return step.traffic(before)
 
     def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
@@ -224,30 +224,30 @@ class Space:
         return Exchange(to, self.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
 
     def _even_exchange(self, state: State, after: State) -> Traffic | None:
-        src, dst = self._lane_cuts(state), self._lane_cuts(after)
+        src, dst = self._link_cuts(state), self._link_cuts(after)
         if src is None or dst is None or set(after.sums) - set(state.sums):
             return None
-        addends = [lane for a in state.sums if a not in after.sums for lane in self._axis_lanes[a]]
+        addends = [span for a in state.sums if a not in after.sums for span in self._axis_spans[a]]
         return digit_traffic(self.start.shape, src, dst, addends)
 
     @cached_property
-    def _axis_lanes(self) -> tuple[LinkSpans, ...]:
-        """The lanes of every axis, the outermost first."""
-        found = lanes_by_axis(self.start.mesh, self.fabric.lanes)
+    def _axis_spans(self) -> tuple[LinkSpans, ...]:
+        """The spans of every axis, the outermost first."""
+        found = spans_by_axis(self.start.mesh, self.fabric.spans)
         return tuple(found[axis] for axis in self.axes)
 
-    def _lane_cuts(self, state: State) -> LaneCuts | None:
-        """The lanes that cut every dim; None where a cut is uneven or not contiguous."""
+    def _link_cuts(self, state: State) -> LinkCuts | None:
+        """The spans that cut every dim; None where a cut is uneven or not contiguous."""
         cuts = state.cuts
         if cuts not in self._known_cuts:
             even = all(self.is_plain(c) and self.is_even(d, c) for d, c in enumerate(cuts))
             self._known_cuts[cuts] = (
-                tuple(tuple(lane for s in c for lane in self._axis_lanes[s]) for c in cuts) if even else None
+                tuple(tuple(span for s in c for span in self._axis_spans[s]) for c in cuts) if even else None
             )
         return self._known_cuts[cuts]
 
     @cached_property
-    def _known_cuts(self) -> dict[tuple[Cut, ...], LaneCuts | None]:
+    def _known_cuts(self) -> dict[tuple[Cut, ...], LinkCuts | None]:
         return {}
 
     def roles(self, state: State) -> dict[int, tuple[int, Cut]]:

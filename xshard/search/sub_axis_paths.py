@@ -1,9 +1,9 @@
-"""Paths over parts of axes: replicas are sliced until blocks fit, blocks move, what is over is gathered.
+"""Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest.
 
-Decides where dividing axes pays. Cut `x` of 4 is to become cut `y` of 2: two blocks of the one are a
-block of the other, so half of `x` may stand for `y` and only the other half is gathered. On whole axes all
-of `x` is. Such a path is written down, not searched for: every dim is cut into the least common multiple of
-its parts at both ends, by axes that are free at one end and at the other.
+Decides where splitting axes pays. If cut `x` of 4 is to become cut `y` of 2, two blocks under `x` are one
+block under `y`: half of `x` may stand for `y`, and only the other half is gathered, where on whole axes all
+of `x` is gathered. Such a path is written down, not searched for: every dim is cut into the least common
+multiple of its parts at both ends, by axes that are free at one end and at the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xshard.search.move_costs import move_cost, step_of
 from xshard.search.states import Cut, Move, Space, State
 from xshard.steps import Step
 
-# Ways to cut dims further that are looked at from either end; they differ in which links they use.
+# How many ways to cut dims further are tried from either end; they differ in the links they use.
 MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
@@ -40,7 +40,7 @@ class SubAxisPath:
 
     @property
     def split(self) -> Split:
-        """The axes that it divides."""
+        """The axes that it splits."""
         mesh = self.space.start.mesh
         return mesh.split if isinstance(mesh, SubAxisMesh) else ()
 
@@ -49,9 +49,9 @@ class SubAxisPath:
 
 
 def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> SubAxisPath | None:
-    """The cheapest path of slice, permutation and gathers over parts of axes, if it is cheaper than `path`.
+    """The cheapest path of slice, permutation and gathers over sub-axes, if it is cheaper than `path`.
 
-    path: the best on whole axes. For even contiguous cuts whose sums stay as they are.
+    path: the best on whole axes. Only for even contiguous cuts, and sums that stay as they are.
     """
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
@@ -100,7 +100,7 @@ def _cuts_further(needs: Needs) -> bool:
 
 
 def _least_seconds(space: Space, needs: Needs) -> float:
-    """What any aligned path takes: what must arrive, and the launches and first latencies of its steps."""
+    """A lower bound for such paths: what must arrive, and the launches and first latencies of the steps."""
     start, links, profile = space.state(space.start.layout), space.fabric.links, space.profile
     least = min(link.latency_s for link in links)
     seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
@@ -118,19 +118,19 @@ def _relief(space: Space) -> list[int]:
 
 
 def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The axes that may be divided: those that change into prime factors, others where nodes end."""
+    """The axes that may be split: those that change, into prime factors; others, where nodes end."""
     changing = _changing(space)
     for a in (*changing, *_relief(space)):
-        lanes = sorted(space.group((a,)), key=lambda lane: -lane.stride)
+        spans = sorted(space.group((a,)), key=lambda span: -span.stride)
         # A part of a ring is no ring.
-        whole = any(space.fabric.links[lane.level].topology == "ring" for lane in lanes)
-        sizes = tuple(p for lane in lanes for p in (_primes(lane.size) if a in changing else (lane.size,)))
+        whole = any(space.fabric.links[span.level].topology == "ring" for span in spans)
+        sizes = tuple(p for span in spans for p in (_primes(span.size) if a in changing else (span.size,)))
         if len(sizes) > 1 and not whole:
             yield space.axes[a], sizes
 
 
 def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
-    """What is needed, of which axes; and with a dim cut further by replicas, so that less crosses nodes."""
+    """The needs and the axes to meet them; also with a dim cut by replicas, so that less crosses nodes."""
     changing = _changing(space)
     if _cuts_further(needs):
         yield needs, changing
@@ -144,11 +144,11 @@ def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
 
 
 def _in_few_parts(space: Space, found: SubAxisPath) -> SubAxisPath:
-    """The same path; parts that are side by side all the way are one. space: on whole axes."""
+    """The same path with sub-axes merged that stay side by side. space: on whole axes."""
     split = tuple(_needed_parts(found.space, found.moves))
     fewer = _divided(space, split) if split else space
     number = {place: a for a, place in enumerate(_places(fewer))}
-    # Of parts that are one the first stands for all: it begins where they begin.
+    # The first of the merged sub-axes stands for all: it begins where they begin.
     first = {a: number[place] for a, place in enumerate(_places(found.space)) if place in number}
 
     def together(state: State) -> State:
@@ -168,7 +168,7 @@ def _in_few_parts(space: Space, found: SubAxisPath) -> SubAxisPath:
 
 
 def _places(space: Space) -> list[tuple[str, int]]:
-    """For every axis, the whole axis that it is of, and how many positions of that are outside it."""
+    """For every axis, the whole axis it belongs to, and the number of positions of that axis outside it."""
     mesh, outside = space.start.mesh, Counter[str]()
     found = []
     for axis, size in zip(space.axes, space.sizes, strict=False):
@@ -179,12 +179,12 @@ def _places(space: Space) -> list[tuple[str, int]]:
 
 
 def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The axes that a path divides, with the parts that are apart somewhere on it."""
+    """The axes that a path splits, with the sub-axes that are apart somewhere on it."""
     mesh = space.start.mesh
     assert isinstance(mesh, SubAxisMesh)
     passed = [move.after.cuts for _, move in moves]
     for axis, _ in mesh.split:
-        numbers = [space.axes.index(part) for part in mesh.parts[axis]]
+        numbers = [space.axes.index(part) for part in mesh.sub_axes[axis]]
         sizes = [space.sizes[numbers[0]]]
         for one, other in pairwise(numbers):
             if all(_together(one, other, cuts) for cuts in passed):
@@ -202,9 +202,9 @@ def _together(one: int, other: int, cuts: Cuts) -> bool:
 
 
 def _divided(space: Space, split: Split) -> Space:
-    """The space on a mesh with axes divided."""
+    """The space on a mesh with these axes split."""
     mesh = SubAxisMesh(space.start.mesh, split)
-    fine = (mesh.divided(end) for end in (space.start, space.goal))
+    fine = (mesh.factored(end) for end in (space.start, space.goal))
     start, goal = (end.with_layout(end.normal) for end in fine)
     return Space(start, goal, space.dtype, space.profile)
 
@@ -212,7 +212,7 @@ def _divided(space: Space, split: Split) -> Space:
 def _cheapest(
     space: Space, needs: Needs, axes: Sequence[int], limit: float, seconds: float
 ) -> SubAxisPath | None:
-    """The cheapest aligned path over some axes that takes fewer seconds. limit: elements held at most."""
+    """The cheapest such path over some axes in less than `seconds`. limit: most elements held."""
     start, goal = space.state(space.start.layout), space.goal_state
     slices, gathers = (
         list(islice(_ways(space, [a for a in space.free(end) if a in axes], more), MAX_WAYS))
@@ -237,9 +237,9 @@ def _cheapest(
 
 
 def _ways(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
-    """How free axes may cut dims into so many parts more.
+    """How free axes may cut every dim into `needs` times as many parts.
 
-    Parts of one axis on equal links are alike: of these the innermost are taken.
+    Sub-axes of one axis on equal links are alike: the innermost are taken.
     """
     if not needs:
         yield ()
@@ -269,7 +269,7 @@ def _sliced(start: State, cuts: Cuts) -> Moves:
 
 
 def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
-    """These innermost cuts taken off the dims of a state, one dim after the other."""
+    """The moves that gather these innermost cuts, one dim after the other."""
     moves: list[tuple[State, Move]] = []
     for d in order:
         n = len(cuts[d])
@@ -280,7 +280,7 @@ def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
 
 
 def _priced(space: Space, moves: Moves, limit: float) -> float:
-    """Seconds of a path; without end where it holds too much."""
+    """Seconds of a path; infinite if it holds too much."""
     prices = [move_cost(space, move, state) for state, move in moves]
     return math.inf if any(p.held > limit for p in prices) else sum(p.seconds for p in prices)
 

@@ -18,20 +18,20 @@ from xshard.steps.base import (
     axes_of,
     check_even,
     even_parts,
-    names,
-    place,
-    take,
+    put_rows,
+    shards_text,
+    take_rows,
     with_inner,
     without_inner,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, slow_first
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 
 
 @dataclass(frozen=True)
 class AllToAll(Step):
     """Every device sends each member of its group that member's part of `dst_dim`.
 
-    src_shards: the innermost cuts of `src_dim`, which go; their axes form the group.
+    src_shards: the innermost cuts of `src_dim`, which are removed; their axes form the group.
     dst_shards: the new innermost cuts of `dst_dim`, over the same axes, in any order.
     """
 
@@ -51,8 +51,8 @@ class AllToAll(Step):
         layout = without_inner(before.layout, self.src_dim, self.src_shards)
         return before.with_layout(with_inner(layout, self.dst_dim, self.dst_shards))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
-        group = slow_first(before.mesh, axes_of(self.src_shards), lanes)
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.src_shards), spans)
         return all_to_all_traffic(before.max_local_size, group)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -65,25 +65,24 @@ class AllToAll(Step):
             out = np.empty(after.local_shape(device), blocks[device].dtype)
             mine = dst_parts[mesh.index(device, axes_of(self.dst_shards))]
             for part, member in zip(src_parts, mesh.group(device, axes_of(self.src_shards)), strict=True):
-                place(out, src, part, take(blocks[member], dst, mine))
+                put_rows(out, src, part, take_rows(blocks[member], dst, mine))
             results.append(out)
         return results
 
     def __str__(self) -> str:
-        return (
-            f"all_to_all {self.src_dim}/{names(self.src_shards)} -> {self.dst_dim}/{names(self.dst_shards)}"
-        )
+        src, dst = shards_text(self.src_shards), shards_text(self.dst_shards)
+        return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
 
 
 def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Traffic of an all-to-all of blocks of `block` elements over lanes, slowest first.
+    """Traffic of an all-to-all of blocks of `block` elements; group: slowest first.
 
-    A peer is reached over the slowest lane along which it differs.
+    The slowest span along which two devices differ carries what they exchange.
     """
-    left = math.prod(lane.size for lane in group)
+    left = math.prod(span.size for span in group)
     piece, hops = block // left, []
-    for lane in group:
-        peers = left - left // lane.size
-        hops.append(Hop(lane.axis, peers * piece, peers, lane.level))
-        left //= lane.size
+    for span in group:
+        peers = left - left // span.size
+        hops.append(Hop(span.axis, peers * piece, peers, span.level))
+        left //= span.size
     return Traffic(block - piece, 2 * block, tuple(hops))

@@ -1,7 +1,7 @@
-"""What every step is: frozen data that knows its effect, its price and its numpy rule.
+"""Step: frozen data with an effect on a sharding, a traffic and a numpy rule.
 
-A step is one collective or one local move between two shardings in normal form
-(`Sharding.normal`). Bridges lower steps; they decide nothing about them.
+Decides what all steps have in common. A step is one collective or one local move between two shardings in
+normal form (`Sharding.normal`). Knows no plan, no seconds and no framework.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from xshard.errors import PlanError
 from xshard.layout.layout import Layout
 from xshard.layout.partition import block_length
-from xshard.layout.runs import Runs, rows
+from xshard.layout.runs import Runs, as_index
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Shard, Tags
 from xshard.steps.traffic import LinkSpans, Traffic
@@ -25,7 +25,7 @@ from xshard.steps.traffic import LinkSpans, Traffic
 Block = NDArray[Any]
 Blocks = Sequence[Block]
 
-DimCut = tuple[str, tuple[Shard, ...]]  # a dim and cuts of it, outermost first
+DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its cuts, outermost first
 
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -41,42 +41,43 @@ class Step(ABC):
 
     @abstractmethod
     def after(self, before: Sharding) -> Sharding:
-        """The sharding it leads to. Raises PlanError where the step does not apply."""
+        """The sharding that the step leads to. Raises PlanError if the step does not apply."""
 
     @abstractmethod
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
-        """Its price in elements; `cost` turns that into seconds.
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        """The traffic of the step in elements; `xshard/cost/` turns it into seconds.
 
-        lanes: the links along every axis, the slowest first; without them all are alike.
+        spans: the links along every axis, the slowest first; without them all links are alike.
         """
 
     @abstractmethod
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """The numpy rule: one block per device -> one block per device. This is the semantics."""
+        """The numpy rule, which defines the step: one block per device -> one block per device."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """The axes of several cuts, outermost first."""
+    """The axes of some cuts, outermost first."""
     return tuple(axis for shard in shards for axis in shard.axes)
 
 
-def names(shards: Sequence[Shard]) -> str:
+def shards_text(shards: Sequence[Shard]) -> str:
+    """Cuts as they follow the name of a dim."""
     return "/".join(map(str, shards))
 
 
 def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """The layout with `shards`, which must be the innermost cuts of `dim`, taken off."""
+    """The layout without `shards`, which must be the innermost cuts of `dim`. Raises PlanError."""
     d = layout.dim(dim) if dim in layout.names else None
     if d is None or not shards or d.shards[-len(shards) :] != shards:
-        raise PlanError(f"'{names(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
+        raise PlanError(f"'{shards_text(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'")
     return _with_shards(layout, dim, d.shards[: -len(shards)])
 
 
 def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """The layout with `shards` added as the innermost cuts of `dim`."""
+    """The layout with `shards` added as the innermost cuts of `dim`. Raises PlanError."""
     if dim not in layout.names:
         raise PlanError(f"no dim {dim!r} in '{layout}'")
     return _with_shards(layout, dim, layout.dim(dim).shards + shards)
@@ -87,20 +88,20 @@ def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
 
 
 def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with the axes under no tag."""
+    """The layout with all tags of these axes removed."""
     tags: Tags = tuple((kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags)
     return replace(layout, tags=tags)
 
 
 def freed(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
-    """The layout once `axes` hold whole values: `copies` of them copies, the others replicas."""
+    """The layout after a gather or reduction over `axes`: `copies` hold copies, the others replicas."""
     if not set(copies) <= set(axes):
         raise PlanError(f"copies {tuple(copies)} are not among the axes {tuple(axes)}")
     return with_tag(layout, "copy", copies)
 
 
 def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with replicated or copied axes made available for a cut or a sum."""
+    """The layout with `axes` free for a cut or a sum. Raises PlanError if they hold no replicas."""
     busy = set(layout.axes) - set(layout.tagged("copy"))
     for axis in axes:
         if axis in busy:
@@ -109,9 +110,9 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
-    """Raise PlanError where parts of a dim under `shards` differ in size, on any device.
+    """Raise PlanError if parts of a dim under `shards` differ in size on any device.
 
-    Collectives move equal pieces; uneven ones are the business of `Exchange`.
+    Collectives move equal pieces; `Exchange` moves uneven ones.
     """
     at = sharding.dim_index(dim)
     d = sharding.layout.dims[at]
@@ -119,11 +120,11 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
     for cut_by in (outer, outer + shards):
         whole = replace(d, shards=cut_by)
         if not block_length(whole, sharding.shape[at], sharding.mesh.sizes_of(whole.axes))[1]:
-            raise PlanError(f"'{names(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
+            raise PlanError(f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
 
 
 def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
-    """Positions of each part of a dim under `shards`, the same on every device. Raises as `check_even`."""
+    """Positions of each part of a dim under `shards`; all devices have the same. Raises as `check_even`."""
     check_even(sharding, dim, shards)
     return sharding.parts(sharding.dim_index(dim), shards, 0)
 
@@ -135,22 +136,22 @@ def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: in
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:
-    """Whether pieces in group order are the dim in its own order: only so along the leading dim."""
+    """True if pieces concatenated in group order are the block: contiguous cuts of the leading dim."""
     return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
 
 
-def take(block: Block, dim: int, runs: Runs) -> Block:
-    """Rows of a block at local positions."""
-    return block[(slice(None),) * dim + (rows(runs),)]
+def take_rows(block: Block, dim: int, runs: Runs) -> Block:
+    """The rows of a block at local positions `runs` of `dim`."""
+    return block[(slice(None),) * dim + (as_index(runs),)]
 
 
-def place(out: Block, dim: int, runs: Runs, block: Block) -> None:
-    """Write a block to local positions of `out`."""
-    out[(slice(None),) * dim + (rows(runs),)] = block
+def put_rows(out: Block, dim: int, runs: Runs, block: Block) -> None:
+    """Write a block to the local positions `runs` of `dim` in `out`."""
+    out[(slice(None),) * dim + (as_index(runs),)] = block
 
 
-def reduced(op: str, blocks: Sequence[Block]) -> Block:
-    """Blocks of one shape -> their reduction, in order."""
+def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
+    """Blocks of one shape -> their reduction by `op`, in the order given."""
     total = blocks[0].copy()
     for block in blocks[1:]:
         total = REDUCERS[op](total, block)

@@ -1,7 +1,7 @@
 """Embed and Mask: values become addends of a sum, without communication.
 
-Into a sum every element is contributed by exactly one device and nothing is divided; the
-adjoint of both is a slice or nothing, out of copies that are equal by contract.
+Exactly one device contributes each element, so nothing is divided. The adjoint of Embed is a slice
+of copies, which are equal by contract; the adjoint of Mask moves nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from xshard.steps.base import (
     Blocks,
     Step,
     axes_of,
-    names,
     own_part,
-    place,
+    put_rows,
+    shards_text,
     take_free,
     with_tag,
     without_inner,
@@ -30,9 +30,9 @@ from xshard.steps.traffic import LinkSpans, Traffic
 
 @dataclass(frozen=True)
 class Embed(Step):
-    """Every device puts its part of `dim` into zeros of the whole: a cut becomes a sum.
+    """Every device puts its part of `dim` into a block of zeros: a cut becomes a sum.
 
-    shards: the innermost cuts of `dim`, which go; their axes become a sum.
+    shards: the innermost cuts of `dim`, which are removed; their axes become a sum.
     """
 
     kind: ClassVar[str] = "embed"
@@ -43,7 +43,7 @@ class Embed(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -51,12 +51,12 @@ class Embed(Step):
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
-            place(out, at, own_part(before, self.dim, self.shards, device), block)
+            put_rows(out, at, own_part(before, self.dim, self.shards, device), block)
             results.append(out)
         return results
 
     def __str__(self) -> str:
-        return f"embed {self.dim}/{names(self.shards)} -> sum"
+        return f"embed {self.dim}/{shards_text(self.shards)} -> sum"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Mask(Step):
     def after(self, before: Sharding) -> Sharding:
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

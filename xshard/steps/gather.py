@@ -22,23 +22,23 @@ from xshard.steps.base import (
     even_parts,
     freed,
     lands_in_place,
-    names,
     own_part,
-    place,
-    take,
+    put_rows,
+    shards_text,
     take_free,
+    take_rows,
     with_inner,
     without_inner,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slow_first
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slowest_first
 
 
 @dataclass(frozen=True)
 class AllGather(Step):
-    """Every device of a group gets the group's blocks, put together along `dim`.
+    """Every device of a group gets the group's blocks, concatenated along `dim`.
 
-    shards: the innermost cuts of `dim`, which go; their axes form the group.
-    copies: those of the axes that hold copies afterwards; the others hold replicas.
+    shards: the innermost cuts of `dim`, which are removed; their axes form the group.
+    copies: the axes that hold copies afterwards; the others hold replicas.
     """
 
     kind: ClassVar[str] = "all_gather"
@@ -51,8 +51,8 @@ class AllGather(Step):
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(freed(layout, axes_of(self.shards), self.copies))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
-        group = slow_first(before.mesh, axes_of(self.shards), lanes)
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.shards), spans)
         return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -62,32 +62,32 @@ class AllGather(Step):
         for device in range(before.mesh.n_devices):
             out = np.empty(after.local_shape(device), blocks[device].dtype)
             for part, member in zip(parts, before.mesh.group(device, axes_of(self.shards)), strict=True):
-                place(out, at, part, blocks[member])
+                put_rows(out, at, part, blocks[member])
             results.append(out)
         return results
 
     def __str__(self) -> str:
-        return f"all_gather {self.dim}/{names(self.shards)}"
+        return f"all_gather {self.dim}/{shards_text(self.shards)}"
 
 
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of an all-gather of blocks of `block` elements over lanes, slowest first.
+    """Traffic of an all-gather of blocks of `block` elements; group: slowest first.
 
-    The slowest link comes first, while blocks are small.
+    The slowest link is used first, while blocks are small.
     """
     whole, hops = block, []
-    for lane in rings(group):
-        n = lane.size
-        hops.append(Hop(lane.axis, (n - 1) * whole, n - 1, lane.level))
+    for span in rings(group):
+        n = span.size
+        hops.append(Hop(span.axis, (n - 1) * whole, n - 1, span.level))
         whole *= n
     return Traffic(whole - block, 0 if in_place else whole, tuple(hops))
 
 
 @dataclass(frozen=True)
 class Slice(Step):
-    """Every device keeps its own part of some dims; nothing is sent, and one copy is made.
+    """Every device keeps its own part of some dims: one local copy, no communication.
 
-    cuts: (dim, its new innermost cuts), over axes that held replicas or copies.
+    cuts: (dim, its new innermost cuts), over axes that hold replicas or copies before.
     """
 
     kind: ClassVar[str] = "slice"
@@ -99,16 +99,16 @@ class Slice(Step):
             layout = with_inner(take_free(layout, axes_of(shards)), dim, shards)
         return before.with_layout(layout)
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         results = []
         for device, block in enumerate(blocks):
             for dim, shards in self.cuts:
-                block = take(block, before.dim_index(dim), own_part(before, dim, shards, device))
+                block = take_rows(block, before.dim_index(dim), own_part(before, dim, shards, device))
             results.append(block)
         return results
 
     def __str__(self) -> str:
-        return "slice " + " ".join(f"{dim}/{names(shards)}" for dim, shards in self.cuts)
+        return "slice " + " ".join(f"{dim}/{shards_text(shards)}" for dim, shards in self.cuts)

@@ -12,12 +12,12 @@ from xshard.layout.layout import Layout
 from xshard.layout.runs import Runs
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block, Blocks, Step, without_tags
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, slow_first
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 
 
 @dataclass(frozen=True)
 class Permute(Step):
-    """Every device gets the whole block of one other device, so that layout `to` results."""
+    """Every device gets the whole block of one device, so that layout `to` results."""
 
     kind: ClassVar[str] = "permute"
     to: Layout
@@ -33,9 +33,9 @@ class Permute(Step):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
         return after
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
-        return permute_traffic(before.max_local_size, slow_first(before.mesh, moved, lanes))
+        return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]
@@ -45,15 +45,15 @@ class Permute(Step):
 
 
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Traffic of a permutation of blocks of `block` elements that changes the role of axes, slowest first."""
+    """Traffic of a permutation of blocks of `block` elements; moved: axes whose role changes."""
     return Traffic(block, 0, (Hop(moved[0].axis, block, 1, moved[0].level),)) if moved else Traffic()
 
 
 @lru_cache(maxsize=1024)
 def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """For every device, the device whose block it gets; they differ along axes whose role changes only.
+    """For every device, the device whose block it gets; the two differ only along axes whose role changes.
 
-    Raises PlanError where the blocks of the two shardings are not the same, one for one.
+    Raises PlanError unless the two shardings have the same blocks, one for one.
     """
     mesh = before.mesh
     still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
@@ -76,7 +76,7 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
 
 
 def _block_key(sharding: Sharding, device: int) -> tuple[object, ...]:
-    """What a device's block is: its rows along every dim, and which addend of a sum."""
+    """What identifies a device's block: its rows along every dim, and which addend of a sum it is."""
     partial = sharding.layout.tagged("sum", "max", "min")
     rows: tuple[Runs, ...] = tuple(sharding.held(d, device) for d in range(len(sharding.shape)))
     return (*rows, sharding.mesh.index(device, partial))

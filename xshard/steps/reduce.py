@@ -1,7 +1,7 @@
 """AllReduce and ReduceScatter: partial values become values.
 
-The adjoint of a sum is a copy: that of an all-reduce moves nothing, that of a reduce-scatter
-is an all-gather. The planner finds both from the dual layouts.
+The adjoint of a sum is a copy: the adjoint of an all-reduce moves nothing, the adjoint of a
+reduce-scatter is an all-gather. The planner finds both from the dual layouts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from xshard.steps.base import (
     even_parts,
     freed,
     lands_in_place,
-    names,
-    reduced,
-    take,
+    reduce_blocks,
+    shards_text,
+    take_rows,
     with_inner,
     without_tags,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slow_first
+from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slowest_first
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AllReduce(Step):
     """Every device of a group gets the reduction of the group's blocks.
 
     axes: axes under the tag `op`; they form the group.
-    copies: those of the axes that hold copies afterwards; the others hold replicas.
+    copies: the axes that hold copies afterwards; the others hold replicas.
     """
 
     kind: ClassVar[str] = "all_reduce"
@@ -49,13 +49,13 @@ class AllReduce(Step):
         layout = _reduced_layout(before.layout, self.axes, self.op)
         return before.with_layout(freed(layout, self.axes, self.copies))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
-        return all_reduce_traffic(before.max_local_size, slow_first(before.mesh, self.axes, lanes))
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        return all_reduce_traffic(before.max_local_size, slowest_first(before.mesh, self.axes, spans))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
         return [
-            reduced(self.op, [blocks[member] for member in mesh.group(device, self.axes)])
+            reduce_blocks(self.op, [blocks[member] for member in mesh.group(device, self.axes)])
             for device in range(mesh.n_devices)
         ]
 
@@ -80,8 +80,8 @@ class ReduceScatter(Step):
         check_even(before, self.dim, self.shards)
         return before.with_layout(with_inner(layout, self.dim, self.shards))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
-        group = slow_first(before.mesh, axes_of(self.shards), lanes)
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.shards), spans)
         in_place = lands_in_place(before, self.dim, self.shards)
         return reduce_scatter_traffic(before.max_local_size, group, in_place)
 
@@ -89,42 +89,42 @@ class ReduceScatter(Step):
         mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)
         parts = even_parts(before, self.dim, self.shards)
         return [
-            reduced(
+            reduce_blocks(
                 self.op,
-                [take(blocks[m], at, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
+                [take_rows(blocks[m], at, parts[mesh.index(device, axes)]) for m in mesh.group(device, axes)],
             )
             for device in range(mesh.n_devices)
         ]
 
     def __str__(self) -> str:
-        return f"reduce_scatter {self.op} -> {self.dim}/{names(self.shards)}"
+        return f"reduce_scatter {self.op} -> {self.dim}/{shards_text(self.shards)}"
 
 
 def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Traffic of an all-reduce of blocks of `block` elements over lanes, slowest first.
+    """Traffic of an all-reduce of blocks of `block` elements; group: slowest first.
 
-    Reduced over the fastest link first, so that the slow one sees a small piece, and gathered
-    back: the bytes of both, the latencies of a tree.
+    A reduce-scatter over the fastest link first, so that the slow one carries a small piece, and an
+    all-gather back: the bytes of both, with the latencies of a tree.
     """
     hops, n = [], 1
-    for lane in reversed(group):
-        size = lane.size
+    for span in reversed(group):
+        size = span.size
         received = -(-2 * (size - 1) * block // (size * n))
-        hops.append(Hop(lane.axis, received, 2 * math.ceil(math.log2(size)), lane.level))
+        hops.append(Hop(span.axis, received, 2 * math.ceil(math.log2(size)), span.level))
         n *= size
     return Traffic(-(-2 * (n - 1) * block // n), 0, tuple(hops))
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Traffic of a reduce-scatter of blocks of `block` elements over lanes, slowest first.
+    """Traffic of a reduce-scatter of blocks of `block` elements; group: slowest first.
 
-    Over the fastest link first, so that the slowest sees the smallest pieces.
+    The fastest link is used first, so that the slowest carries the smallest pieces.
     """
     piece, hops = block, []
-    for lane in reversed(rings(group)):
-        n = lane.size
+    for span in reversed(rings(group)):
+        n = span.size
         piece //= n
-        hops.append(Hop(lane.axis, (n - 1) * piece, n - 1, lane.level))
+        hops.append(Hop(span.axis, (n - 1) * piece, n - 1, span.level))
     return Traffic(block - piece, 0 if in_place else block, tuple(hops))
 
 

@@ -1,4 +1,4 @@
-"""Retag and Scale: what a block means changes, or its unit; no data moves."""
+"""Retag and Scale: the meaning of a block changes, or its factor; no data moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xshard.steps.traffic import LinkSpans, Traffic
 
 @dataclass(frozen=True)
 class Retag(Step):
-    """Replicas are declared copies, or copies replicas (equal by contract).
+    """Replicas become copies, or copies become replicas, which are equal by contract.
 
     copies: replicated axes that hold copies afterwards.
     replicas: copied axes that hold replicas afterwards.
@@ -35,7 +35,7 @@ class Retag(Step):
         layout = take_free(without_tags(layout, self.replicas), self.copies)
         return before.with_layout(with_tag(layout, "copy", self.copies))
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic()
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
@@ -52,7 +52,7 @@ class Retag(Step):
 
 @dataclass(frozen=True)
 class Scale(Step):
-    """Every block times a constant: the 1/n of a mean, written down in the plan."""
+    """Every block times a constant: the 1/n of a mean, as a step of the plan."""
 
     kind: ClassVar[str] = "scale"
     factor: Fraction
@@ -60,12 +60,12 @@ class Scale(Step):
     def after(self, before: Sharding) -> Sharding:
         return before
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         numerator, denominator = self.factor.numerator, self.factor.denominator
-        # Divided, not multiplied by a rounded reciprocal: exact where the result is representable.
+        # Division is exact where the result is representable; a rounded reciprocal is not.
         return [
             np.divide(b * b.dtype.type(numerator), b.dtype.type(denominator)).astype(b.dtype) for b in blocks
         ]

@@ -1,4 +1,8 @@
-"""TODO."""
+"""The traffic of a step: elements that travel over links, and copies made locally.
+
+Decides how traffic is counted: per link, along axes, for the busiest device. Knows neither seconds nor
+bytes, which `xshard/cost/` derives, nor any particular step.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,24 @@ from xshard.layout.mesh import Mesh
 
 
 class LinkSpan(NamedTuple):
-    """What one kind of link connects along an axis: all of it, or a part where nodes end half-way.
+    """The positions along an axis that one kind of link connects: all, or some if nodes end half-way.
 
-    level: how fast the link is, 0 for the slowest. size: positions along the lane. stride: how far
-    apart they are along the axis. whole: the axis that this one is a part of, if it is one.
+    level: speed of the link, 0 for the slowest. size: number of positions. stride: their distance along
+    the axis. origin: the axis that contains `axis`, if that is a sub-axis.
     """
 
     axis: str
     size: int
     level: int = 0
     stride: int = 1
-    whole: str = ""
+    origin: str = ""
 
 
-LinkSpans = tuple[LinkSpan, ...]  # of all axes of a mesh, the slowest first
+LinkSpans = tuple[LinkSpan, ...]  # usually of all axes of a mesh, the slowest first
 
 
 class Hop(NamedTuple):
-    """One phase of a step: elements received and latencies paid over the links of a level, along an axis."""
+    """One phase of a step: elements and messages received over links of one level, along one axis."""
 
     axis: str
     received: int
@@ -39,12 +43,12 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step asks of the machine, in elements, for its busiest device.
+    """What a step demands of the machine, in elements, on its busiest device.
 
     received: elements that arrive from other devices.
-    copied: elements packed or unpacked locally, beyond what the collective itself moves.
-    kept: how many fewer these are where what a device has already is put into place at once.
-    hops: what travels over which axis; none for a local step.
+    copied: elements packed or unpacked locally, in addition to those that the collective moves.
+    kept: elements of `copied` that a runtime saves if it puts the device's own rows into place directly.
+    hops: the phases over links; none for a local step.
     """
 
     received: int = 0
@@ -53,19 +57,19 @@ class Traffic:
     kept: int = 0
 
 
-def slow_first(mesh: Mesh, axes: Sequence[str], lanes: LinkSpans) -> LinkSpans:
-    """The lanes of some axes, the slowest first."""
-    if not lanes:
+def slowest_first(mesh: Mesh, axes: Sequence[str], spans: LinkSpans) -> LinkSpans:
+    """The spans of these axes, the slowest first."""
+    if not spans:
         return tuple(LinkSpan(a, mesh.size(a)) for a in axes)
-    return tuple(lane for lane in lanes if lane.axis in axes)
+    return tuple(span for span in spans if span.axis in axes)
 
 
 def rings(group: LinkSpans) -> LinkSpans:
-    """The lanes, parts of one axis on one level taken together: they are one ring, as the whole axis is."""
-    if not any(lane.whole for lane in group):
+    """The spans, with the sub-axes of one axis on one level merged: together they are one ring."""
+    if not any(span.origin for span in group):
         return group
     found = []
-    for _, alike in groupby(group, key=lambda lane: (lane.whole or lane.axis, lane.level)):
-        lanes = tuple(alike)
-        found.append(lanes[0]._replace(size=math.prod(lane.size for lane in lanes)))
+    for _, alike in groupby(group, key=lambda span: (span.origin or span.axis, span.level)):
+        spans = tuple(alike)
+        found.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
     return tuple(found)

@@ -1,6 +1,6 @@
 """All arrays of all runs against the truth, and the two runtimes against each other.
 
-Decides what is compared with what, in which order it is told, and what is not told twice. One
+Decides what is compared with what, the order of the report, and what is reported once only. One
 comparison is in `mismatch`.
 """
 
@@ -15,18 +15,18 @@ from xshard import reference
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.diagnosis.evidence import plain
-from xshard.testing.mismatch import Mismatch, Subject, compare
+from xshard.testing.diagnosis.evidence import in_double
+from xshard.testing.mismatch import Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem, wanted_gradient
-from xshard.testing.runs import RUNTIMES, Run, Truth
-from xshard.testing.task import Devices
+from xshard.testing.question import Devices
+from xshard.testing.runs import SIDES, TaskRun, Truth
 
 KINDS = ("output", "gradient", "parameter")
 
 
 @dataclass(frozen=True)
 class _Array:
-    """Blocks of one array of a run, and the whole array that they should be.
+    """Blocks of one array of a run, and the whole array that they should make.
 
     sharding: of the output or argument; blocks of a gradient are under its dual.
     """
@@ -50,12 +50,12 @@ class _Array:
 
 
 def mismatches(
-    given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
+    given: Problem, truth: Truth, runs: Sequence[TaskRun], tol: float | None
 ) -> tuple[list[Mismatch], int]:
-    """All that differs, outputs before gradients before parameters, and how many comparisons were made.
+    """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
-    runs: those on one device first. What a function makes differently on one device already is told once: its
-    blocks on several are then compared with what it makes itself on one.
+    runs: one device first. If an array differs on one device already, that is reported once: on several
+    devices it is then compared with the function's own result on one.
     """
     arguments = dict(zip(given.names, given.values, strict=True))
     largest = {
@@ -69,12 +69,12 @@ def mismatches(
     def differs(array: _Array, want: Devices, subject: Subject) -> Mismatch | None:
         nonlocal compared
         compared += 1
-        wrong = compare(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
+        wrong = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
         if wrong is not None:
             found.append(_explained(wrong, found))
         return wrong
 
-    alone: dict[tuple[str, str, str], Block] = {}  # what a runtime makes differently on one device
+    alone: dict[tuple[str, str, str], Block] = {}  # arrays that differ on one device
     right: dict[tuple[str, str, str, str], _Array] = {}
     for run in runs:
         for array in _arrays(given, truth, run):
@@ -91,21 +91,21 @@ def mismatches(
                 sharding = array.blocks
                 alone[place] = reference.gather(array.got, sharding.layout, run.mesh, sharding.shape)
     for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
-        other = right.get((mesh, RUNTIMES[1], kind, name)) if runtime == RUNTIMES[0] else None
-        if other is not None and (RUNTIMES[1], kind, name) not in alone:
-            differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, RUNTIMES[1]))
+        other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
+        if other is not None and (SIDES[1], kind, name) not in alone:
+            differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, SIDES[1]))
     return sorted(found, key=lambda m: KINDS.index(m.subject.kind)), compared
 
 
 def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
-    """A parameter is wrong where its gradient is: that is the cause."""
+    """If a parameter's gradient is wrong, that is the cause."""
     gradient = replace(wrong.subject, kind="gradient")
     if wrong.subject.kind == "parameter" and any(m.subject == gradient for m in before):
         return replace(wrong, cause=Cause("gradient", "its gradient is wrong"))
     return wrong
 
 
-def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
+def _arrays(given: Problem, truth: Truth, run: TaskRun) -> Iterator[_Array]:
     """Every array of a run."""
     mesh, answer = run.mesh, run.answer
     for name, got in answer.outputs.items():
@@ -121,5 +121,5 @@ def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
 
 
 def _largest(arrays: Iterable[Block]) -> float:
-    found = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(plain, arrays))
+    found = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
     return float(max(found, default=0.0))

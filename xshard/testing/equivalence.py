@@ -1,7 +1,7 @@
 """`assert_equivalent`: a torch function and a JAX function, sharded, against each other and one device.
 
-Decides what is run where and what is compared with what. How a runtime runs a task is in the bridges'
-`testing` modules, what a difference may mean in `causes`.
+Decides what runs where, and what is compared with what. How a runtime runs a function is in the bridges'
+`testing.equivalence`, what a difference may mean in `diagnosis`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xshard.testing.comparison import mismatches
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
 from xshard.testing.report import EquivalenceError
-from xshard.testing.runs import Asked, Function, Runtime, updates_of
+from xshard.testing.runs import Asked, Function, Side, updates_of
 from xshard.testing.trees import Tree
 
 
@@ -26,33 +26,34 @@ def assert_equivalent(
     layouts: tuple[Sequence[Tree], Tree],
     mesh: Meshes,
     reference: Function | None = None,
-    reference_runtime: Runtime = "jax",
+    reference_runtime: Side = "jax",
     parameters: Sequence[int] = (),
     optimisers: tuple[Function, Function] | None = None,
     tol: float | None = None,
     check_vma: bool = True,
     timeout_s: float = 120.0,
 ) -> None:
-    """Run both functions sharded, and raise EquivalenceError unless all that they make is equal.
+    """Run both functions sharded, and raise EquivalenceError unless all results are equal.
 
     torch_fn, jax_fn: one device's blocks of `args` -> its blocks of the outputs, arrays in dicts, lists and
     tuples. torch_fn runs on gloo ranks, jax_fn in `shard_map` on host devices; one that has a parameter
     `mesh` is given the `xshard.Mesh`. They may be closures: they are sent to processes of their own.
-    args: whole arrays, numpy's or what numpy can read; trees of them. Names in messages are torch_fn's.
-    layouts: of the arguments, one each, and of what is returned; one layout may stand for a whole branch.
+    args: whole arrays of numpy, or that numpy can read; trees of them. Names in messages are torch_fn's.
+    layouts: one for each argument, and of the outputs; one layout may stand for a whole branch.
     mesh: one or several, as `Mesh` or text: `"dp=2,tp=2; tp=4"`.
     reference: a function of whole arrays, run by `reference_runtime`. Without one torch_fn on a mesh of one
     device is the reference, and jax_fn on such a mesh is compared as well.
-    parameters, optimisers: positions of the arguments that one optimiser step is made on, and what makes it:
+    parameters, optimisers: positions of the arguments that take one optimiser step, and the optimisers:
     for torch a list of tensors -> `torch.optim.Optimizer`, for JAX (values, gradients) -> values.
     tol: relative to the largest value of an array; None goes by dtype (2e-5 for float32).
-    check_vma: as `jax.shard_map` has it. timeout_s: of one run.
+    check_vma: as for `jax.shard_map`. timeout_s: the longest time in which a run makes no progress.
 
-    Compared are, on every mesh, outputs, the gradients of all arguments for random cotangents (under the dual
-    layouts), and updated parameters: both runtimes against the reference, then against each other.
+    On every mesh the outputs, the gradients of all arguments for random cotangents (under the dual
+    layouts) and the updated parameters are compared: both runtimes with the reference, then with each
+    other.
 
     Raises, before anything runs, StructureError, ShapeError, NotationError, LinearityError, MeshError,
-    DtypeError; FunctionError with the message of a function that raised; StructureError where they return
+    DtypeError; FunctionError with the message of a function that raised; StructureError if they return
     different trees.
 
     >>> import numpy as np

@@ -1,7 +1,7 @@
 """One array against another: whether they agree, and where they do not.
 
-Decides what agreement is (chex's `assert_trees_all_close`, relative to the largest value) and what is told
-of a disagreement. Why there is one is in `causes`.
+Decides what agreement is (chex's `assert_trees_all_close`, relative to the largest value) and what is
+reported of a mismatch. Its likely cause is found in `diagnosis`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
-from xshard.testing.diagnosis.evidence import Case, plain, settle, settled
+from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled
 
 # Relative to the largest value of an array; rounding of a few hundred operations stays below.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
@@ -24,7 +24,7 @@ TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-
 
 @dataclass(frozen=True)
 class Subject:
-    """Which array of which run, and against whose."""
+    """An array of a run, and the source of the values it is compared with."""
 
     kind: str  # output, gradient or parameter
     name: str
@@ -39,10 +39,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where an array is most wrong: on which device, at which global index, and both values.
+    """The place of an array's largest error: device, global index, and both values.
 
-    index: None where shapes or dtypes differ, which `problem` says. global_index has -1 where the row lies
-    beyond the ends of the array. n_wrong, n_elements: over all devices.
+    index: None if shapes or dtypes differ; then `problem` says how. global_index is -1 for a row beyond the
+    ends of the array. n_wrong, n_elements: over all devices.
     """
 
     subject: Subject
@@ -64,7 +64,7 @@ class Mismatch:
         return f"{self.device} ({self.subject.mesh.place(self.device)})"
 
 
-def compare(
+def find_mismatch(
     subject: Subject,
     got: Sequence[Block],
     want: Sequence[Block],
@@ -73,10 +73,10 @@ def compare(
     largest: float,
     arguments: Mapping[str, Block],
 ) -> Mismatch | None:
-    """Blocks of one array against blocks of another under the same layout; None where they agree.
+    """Blocks of one array against blocks of another under the same layout; None if they agree.
 
-    Under sum, mean and fold it is what the blocks add up to that is compared. tolerance: None goes by the
-    dtype. largest: of all arrays of this kind, see `Case`.
+    Under sum, mean and fold the sums of the blocks are compared. tolerance: None goes by the dtype.
+    largest: of all arrays of this kind, see `Case`.
     """
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
         problem = _problem(a, b, sharding)
@@ -102,17 +102,17 @@ def tolerance_of(*blocks: Block) -> float:
 
 def agrees(case: Case) -> bool:
     """Whether chex finds all blocks close."""
-    chex = import_module("chex")  # which imports JAX: not before something is compared
+    chex = import_module("chex")  # imports JAX: only once something is compared
     try:
         for got, want in zip(case.got, case.want, strict=True):
-            chex.assert_trees_all_close(plain(got), plain(want), rtol=case.tolerance, atol=case.slack)
+            chex.assert_trees_all_close(in_double(got), in_double(want), rtol=case.tolerance, atol=case.slack)
     except AssertionError:
         return False
     return True
 
 
 def _problem(got: Block, want: Block, sharding: Sharding) -> str:
-    """What is wrong with a block's shape or dtype."""
+    """The mismatch of a block's shape or dtype, or nothing."""
     if got.shape != want.shape:
         hint = ""
         if got.shape == sharding.shape:
@@ -124,15 +124,15 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
             f"under '{sharding.layout}'{hint}"
         )
     a, b = got.dtype, want.dtype
-    # How wide whole numbers are is the runtime's own business; JAX has no 64-bit ones by default.
+    # The width of whole numbers may differ: JAX has no 64-bit ones by default.
     if a != b and not (a.kind in "iu" and b.kind in "iu"):
         return f"{a.name} in place of {b.name}"
     return ""
 
 
 def _located(subject: Subject, case: Case) -> Mismatch:
-    errors = [np.abs(plain(a) - plain(b)) for a, b in zip(case.got, case.want, strict=True)]
-    # What is no number is the largest error.
+    errors = [np.abs(in_double(a) - in_double(b)) for a, b in zip(case.got, case.want, strict=True)]
+    # NaN counts as the largest error.
     errors = [
         np.where(mask, np.nan_to_num(e, nan=np.inf), -1) for e, mask in zip(errors, case.wrong, strict=True)
     ]
@@ -143,8 +143,8 @@ def _located(subject: Subject, case: Case) -> Mismatch:
         device,
         at,
         tuple(int(case.rows(d, device)[i]) for d, i in enumerate(at)),
-        plain(case.got[device])[at].item(),
-        plain(case.want[device])[at].item(),
+        in_double(case.got[device])[at].item(),
+        in_double(case.want[device])[at].item(),
         float(errors[device][at]),
         sum(int(mask.sum()) for mask in case.wrong),
         sum(mask.size for mask in case.wrong),

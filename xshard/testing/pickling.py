@@ -1,8 +1,6 @@
-"""One process per framework, in which the functions under test run: started once, asked many times.
+"""Functions of users as bytes, which another process can load.
 
-Decides how they start, how functions reach them, and how what goes wrong there is told here. Torch
-ranks are forked from a process that has imported torch and done nothing else; JAX has its devices
-in a process of its own, for it makes them once. So neither framework is touched in the caller's.
+Decides what is sent by value and what is imported there. Knows no framework.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ _OURS = ("xshard", "torch_bridge", "jax_bridge")
 
 
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
-    """A function, closures too, and its arguments, to be sent to a process.
+    """A function, closures too, and its arguments, pickled. Raises FunctionError.
 
-    What stands in the user's own file goes as it is, so that the process need not import the file,
-    which may import the other framework; installed modules are imported there.
+    Functions of the user's own file are sent by value, so that the process need not import the file,
+    which may import the other framework. Installed modules are imported there.
     """
     cloudpickle = _needed("cloudpickle")
     module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None

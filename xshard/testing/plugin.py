@@ -1,7 +1,7 @@
-"""The pytest plugin: functions on torch ranks and on JAX devices, and tests on meshes of one's choice.
+"""The pytest plugin: functions on torch ranks and on JAX devices, and tests on chosen meshes.
 
-pytest loads it wherever xshard is installed, so nothing is imported here that takes time: torch and JAX start
-in processes of their own when a test asks for them first, and stay.
+pytest loads it wherever xshard is installed, so nothing slow is imported here: torch and JAX start in
+processes of their own when a test first asks for them, and stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from xshard.errors import XshardError
 from xshard.layout.mesh import Mesh
-from xshard.runtimes.processes import check_size, jax_process, torch_process
+from xshard.runtimes.backends import check_size, jax_process, torch_process
 from xshard.testing.pickling import packed
 from xshard.testing.problem import parse_meshes
 
@@ -29,14 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("xshard").addoption(
         "--xshard-meshes",
         metavar="MESHES",
-        help='what tests that take `xshard_mesh` run on, as in "dp=2,cp=2;cp=4"',
+        help='the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"',
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "xshard_meshes(*meshes): what this test runs on, as in 'cp=2', 'cp=4'; --xshard-meshes comes first",
+        "xshard_meshes(*meshes): the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first",
     )
     given = config.getoption("--xshard-meshes")
     if given is not None:
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `xshard_mesh` runs once per mesh: of the option, of its marker, or the default."""
+    """Run a test that takes `xshard_mesh` once per mesh: of the option, of its marker, or the default."""
     if "xshard_mesh" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("xshard_meshes")
@@ -74,10 +74,10 @@ def torch_ranks() -> Callable[[int], OnRanks]:
 
 @pytest.fixture
 def jax_devices() -> Callable[[int], OnDevices]:
-    """`jax_devices(n)(function, *args)`: what the function returns where JAX has n host devices or more.
+    """`jax_devices(n)(function, *args)`: the result of the function where JAX has n host devices or more.
 
-    A failure is raised here with its own traceback; closures are allowed. Results must be picklable: arrays
-    come back as JAX arrays, so return numpy's where this process should not start JAX.
+    A failure is raised here with its own traceback; closures are allowed. Results must be picklable. JAX
+    arrays start JAX in this process: return numpy arrays to avoid that.
     """
 
     def devices(n: int) -> OnDevices:
@@ -89,12 +89,14 @@ def jax_devices() -> Callable[[int], OnDevices]:
 
 def _on_ranks(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     sent = packed(function, *args)
-    found: list[Any] = torch_process().ask("call", n, sent, TIMEOUT_S, timeout_s=TIMEOUT_S)
+    asked = torch_process()
+    found: list[Any] = asked.ask("torch_bridge.testing.equivalence.call_packed", n, sent, timeout_s=TIMEOUT_S)
     return found
 
 
 def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    return jax_process().ask("call", packed(function, *args), TIMEOUT_S, timeout_s=TIMEOUT_S)
+    sent = packed(function, *args)
+    return jax_process().ask("jax_bridge.testing.equivalence.call_packed", sent, timeout_s=TIMEOUT_S)
 
 
 def _checked(text: str) -> list[Mesh]:

@@ -1,4 +1,4 @@
-"""What two functions are compared on: arguments, layouts and meshes, checked before anything runs.
+"""The input of a comparison: arguments, layouts and meshes, checked before anything runs.
 
 Decides what is refused, how a whole array becomes blocks under a layout, and which blocks a cotangent has.
 """
@@ -19,20 +19,20 @@ from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
-from xshard.runtimes.processes import check_size
+from xshard.runtimes.backends import check_size
 from xshard.runtimes.tasks import random_blocks
 from xshard.steps.base import Block
-from xshard.testing.task import Devices, parameters_of
-from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered, spread
+from xshard.testing.question import Devices, parameters_of
+from xshard.testing.trees import StructureError, Tree, broadcast_prefix, leaves, mapped, numbered
 
 Meshes = Mesh | str | Sequence[Mesh | str]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """names, values, layouts: of every array among the arguments. outputs: a tree of layouts.
+    """Checked input. names, values, layouts: of every array among the arguments. outputs: a tree of layouts.
 
-    arguments: the arguments with numbers for arrays, as `Task` has them.
+    arguments: the arguments with numbers for arrays, as `Question` has them.
     """
 
     names: tuple[str, ...]
@@ -56,14 +56,14 @@ class Problem:
 
     def output_layouts(self, returned: Tree, names: Sequence[str]) -> dict[str, Layout]:
         """The layout of every output. returned: the tree of outputs."""
-        return dict(zip(names, spread(self.outputs, returned, "output"), strict=True))
+        return dict(zip(names, broadcast_prefix(self.outputs, returned, "output"), strict=True))
 
 
 def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes) -> Problem:
     """The arguments of `assert_equivalent`, checked.
 
-    function: gives arguments their names. Raises StructureError, ShapeError, NotationError, LinearityError,
-    MeshError, DtypeError.
+    function: its parameters name the arguments. Raises StructureError, ShapeError, NotationError,
+    LinearityError, MeshError, DtypeError.
     """
     args = tuple(args)
     if not (isinstance(layouts, tuple | list) and len(layouts) == 2):
@@ -78,7 +78,7 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
     names, values, found = [], [], []
     for title, argument, given in zip(_titles(function, len(args)), args, inputs, strict=True):
         for (name, value), layout in zip(
-            leaves(argument, title).items(), spread(given, argument, title), strict=True
+            leaves(argument, title).items(), broadcast_prefix(given, argument, title), strict=True
         ):
             names.append(name)
             values.append(_array(value, name))
@@ -100,9 +100,9 @@ def whole_layout(ndim: int) -> Layout:
 
 
 def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
-    """A whole array -> blocks under any linear layout, contributions arbitrary but for what they add up to.
+    """A whole array -> blocks under any linear layout; contributions are arbitrary but for their sum.
 
-    Zeros on all devices but one would hide a function that looks at one alone.
+    Zeros on all devices but one would hide a function that reads one device alone.
     """
     layout, mesh = sharding.layout, sharding.mesh
     open_ = layout.tagged("sum", "mean") or any(isinstance(dim.overlap, Fold) for dim in layout.dims)
@@ -110,7 +110,7 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
         return tuple(reference.scatter(x, layout, mesh))
     rng, name = np.random.default_rng((11, seed)), dtypes.name_of(x.dtype)
     noise = random_blocks(rng, layout, mesh, x.shape, name, mesh.n_devices if layout.tagged("mean") else 1)
-    if x.dtype.kind in "fc":  # as large as the array, by a power of two: nothing is rounded twice
+    if x.dtype.kind in "fc":  # as large as the array, by a power of two, so that nothing is rounded twice
         largest = float(np.abs(x).max(initial=0)) or 1.0
         noise = [block * x.dtype.type(2.0 ** round(np.log2(largest) - 2)) for block in noise]
     rest = x - reference.gather(noise, layout, mesh, x.shape)
@@ -120,21 +120,21 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
 
 
 def cotangents_of(c: Block, sharding: Sharding, seed: int) -> Devices:
-    """The cotangent of a whole array -> what its blocks get: under the dual layout, a mean's times 1/n."""
+    """The cotangent of a whole array -> those of its blocks: under the dual layout, times 1/n for a mean."""
     blocks = blocks_of(c, sharding.with_layout(sharding.layout.dual), seed)
     scale = float(sharding.scale)
     return tuple((block * scale).astype(c.dtype) for block in blocks) if scale != 1 else blocks
 
 
 def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
-    """The gradient of a whole array -> what its blocks should get, as far as the layout determines it."""
+    """The gradient of a whole array -> gradients of its blocks, as far as the layout determines them."""
     dual = sharding.layout.dual
     scale = gradient.dtype.type(float(sharding.scale))
     return tuple(block * scale for block in reference.scatter(gradient, dual, sharding.mesh))
 
 
 def _titles(function: Callable[..., Any], n: int) -> list[str]:
-    """Names of the arguments: the function's own for those that it names."""
+    """Names of the arguments: the function's own, where it names them."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [p.name for p in parameters_of(function).values() if p.kind in kinds][:n]
     return [*named, *(f"args[{i}]" for i in range(len(named), n))]

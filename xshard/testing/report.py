@@ -1,4 +1,7 @@
-"""What a failed comparison tells: as text in the error, and as a table of rich for consoles."""
+"""The report of a failed comparison: text in the error, and a table of rich for consoles.
+
+Decides what is shown of a mismatch. Finds none itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _SHOWN = 8  # mismatches in the text of an error
 
 
 class EquivalenceError(AssertionError):
-    """Two functions that should be the same are not; `mismatches` has every array that differs."""
+    """Two functions that should be equal are not; `mismatches` has every array that differs."""
 
     def __init__(self, mismatches: Sequence[Mismatch], compared: int) -> None:
         self.mismatches, self.compared = tuple(mismatches), compared
@@ -26,15 +29,15 @@ class EquivalenceError(AssertionError):
     def _text(self) -> str:
         parts = [f"{len(self.mismatches)} of {self.compared} comparisons differ"]
         if any(m.subject.mesh.n_devices == 1 for m in self.mismatches):
-            parts.append("they differ on one device already: it is the functions, before how they are cut")
-        parts += map(text, self.mismatches[:_SHOWN])
+            parts.append("they differ on one device already: the functions differ, not their sharding")
+        parts += map(mismatch_text, self.mismatches[:_SHOWN])
         more = len(self.mismatches) - _SHOWN
         if more > 0:
             parts.append(f"and {more} more: .mismatches has all")
         return "\n\n".join(parts)
 
     def table(self) -> Table:
-        """All mismatches, a row each: what differs, where, both values, and the likely cause."""
+        """All mismatches, a row each: array, place, both values, and the likely cause."""
         from rich.box import SIMPLE
         from rich.table import Table
 
@@ -56,7 +59,7 @@ class EquivalenceError(AssertionError):
         return made
 
 
-def text(mismatch: Mismatch) -> str:
+def mismatch_text(mismatch: Mismatch) -> str:
     """A mismatch in a few lines."""
     m = mismatch
     lines = [str(m.subject)]

@@ -1,7 +1,7 @@
-"""Which tasks a comparison asks of which runtime: one device first, which is the truth, then every mesh.
+"""The runs of a comparison: one device first, which is the truth, then every mesh.
 
-Decides what blocks, layouts and cotangents a task has. How a runtime runs it is in the bridges' `testing`
-modules.
+Decides the blocks, layouts and cotangents of each question. How a runtime answers is in the bridges'
+`testing.equivalence`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 from xshard.plans.expression import whole_shape
-from xshard.runtimes.processes import jax_process, torch_process
+from xshard.runtimes.backends import jax_process, torch_process
 from xshard.steps.base import Block
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
-from xshard.testing.task import Answer, Devices, Result, Task, Update
+from xshard.testing.question import Answer, Devices, Question, Result, Update
 from xshard.testing.trees import StructureError, Tree, leaves
 
-Runtime = Literal["torch", "jax"]
+Side = Literal["torch", "jax"]
 Function = Callable[..., Any]
-RUNTIMES: tuple[Runtime, Runtime] = ("torch", "jax")
+SIDES: tuple[Side, Side] = ("torch", "jax")
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is right: whole arrays by name of output and number of argument, and where they come from."""
+    """The right values: whole arrays by name of output and number of argument, and their source."""
 
     outputs: dict[str, Block]
     layouts: dict[str, Layout]
@@ -40,15 +40,15 @@ class Truth:
     source: str
 
 
-class Run(NamedTuple):
-    runtime: Runtime
+class TaskRun(NamedTuple):
+    runtime: Side
     mesh: Mesh
     answer: Answer
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A problem and all that its tasks have in common."""
+    """A problem, and all that its questions have in common."""
 
     problem: Problem
     functions: dict[str, bytes]
@@ -56,8 +56,8 @@ class Asked:
     typed: bool
     timeout_s: float
 
-    def truth(self, runtime: Runtime, function: bytes, mesh: Mesh) -> Truth:
-        """What a function makes on one device: of whole arrays, or of blocks on a mesh of ones."""
+    def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
+        """Results of a function on one device: of whole arrays, or of blocks on a mesh of ones."""
         given = self.problem
         whole = not mesh.axes
         layouts = [whole_layout(x.ndim) for x in given.values] if whole else list(given.layouts)
@@ -82,8 +82,8 @@ class Asked:
             "the reference" if whole else f"{runtime} on one device",
         )
 
-    def run(self, runtime: Runtime, mesh: Mesh, truth: Truth) -> Run:
-        """What a runtime's function makes of blocks on a mesh."""
+    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
+        """Results of a runtime's function on the blocks of a mesh."""
         results = {}
         for i, (name, output) in enumerate(truth.outputs.items()):
             sharding = Sharding(truth.layouts[name], mesh, output.shape)
@@ -93,13 +93,13 @@ class Asked:
         given = self.problem
         shardings = given.shardings(mesh)
         function = self.functions[runtime]
-        return Run(
+        return TaskRun(
             runtime, mesh, self._ask(runtime, function, mesh, given.inputs(shardings), shardings, results)
         )
 
     def _ask(
         self,
-        runtime: Runtime,
+        runtime: Side,
         function: bytes,
         mesh: Mesh,
         inputs: tuple[Devices, ...],
@@ -107,7 +107,7 @@ class Asked:
         results: dict[str, Result] | None,
     ) -> Answer:
         wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
-        task = Task(
+        question = Question(
             function,
             mesh,
             self.problem.arguments,
@@ -119,7 +119,9 @@ class Asked:
             self.typed,
         )
         process = torch_process() if runtime == "torch" else jax_process()
-        answer: Answer = process.ask("run", task, self.timeout_s, timeout_s=self.timeout_s)
+        answer: Answer = process.ask(
+            f"{runtime}_bridge.testing.equivalence.answer", question, timeout_s=self.timeout_s
+        )
         return answer
 
 
@@ -137,8 +139,11 @@ def updates_of(
     parameters: Sequence[int],
     optimisers: tuple[Function, Function] | None,
 ) -> dict[str, Update]:
-    """The optimiser step of each runtime. Raises StructureError for parameters without optimisers or the
-    reverse, or whose gradients are not laid out as they are."""
+    """The optimiser step of each runtime.
+
+    Raises StructureError for parameters without optimisers or the reverse, and for parameters whose gradients
+    have another layout.
+    """
     if bool(parameters) != (optimisers is not None):
         raise StructureError(
             "parameters= and optimisers= belong together",
@@ -161,5 +166,5 @@ def updates_of(
             )
     return {
         runtime: Update(packed(function), tuple(parameters), tuple(numbers))
-        for runtime, function in zip(RUNTIMES, optimisers, strict=True)
+        for runtime, function in zip(SIDES, optimisers, strict=True)
     }

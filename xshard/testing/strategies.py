@@ -1,6 +1,6 @@
 """Random meshes, shapes and layouts for hypothesis.
 
-Decides how large they are: small enough for every device of every mesh to be looked at.
+Decides how large they are: small enough to check every device of every mesh.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def layouts(
 
 @st.composite
 def moves(draw: st.DrawFn, kinds: Sequence[str] = ("linear", "max", "min")) -> Move:
-    """(mesh, shape, src, dst) between which a redistribution is defined."""
+    """(mesh, shape, src, dst) with a redistribution from src to dst."""
     mesh, shape = draw(meshes()), draw(shapes())
     kind = draw(st.sampled_from(kinds))
     if kind == "linear":
@@ -84,16 +84,16 @@ def moves(draw: st.DrawFn, kinds: Sequence[str] = ("linear", "max", "min")) -> M
     return mesh, shape, src, draw(layouts(mesh, len(shape), ("copy",), [(kind, src.tagged(kind))]))
 
 
-def boundaries() -> st.SearchStrategy[Boundary]:
-    """What may stand beyond the ends of an array."""
+def any_boundary() -> st.SearchStrategy[Boundary]:
+    """Rules for the rows beyond the ends of an array."""
     constants = st.floats(allow_nan=False, width=32).map(lambda value: Boundary("constant", value))
     return st.sampled_from(BOUNDARIES).map(Boundary) | constants
 
 
 @st.composite
-def overlaps(draw: st.DrawFn, folded: bool = True) -> Overlap:
+def any_overlap(draw: st.DrawFn, folded: bool = True) -> Overlap:
     """A halo or a window; folded: or the fold of one."""
-    ends = draw(boundaries()), draw(boundaries())
+    ends = draw(any_boundary()), draw(any_boundary())
     overlap: Halo | Window
     if draw(st.booleans()):
         overlap = Halo(draw(st.integers(-2, 9)), draw(st.integers(-2, 9)), *ends)
@@ -108,7 +108,7 @@ def overlaps(draw: st.DrawFn, folded: bool = True) -> Overlap:
 def written_layouts(draw: st.DrawFn) -> Layout:
     """Any layout of the grammar, overlaps and anonymous dims included."""
     layout = draw(layouts(draw(meshes()), draw(st.integers(0, 3))))
-    dims = [Dim(dim.name, dim.shards, draw(st.none() | overlaps())) for dim in layout.dims]
+    dims = [Dim(dim.name, dim.shards, draw(st.none() | any_overlap())) for dim in layout.dims]
     if draw(st.booleans()):
         dims.insert(draw(st.integers(0, len(dims))), Dim(ELLIPSIS))
     return Layout(tuple(dims), layout.tags)

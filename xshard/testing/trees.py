@@ -14,11 +14,11 @@ Tree = Any  # a leaf, or a dict, list or tuple of trees; None is a tree without 
 
 
 class StructureError(XshardError):
-    """Trees that should have the same leaves and have not."""
+    """Trees that should have the same leaves, but do not."""
 
 
 def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
-    """Every leaf by its place, in order: of a dict by its keys, sorted as JAX sorts them.
+    """Every leaf by its place, in order; the keys of a dict are sorted, as in JAX.
 
     >>> leaves({"w": 1, "b": (2, 3)}, "x")
     {"x['b'][0]": 2, "x['b'][1]": 3, "x['w']": 1}
@@ -27,7 +27,7 @@ def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `function` of every leaf.
+    """The same tree with `function` applied to every leaf.
 
     >>> mapped(str, {"w": 1, "b": (2, None)})
     {'b': ('2', None), 'w': '1'}
@@ -50,12 +50,12 @@ def numbered(tree: Tree) -> Tree:
     return mapped(lambda _: next(numbers), tree)
 
 
-def spread(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
-    """One leaf of `prefix` for every leaf of `tree`: a leaf where a branch would be stands for all of it.
+def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
+    """One leaf of `prefix` for every leaf of `tree`: a leaf in the place of a branch stands for all of it.
 
-    Raises StructureError where the prefix has other branches than the tree.
+    Raises StructureError if the prefix has other branches than the tree.
 
-    >>> spread(("a", "b"), (1, {"w": 2, "v": 3}))
+    >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """
     if not isinstance(prefix, dict | list | tuple):
@@ -69,7 +69,7 @@ def spread(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
             f"{name or 'it'} has {_described(tree)}, its layouts have {_described(prefix)}",
             hint="one layout per array, or one for all that a branch holds",
         )
-    return [leaf for key in keys for leaf in spread(prefix[key], tree[key], f"{name}[{key!r}]")]
+    return [leaf for key in keys for leaf in broadcast_prefix(prefix[key], tree[key], f"{name}[{key!r}]")]
 
 
 def _walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:

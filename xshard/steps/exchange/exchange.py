@@ -1,8 +1,8 @@
-"""Exchange: every device sends every other exactly the boxes it lacks. The general step.
+"""Exchange: every device sends every other device exactly the boxes that it lacks. The general step.
 
-It realises any pair of layouts in one round at the fewest bytes received, adding where a sum
-ends; structured collectives win where latency or hardware support does. Its adjoint is the
-exchange between the dual layouts.
+It leads between any two layouts in one round with the fewest bytes received, and adds where a sum
+ends; structured collectives are cheaper where latency or hardware support decides. Its adjoint is
+the exchange between the dual layouts.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from xshard.layout.layout import Layout
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import filled, messages_to
-from xshard.steps.exchange.near_senders import nearby_traffic
-from xshard.steps.exchange.traffic import begun, ended, exchange_traffic
+from xshard.steps.exchange.messages import fill_boxes, messages_to
+from xshard.steps.exchange.near_senders import near_traffic
+from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, Traffic
 
 
 @dataclass(frozen=True)
 class Exchange(Step):
-    """Every device gets the block of layout `to` from whoever holds its parts.
+    """Every device gets its block of layout `to` from the devices that hold parts of it.
 
-    Sums that end, and contributions to a fold, are added at the receiver in the order of the
-    senders; an element of a new sum or fold is contributed by its first holder alone.
+    The receiver adds sums that end, and contributions to a fold, in the order of the senders. Only
+    the first holder contributes an element to a new sum or fold.
 
-    node_devices: consecutive devices that are a node, where a replica in the receiver's node
-    is to be the sender; for exchanges that neither end nor begin a sum, of blocks that do not overlap.
+    node_devices: number of consecutive devices that are a node; replicas in the receiver's node then
+    send in place of others. For exchanges that neither end nor begin a sum, of blocks without overlaps.
     """
 
     kind: ClassVar[str] = "exchange"
@@ -44,21 +44,25 @@ class Exchange(Step):
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
-        if self.node_devices is not None and (ended(before.layout, self.to) or begun(before.layout, self.to)):
-            raise PlanError(f"no near senders where a sum ends or begins: '{before.layout}' -> '{self.to}'")
+        if self.node_devices is not None and (
+            ended_axes(before.layout, self.to) or begun_axes(before.layout, self.to)
+        ):
+            raise PlanError(
+                f"node_devices is not for exchanges that end or begin a sum: '{before.layout}' -> '{self.to}'"
+            )
         if self.node_devices is not None and any(d.overlap for d in (*before.layout.dims, *self.to.dims)):
-            raise PlanError(f"no near senders where blocks overlap: '{before.layout}' -> '{self.to}'")
+            raise PlanError(f"node_devices is not for blocks that overlap: '{before.layout}' -> '{self.to}'")
         kinds = {kind for kind, _ in before.layout.tags if kind != "copy"}
         new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
         if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
-            raise PlanError(f"'{before.layout}' holds no max or min to keep in '{self.to}'")
+            raise PlanError(f"'{before.layout}' has no max or min that '{self.to}' could keep")
         return after
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         after = before.with_layout(self.to)
         if self.node_devices is not None:
-            return nearby_traffic(before, after, self.node_devices)
-        return exchange_traffic(before, after, lanes)
+            return near_traffic(before, after, self.node_devices)
+        return exchange_traffic(before, after, spans)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)
@@ -66,7 +70,7 @@ class Exchange(Step):
         results = []
         for device in range(before.mesh.n_devices):
             out = np.zeros(after.local_shape(device), blocks[device].dtype)
-            for d, start, stop, value in filled(after, device):
+            for d, start, stop, value in fill_boxes(after, device):
                 out[(slice(None),) * d + (slice(start, stop),)] = value
             written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
@@ -78,7 +82,7 @@ class Exchange(Step):
         return results
 
     def op(self, before: Sharding) -> str | None:
-        """How boxes that meet at one place combine: the reduction that ends here, if one does."""
+        """The reduction that combines boxes for the same elements; None if no sum, max, min or fold ends."""
         for kind, axes in before.layout.tags:
             if kind != "copy" and not set(axes) <= set(self.to.tagged(kind)):
                 return kind

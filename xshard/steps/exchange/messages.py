@@ -1,4 +1,8 @@
-"""TODO."""
+"""The messages of an exchange: which box of which block every device takes from every other.
+
+Decides senders, receivers, boxes and signs, the same on every device, and the rows that are filled
+locally. Knows no transport and no costs.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import fills
-from xshard.layout.runs import Run, Segment, rows
+from xshard.layout.block_rows import block_fills
+from xshard.layout.runs import Run, Segment, as_index
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.near_senders import holders, nearby_senders
-from xshard.steps.exchange.sources import sides, sources, view_pairs
-from xshard.steps.exchange.traffic import begun, cut_axes, ended
+from xshard.steps.exchange.near_senders import block_holders, near_senders
+from xshard.steps.exchange.sources import dim_ends, sources, view_pairs
+from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes
 
 
 class Message(NamedTuple):
-    """One box that device `dst` takes from device `src`: for every dim, matching rows of both blocks.
+    """One box that device `dst` takes from device `src`: per dim, matching rows of both blocks.
 
-    A box is the outer product of its dims' segments, so a message is one dense sub-array.
+    A box is the outer product of the segments of its dims, so a message is one dense sub-array.
     """
 
     src: int
     dst: int
     box: tuple[tuple[Segment, ...], ...]
-    sign: int = 1  # what the receiver multiplies it by: rows from beyond a pole may be negated
+    sign: int = 1  # factor that the receiver applies: rows from beyond a pole may be negated
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,17 +54,17 @@ class Message(NamedTuple):
 def messages_to(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> tuple[Message, ...]:
-    """What a device takes from every sender (itself included), senders in order.
+    """The messages that a device receives (from itself too), ordered by sender.
 
     A sender differs from the receiver only along axes that cut the source or whose sum ends, so
-    replicas share the work and a device that holds a row already takes it from itself. With
-    `node_devices` a replica in the receiver's node stands in for one that is elsewhere.
+    replicas share the work, and a device takes rows that it has from itself. With `node_devices` a
+    replica in the receiver's node replaces a sender outside it.
     """
     plain = _messages_to(before, after, device)
     if node_devices is None:
         return plain
-    blocks = holders(before, node_devices).block_of
-    near = nearby_senders(before, after, node_devices)
+    blocks = block_holders(before, node_devices).block_of
+    near = near_senders(before, after, node_devices)
     chosen = (m._replace(src=near.get((int(blocks[m.src]), device), m.src)) for m in plain)
     return tuple(sorted(chosen, key=lambda m: m.src))
 
@@ -68,8 +72,8 @@ def messages_to(
 def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> tuple[Message, ...]:
-    """What a device sends to every receiver (itself included), receivers in order."""
-    mesh, ends = before.mesh, ended(before.layout, after.layout)
+    """The messages that a device sends (to itself too), ordered by receiver."""
+    mesh, ends = before.mesh, ended_axes(before.layout, after.layout)
     moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ends]
     receivers = mesh.group(device, moving if node_devices is None else mesh.axes)
     found = (m for r in receivers for m in messages_to(before, after, r, node_devices))
@@ -77,17 +81,17 @@ def messages_from(
 
 
 def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
-    """Local rows of the segments in the sender's (0) or the receiver's (1) block."""
-    index = rows(tuple(Run(segment[end], segment.length) for segment in segments))
+    """Local rows of the segments in the block of the sender (end 0) or the receiver (end 1)."""
+    index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
     return np.r_[index] if isinstance(index, slice) else index
 
 
-def filled(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
-    """Rows outside the array, which a device fills: (dim, start, stop, value), written in this order."""
+def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
+    """Rows outside the array that a device fills itself: (dim, start, stop, value), in order of writing."""
     found: list[tuple[int, int, int, float]] = []
     for d, dim in enumerate(after.layout.dims):
         sizes = after.mesh.sizes_of(dim.axes)
-        found += [(d, *fill) for fill in fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
+        found += [(d, *fill) for fill in block_fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
     return tuple(found)
 
 
@@ -95,14 +99,14 @@ def filled(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], .
 def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Message, ...]:
     mesh, src, dst = before.mesh, before.layout, after.layout
     coords = mesh.coords(device)
-    begins = begun(src, dst)
+    begins = begun_axes(src, dst)
     cut = cut_axes(src)
     if any(coords[mesh.position(a)] for a in begins if a not in cut):
-        return ()  # the first device along the new sum contributes, this one adds nothing
+        return ()  # only the first device along the new sum contributes
     found = []
     for mine, theirs in view_pairs(before, after):
         per_dim = []
-        for d, (a, b) in enumerate(sides(before, after, mine, theirs)):
+        for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
             sizes = mesh.sizes_of(a.dim.axes)
             at = before.dim_device(d, device), after.dim_device(d, device)
             places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
@@ -117,10 +121,10 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
                     )
                 ]
             )
-        for addend in _indices(mesh.sizes_of(ended(src, dst))):
+        for addend in _indices(mesh.sizes_of(ended_axes(src, dst))):
             for combo in itertools.product(*per_dim):
                 sender = list(coords)
-                for axis, c in zip(ended(src, dst), addend, strict=True):
+                for axis, c in zip(ended_axes(src, dst), addend, strict=True):
                     sender[mesh.position(axis)] = c
                 for dim, (place, _) in zip(src.dims, combo, strict=True):
                     for axis, c in zip(dim.axes, place, strict=True):

@@ -1,8 +1,8 @@
-"""Who sends what in an exchange whose senders are near: among replicas, one in the receiver's node.
+"""Near senders of an exchange: of several replicas, one in the receiver's node sends.
 
-Decides the senders where nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node): there a
-replica that has all coordinates of the receiver's but those of the cuts may be in another node,
-though one that differs along more axes is in the same. Elsewhere the plain choice is as near.
+Decides the senders if nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node). The
+plain choice, a replica that differs from the receiver only along the cuts, may then be in another node
+while a replica that differs along more axes is in the receiver's. Elsewhere the plain choice is as near.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owners
+from xshard.layout.partition import all_owned_rows
 from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Dim
 from xshard.steps.exchange.traffic import rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
-# Up to this many devices the nearest replicas are looked for: it takes a look at all pairs.
+# Largest mesh for which near senders are considered: they are chosen by comparing all pairs of devices.
 MAX_PAIRED = 512
 
 
-class Holders(NamedTuple):
-    """Who holds which of the distinct blocks of a sharding.
+class BlockHolders(NamedTuple):
+    """The distinct blocks of a sharding and the devices that hold them.
 
-    keys: (blocks, dims + 1), the position of every block along every dim, and which addend it is.
-    block_of: for every device the number of its block. addends: for every device which addend it has.
-    near: (blocks, devices), whether a device of the same node holds the block.
+    keys: (blocks, dims + 1), the position of every block along every dim, and its addend number.
+    block_of: per device the number of its block. addends: per device its addend number.
+    near: (blocks, devices), True if a device of the same node holds the block.
     """
 
     keys: NDArray[np.int64]
@@ -40,39 +40,39 @@ class Holders(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def holders(sharding: Sharding, node_devices: int) -> Holders:
-    """Blocks are told apart by their cuts and by the addends they are."""
+def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
+    """The holders of all blocks; blocks with equal cuts and addend numbers are one."""
     mesh, layout = sharding.mesh, sharding.layout
-    addends = _places(mesh, layout.tagged("sum", "max", "min"))
-    places = np.stack([*(_places(mesh, dim.axes) for dim in layout.dims), addends], axis=1)
+    addends = _positions_along(mesh, layout.tagged("sum", "max", "min"))
+    places = np.stack([*(_positions_along(mesh, dim.axes) for dim in layout.dims), addends], axis=1)
     keys, block_of = np.unique(places, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)
     nodes = np.arange(mesh.n_devices) // node_devices
     held = np.zeros((len(keys), nodes[-1] + 1), bool)
     held[block_of, nodes] = True
-    return Holders(keys, block_of, addends, held[:, nodes])
+    return BlockHolders(keys, block_of, addends, held[:, nodes])
 
 
-def needed(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
-    """(blocks, devices): how many elements of every block of `before` every device needs for `after`."""
-    have = holders(before, node_devices)
+def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
+    """(blocks, devices): number of elements of each block of `before` that each device needs for `after`."""
+    have = block_holders(before, node_devices)
     elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
     for d, dim in enumerate(after.layout.dims):
         shared = _rows_in_common(before.layout.dims[d], dim, before.shape[d], before.mesh)
-        elements *= shared[:, _places(after.mesh, dim.axes)][have.keys[:, d]]
+        elements *= shared[:, _positions_along(after.mesh, dim.axes)][have.keys[:, d]]
     return elements
 
 
 @lru_cache(maxsize=4096)
 def _rows_in_common(src: Dim, dst: Dim, length: int, mesh: Mesh) -> NDArray[np.int64]:
-    """Rows of a dim that each block before (first index) shares with each block after."""
-    blocks = owners(src, length, mesh.sizes_of(src.axes))
-    return rows_in_common(blocks, owners(dst, length, mesh.sizes_of(dst.axes))).T
+    """Number of rows of a dim that each block before (first index) shares with each block after."""
+    blocks = all_owned_rows(src, length, mesh.sizes_of(src.axes))
+    return rows_in_common(blocks, all_owned_rows(dst, length, mesh.sizes_of(dst.axes))).T
 
 
 @lru_cache(maxsize=1024)
-def _places(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
-    """Every device's position along the axes, the first axis slowest."""
+def _positions_along(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
+    """Per device, its position along the axes, the first axis slowest."""
     numbers = np.arange(mesh.n_devices).reshape(mesh.sizes)
     places = np.zeros_like(numbers)
     for axis in axes:
@@ -82,9 +82,9 @@ def _places(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
     return places.reshape(-1)
 
 
-def nearby_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Traffic of an exchange with near senders: the slowest links between nodes, the fastest inside."""
-    elements, have = needed(before, after, node_devices), holders(before, node_devices)
+def near_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
+    """Traffic of an exchange with near senders: level 0 between nodes, level 1 inside them."""
+    elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
     wanted = elements.sum(axis=0)
     elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
     arrives, hops = elements.sum(axis=0), []
@@ -97,12 +97,12 @@ def nearby_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traf
 
 
 @lru_cache(maxsize=1024)
-def nearby_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
-    """(block, receiver) -> the holder in the receiver's node that has least to send, where there are any.
+def near_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
+    """(block, receiver) -> the holder in the receiver's node with the least to send, if there is one.
 
-    What crosses nodes stays with the plain choice, which is balanced.
+    Messages that must cross nodes keep the plain choice, which is balanced.
     """
-    elements, have = needed(before, after, node_devices), holders(before, node_devices)
+    elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
     at_home: dict[tuple[int, int], list[int]] = {}
     for device, block in enumerate(have.block_of.tolist()):
         at_home.setdefault((block, device // node_devices), []).append(device)

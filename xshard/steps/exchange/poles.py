@@ -1,7 +1,7 @@
-"""The parts of a block that are looked at apart: what is straight, and what lies beyond a pole.
+"""Views: the parts of a block inside the array and beyond its poles.
 
-Decides how a dim with poles and the dim that is rolled by half its length belong together. In every
-part the rows of a dim are independent of the other dims, so that boxes are products again.
+Decides how a dim with poles and the dim that is rolled by half its length depend on each other. Within
+a view the rows of each dim are independent of the other dims, so that boxes are products again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from xshard.layout.block_rows import boundary_at
 from xshard.layout.providers import STRAIGHT
 from xshard.layout.sharding import Sharding
 from xshard.layout.validation import rolled_dim
-from xshard.notation.overlap import rows_of
+from xshard.notation.overlap import unfolded
 
 
 class View(NamedTuple):
-    """sides: for every dim, which of its rows (`supply.wanted`). shifts: what is added to their numbers.
+    """One part of a block.
 
-    sign: the factor of what stands there.
+    sides: per dim, the side of its rows (`providers.STRAIGHT` or an end). shifts: per dim, the number
+    added to its rows. sign: the factor of the values there.
     """
 
     sides: tuple[str, ...]
@@ -30,9 +31,9 @@ class View(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
-    """Every part of a block; one where no dim has a pole.
+    """All views of a block; one if no dim has a pole.
 
-    carried: dims whose rows are not told apart.
+    carried: dims that are not split into sides.
     """
     dims, shape = sharding.layout.dims, sharding.shape
     poles: dict[tuple[int, str], tuple[int | None, int]] = {}  # (dim, end) -> dim that is rolled, sign
@@ -40,7 +41,7 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
         if dim.overlap is None or d in carried:
             continue
         for end in ("before", "after"):
-            rule = boundary_at(rows_of(dim.overlap), end)
+            rule = boundary_at(unfolded(dim.overlap), end)
             if rule.kind == "pole":
                 poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
     options = [
@@ -59,7 +60,7 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     return tuple(found)
 
 
-def carried(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """Dims that overlap alike before and after: their rows stay on their device, whatever they are."""
+def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
+    """Dims with the same overlap before and after: all their rows stay on their device."""
     dims = zip(before.layout.dims, after.layout.dims, strict=True)
     return tuple(d for d, (a, b) in enumerate(dims) if a.overlap is not None and a == b)

@@ -1,7 +1,7 @@
-"""Who sends which rows of one dim to whom, between two shardings.
+"""The sources of the rows of one dim: which device sends them to which, between two shardings.
 
-Decides the sender of every row that a device lacks: itself where it has the row, else the device
-that gives it; a contribution to a fold comes from everyone who has one.
+Decides the sender of every row: the receiver itself if it has the row, else the device that provides
+it; contributions to a fold come from every device that has one. Knows one dim at a time.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import holders
+from xshard.layout.block_rows import all_held_rows
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owners
-from xshard.layout.providers import STRAIGHT, at_hand, given, wanted, without
-from xshard.layout.runs import Runs, Segment, common, extents, size
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted_rows, without
+from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
-from xshard.steps.exchange.poles import View, carried, views
+from xshard.steps.exchange.poles import View, carried_dims, views
 
-CARRIED = "carried"  # every row of a block, left where it is
+CARRIED = "carried"  # side of a dim whose rows all stay where they are
 
 
-class Side(NamedTuple):
-    """One dim at one end of a move: its rows of one side of a pole, moved on by `shift`."""
+class DimEnd(NamedTuple):
+    """One dim at one end of a move: its rows on one side of a pole, with `shift` added."""
 
     dim: Dim
     side: str = STRAIGHT
@@ -40,7 +40,7 @@ class Side(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Rows of a receiver that one sender has: its index along the axes of the source's dim."""
+    """Rows that a receiver takes from one sender; sender: its index along the axes of the source's dim."""
 
     sender: int
     segments: tuple[Segment, ...]
@@ -48,8 +48,8 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def sources(
-    src: Side,
-    dst: Side,
+    src: DimEnd,
+    dst: DimEnd,
     length: int,
     src_sizes: tuple[int, ...],
     dst_sizes: tuple[int, ...],
@@ -57,46 +57,46 @@ def sources(
     at: int,
     once: bool = False,
 ) -> tuple[Source, ...]:
-    """What the device at index `me` of the source and `at` of the destination takes, by sender.
+    """The rows that one device takes, by sender; me, at: its index in the source and the destination.
 
-    once: a row comes from the one device that gives it, though the receiver may have it too (a
-    new sum, to which every row is contributed once).
+    once: every row comes from its provider, even if the receiver has it too (for a new sum, to which
+    each row is contributed once).
     """
     if dst.side == CARRIED:
-        n = size(holders(src.dim, length, src_sizes)[me])
+        n = n_rows(all_held_rows(src.dim, length, src_sizes)[me])
         return (Source(me, (Segment(0, 0, n),)),) if n else ()
-    rows = wanted(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
+    rows = wanted_rows(dst.dim, length, dst_sizes, dst.side, dst.shift)[at]
     if src.is_plain:
-        every = owners(src.dim, length, src_sizes)
-        met = ((i, common(every[i], rows)) for i in _near(extents(every), rows))
+        every = all_owned_rows(src.dim, length, src_sizes)
+        met = ((i, common_segments(every[i], rows)) for i in _near_indices(extents(every), rows))
         return tuple(Source(i, segments) for i, segments in met if segments)
     taken: list[Source] = []
     if not isinstance(src.dim.overlap, Fold):
         if src.side != STRAIGHT:
-            return ()  # what lies beyond a pole is a copy of what does not
+            return ()  # rows beyond a pole are copies of rows inside the array
         if not once:
-            own = at_hand(src.dim, length, src_sizes, src.shift)[me]
-            taken.append(Source(me, common(own, rows)))
+            own = rows_at_hand(src.dim, length, src_sizes, src.shift)[me]
+            taken.append(Source(me, common_segments(own, rows)))
             rows = without(rows, own)
-    lists = given(src.dim, length, src_sizes, src.side, src.shift)
-    spans = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
-    for i in _near(spans, rows):
-        taken += [Source(i, common(runs, rows)) for runs in lists[i]]
+    lists = offered_rows(src.dim, length, src_sizes, src.side, src.shift)
+    ranges = extents(tuple(tuple(itertools.chain(*each)) for each in lists))
+    for i in _near_indices(ranges, rows):
+        taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
     return tuple(source for source in taken if source.segments)
 
 
-def _near(spans: NDArray[np.int64], rows: Runs) -> list[int]:
-    """Which of the spans [first, stop) meet some rows: only a neighbour's rows are looked at one by one."""
+def _near_indices(ranges: NDArray[np.int64], rows: Runs) -> list[int]:
+    """Indices of the ranges [start, stop) that meet some rows: only these are compared run by run."""
     wanted = extents(tuple((run,) for run in rows))
-    meets = (spans[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < spans[:, None, 1])
+    meets = (ranges[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < ranges[:, None, 1])
     return [int(i) for i in np.flatnonzero(meets.any(axis=1))]
 
 
-def counts(
-    src: Side, dst: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
+def count_sources(
+    src: DimEnd, dst: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For every device, the rows it takes from senders that share its coordinates along `fixed`, and
-    how many these are; arrays over the axes of both dims, shaped to broadcast over the mesh."""
+    """(rows, senders): how many rows of a dim each device takes from senders that share its coordinates
+    along `fixed`, and from how many; arrays over the axes of both ends, shaped to broadcast over the mesh."""
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
     src_sizes, dst_sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
     shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
@@ -116,18 +116,18 @@ def counts(
     return elements, senders
 
 
-def sides(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[Side, Side]]:
-    """For every dim, its source and destination as one pair of views has them."""
-    stay = carried(before, after)
+def dim_ends(before: Sharding, after: Sharding, mine: View, theirs: View) -> Iterator[tuple[DimEnd, DimEnd]]:
+    """Per dim, its source and its destination in one pair of views."""
+    stay = carried_dims(before, after)
     for d, (a, b) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
         shifts = theirs.shifts[d], mine.shifts[d]
         if d in stay and not any(shifts):
-            yield Side(a, CARRIED), Side(b, CARRIED)
+            yield DimEnd(a, CARRIED), DimEnd(b, CARRIED)
         else:
-            yield Side(a, theirs.sides[d], shifts[0]), Side(b, mine.sides[d], shifts[1])
+            yield DimEnd(a, theirs.sides[d], shifts[0]), DimEnd(b, mine.sides[d], shifts[1])
 
 
 def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
-    """The parts of a destination with those of the source that each may come from."""
-    stay = carried(before, after)
+    """Pairs (view of the destination, view of the source that may supply it)."""
+    stay = carried_dims(before, after)
     return itertools.product(views(after, stay), views(before, stay))

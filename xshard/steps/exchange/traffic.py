@@ -1,7 +1,7 @@
-"""What an exchange costs: how much every device takes from which senders, by interval algebra.
+"""The traffic of an exchange: how much every device takes from how many senders, by interval algebra.
 
-Decides the traffic of an exchange over links of several speeds. Even layouts over one kind of link
-are priced by closed formulas, others by arrays that broadcast over the mesh; no messages are listed.
+Decides the traffic over links of several speeds: in closed form between even contiguous cuts, else with
+arrays that broadcast over the mesh. Lists no messages and knows no seconds.
 """
 
 from __future__ import annotations
@@ -13,72 +13,72 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.layout import Layout, divided
+from xshard.layout.layout import Layout, factored
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owners
-from xshard.layout.runs import Runs, common
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import Runs, common_segments
 from xshard.layout.sharding import Sharding
-from xshard.steps.exchange.even_traffic import LaneCuts, digit_traffic
-from xshard.steps.exchange.sources import Side, counts, sides, view_pairs
-from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slow_first
+from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
+from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
+from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 
-def exchange_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traffic:
-    """Traffic of an exchange in which a sender differs from the receiver along cuts and ended sums only."""
-    even = even_traffic(before, after, lanes)
-    return counted_traffic(before, after, lanes) if even is None else even
+def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
+    """Traffic of an exchange whose senders differ from the receiver only along cuts and ended sums."""
+    even = even_traffic(before, after, spans)
+    return counted_traffic(before, after, spans) if even is None else even
 
 
-def counted_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traffic:
-    """The same, counted device by device: for cuts that are uneven or do not divide each other."""
-    before, after, levels = _on_lanes(before, after, lanes)
-    reached = wanted = reach(before, after, ())
-    hops, may_differ = list[Hop](), moving(before, after)
+def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
+    """The same traffic, counted per device: for cuts that are uneven or do not divide each other."""
+    before, after, levels = _on_span_axes(before, after, spans)
+    farther = wanted = received_from(before, after, ())
+    hops, may_differ = list[Hop](), moving_axes(before, after)
     agree: tuple[str, ...] = ()
-    total = np.zeros_like(reached.elements)
+    total = np.zeros_like(wanted.elements)
     for level, axes in levels:
-        # What a device gets at this level: all it can reach with the slower levels' coordinates
-        # its own, less what it can reach with this level's too.
+        # Over this level a device receives what it takes from senders that share its coordinates on
+        # slower levels, less what it takes from those that share them on this level too.
         agree = (*agree, *axes)
-        nearer = reach(before, after, agree)
-        received, messages = reached.elements - nearer.elements, reached.senders - nearer.senders
+        nearer = received_from(before, after, agree)
+        received, messages = farther.elements - nearer.elements, farther.senders - nearer.senders
         total = total + received
         if received.any():
             longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
             hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level))
-        reached = nearer
-    # Every box is packed at one end and unpacked at the other.
+        farther = nearer
+    # Every box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
     return Traffic(int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max()))
 
 
-def _on_lanes(
-    before: Sharding, after: Sharding, lanes: LinkSpans
+def _on_span_axes(
+    before: Sharding, after: Sharding, spans: LinkSpans
 ) -> tuple[Sharding, Sharding, list[tuple[int, dict[str, str]]]]:
-    """Both on a mesh whose axes are the lanes; and by level, the lanes' names with the axes they are of."""
+    """Both shardings on a mesh whose axes are the spans; and per level, the name of a span -> its axis."""
     mesh = before.mesh
-    if not lanes:
+    if not spans:
         return before, after, [(0, {a: a for a in mesh.axes})]
-    parts = lanes_by_axis(mesh, lanes)
+    parts = spans_by_axis(mesh, spans)
     names: dict[LinkSpan, str] = {}
-    for lane in (lane for own in parts.values() for lane in own):
-        name = lane.axis if len(parts[lane.axis]) == 1 else f"{lane.axis}_{lane.stride}"
-        while name in names.values() or (name != lane.axis and name in mesh.axes):
+    for span in (span for own in parts.values() for span in own):
+        name = span.axis if len(parts[span.axis]) == 1 else f"{span.axis}_{span.stride}"
+        while name in names.values() or (name != span.axis and name in mesh.axes):
             name += "_"
-        names[lane] = name
+        names[span] = name
     levels = [
-        (level, {names[lane]: lane.axis for lane in at})
-        for level, at in groupby(lanes, key=lambda lane: lane.level)
+        (level, {names[span]: span.axis for span in at})
+        for level, at in groupby(spans, key=lambda span: span.level)
     ]
     if len(names) == len(mesh.axes):
         return before, after, levels
-    factors = {axis: tuple(names[lane] for lane in own) for axis, own in parts.items()}
-    split = Mesh({names[lane]: lane.size for own in parts.values() for lane in own})
-    source, target = (Sharding(divided(s.layout, factors), split, s.shape) for s in (before, after))
+    factors = {axis: tuple(names[span] for span in own) for axis, own in parts.items()}
+    split = Mesh({names[span]: span.size for own in parts.values() for span in own})
+    source, target = (Sharding(factored(s.layout, factors), split, s.shape) for s in (before, after))
     return source, target, levels
 
 
-def moving(before: Sharding, after: Sharding) -> tuple[str, ...]:
+def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
     """Axes along which a sender and its receiver may differ."""
     src, dst = before.layout, after.layout
     parts = [view for pair in view_pairs(before, after) for view in pair]
@@ -87,13 +87,13 @@ def moving(before: Sharding, after: Sharding) -> tuple[str, ...]:
     return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled)
 
 
-def ended(src: Layout, dst: Layout) -> tuple[str, ...]:
+def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes whose sum, max or min ends between the layouts."""
     kinds = ("sum", "max", "min")
     return tuple(a for kind in kinds for a in src.tagged(kind) if a not in dst.tagged(kind))
 
 
-def begun(src: Layout, dst: Layout) -> tuple[str, ...]:
+def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """Axes along which a sum begins between the layouts."""
     return tuple(a for a in dst.tagged("sum") if a not in src.tagged("sum"))
 
@@ -102,53 +102,53 @@ def cut_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(a for dim in layout.dims for a in dim.axes)
 
 
-def even_traffic(before: Sharding, after: Sharding, lanes: LinkSpans) -> Traffic | None:
-    """Traffic of an exchange where it has a closed form: between even contiguous cuts."""
-    src, dst = cuts_on_lanes(before, lanes), cuts_on_lanes(after, lanes)
-    if src is None or dst is None or begun(before.layout, after.layout):
+def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
+    """Traffic of an exchange between even contiguous cuts, in closed form; None for other cuts."""
+    src, dst = link_cuts(before, spans), link_cuts(after, spans)
+    if src is None or dst is None or begun_axes(before.layout, after.layout):
         return None
-    by_axis = lanes_by_axis(before.mesh, lanes)
-    addends = [lane for a in ended(before.layout, after.layout) for lane in by_axis[a]]
+    by_axis = spans_by_axis(before.mesh, spans)
+    addends = [span for a in ended_axes(before.layout, after.layout) for span in by_axis[a]]
     return digit_traffic(before.shape, src, dst, addends)
 
 
-def cuts_on_lanes(sharding: Sharding, lanes: LinkSpans) -> LaneCuts | None:
-    """The lanes that cut every dim in turn, if all cuts are contiguous and divide."""
+def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
+    """Per dim, the spans that cut it, outermost first; None unless all cuts are contiguous and even."""
     if sharding.even_cuts is None:
         return None
-    by_axis = lanes_by_axis(sharding.mesh, lanes)
-    return tuple(tuple(lane for axis, _ in cut for lane in by_axis[axis]) for cut in sharding.even_cuts)
+    by_axis = spans_by_axis(sharding.mesh, spans)
+    return tuple(tuple(span for axis, _ in cut for span in by_axis[axis]) for cut in sharding.even_cuts)
 
 
-def lanes_by_axis(mesh: Mesh, lanes: LinkSpans) -> dict[str, LinkSpans]:
-    """Every axis longer than 1 with its lanes, the outermost first."""
-    outer_first = sorted(slow_first(mesh, mesh.axes, lanes), key=lambda lane: -lane.stride)
-    return {a: tuple(lane for lane in outer_first if lane.axis == a) for a in mesh.axes}
+def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
+    """Every axis -> its spans, the outermost first."""
+    outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
+    return {a: tuple(span for span in outer_first if span.axis == a) for a in mesh.axes}
 
 
 class Received(NamedTuple):
-    """Arrays over the mesh: the elements that a device takes from some senders, and how many these are."""
+    """Arrays over the mesh: the elements that each device takes, and the number of their senders."""
 
     elements: NDArray[np.int64]
     senders: NDArray[np.int64]
 
 
 @lru_cache(maxsize=4096)
-def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """What every device takes from the senders that share its coordinates along `agree`.
+def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
+    """What every device takes from senders that share its coordinates along the axes `agree`.
 
-    No axis: from all senders, itself included. All axes: from itself.
+    Without axes: from all senders, itself included. With all axes: from itself.
     """
     mesh, src, dst = before.mesh, before.layout, after.layout
-    begins = begun(src, dst)
-    addends = mesh.size(*(a for a in ended(src, dst) if a not in agree))
+    begins = begun_axes(src, dst)
+    addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
     elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), np.int64)
-    for pairs in _sides(before, after):
+    for pairs in _all_dim_ends(before, after):
         boxes = parts = np.full((1,) * len(mesh.axes), addends, np.int64)
         for (a, b), length in zip(pairs, before.shape, strict=True):
             fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
             once = any(axis in begins for axis in a.dim.axes)
-            dim_elements, dim_senders = _dim_reach(a, b, length, fixed, mesh, once)
+            dim_elements, dim_senders = _received_of_dim(a, b, length, fixed, mesh, once)
             boxes, parts = boxes * dim_elements, parts * dim_senders
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
@@ -159,27 +159,27 @@ def reach(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received
 
 
 @lru_cache(maxsize=64)
-def _sides(before: Sharding, after: Sharding) -> tuple[tuple[tuple[Side, Side], ...], ...]:
-    """For every pair of views, both sides of every dim."""
-    return tuple(tuple(sides(before, after, *views)) for views in view_pairs(before, after))
+def _all_dim_ends(before: Sharding, after: Sharding) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
+    """For every pair of views, the source and the destination of every dim."""
+    return tuple(tuple(dim_ends(before, after, *views)) for views in view_pairs(before, after))
 
 
 @lru_cache(maxsize=16384)
-def _dim_reach(
-    a: Side, b: Side, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
+def _received_of_dim(
+    a: DimEnd, b: DimEnd, length: int, fixed: tuple[str, ...], mesh: Mesh, once: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """One dim's share of `reach`, as arrays over the axes that cut it, shaped to broadcast over the mesh."""
+    """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
-        return counts(a, b, length, fixed, mesh, once)
+        return count_sources(a, b, length, fixed, mesh, once)
     src, dst = a.dim, b.dim
     src_sizes, dst_sizes = mesh.sizes_of(src.axes), mesh.sizes_of(dst.axes)
-    shared = rows_in_common(owners(src, length, src_sizes), owners(dst, length, dst_sizes))
-    # Over (destination indices, source indices); the fixed axes of the source are the receiver's own.
+    shared = rows_in_common(all_owned_rows(src, length, src_sizes), all_owned_rows(dst, length, dst_sizes))
+    # Over (destination indices, source indices); along fixed axes the source has the receiver's index.
     shared = shared.reshape((*dst_sizes, *src_sizes))
     over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
     left = [mesh.position(a) for a in (*dst.axes, *(a for a in src.axes if a in fixed))]
     shape = [n if i in left else 1 for i, n in enumerate(mesh.sizes)]
-    # An axis on both sides is read on its diagonal: receiver and sender share it.
+    # An axis at both ends is summed on its diagonal, where receiver and sender share the index.
     elements, senders = (
         np.einsum(table, left, sorted(set(left))).reshape(shape)
         for table in (shared.sum(axis=over), (shared > 0).sum(axis=over))
@@ -188,13 +188,13 @@ def _dim_reach(
 
 
 def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.int64]:
-    """How many rows every block of `dst` (first index) shares with every block of `src`."""
+    """Number of rows that every block of `dst` (first index) shares with every block of `src`."""
     if all(len(runs) == 1 and runs[0].repeats == 1 and runs[0].start >= 0 for runs in (*src, *dst)):
         a, b = (np.array([(r.start, r.start + r.length) for (r,) in side]) for side in (src, dst))
         ends: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
         shared: NDArray[np.int64] = np.maximum(ends - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
         return shared
-    return np.array([[sum(s.length for s in common(a, b)) for a in src] for b in dst])
+    return np.array([[sum(s.length for s in common_segments(a, b)) for a in src] for b in dst])
 
 
 def _spread(table: NDArray[np.int64], axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:

@@ -1,9 +1,9 @@
-"""Why blocks may be wrong: the classic mistakes of sharded code, each by the trace that it leaves.
+"""Likely causes of wrong blocks: the classic mistakes of sharded code, each by the trace that it leaves.
 
-Every cause is a pure function of a `Case`, numpy alone: a sentence where the blocks that came are what its
-mistake makes of the blocks that were wanted, else None. Decides in which order they are asked: exact traces
-before vague ones. What they look for is in `amounts` (sums and factors), `places` (blocks and dims), `orders`
-(rows) and `seams` (halos).
+Every cause is a pure function of a `Case`, numpy alone: a sentence if its mistake turns the wanted blocks
+into those that came, else None. Decides the order in which they are tried: exact traces before vague
+ones. They are in `sums` (sums and factors), `placement` (blocks and dims), `orders` (rows) and `seams`
+(halos).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cause(NamedTuple):
 
 
 def likely_cause(case: Case) -> Cause | None:
-    """The first of `CAUSES` whose trace the blocks show; None where they show none.
+    """The first of `CAUSES` whose trace the blocks show, or None.
 
     >>> import numpy as np
     >>> from xshard import Layout, Mesh, Sharding

@@ -1,7 +1,7 @@
-"""Blocks of one array as they are and as they should be: what a cause is looked for in.
+"""Blocks of one array as they are and as they should be: the evidence for a cause.
 
-Decides what of a layout is compared: blocks where the layout determines them, and what addends and
-contributions add up to where it does not.
+Decides what is compared under a layout: blocks if the layout determines them, else the sums of addends
+and contributions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from xshard import reference
 from xshard.layout.layout import Layout
-from xshard.layout.runs import FILL, numbers
+from xshard.layout.runs import FILL, row_numbers
 from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import Block
@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 
 def settled(layout: Layout) -> Layout:
-    """The layout whose blocks `layout` determines: cuts and overlaps, no addends, no contributions."""
+    """The layout without addends and contributions: cuts and overlaps alone, which determine the blocks."""
     dims = tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims)
     return Layout(dims)
 
@@ -48,8 +48,9 @@ def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
 class Case:
     """got, want: a block per device, both under `sharding`, whose layout is settled.
 
-    tolerance: relative to the largest value wanted, or to `largest` / 100 where that is more: what should be
-    nothing beside other arrays is rounding. arguments: whole arrays by name, for errors that look like one.
+    tolerance: relative to the largest value wanted, or to `largest` / 100 if that is more: beside larger
+    arrays, a deviation from zero is rounding. arguments: whole arrays by name, for errors that look like
+    one.
     """
 
     got: tuple[Block, ...]
@@ -61,8 +62,8 @@ class Case:
 
     @cached_property
     def scale(self) -> float:
-        """The largest magnitude that is wanted."""
-        found = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(plain, self.want)]
+        """The largest absolute value wanted."""
+        found = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, self.want)]
         return float(max(found, default=0.0))
 
     @property
@@ -71,8 +72,8 @@ class Case:
         return self.tolerance * max(self.scale, self.largest / 100)
 
     def near(self, a: Any, b: Any) -> bool:
-        """Whether arrays are equal as far as this case asks."""
-        a, b = plain(a), plain(b)
+        """Whether arrays are equal within the tolerance."""
+        a, b = in_double(a), in_double(b)
         return a.shape == b.shape and bool(self._close(a, b).all())
 
     def _close(self, a: Any, b: Any) -> Mask:
@@ -82,7 +83,9 @@ class Case:
     @cached_property
     def wrong(self) -> tuple[Mask, ...]:
         """Per device, which elements are wrong."""
-        return tuple(~self._close(plain(a), plain(b)) for a, b in zip(self.got, self.want, strict=True))
+        return tuple(
+            ~self._close(in_double(a), in_double(b)) for a, b in zip(self.got, self.want, strict=True)
+        )
 
     @cached_property
     def wrong_devices(self) -> tuple[int, ...]:
@@ -90,7 +93,7 @@ class Case:
 
     def rows(self, dim: int, device: int) -> NDArray[np.int64]:
         """The global row of every row of a block, FILL beyond the ends of the array."""
-        return numbers(self.sharding.held(dim, device))
+        return row_numbers(self.sharding.held(dim, device))
 
     @cached_property
     def free_axes(self) -> tuple[str, ...]:
@@ -108,7 +111,7 @@ class Case:
 
     @cached_property
     def whole_got(self) -> Block | None:
-        """The array that the blocks stand for; None where copies of a row differ."""
+        """The array that the blocks stand for; None if copies of a row differ."""
         whole = self._whole(self.got)
         again = reference.scatter(whole, self.sharding.layout, self.sharding.mesh)
         return whole if all(map(self.near, again, self.got)) else None
@@ -125,18 +128,18 @@ class Case:
 
     def _whole(self, blocks: Sequence[Block]) -> Block:
         sharding = self.sharding
-        return plain(reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape))
+        return in_double(reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape))
 
 
-def plain(x: Any) -> Block:
-    """Numbers that numpy can reckon with: double precision, complex where they are."""
+def in_double(x: Any) -> Block:
+    """The array in double precision, complex if it was."""
     x = np.asarray(x)
     found: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
     return found
 
 
 def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Some of the axes, few before many.
+    """All sets of axes, small before large.
 
     >>> [*subsets(("a", "b"))]
     [('a',), ('b',), ('a', 'b')]

@@ -1,6 +1,6 @@
-"""Rows of an array in another order than they should be, and what that order is called.
+"""Rows of an array in the wrong order, and the name of that order.
 
-Decides which orders have names: those in which a cut over mesh axes stores rows, devices in the mesh's
+Decides which orders have names: those that a cut over mesh axes makes when devices stand in the mesh's
 order. numpy alone.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import owned
-from xshard.layout.runs import numbers
+from xshard.layout.partition import owned_rows
+from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import Case
@@ -27,7 +27,7 @@ _NOWHERE = -1
 
 
 def moved_rows(case: Case) -> str | None:
-    """Rows of a dim in another order: another cut was meant, ends changed places, or all are off by some."""
+    """Rows of a dim in another order: another cut, swapped ends, or an offset."""
     if case.whole_got is None:
         return None
     for d, dim in enumerate(case.sharding.layout.dims):
@@ -47,7 +47,7 @@ def matched(got: Block, want: Block, case: Case) -> Order:
     n = len(got)
     a, b = got.reshape(n, -1), want.reshape(n, -1)
     probe = np.random.default_rng(0).normal(size=a.shape[1])
-    seen, known = a @ probe, b @ probe  # rows that are equal have equal products: look no further
+    seen, known = a @ probe, b @ probe  # equal rows have equal products
     found = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
     return np.array(
         [
@@ -58,11 +58,11 @@ def matched(got: Block, want: Block, case: Case) -> Order:
     )
 
 
-def stored(dim: Dim, length: int, mesh: Mesh) -> Order:
+def stored_rows(dim: Dim, length: int, mesh: Mesh) -> Order:
     """The rows of a dim as the devices hold them, in the mesh's order of the dim's axes.
 
     >>> from xshard.layout.layout import Layout
-    >>> stored(Layout.parse("s/zigzag(cp)").dims[0], 8, Mesh(cp=2)).tolist()
+    >>> stored_rows(Layout.parse("s/zigzag(cp)").dims[0], 8, Mesh(cp=2)).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     return np.concatenate(list(_blocks(dim, length, mesh)) or [np.arange(length)])
@@ -72,16 +72,16 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
     axes = sorted(dim.axes, key=mesh.position)
     for coords in itertools.product(*map(range, mesh.sizes_of(axes))):
         at = dict(zip(axes, coords, strict=True))
-        yield numbers(owned(dim, length, mesh.sizes_of(dim.axes), [at[a] for a in dim.axes]))
+        yield row_numbers(owned_rows(dim, length, mesh.sizes_of(dim.axes), [at[a] for a in dim.axes]))
 
 
 def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
-    """What order is taken for what: `came[as it should be stored] == as it is stored`."""
+    """Which order is taken for which: `came[order it should have] == order it has`."""
     n, own = len(came), replace(dim, overlap=None)
     if _is_same(came, np.arange(n)[::-1]):
         return f"rows of {dim.name!r} are in reverse order"
     cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
-    orders = {cut: stored(cut, n, mesh) for cut in cuts}
+    orders = {cut: stored_rows(cut, n, mesh) for cut in cuts}
     for meant in (own,) if own.axes else cuts:
         halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
         if all(len(half) % 2 == 0 for half in halves) and _is_same(
@@ -91,7 +91,7 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
                 f"the first and the second half of every block of '{meant}' have changed places: "
                 "head and tail swapped"
             )
-    # Over the same axes before an order that is whole: `s/cp` says more than `s`.
+    # Orders over the same axes come before the whole dim: `s/cp` says more than `s`.
     pairs = sorted(itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes))
     for meant, other in pairs:
         if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
@@ -117,9 +117,9 @@ def _shifted(came: Order, dim: Dim) -> str | None:
 def _listed(came: Order, dim: Dim) -> str | None:
     moved = np.flatnonzero(came != np.arange(len(came)))
     if len(np.unique(came)) < len(came):
-        return None  # some rows twice: whose block that is tells more
-    told = ", ".join(f"{r} holds {came[r]}" for r in moved[:4])
-    return f"rows of {dim.name!r} are in another order: {told}, ..."
+        return None  # some rows twice: then the block's owner tells more
+    rows = ", ".join(f"{r} holds {came[r]}" for r in moved[:4])
+    return f"rows of {dim.name!r} are in another order: {rows}, ..."
 
 
 def _cuts(dim: Dim, mesh: Mesh) -> Iterator[Dim]:

@@ -1,4 +1,4 @@
-"""Mistakes of place: a block of another device, dims that changed places, an index of the wrong frame.
+"""Mistakes of place: a block of another device, swapped dims, a local index used as a global one.
 
 Pure functions of a `Case`; see `causes`.
 """
@@ -9,11 +9,11 @@ import itertools
 
 import numpy as np
 
-from xshard.testing.diagnosis.evidence import Case, names_of, plain, subsets
+from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
 
 
 def stale(case: Case) -> str | None:
-    """Everybody holds the block of one device."""
+    """All devices hold the block of one."""
     mesh = case.sharding.mesh
     for axes in subsets(case.cut_axes):
         for index in range(mesh.size(*axes)):
@@ -28,7 +28,7 @@ def stale(case: Case) -> str | None:
 
 
 def exchanged(case: Case) -> str | None:
-    """Whole blocks, on other devices than those they belong to."""
+    """Whole blocks on the wrong devices."""
     devices = range(len(case.got))
     found = [[w for w in devices if case.near(got, case.want[w])] for got in case.got]
     if not all(found):
@@ -37,22 +37,22 @@ def exchanged(case: Case) -> str | None:
     moved = [(d, f[0]) for d, f in zip(devices, found, strict=True) if d not in f]
     if not moved:
         return None
-    told = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])
-    return f"blocks are on other devices: {told}: axes in another order, or another rank's index"
+    places = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])
+    return f"blocks are on other devices: {places}: axes in another order, or another rank's index"
 
 
 def transposed(case: Case) -> str | None:
-    """Two dims of equal length changed places."""
+    """Two dims of equal length are swapped."""
     names = case.sharding.layout.names
     for a, b in itertools.combinations(range(len(names)), 2):
         pairs = zip(case.got, case.want, strict=True)
-        if all(case.near(np.swapaxes(plain(x), a, b), y) for x, y in pairs):
+        if all(case.near(np.swapaxes(in_double(x), a, b), y) for x, y in pairs):
             return f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
     return None
 
 
 def first_only_right(case: Case) -> str | None:
-    """Right on the devices that come first along an axis, wrong on all others."""
+    """Right on the first devices along an axis, wrong on all others."""
     mesh = case.sharding.mesh
     for axis in case.cut_axes:
         others = tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,)))

@@ -1,4 +1,4 @@
-"""Errors at the seams between blocks: what a halo leaves that is missing, too narrow, or of another row.
+"""Errors at the seams between blocks: a halo is missing, too narrow, or holds the wrong rows.
 
 Decides what counts as near a seam. numpy alone.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.block_rows import stretches
-from xshard.layout.runs import flat
+from xshard.layout.block_rows import row_spans
+from xshard.layout.runs import unrolled
 from xshard.notation.parser import Dim
-from xshard.testing.diagnosis.evidence import Case, plain
+from xshard.testing.diagnosis.evidence import Case, in_double
 
 Rows = NDArray[np.int64]
 
 _SEAMS, _ENDS = ("seams",), ("ends",)
-_MOST, _LEAST = 0.75, 0.25  # of the array that may be near a seam; of that, what must be wrong
+_MOST, _LEAST = 0.75, 0.25  # the largest part of the array near a seam; the least part of that to be wrong
 
 
 def halo_rows(case: Case) -> str | None:
-    """Blocks with an overlap whose own rows are right and whose borrowed rows are not."""
+    """Blocks with right rows of their own and wrong borrowed rows."""
     for d, dim in enumerate(case.sharding.layout.dims):
         if dim.overlap is None:
             continue
@@ -35,7 +35,7 @@ def halo_rows(case: Case) -> str | None:
 
 
 def seam(case: Case) -> str | None:
-    """Wrong within some rows of where one block ends and another begins, or of the ends of the array."""
+    """Wrong near the ends of blocks, or near the ends of the array."""
     if not case.whole_wrong.any():
         return None
     cut = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
@@ -58,7 +58,7 @@ def seam(case: Case) -> str | None:
 
 
 def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
-    """The fewest rows around the seams that hold all errors; None where those are no seam's."""
+    """The fewest rows around the seams that hold all errors; None if the seams do not explain them."""
     wrong = case.whole_wrong
     distance = np.full(wrong.shape, max(wrong.shape))
     for d in dims:
@@ -66,12 +66,12 @@ def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
         distance = np.minimum(distance, _distances(case, d, place).reshape(shape))
     reach = int(distance[wrong].max())
     near = distance <= reach
-    # Errors that are anywhere reach far from a seam, or are few among what is near it.
+    # Errors elsewhere lie far from a seam, or are few among the rows near it.
     return reach + 1 if near.mean() <= _MOST and wrong[near].mean() >= _LEAST else None
 
 
 def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
-    """How many rows lie between each row of a dim and the next seam, or end: 0 beside it."""
+    """Rows between each row of a dim and the next seam or end: 0 beside it."""
     n = case.sharding.shape[dim]
     starts = _starts(case, dim) * ("seams" in place) + [0, n] * ("ends" in place)
     rows = np.arange(n)
@@ -85,13 +85,13 @@ def _starts(case: Case, dim: int) -> list[int]:
     """Rows at which another device's block begins."""
     owner = np.zeros(case.sharding.shape[dim], np.int64)
     for device in range(case.sharding.mesh.n_devices):
-        for run in flat(case.sharding.owned(dim, device)):
+        for run in unrolled(case.sharding.owned(dim, device)):
             owner[run.start : run.start + run.length] = case.sharding.dim_device(dim, device)
     return [int(r) for r in np.flatnonzero(np.diff(owner)) + 1]
 
 
 def _side(case: Case, dim: int) -> str:
-    """Where all errors are on one side of the seams, which."""
+    """The side of the seams, if all errors are on one."""
     bad = np.flatnonzero(_wrong_rows(case.whole_wrong, dim))
     seams = np.array(_starts(case, dim))
     nearest = seams[np.abs(seams[None, :] - 0.5 - bad[:, None]).argmin(axis=1)]
@@ -103,26 +103,26 @@ def _side(case: Case, dim: int) -> str:
 
 
 def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
-    """Which rows of a block another device owns, or lie beyond the ends of the array."""
+    """The rows of a block that another device owns, or that lie beyond the ends of the array."""
     sharding = case.sharding
     named: Dim = sharding.layout.dims[dim]
     sizes = sharding.mesh.sizes_of(named.axes)
     coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
     found = [
         np.full(stretch.run.length * stretch.run.repeats, stretch.origin != "own")
-        for stretch in stretches(named, sharding.shape[dim], sizes, coords)
+        for stretch in row_spans(named, sharding.shape[dim], sizes, coords)
     ]
     return np.concatenate(found) if found else np.zeros(0, bool)
 
 
 def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_]) -> str:
-    """What the wrong rows of a block hold."""
-    got, want = (np.moveaxis(plain(x[device]), dim, 0) for x in (case.got, case.want))
+    """The values that the wrong rows of a block hold instead."""
+    got, want = (np.moveaxis(in_double(x[device]), dim, 0) for x in (case.got, case.want))
     if not got[bad].any():
         return "zeros: nothing was exchanged"
     first, last = np.flatnonzero(bad)[[0, -1]]
     if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
-        return "those of the previous and of the next block have changed places"
+        return "rows of the previous and of the next block have changed places"
     known = case.whole_want
     for other in range(known.ndim):
         if other != dim:

@@ -1,4 +1,4 @@
-"""Mistakes in sums: left out, made twice, means in their place, addends counted once per device.
+"""Mistakes in sums: missing, made twice, replaced by means, or with addends counted once per device.
 
 Pure functions of a `Case`; see `causes`.
 """
@@ -9,30 +9,30 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from xshard.testing.diagnosis.evidence import Case, names_of, plain, subsets
+from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
 
 _CUT_OFF = "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
-# The unit roundoff of floats times what a few hundred operations make of it.
+# The unit roundoff of floats, times the growth over a few hundred operations.
 _ROUNDINGS = (("float32", 2.0**-20), ("float16 or TF32", 2.0**-8), ("bfloat16", 2.0**-5))
 _CONSTANT = 2.0**-10  # a factor nearer to 1 may be rounding
-_SAMPLE = 48  # elements below which statistics tell nothing
+_SAMPLE = 48  # elements that statistics need at least
 
 
 def zero(case: Case) -> str | None:
-    """All zeros where something was wanted, or the reverse."""
+    """All zeros in place of values, or the reverse."""
     if not case.scale:
         return f"it is compared with zeros alone: there {_CUT_OFF}"
-    if any(plain(block).any() for block in case.got):
+    if any(in_double(block).any() for block in case.got):
         return None
     return f"all zeros: {_CUT_OFF}"
 
 
 def only_first(case: Case) -> str | None:
-    """Right on the first device along axes that should all hold the value, zeros on the others."""
+    """Right on the first device along axes of replicas, zeros on the others."""
     for axes in subsets(case.free_axes):
         index = [case.sharding.mesh.index(d, axes) for d in range(len(case.got))]
         right = all(
-            case.near(got, want) if i == 0 else not plain(got).any()
+            case.near(got, want) if i == 0 else not in_double(got).any()
             for i, got, want in zip(index, case.got, case.want, strict=True)
         )
         if right:
@@ -44,7 +44,7 @@ def only_first(case: Case) -> str | None:
 
 
 def not_summed(case: Case) -> str | None:
-    """Addends where their sum belongs."""
+    """Addends in place of their sum."""
     for axes in subsets(case.free_axes):
         equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
         if not equal and all(map(case.near, _over(case, axes, np.sum), case.want)):
@@ -56,7 +56,7 @@ def not_summed(case: Case) -> str | None:
 
 
 def not_averaged(case: Case) -> str | None:
-    """Values of single devices where their mean belongs."""
+    """Values of single devices in place of their mean."""
     for axes in subsets(case.free_axes):
         if all(map(case.near, _over(case, axes, np.mean), case.want)):
             return (
@@ -107,7 +107,7 @@ def counted_argument(case: Case) -> str | None:
         return None
     error = case.whole_got - case.whole_want
     for name, value in case.arguments.items():
-        x = plain(value)
+        x = in_double(value)
         outer = tuple(range(error.ndim - x.ndim))
         if not outer or not x.any() or error.shape[len(outer) :] != x.shape:
             continue
@@ -126,9 +126,10 @@ def counted_argument(case: Case) -> str | None:
 
 
 def rounded(case: Case) -> str | None:
-    """As large an error as a shorter float makes."""
+    """An error as large as the rounding of a shorter float."""
     error = max(
-        float(np.abs(plain(a) - plain(b)).max(initial=0)) for a, b in zip(case.got, case.want, strict=True)
+        float(np.abs(in_double(a) - in_double(b)).max(initial=0))
+        for a, b in zip(case.got, case.want, strict=True)
     )
     for name, unit in _ROUNDINGS:
         if error <= unit * case.scale:
@@ -141,12 +142,12 @@ def rounded(case: Case) -> str | None:
 
 
 def one_addend(case: Case) -> str | None:
-    """One of n addends in place of their sum, as far as statistics tell.
+    """One of n addends in place of their sum, by statistics.
 
-    What is wanted is then the block and an independent rest: its regression on the block has slope 1, and the
-    block explains 1/n of its variance. Noise, in contrast, makes both equal.
+    The wanted array is then the block plus an independent rest: its regression on the block has slope 1,
+    and the block explains 1/n of its variance. Noise, in contrast, makes both equal.
     """
-    got, want = (np.concatenate([plain(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
     if got.size < _SAMPLE:
         return None
     product, power, wanted = np.vdot(got, want).real, np.vdot(got, got).real, np.vdot(want, want).real
@@ -166,13 +167,13 @@ def one_addend(case: Case) -> str | None:
 def _over(case: Case, axes: tuple[str, ...], reduce: Callable[..., object]) -> list[object]:
     """Per device, the reduction of the blocks along the axes."""
     mesh = case.sharding.mesh
-    got = [plain(block) for block in case.got]
+    got = [in_double(block) for block in case.got]
     return [reduce([got[d] for d in mesh.group(device, axes)], axis=0) for device in range(mesh.n_devices)]
 
 
 def _factor(case: Case) -> float | None:
-    """The one factor between what came and what was wanted; exact where it is a whole number or 1/n."""
-    got, want = (np.concatenate([plain(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
+    """The one factor between both arrays; exact if it is a whole number or 1/n."""
+    got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
     factor = float(np.real(np.vdot(want, got) / np.vdot(want, want)))
     for n in range(2, 65):
         for exact in (float(n), 1 / n):
@@ -182,7 +183,7 @@ def _factor(case: Case) -> float | None:
 
 
 def _axes_of_size(case: Case, size: float) -> str:
-    """The axes that have so many devices together, one set or another."""
+    """The sets of axes with so many devices."""
     mesh = case.sharding.mesh
     sets: Sequence[tuple[str, ...]] = [*subsets([a for a in mesh.axes if mesh.size(a) > 1])]
     return " or of ".join(names_of(axes) for axes in sets if np.isclose(mesh.size(*axes), size))

@@ -1,0 +1,1 @@
+"""Benchmarks, a package each: `python -m benchmarks.NAME` from the root of the repository."""

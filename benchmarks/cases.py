@@ -1,0 +1,80 @@
+"""The cases: redistributions from the test suites and issues of other projects.
+
+Decides what a case is. The files name the source of every case; the scaled set has the same moves at the
+sizes of real tensors (even, bf16, 2^28 elements and more).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xshard as xs
+from xshard import dtypes
+from xshard.notation.parser import Dim, Shard
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+FILES = {"public": "reshard.json", "scaled": "reshard_large.json"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A move of an array of global `shape` on a mesh."""
+
+    name: str
+    mesh: xs.Mesh
+    shape: tuple[int, ...]
+    dtype: str
+    src: xs.Layout
+    dst: xs.Layout
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether either end holds partial sums."""
+        return bool(self.src.tags or self.dst.tags)
+
+    @cached_property
+    def is_even(self) -> bool:
+        return all(xs.Sharding(end, self.mesh, self.shape).is_even for end in (self.src, self.dst))
+
+    def plan(self, profile: xs.Profile, memory_limit: int | None = None) -> xs.Plan:
+        """Our plan."""
+        move = self.src, self.dst
+        return xs.plan(move, self.mesh, self.shape, self.dtype, profile=profile, memory_limit=memory_limit)
+
+
+def load(which: str) -> tuple[Case, ...]:
+    """The cases of a set: "public" or "scaled"."""
+    return tuple(_case(entry) for entry in json.loads((DATA / FILES[which]).read_text()))
+
+
+def scaled(case: Case, least_bytes: int) -> Case:
+    """The case with its shortest dims doubled until the array has `least_bytes`, or its longest halved."""
+    shape, itemsize = list(case.shape), dtypes.itemsize(case.dtype)
+    while math.prod(shape) * itemsize < least_bytes:
+        shape[shape.index(min(shape))] *= 2
+    while math.prod(shape) * itemsize >= 2 * least_bytes:
+        shape[shape.index(max(shape))] //= 2
+    return replace(case, shape=tuple(shape))
+
+
+def layout_of(cuts: Iterable[Sequence[str]], sums: Sequence[str] = ()) -> xs.Layout:
+    """Axes that cut every dim, outermost first, and axes that hold addends -> a layout of dims d0, d1, ..."""
+    dims = tuple(Dim(f"d{i}", tuple(Shard((axis,)) for axis in axes)) for i, axes in enumerate(cuts))
+    return xs.Layout(dims, (("sum", tuple(sums)),))
+
+
+def _case(entry: dict[str, Any]) -> Case:
+    return Case(
+        entry["name"],
+        xs.Mesh(entry["mesh"]),
+        tuple(entry["shape"]),
+        entry["dtype"],
+        layout_of(entry["src"], entry["src_partial"]),
+        layout_of(entry["dst"], entry["dst_partial"]),
+    )

@@ -1,1 +1,0 @@
-"""What `benchmarks/torch_bridge.py` is made of."""

@@ -1,0 +1,1 @@
+"""Halo exchange in torch beside two other ways."""

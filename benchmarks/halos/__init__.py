@@ -1,1 +1,0 @@
-"""What `benchmarks/halo.py` is made of."""

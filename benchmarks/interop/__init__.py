@@ -1,0 +1,1 @@
+"""Arrays shared between torch and JAX, and JAX called from torch."""

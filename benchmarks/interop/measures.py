@@ -1,0 +1,111 @@
+"""What is measured of shared arrays and of JAX called from torch, each by turns with its peer.
+
+Decides how copied bytes are counted: by where the blocks begin before and after.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from benchmarks import by_turns
+from benchmarks.interop.claims import Row
+from jax_bridge.torch_interop import from_jax, to_jax, to_torch
+
+DEVICES = 4
+COPIED_ROUNDS = 11
+
+
+def configure() -> None:
+    """Make host devices; before JAX starts any."""
+    torch.set_num_threads(1)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+
+
+def hand_over(size: int, rounds: int) -> Row:
+    """A block of `size` bytes per device, there and back: seconds shared and copied, and bytes copied."""
+    mesh = jax.make_mesh((DEVICES,), ("dp",))
+    blocks = [torch.ones(size // 4) for _ in range(DEVICES)]
+    array = to_jax(blocks, "n/dp", mesh)
+    seconds = _medians(
+        {
+            "to_jax": lambda: to_jax(blocks, "n/dp", mesh, copy=False),
+            "to_torch": lambda: to_torch(array, "n/dp", copy=False),
+            "jax.dlpack.from_dlpack, one block": lambda: jax.dlpack.from_dlpack(blocks[0]),
+            "torch.from_dlpack, one block": lambda: torch.from_dlpack(array.addressable_shards[0].data),
+        },
+        rounds,
+    )
+    # Copies come last: memory that comes and goes slows down the calls beside it.
+    seconds |= _medians(
+        {
+            "to_jax, copied": lambda: to_jax(blocks, "n/dp", mesh, copy=True),
+            "to_torch, copied": lambda: to_torch(array, "n/dp", copy=True),
+        },
+        COPIED_ROUNDS,
+    )
+    given = [block.data_ptr() for block in blocks]
+    shared, copied = (to_jax(blocks, "n/dp", mesh, copy=copy) for copy in (None, True))
+    back = [block.data_ptr() for block in to_torch(shared, "n/dp")]
+    bytes_copied = {
+        "to_jax": size * _moved(given, _pointers(shared)),
+        "to_jax, copied": size * _moved(given, _pointers(copied)),
+        "to_torch": size * _moved(_pointers(shared), back),
+    }
+    return {"block_bytes": size, "seconds": seconds, "bytes_copied": bytes_copied}
+
+
+def _pointers(array: Any) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def _moved(before: Sequence[int], after: Sequence[int]) -> int:
+    """The number of blocks that begin elsewhere than before."""
+    return sum(a != b for a, b in zip(before, after, strict=True))
+
+
+def call(width: int, rounds: int) -> Row:
+    """tanh(x @ w) of square matrices: seconds of a call from torch, and of the same under jit."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    mesh = jax.make_mesh((1,), ("dp",))
+    f = from_jax(layer, "...", "...", mesh)
+    x, w = torch.randn(width, width), torch.randn(width, width) / width
+    leaf, cotangent = w.clone().requires_grad_(), torch.ones(width, width)
+    whole = jax.NamedSharding(mesh, jax.P())
+    a, b, c = (jax.device_put(v.numpy(), whole) for v in (x, w, cotangent))
+    plain = jax.jit(layer)
+    forward = jax.jit(lambda x, w: jax.vjp(lambda w: layer(x, w), w))
+    pull = jax.jit(lambda pull, c: pull(c))
+
+    def both() -> Any:
+        y, pullback = forward(a, b)
+        jax.block_until_ready(y)
+        return jax.block_until_ready(pull(pullback, c))
+
+    def both_in_torch() -> Any:
+        return torch.autograd.grad(f(x, leaf), leaf, cotangent)
+
+    seconds = _medians(
+        {
+            "forward, from torch": lambda: f(x, w),
+            "forward, jit": lambda: jax.block_until_ready(plain(a, b)),
+            "forward and backward, from torch": both_in_torch,
+            "forward and backward, jit": both,
+        },
+        rounds,
+    )
+    return {"width": width, "seconds": seconds}
+
+
+def _medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    found = by_turns.seconds(calls, rounds, warm_up=1)
+    return {name: statistics.median(taken) for name, taken in found.items()}

@@ -1,0 +1,99 @@
+"""What the bridge must show beside XLA's own reshard, judged on measured rows.
+
+Decides how each number is formed and when a claim holds. Bytes and memory come from one plan: the plan for
+the fewest bytes or, if that holds more memory than XLA's program, the same under a memory limit. XLA:CPU
+makes an all-reduce and a slice where XLA makes a reduce-scatter elsewhere: half of these bytes count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.claim import Claim, mean, none_of, worst
+from xshard.formatting import format_bytes
+
+Row = dict[str, Any]
+Ratio = Callable[[Row], float]
+# The profiles planned for: received bytes and memory are compared in a plan for the fewest bytes, run time in
+# a plan for this machine, everything else in the plan that users get.
+FEWEST_BYTES, DEFAULT, HOST = "bandwidth", "h100", "host"
+LEAST = 0.9  # our program is at least so many times as fast as XLA's
+# Of temporary memory: tables of indices, and the 64 bytes that XLA rounds every buffer up to.
+SLACK_BYTES = 4096
+
+
+def within(profile: str) -> str:
+    """The name of a plan for a profile that may hold no more than XLA's program."""
+    return f"{profile}, holding no more than XLA"
+
+
+def holds_more(ours: Row, xla: Row) -> bool:
+    """Whether our program takes more temporary memory than XLA's."""
+    return ours["temporary_bytes"] > xla["temporary_bytes"] + SLACK_BYTES
+
+
+def judge(compiled: Sequence[Row], timed: Sequence[Row], dispatch: Row) -> tuple[Claim, ...]:
+    """Every claim, in order."""
+    moving = [row for row in compiled if _xla_bytes(row)]
+    silent = [row for row in compiled if not _xla_bytes(row) and _within_memory(row)["received_bytes"]]
+    n, larger = len(compiled), [row for row in compiled if holds_more(row["ours"][DEFAULT], row["xla"])]
+    faster = [(f"{row['case']} of {format_bytes(row['bytes'])}", row["faster"]) for row in timed]
+    return (
+        none_of(
+            "cases whose collectives or bytes are not the plan's", _breaking(compiled, _is_not_as_planned), n
+        ),
+        mean("received bytes / XLA's: geometric mean", _named(moving, _bytes_ratio), 0.60),
+        worst("received bytes / XLA's: worst", _named([*moving, *silent], _bytes_ratio), 1.00),
+        none_of(
+            "with these bytes, cases with more temporary memory than XLA's",
+            _breaking(compiled, lambda row: holds_more(_within_memory(row), row["xla"])),
+            n,
+        ),
+        none_of(
+            "planned for H100s and asked for no more memory than XLA's, cases with more",
+            _breaking(larger, lambda row: holds_more(row["ours"][within(DEFAULT)], row["xla"])),
+            len(larger),
+        ),
+        mean("seconds to compile / XLA's: geometric mean", _named(compiled, _compile_ratio), 1.5),
+        mean("XLA's run time / ours: geometric mean", faster, 1.5, at_least=True),
+        worst("XLA's run time / ours: worst", faster, LEAST, at_least=True),
+        Claim("host time of a cached reshard / of a cached jit", dispatch["ratio"], 1.5, False, 1),
+    )
+
+
+def _xla_bytes(row: Row) -> float:
+    xla = row["xla"]
+    scattered = row["ended_sums"] > 1 and row["source_elements"] == row["target_elements"] * row["ended_sums"]
+    return xla["received_bytes"] - (xla["reduced_bytes"] / 2 if scattered else 0)
+
+
+def _within_memory(row: Row) -> Row:
+    """Our program for the fewest bytes; under a memory limit if it would hold more than XLA's."""
+    asked = row["ours"].get(within(FEWEST_BYTES))
+    return row["ours"][FEWEST_BYTES] if asked is None else asked
+
+
+def _bytes_ratio(row: Row) -> float:
+    theirs = _xla_bytes(row)
+    return _within_memory(row)["received_bytes"] / theirs if theirs else math.inf
+
+
+def _is_not_as_planned(row: Row) -> bool:
+    return any(
+        (ours["received_bytes"], ours["counts"]) != (ours["plan_bytes"], ours["plan_counts"])
+        for ours in row["ours"].values()
+    )
+
+
+def _compile_ratio(row: Row) -> float:
+    return row["ours"][DEFAULT]["compile_s"] / row["xla"]["compile_s"]
+
+
+def _named(rows: Sequence[Row], ratio: Ratio) -> list[tuple[str, float]]:
+    return [(row["case"], ratio(row)) for row in rows]
+
+
+def _breaking(rows: Sequence[Row], breaks: Callable[[Row], bool]) -> list[str]:
+    return [row["case"] for row in rows if breaks(row)]

@@ -1,0 +1,123 @@
+"""The planner, measured: bytes, seconds, node crossings, memory, values and planning time.
+
+    python -m benchmarks.planner             # peers asked live if installed (torch, jaxlib)
+    python -m benchmarks.planner --recorded  # peers as recorded: needs neither
+    python -m benchmarks.planner --quick     # a few cases, peers as recorded
+
+Prints a table, writes a JSON file and a plot. Exit status 1 if a claim of `planner.claims` fails; the cases
+that break it are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from benchmarks import record
+from benchmarks.cases import Case, load
+from benchmarks.planner import claims, measures, report, timing
+from benchmarks.planner.measures import Row
+from benchmarks.planner.peers import collect
+
+QUICK_STRIDE = 12  # a quick run takes every twelfth case
+LEAST_WIDTH = 160  # columns of the table, even on a narrower terminal
+
+Sets = dict[str, tuple[Case, ...]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    sets = {which: load(which)[:: QUICK_STRIDE if options.quick else 1] for which in ("public", "scaled")}
+    # Times come first: live peers load torch and JAX into this process.
+    speed = measure_speed(sets["public"])
+    rows = {which: measure_plans(which, cases) for which, cases in sets.items()}
+    peers = ask_peers(sets, live=options.live)
+    if options.save_peers:
+        collect.save(peers)
+    for which, cases in sets.items():
+        for row, case in zip(rows[which], cases, strict=True):
+            measures.add_peers(row, case, peers[which].get(case.name, {}))
+    found = claims.judge(rows["public"], rows["scaled"], speed, quick=options.quick)
+    show_results(found, rows, speed, options)
+    return int(any(claim.must and not claim.holds for claim in found))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = record.options(__doc__, quick="every twelfth case, peers as recorded")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--live", dest="live", action="store_true", default=None, help="ask installed peers (default)"
+    )
+    asked.add_argument("--recorded", dest="live", action="store_false", help="peers as recorded")
+    parser.add_argument("--save-peers", action="store_true", help="record the live plans of the peers")
+    options = parser.parse_args(arguments)
+    options.live = not options.quick if options.live is None else options.live
+    if options.save_peers and (options.quick or not options.live):
+        parser.error("--save-peers needs a full live run")
+    given = ["--live" if options.live else "--recorded"]
+    given += ["--quick"] * options.quick + ["--save-peers"] * options.save_peers
+    options.command = " ".join(["python -m benchmarks.planner", *given])
+    return options
+
+
+def measure_speed(public: Sequence[Case]) -> Row:
+    """Planning times in seconds, cached and on a large mesh, for the default profile."""
+    profile = measures.profiles()["h100"]
+    return {
+        "cached_s": timing.cached_s(public[::10], profile),
+        "large_mesh_s": timing.large_mesh_s(profile),
+    }
+
+
+def measure_plans(which: str, cases: Sequence[Case]) -> list[Row]:
+    """Our plans for a set of cases, and the seconds to find each."""
+    profile = measures.profiles()["h100"]
+    cold = [timing.cold_s(case, profile) for case in record.shown(cases, f"planning time, {which}")]
+    rows = [measures.case_row(case) for case in record.shown(cases, f"plans, {which}")]
+    return [{**row, "cold_s": seconds} for row, seconds in zip(rows, cold, strict=True)]
+
+
+def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collect.Answer]]]:
+    """The peers' answers by set, case and peer, for the scaled set and the public partial sums."""
+    asked = {**sets, "public": tuple(case for case in sets["public"] if case.is_partial)}
+    return {
+        which: collect.answers(which, record.shown(cases, f"peers, {which}"), live=live)
+        for which, cases in asked.items()
+    }
+
+
+def show_results(
+    found: Sequence[claims.Claim], rows: dict[str, list[Row]], speed: Row, options: argparse.Namespace
+) -> None:
+    """Print the table; write the JSON file and the plot to the output folder."""
+    console = Console(width=max(Console().width, LEAST_WIDTH))
+    options.output.mkdir(parents=True, exist_ok=True)
+    about = record.about(
+        options.command,
+        "rich",
+        "matplotlib",
+        peers="live where installed" if options.live else "recorded",
+        peer_versions=collect.versions(live=options.live),
+        quick=options.quick,
+        speed=speed,
+    )
+    written = [
+        record.write(
+            options.output / "planner.json", about, claims=[claim.to_dict() for claim in found], **rows
+        ),
+        report.write_plot(options.output, rows["scaled"]),
+    ]
+    report.print_table(console, found)
+    for path in written:
+        console.print(str(path), highlight=False)
+
+
+if __name__ == "__main__":
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
+    sys.exit(main())

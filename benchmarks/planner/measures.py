@@ -1,0 +1,111 @@
+"""What is measured of a case: our plans on every machine, the bounds, and the peers' plans.
+
+A row holds one case's numbers, as they go into the JSON; `claims` judges them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import xshard as xs
+from benchmarks.cases import Case
+from benchmarks.planner import bounds, values
+from benchmarks.planner.peers.base import NODE_DEVICES, PeerPlan
+from benchmarks.planner.peers.collect import Answer
+from benchmarks.planner.traffic import plan_flow
+from xshard import dtypes
+from xshard.cost.model import Link
+
+Row = dict[str, Any]
+UNLIMITED = 1e15  # bytes per second
+
+
+def profiles() -> dict[str, xs.Profile]:
+    """The machines: bytes alone; nodes of eight H100; one node of any number of H100; and nodes of eight in
+    which only bytes that cross nodes take time."""
+    h100 = xs.load_profile("h100")
+    return {
+        "bandwidth": xs.load_profile("bandwidth"),
+        "h100": h100,
+        "h100_nvlink": replace(h100, name="h100_nvlink", across=None, node_devices=None),
+        "network": replace(
+            h100,
+            name="network",
+            launch_s=(("other", 0.0),),
+            copy_bytes_per_s=math.inf,
+            default=Link(0.0, UNLIMITED),
+        ),
+    }
+
+
+def case_row(case: Case) -> Row:
+    """Our plans for a case."""
+    plans = {name: case.plan(profile) for name, profile in profiles().items()}
+    row = {
+        "case": case.name,
+        "mesh": str(case.mesh),
+        "shape": list(case.shape),
+        "dtype": case.dtype,
+        "move": f"{case.src} -> {case.dst}",
+        "even": case.is_even,
+        "partial": case.is_partial,
+        "plans": {name: _plan_facts(plan) for name, plan in plans.items()},
+    }
+    if case.is_partial:
+        bound = bounds.total_elements(case) * dtypes.itemsize(case.dtype)
+        row |= {"total_bound_bytes": bound}
+    elif case.mesh.n_devices > NODE_DEVICES:
+        row["nodes"] = _node_facts(case, {name: plans[name] for name in ("h100", "network")})
+    return row
+
+
+def add_peers(row: Row, case: Case, answers: Mapping[str, Answer]) -> None:
+    """Add the peers' numbers to the row of a case."""
+    row["peers"] = {name: _peer_facts(case, answer) for name, answer in answers.items()}
+
+
+def _plan_facts(plan: xs.Plan) -> Row:
+    ends = max(plan.source.max_local_size, plan.target.max_local_size)
+    largest = max([ends, *(stage.after.max_local_size for stage in plan.stages)])
+    return {
+        "steps": [str(step) for step in plan.steps],
+        "seconds": plan.cost,
+        "received_bytes": plan.bytes_received,
+        "bound_bytes": plan.bytes_lower_bound,
+        "total_bytes": float(plan_flow(plan, NODE_DEVICES).devices.sum()) * plan.itemsize,
+        "peak_over_ends": largest / ends if ends else 1.0,
+        "values_right": values.are_right(plan),
+    }
+
+
+def _node_facts(case: Case, plans: Mapping[str, xs.Plan]) -> Row:
+    """Bytes that cross nodes, summed over the nodes."""
+    itemsize = dtypes.itemsize(case.dtype)
+    return {
+        "bound_bytes": int(bounds.node_elements(case, NODE_DEVICES).sum()) * itemsize,
+        "crossing_bytes": {
+            name: float(plan_flow(plan, NODE_DEVICES).nodes.sum()) * itemsize for name, plan in plans.items()
+        },
+    }
+
+
+def _peer_facts(case: Case, answer: Answer) -> Row:
+    facts: Row = {"source": answer.source, "received_bytes": answer.received_bytes(case)}
+    if answer.reason:
+        facts["reason"] = answer.reason
+    if answer.plan is None:
+        return facts
+    facts["plan_s"] = answer.plan.plan_s
+    facts["seconds"] = {name: answer.plan.seconds(case, p) for name, p in profiles().items()}
+    if isinstance(answer.plan, PeerPlan):
+        plan = answer.plan.plan(case, xs.load_profile("h100"))
+        flow = plan_flow(plan, NODE_DEVICES)
+        facts["steps"] = [str(step) for step in plan.steps]
+        facts["crossing_bytes"] = float(flow.nodes.sum()) * plan.itemsize
+        facts["total_bytes"] = float(flow.devices.sum()) * plan.itemsize
+    else:
+        facts["steps"] = [f"{c.kind} of {c.devices}" for c in answer.plan.collectives]
+    return facts

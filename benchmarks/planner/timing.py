@@ -1,0 +1,80 @@
+"""How long planning takes: cold, cached, and on a mesh of 131,072 devices.
+
+Planning is one thread's work, so processor time is measured: other processes do not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import xshard as xs
+from benchmarks.cases import Case
+
+REPEATS = 3  # the quickest cold plan counts: the others were disturbed
+LOOK_UPS = 2000
+LARGE_MESH = xs.Mesh(dp=4096, tp=32)
+LARGE_SHAPE = (4096 * 32 * 8, 4096 * 32)
+LARGE_MOVES = (
+    "n/dp d/tp -> n/tp d/dp",
+    "n/dp/tp d -> n d/dp/tp",
+    "n/dp d/tp -> n d/tp",
+    "n/dp/tp d -> n/tp/dp d",
+    "n/dp d -> n d/dp",
+    "n d/tp -> n/dp d",
+    "n/dp d | sum(tp) -> n/dp d/tp",
+    "n d | sum(dp,tp) -> n/tp d/dp",
+)
+
+
+def cold_s(case: Case, profile: xs.Profile) -> float:
+    """Seconds to plan a case with every cache of the package empty."""
+    return _quickest(lambda: case.plan(profile), before=clear_caches)
+
+
+def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
+    """Seconds to get a plan again, the median of the cases; layouts are given as text."""
+    return statistics.median(_look_up_s(case, profile) for case in cases)
+
+
+def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
+    """Seconds to plan even layouts on LARGE_MESH, cold, by expression."""
+    return {
+        move: _quickest(
+            lambda move=move: xs.plan(move, LARGE_MESH, LARGE_SHAPE, "bfloat16", profile=profile),
+            before=clear_caches,
+        )
+        for move in LARGE_MOVES
+    }
+
+
+def clear_caches() -> None:
+    """Empty every `lru_cache` of the package."""
+    for name, module in list(sys.modules.items()):
+        if name == "xshard" or name.startswith("xshard."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def _look_up_s(case: Case, profile: xs.Profile) -> float:
+    expression = f"{case.src} -> {case.dst}"
+    xs.plan(expression, case.mesh, case.shape, case.dtype, profile=profile)
+    start = time.process_time()
+    for _ in range(LOOK_UPS):
+        xs.plan(expression, case.mesh, case.shape, case.dtype, profile=profile)
+    return (time.process_time() - start) / LOOK_UPS
+
+
+def _quickest(work: Callable[[], object], before: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        before()
+        gc.collect()
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds)

@@ -1,1 +1,0 @@
-"""What `benchmarks/planner.py` measures: the planner beside four published ones."""

@@ -1,0 +1,67 @@
+"""Functions of a torch block, called forward and with the gradient, and timed on ranks of this machine.
+
+Decides how a function is called, how ranks start, and which rank's figure counts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_bridge as xt
+from benchmarks import by_turns
+
+Call = Callable[[], Tensor]
+Calls = tuple[Call, Call]  # forward alone, and with the gradient
+Figures = dict[str, dict[str, float]]  # by way, then by figure: "forward_s", "both_s" and others
+HANG_S = 4 * 3600.0  # ends ranks that hang; the longest full run takes ten minutes
+
+
+def calls(way: Callable[[Tensor], Tensor], block: Tensor) -> Calls:
+    """The forward call alone, and the gradient of the block, with the result as its cotangent."""
+    leaf = block.clone().requires_grad_()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return way(block)
+
+    def both() -> Tensor:
+        y = way(leaf)
+        (gradient,) = torch.autograd.grad(y, leaf, y.detach())
+        return gradient
+
+    return forward, both
+
+
+def medians(ways: Mapping[str, Calls], rounds: int, before: Callable[[], object] = lambda: None) -> Figures:
+    """Median seconds of every way. before: runs before each call."""
+    flat = {
+        (way, figure): call
+        for way, pair in ways.items()
+        for figure, call in zip(("forward_s", "both_s"), pair, strict=True)
+    }
+    found: Figures = {way: {} for way in ways}
+    for (way, figure), taken in by_turns.seconds(flat, rounds, before=before).items():
+        found[way][figure] = statistics.median(taken)
+    return found
+
+
+def on_ranks(n: int, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    """`function(*arguments)` on `n` gloo ranks -> their results, by rank.
+
+    Ranks are forks of a server without threads: autograd has started some in this process. The server has
+    imported the module of `function`, so that no rank has to.
+    """
+    multiprocessing.set_forkserver_preload(["torch_bridge", function.__module__])
+    return xt.run_ranks(n, function, *arguments, start_method="forkserver", timeout_s=HANG_S)
+
+
+def largest(by_rank: Sequence[Figures]) -> Figures:
+    """The largest of all ranks' figures: a collective is over when every rank is done."""
+    first = by_rank[0]
+    return {way: {key: max(rank[way][key] for rank in by_rank) for key in first[way]} for way in first}

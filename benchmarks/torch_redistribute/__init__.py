@@ -1,0 +1,1 @@
+"""The torch bridge beside DTensor, collectives by hand and plain copies."""

@@ -1,0 +1,164 @@
+"""Host time and memory of a call on a fake process group: nothing is sent and nobody waits.
+
+Decides how allocations are counted: beyond a call's input and its result.
+"""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torch_bridge as xt
+import xshard as xs
+from benchmarks import by_turns, torch_calls
+from benchmarks.torch_redistribute.by_hand import all_gather
+from torch_bridge.lower.packed_collective import PackedCollective
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import process_mesh
+from xshard.steps import Scale
+
+RANKS = 4
+MESH = xs.Mesh(a=RANKS)
+# A move for every kind of step.
+MOVES = {
+    "all_gather": "n/a d -> n d | copy(a)",
+    "reduce_scatter": "n d | sum(a) -> n/a d",
+    "all_reduce": "n d | sum(a) -> n d",
+    "all_to_all": "n/a d -> n d/a",
+    "all_to_all of zigzag": "n/zigzag(a) d -> n d/a",
+    "exchange of zigzag": "n/zigzag(a) d -> n/a d",
+    "exchange of halos": "n/a d -> n/a:halo(1,1) d",
+    "slice": "n d -> n/a d",
+    "embed": "n/a d -> n d | sum(a)",
+    "mask": "n d -> n d | sum(a)",
+    "scale and all_reduce": "n d | mean(a) -> n d",
+    "retag": "n d -> n d | copy(a)",
+}
+
+
+@contextmanager
+def nobody() -> Iterator[DeviceMesh]:
+    """A mesh of processes that do not exist, on a fake process group."""
+    dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",))
+    finally:
+        dist.destroy_process_group()
+
+
+def call_times(rounds: int) -> list[dict[str, Any]]:
+    """Seconds per cached call of every kind of step, beside DTensor and torch's own all-gather."""
+    rows = []
+    with nobody() as mesh:
+        for name, text in MOVES.items():
+            src, dst = xs.parse_expression(text)
+            block = torch.ones(xs.Sharding(src, MESH, (16, 8)).local_shape(1))
+            row: dict[str, Any] = {"move": name, "expression": text}
+            row["xshard"] = _both(lambda x, text=text: xt.redistribute(x, text, mesh), block, rounds)
+            try:
+                ends = [xt.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
+                row["DTensor"] = _both(lambda x, ends=ends: _placed(x, mesh, *ends), block, rounds)
+            except (xs.PlanError, NotImplementedError, RuntimeError):
+                pass  # DTensor has no placements for halos, zigzag, and partial sums made from replicas
+            rows.append(row)
+        out, block = torch.empty(16, 8), torch.ones(4, 8)
+        rows.append(
+            {
+                "move": "dist.all_gather_single",
+                "raw": {"forward_s": _median(lambda: all_gather(out, block), rounds)},
+            }
+        )
+    return rows
+
+
+def _placed(x: Tensor, mesh: DeviceMesh, src: Any, dst: Any) -> Tensor:
+    return DTensor.from_local(x, mesh, src, run_check=False).redistribute(mesh, dst).to_local()
+
+
+def _both(move: Callable[[Tensor], Tensor], block: Tensor, rounds: int) -> dict[str, float]:
+    forward, both = torch_calls.calls(move, block)
+    return {"forward_s": _median(forward, rounds), "both_s": _median(both, rounds)}
+
+
+def _median(call: Callable[[], Any], rounds: int) -> float:
+    return statistics.median(by_turns.seconds({"call": call}, rounds, warm_up=rounds // 10)["call"])
+
+
+class Allocations(TorchDispatchMode):
+    """While active, counts allocated bytes; `peak` is the most that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage(), before)
+        return found
+
+    def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or key in before:
+            return
+        self._known.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._released, key, nbytes)
+
+    def _released(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def memory() -> list[dict[str, Any]]:
+    """The most bytes that a call holds beyond its input and its result, and the bytes of one packed copy."""
+    rows = []
+    with nobody() as mesh:
+        for name, text in MOVES.items():
+            plan = xs.plan(text, MESH, (1024, 256), "float32")
+            block = torch.ones(plan.source.local_shape(1))
+            xt.redistribute(block, text, mesh)
+            with torch.no_grad(), Allocations() as found:
+                y = xt.redistribute(block, text, mesh)
+            made = _moves(plan)
+            copies = [
+                max(sum(move.collective.sent), sum(move.collective.received)) * 4
+                for move in made
+                if isinstance(move, PackedCollective)
+            ]
+            flat = all(_is_flat(move) for move in made if isinstance(move, PackedCollective))
+            if any(isinstance(step, Scale) for step in plan.steps):
+                copies, flat = [block.nbytes], False  # the scaled copy is sent
+            rows.append(
+                {
+                    "move": name,
+                    "extra_bytes": found.peak - y.untyped_storage().nbytes(),
+                    "packed_bytes": max(copies, default=0),
+                    "needs_packing": not flat,
+                }
+            )
+    return rows
+
+
+def _moves(plan: xs.Plan) -> tuple[Any, ...]:
+    return lower(plan, process_mesh(plan.mesh), torch.device("cpu")).moves
+
+
+def _is_flat(move: PackedCollective) -> bool:
+    return move.sent.is_flat and len(move.arriving) > 1

@@ -1,0 +1,223 @@
+"""The planner's benchmark runs, counts bytes rightly, and every claim of it can fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xshard as xs
+from benchmarks import cases
+from benchmarks.planner import bounds, claims, traffic, values
+from benchmarks.planner.peers import collect, gspmd
+from tests.benchmarks.helpers import as_recorded, quick_run, recorded
+from xshard.notation.parser import Shard
+from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, Step
+
+PEERS = ["shardy", "dtensor_greedy", "dtensor_dijkstra", "gspmd"]
+
+
+def test_a_quick_run_leaves_a_json_file_and_a_plot(tmp_path: Path) -> None:
+    _, data, printed = quick_run("planner", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"planner.json", "planner.png"}
+    assert (data["quick"], data["peers"]) == (True, "recorded") and "speed" in data
+    assert set(data["peer_versions"]) == set(PEERS)
+    assert len(data["public"]) == 15 and len(data["scaled"]) == 12
+    for row in [*data["public"], *data["scaled"]]:
+        assert set(row["plans"]) == {"bandwidth", "h100", "h100_nvlink", "network"}
+        assert all(plan["values_right"] for plan in row["plans"].values()), row["case"]
+        assert row["cold_s"] > 0
+    assert [name for name in PEERS if any("seconds" in row["peers"][name] for row in data["scaled"])] == PEERS
+    broken = [claim["name"] for claim in data["claims"] if claim["must"] and not claim["holds"]]
+    assert all(f"{name} fails" in printed for name in broken)
+
+
+def test_bytes_are_counted_as_they_are_priced() -> None:
+    """Two countings of one thing: what the busiest device receives in every step."""
+    for case in cases.load("public")[::7]:
+        plan = case.plan(xs.load_profile("h100"))
+        for stage, price in zip(plan.stages, plan.prices, strict=True):
+            busiest = traffic.step_flow(stage.step, stage.before, 8).devices.max()
+            assert abs(busiest * plan.itemsize - price.received_bytes) < plan.itemsize, (
+                case.name,
+                stage.step,
+            )
+
+
+NODE, GPU = Shard(("node",)), Shard(("gpu",))
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "crossing"),
+    [
+        ("n/node/gpu", AllGather("n", (NODE, GPU)), 2 * 32),  # half of the array enters every node once
+        ("n/node", AllGather("n", (NODE,)), 2 * 8 * 32),  # eight groups, each gets it on its own
+        ("n/gpu/node", AllGather("n", (NODE,)), 2 * 8 * 4),
+        ("n/gpu", AllGather("n", (GPU,)), 0),
+        ("n/node/gpu", Exchange(xs.Layout.parse("n")), 2 * 8 * 32),  # boxes know no groups
+        ("n/node/gpu", Permute(xs.Layout.parse("n/gpu/node")), 2 * 4 * 4),  # half of the blocks stay
+        ("n", Slice((("n", (NODE, GPU)),)), 0),
+        ("n | sum(node,gpu)", ReduceScatter("n", (NODE, GPU)), 2 * 32),  # reduced before it leaves a node
+        ("n | sum(node,gpu)", AllReduce(("node", "gpu")), 2 * 64),
+        ("n | sum(gpu)", AllReduce(("gpu",)), 0),
+        ("n/node m", AllToAll("n", (NODE,), "m", (NODE,)), 2 * 8 * 16 * 2),
+    ],
+)
+def test_bytes_that_cross_nodes(before: str, step: Step, crossing: int) -> None:
+    """64 rows (of 2, where there is a second dim) on two nodes of eight."""
+    layout = xs.Layout.parse(before)
+    sharding = xs.Sharding(layout, xs.Mesh(node=2, gpu=8), (64, 2)[: len(layout.dims)])
+    assert traffic.step_flow(step, sharding, 8).nodes.sum() == crossing
+
+
+@pytest.mark.parametrize(
+    ("move", "bound"),
+    [
+        ("n/node/gpu -> n", 2 * 32),
+        ("n/node/gpu -> n/gpu/node", 2 * 16),
+        ("n/gpu -> n", 0),
+        ("n/gpu -> n/gpu/node", 0),
+        ("n/node -> n", 2 * 32),
+        ("n/node/gpu -> n/gpu", 2 * 32),
+    ],
+)
+def test_bytes_that_must_cross_nodes(move: str, bound: int) -> None:
+    src, dst = xs.parse_expression(move)
+    case = cases.Case("made up", xs.Mesh(node=2, gpu=8), (64,), "float32", src, dst)
+    assert bounds.node_elements(case, 8).sum() == bound
+
+
+@pytest.mark.parametrize(
+    ("move", "bound"),
+    [
+        ("n | sum(a,b) -> n", 8 * (3 + 3)),
+        ("n | sum(a) -> n", 8 * (1 + 3)),
+        ("n | sum(a,b) -> n/a/b", 8 * 3),
+        ("n | sum(a,b) -> n/a | sum(b)", 2 * 8 * 1),
+        ("n/a | sum(b) -> n/a/b", 8 * 1),
+        ("n/a | sum(b) -> n/b/a", 8 * 1 + 4),  # half of the elements end where no addend of them was
+        ("n/a -> n", 4 * 4),
+    ],
+)
+def test_bytes_that_partial_sums_must_move(move: str, bound: int) -> None:
+    src, dst = xs.parse_expression(move)
+    case = cases.Case("made up", xs.Mesh(a=2, b=2), (8,), "float32", src, dst)
+    assert bounds.total_elements(case) == bound
+
+
+def test_wrong_values_are_seen() -> None:
+    plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=2), (1 << 12, 1 << 12))
+    assert values.are_right(plan)
+    small = values.scaled_down(plan)
+    blocks, value = values._drawn(small)
+    assert not values.is_value(blocks, value, small)
+
+
+def test_every_recorded_plan_can_be_priced() -> None:
+    profile = xs.load_profile("h100")
+    priced = dict.fromkeys(PEERS, 0)
+    scaled = cases.load("scaled")
+    for answers, case in zip(collect.answers("scaled", scaled, live=False).values(), scaled, strict=True):
+        for name, answer in answers.items():
+            if answer.plan is not None:
+                priced[name] += 1
+                assert answer.plan.seconds(case, profile) >= 0
+    assert all(n > 100 for n in priced.values()), priced
+
+
+def plans(key: str, value: float, *profiles: str) -> Callable[..., None]:
+    """Set a number of all our plans, or of those for some profiles."""
+
+    def change(public: Any, scaled: Any, speed: Any) -> None:
+        for row in (*public, *scaled):
+            for name, plan in row["plans"].items():
+                if name in (profiles or row["plans"]):
+                    plan[key] = value
+
+    return change
+
+
+def crossing(factor: float, more: float, *profiles: str) -> Callable[..., None]:
+    """Let our plans for some profiles send more bytes across nodes."""
+
+    def change(public: Any, scaled: Any, speed: Any) -> None:
+        for row in scaled:
+            for name in profiles if "nodes" in row else ():
+                row["nodes"]["crossing_bytes"][name] = factor * row["nodes"]["crossing_bytes"][name] + more
+
+    return change
+
+
+def took(seconds: float) -> Callable[..., None]:
+    """Let every plan take so long to find."""
+
+    def change(public: Any, scaled: Any, speed: Any) -> None:
+        for row in public:
+            row["cold_s"] = seconds
+        speed["cached_s"], speed["large_mesh_s"] = seconds, {"a -> b": seconds}
+
+    return change
+
+
+EVER = 1e18
+BREAKS: dict[str, Callable[..., None]] = {
+    "bytes_geomean": plans("received_bytes", EVER, "bandwidth"),
+    "bytes_worst": plans("received_bytes", EVER, "bandwidth"),
+    "uneven_worst": plans("received_bytes", EVER, "bandwidth"),
+    "seconds_worst_h100": plans("seconds", EVER, "h100"),
+    "seconds_geomean_h100": plans("seconds", EVER, "h100"),
+    "seconds_worst_h100_nvlink": plans("seconds", EVER, "h100_nvlink"),
+    "seconds_geomean_h100_nvlink": plans("seconds", EVER, "h100_nvlink"),
+    "nodes_geomean_network": crossing(2, 0, "network"),
+    "nodes_geomean_h100": crossing(2, 0, "h100"),
+    "nodes_zero": crossing(1, 1, "network"),
+    "partial_worst": plans("total_bytes", EVER, "bandwidth"),
+    "peak_worst": plans("peak_over_ends", 1.01),
+    "values_wrong": plans("values_right", False),
+    "values_wrong_uneven": plans("values_right", False),
+    "cached_us": took(0.06),
+    "cold_median_ms": took(0.06),
+    "cold_worst_ms": took(0.06),
+    "large_mesh_ms": took(0.06),
+}
+
+
+def test_recorded_rows_give_the_recorded_claims_and_each_can_fail() -> None:
+    data = recorded("planner")
+    rows = data["public"], data["scaled"], data["speed"]
+    found = claims.judge(*rows, quick=False)
+    assert as_recorded(found) == data["claims"]
+    assert {claim.name for claim in found} == set(BREAKS)
+    assert all(claim.holds for claim in found if claim.must)
+    for name, change in BREAKS.items():
+        broken = copy.deepcopy(rows)
+        change(*broken)
+        (claim,) = (claim for claim in claims.judge(*broken, quick=False) if claim.name == name)
+        assert not claim.holds, name
+        # A claim about the cases names them; an aim's mean and a median name none.
+        assert claim.failing or not claim.must or name in ("cached_us", "cold_median_ms"), name
+
+
+def test_a_plan_slower_than_a_peer_by_a_hundredth_is_named() -> None:
+    data = recorded("planner")
+    row = next(row for row in data["scaled"] if any("seconds" in peer for peer in row["peers"].values()))
+    best = min(peer["seconds"]["h100"] for peer in row["peers"].values() if "seconds" in peer)
+    row["plans"]["h100"]["seconds"] = 1.01 * best
+    found = claims.judge(data["public"], data["scaled"], data["speed"], quick=False)
+    (worst,) = (claim for claim in found if claim.name == "seconds_worst_h100")
+    assert not worst.holds and row["case"] in worst.failing[0]
+
+
+def test_replica_groups_of_hlo_are_read_in_all_spellings() -> None:
+    groups = gspmd._groups
+    assert groups("replica_groups={{0,1},{2,3}}, dims").tolist() == [[0, 1], [2, 3]]
+    assert groups("replica_groups=[2,2]<=[2,2]T(1,0), dims").tolist() == [[0, 2], [1, 3]]
+    assert groups("replica_groups=mesh['a'=2,'b'=2] {'a'}").tolist() == [[0, 2], [1, 3]]
+    assert groups("replica_groups=mesh['a'=4] {'a':(2)2}").tolist() == [[0, 1], [2, 3]]
+    assert groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}").tolist() == [
+        [0, 1],
+        [2, 3],
+    ]

@@ -1,0 +1,63 @@
+"""The order of the tests' files: the longest first, so that none of them is left for the end.
+
+Decides by a table; `pytest --durations=0` prints the seconds that it is made of. xdist keeps the order with
+`--no-loadscope-reorder`. Knows no test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+
+# All files over 15 seconds, the longest first.
+LONGEST = (
+    "benchmarks/test_jax_reshard.py",
+    "documents/test_examples.py",
+    "jax_bridge/test_processes.py",
+    "documents/test_documents.py",
+    "search/test_optimal.py",
+    "jax_bridge/test_nn_cases.py",
+    "torch_bridge/test_compile.py",
+    "jax_bridge/test_transforms.py",
+    "runtimes/test_case_table.py",
+    "benchmarks/test_drop_ins.py",
+    "compat/test_dtensor.py",
+    "benchmarks/test_torch_redistribute.py",
+    "jax_bridge/test_lower.py",
+    "test_neutral.py",
+    "interop/test_processes.py",
+    "torch_bridge/test_hygiene.py",
+    "jax_bridge/test_nn.py",
+    "torch_bridge/test_nn_cases.py",
+    "testing/test_plugin.py",
+    "benchmarks/test_halo.py",
+    "torch_bridge/test_plans.py",
+    "jax_bridge/test_vmap.py",
+    "torch_bridge/test_transfer.py",
+    "torch_bridge/test_nn.py",
+    "cli/test_commands.py",
+    "torch_bridge/test_transforms.py",
+    "runtimes/test_calibrate.py",
+)
+PLACES = {ROOT / name: place for place, name in enumerate(LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: PLACES.get(item.path, len(PLACES)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.durations is None:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.location[0]] += report.duration
+    terminalreporter.section("longest files")
+    for name, taken in seconds.most_common(len(LONGEST)):
+        terminalreporter.line(f"{taken:7.1f}s {name}")

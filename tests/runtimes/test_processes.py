@@ -1,0 +1,208 @@
+"""Processes that are asked: functions that fail, die or hang, and how a hang differs from slow work."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from xshard.errors import MeshError
+from xshard.runtimes import processes, watch
+from xshard.runtimes.processes import FunctionError, Process, running
+from xshard.runtimes.watch import Watch, processor_time
+
+FUNCTIONS = """
+import os, pathlib, sys, time
+
+import xshard as xs
+
+
+def length(text, timeout_s):
+    print("counted", flush=True)
+    return len(text)
+
+
+def refuses(timeout_s):
+    raise xs.MeshError("no such axis", hint="another")
+
+
+def fails(timeout_s):
+    raise KeyError("lost")
+
+
+def dies(timeout_s):
+    os.write(2, b"my last words")
+    os.kill(os.getpid(), 9)
+
+
+def dies_while_its_child_lives(file, timeout_s):
+    child = os.fork()
+    if child:
+        pathlib.Path(file).write_text(str(child))
+        os._exit(3)
+    time.sleep(600)
+
+
+def hangs(file, timeout_s):
+    child = os.fork()
+    if child:
+        pathlib.Path(file).write_text(str(child))
+        print("waiting for ever")
+        sys.stdout.flush()
+    time.sleep(600)
+
+
+def unpicklable(timeout_s):
+    return lambda: None
+"""
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """A process that can import `asked_functions`, and has no patience."""
+    (tmp_path / "asked_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(processes, "_PATIENCE_S", 0.0)
+    started = Process({"ASKED": "1"})
+    yield started
+    started.end()
+
+
+def error_of(process: Process, name: str, *arguments: object, timeout_s: float = 60.0) -> str:
+    with pytest.raises(FunctionError) as raised:
+        process.ask(f"asked_functions.{name}", *arguments, timeout_s=timeout_s)
+    return str(raised.value)
+
+
+def has_ended(file: Path) -> bool:
+    """Whether the process whose number is in the file has ended, or does so in time."""
+    status = Path("/proc", file.read_text(), "stat")
+    for _ in range(200):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_what_is_printed_is_shown_or_not(process: Process, capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet, shown in ((True, ""), (False, "counted\n")):
+        assert process.ask("asked_functions.length", "four", timeout_s=60.0, quiet=quiet) == 4
+        assert capsys.readouterr().err == shown
+
+
+def test_an_error_leaves_the_process_to_answer_on(process: Process) -> None:
+    with pytest.raises(MeshError, match="no such axis\n  another"):
+        process.ask("asked_functions.refuses", timeout_s=60.0)
+    message = error_of(process, "fails")
+    assert message.startswith("KeyError in asked_functions.fails\n") and message.endswith("KeyError: 'lost'")
+    assert "in asked_functions.unpicklable" in error_of(process, "unpicklable")
+    assert process.ask("asked_functions.length", "four", timeout_s=60.0) == 4
+
+
+def test_a_process_that_is_killed_says_how_and_what_it_said_last(process: Process) -> None:
+    message = error_of(process, "dies")
+    assert message == "asked_functions.dies ended its process with status -9\n  my last words"
+    assert not process.is_alive
+
+
+def test_a_child_that_keeps_the_pipe_open_ends_with_its_parent(process: Process, tmp_path: Path) -> None:
+    message = error_of(process, "dies_while_its_child_lives", str(tmp_path / "child"))
+    assert message == "asked_functions.dies_while_its_child_lives ended its process with status 3"
+    assert has_ended(tmp_path / "child")
+
+
+def test_a_function_that_hangs_is_ended_with_all_that_it_has_forked(process: Process, tmp_path: Path) -> None:
+    message = error_of(process, "hangs", str(tmp_path / "child"), timeout_s=2.0)
+    assert message == "asked_functions.hangs did not finish: it stood still for 2 s\n  waiting for ever"
+    assert has_ended(tmp_path / "child")
+
+
+def test_one_process_per_package_and_environment() -> None:
+    found = running("none", {"A": "1", "B": "2"})
+    assert running("none", {"B": "2", "A": "1"}) is found
+    other = running("none", {"A": "1"})
+    assert other is not found
+    for each in (found, other):
+        each.end()
+    assert running("none", {"A": "1"}) is not other
+    running("none", {"A": "1"}).end()
+
+
+class Clock:
+    """Time and processor time as a test has them."""
+
+    def __init__(self) -> None:
+        self.now_s, self.spent_s = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(watch, "time", made)
+    monkeypatch.setattr(watch, "_CORES", 2)
+    return made
+
+
+def why(clock: Clock, watched: Watch, seconds: int, share: float) -> str | None:
+    """What a watch says when so many seconds have gone by, with a share of one core."""
+    for _ in range(seconds):
+        clock.now_s += 1
+        clock.spent_s += share
+        if found := watched.why_over():
+            return found
+    return None
+
+
+def test_a_slow_machine_is_no_hang(clock: Clock) -> None:
+    """As where forty others want the two cores."""
+    assert why(clock, Watch(lambda: clock.spent_s, 10), 300, 0.05) is None
+
+
+def test_who_stands_still_hangs(clock: Clock) -> None:
+    watched = Watch(lambda: clock.spent_s, 10, grace_s=5)
+    assert why(clock, watched, 30, 0.5) is None
+    assert why(clock, watched, 15, 0.001) is None
+    assert why(clock, watched, 1, 0.001) == "it stood still for 10 s"
+
+
+def test_who_computes_for_ever_hangs_too(clock: Clock) -> None:
+    watched = Watch(lambda: clock.spent_s, 10)
+    assert why(clock, watched, 10, 2.0) is None  # all cores, all the time
+    assert why(clock, watched, 1, 2.0) == "it took more than 20 s of processor time"
+
+
+def test_a_process_that_has_ended_is_progress(clock: Clock) -> None:
+    watched = Watch(lambda: clock.spent_s, 10)
+    assert why(clock, watched, 8, 1.0) is None
+    clock.spent_s = 1.0
+    assert why(clock, watched, 10, 0.0) is None
+
+
+def test_without_processor_time_the_clock_counts(clock: Clock) -> None:
+    watched = Watch(lambda: None, 10)
+    assert why(clock, watched, 10, 0.0) is None
+    assert why(clock, watched, 1, 0.0) == "it took more than 10 s"
+
+
+def test_processor_time_counts_children_that_run_and_that_have_ended() -> None:
+    def spend(seconds: float) -> None:
+        start = time.process_time()
+        while time.process_time() - start < seconds:
+            pass
+
+    before = processor_time([os.getpid()])
+    assert before is not None
+    child = os.fork()
+    if not child:
+        spend(0.3)
+        os._exit(0)
+    os.waitpid(child, 0)
+    after = processor_time([os.getpid()])
+    assert after is not None and after - before >= 0.25
+    assert processor_time([]) == 0

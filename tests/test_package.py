@@ -1,0 +1,168 @@
+"""The package installs and imports elsewhere, alone and with each of its extras; without a network.
+
+An sdist is built from a copy of the checkout, and the wheel from the sdist, by the installed build backend.
+The wheel is installed into an empty environment. Beside it, links show the packages that an extra declares,
+with all that they need: an import of anything else fails.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import xshard as xs
+
+ROOT = Path(__file__).parents[1]
+ALONE = f"""
+import importlib, xshard as xs
+from importlib.metadata import version
+assert xs.__version__ == version("xshard") == {xs.__version__!r}, xs.__version__
+for name in {sorted(path.stem for path in (ROOT / "xshard/cost/profiles").glob("*.json"))}:
+    assert xs.load_profile(name).name == name
+assert xs.plan("n/a -> n", xs.Mesh(a=2), (4,)).cost > 0
+for name in "torch", "jax", "typer", "matplotlib", "scipy", "pytest":
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(name + " is here")
+"""
+RELABEL = """
+import sys, xshard as xs
+m = xs.Mesh(a=4)
+xs.plan("n/a -> n/zigzag(a)", shape=(8,), src_mesh=m, dst_mesh=m, relabel=True)
+assert "scipy" in sys.modules
+"""
+EXTRAS = {
+    "": ALONE,
+    "torch": "import torch_bridge.nn, torch_bridge.compat",
+    "jax": "import jax_bridge.nn, jax_bridge.compat",
+    "cli": "import xshard.cli.app",
+    "plot": "import matplotlib.pyplot",
+    "relabel": RELABEL,
+    "calibrate": "import xshard.runtimes.fit, scipy.optimize",
+    "testing": "import xshard.testing.plugin; from xshard.testing import assert_equivalent",
+}
+
+
+def run(*command: object, **options: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(kind: str, source: Path, into: Path) -> Path:
+    """The sdist or the wheel of a source tree, as `python -m build --no-isolation` makes it."""
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(into)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+    (made,) = into.glob("*.tar.gz" if kind == "sdist" else "*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("checkout") / "xshard"
+    left = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=left)
+    return build("sdist", source, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory) -> Path:
+    """An environment with the wheel and nothing else, pip included."""
+    made = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", made)
+    pip = (sys.executable, "-m", "pip", "--isolated", "--python", made / "bin/python", "install")
+    run(*pip, "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
+    return made
+
+
+def needed(extra: str, environment: Path) -> set[str]:
+    """The distributions that the installed wheel needs with an extra, and what they need in turn."""
+    (metadata,) = environment.glob("lib/*/site-packages/xshard-*.dist-info")
+    found, left = set(), [Requirement(f"xshard[{extra}]" if extra else "xshard")]
+    while left:
+        asked = left.pop()
+        if (key := (asked.name, tuple(sorted(asked.extras)))) in found:
+            continue
+        found.add(key)
+        about = Distribution.at(metadata) if asked.name == "xshard" else distribution(asked.name)
+        for line in about.requires or ():
+            needs = Requirement(line)
+            if needs.marker is None or any(needs.marker.evaluate({"extra": e}) for e in ("", *asked.extras)):
+                left.append(needs)
+    return {name for name, _ in found} - {"xshard"}
+
+
+def top_level(name: str) -> Iterator[Path]:
+    """What a distribution has put into site-packages here."""
+    installed = distribution(name)
+    tops = {path.parts[0] for path in installed.files or ()} - {"..", "__pycache__"}
+    return (Path(installed.locate_file(top)) for top in tops)
+
+
+def test_the_sdist_has_what_its_tests_need(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"Makefile", "constraints.txt", "CHANGELOG.md", "tests/cases.py", "docs/torch.md"} <= names
+    assert {"benchmarks/__init__.py", "examples/train_parity.py"} & names
+
+
+def test_the_wheel_has_three_packages_with_types_and_profiles(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in ("xshard", "torch_bridge", "jax_bridge")
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in (".py", ".json", ".typed")
+    }
+    assert names == expected
+    assert {f"{package}/py.typed" for package in ("xshard", "torch_bridge", "jax_bridge")} <= names
+
+
+def test_the_metadata_names_extras_script_and_plugin(environment):
+    code = """
+from importlib.metadata import distribution
+found = distribution("xshard")
+print(*sorted(found.metadata.get_all("Provides-Extra")))
+print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.entry_points))
+"""
+    extras, points = run(environment / "bin/python", "-c", code, cwd=environment).splitlines()
+    assert set(extras.split()) == {*EXTRAS, "dev", "dev-jax"} - {""}
+    plugin = "pytest11:xshard.testing.plugin=xshard.testing.plugin"
+    assert points == f"console_scripts:xshard=xshard.cli.main:main {plugin}"
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra or "alone")
+def test_it_imports_with_what_an_extra_declares_and_nothing_else(extra, environment, tmp_path):
+    for name in needed(extra, environment):
+        for path in top_level(name):
+            link = tmp_path / path.name
+            if not link.exists():  # folders that several distributions share, as nvidia/
+                link.symlink_to(path)
+    alone = {"PYTHONPATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path)}
+    run(environment / "bin/python", "-c", EXTRAS[extra], cwd=tmp_path, env=alone)
+    if extra == "cli":
+        shown = run(environment / "bin/xshard", "show", "n/a", "--mesh", "a=2", "--shape", "4", env=alone)
+        assert "n is cut over a" in shown

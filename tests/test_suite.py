@@ -1,0 +1,68 @@
+"""How the suite is run: what `--without` skips, and the table of the longest files."""
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from tests.order import LONGEST, PLACES
+from tests.without import left_out
+
+ROOT = Path(__file__).parents[1]
+LOADS = "import torch\ndef test_it(): pass\n"
+DOES = """
+import subprocess, sys
+
+def test_loads(): import jax
+def test_starts(): subprocess.run([sys.executable, "-c", ""], check=True)
+def test_catches():
+    try:
+        import torch
+    except BaseException as error:
+        raise ValueError from error
+def test_neither(): pass
+"""
+
+
+def in_pytest(folder: Path, *arguments: str) -> str:
+    (folder / "test_loads.py").write_text(LOADS)
+    (folder / "test_does.py").write_text(DOES)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.without",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    ).stdout
+
+
+def test_what_a_test_does_is_why_it_is_skipped(tmp_path):
+    said = in_pytest(tmp_path, "--without", "torch,jax,interpreters", "-n1")
+    reasons = {line.partition("--without: ")[2] for line in said.splitlines() if "--without: " in line}
+    assert reasons == {"loads torch", "loads jax", "starts an interpreter"}
+    assert "1 passed, 4 skipped" in said
+
+
+def test_what_is_not_left_out_runs(tmp_path):
+    assert "2 passed, 3 skipped" in in_pytest(tmp_path, "--without", "torch,jax")
+
+
+def test_only_what_can_be_told_is_left_out():
+    with pytest.raises(ArgumentTypeError, match="'numpy' is none of torch, jax, interpreters"):
+        left_out("numpy")
+
+
+def test_the_table_of_the_longest_files_names_files():
+    assert len(PLACES) == len(LONGEST)
+    assert [path for path in PLACES if not path.is_file()] == []

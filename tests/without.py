@@ -1,0 +1,75 @@
+"""`pytest --without torch,jax,interpreters`: what a test may not load or start; one that does is skipped.
+
+Decides by what a test does, at the moment when it does it: there is no list of tests to keep. Knows no test.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Generator, Sequence
+
+import pytest
+
+FRAMEWORKS = ("torch", "jax")
+INTERPRETERS = "interpreters"
+
+
+def left_out(text: str) -> tuple[str, ...]:
+    """What the option names."""
+    names = tuple(text.split(","))
+    if unknown := set(names) - {*FRAMEWORKS, INTERPRETERS}:
+        raise ArgumentTypeError(f"{min(unknown)!r} is none of torch, jax, interpreters")
+    return names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without",
+        type=left_out,
+        default=(),
+        metavar="torch,jax,interpreters",
+        help="skip each test that loads one of these frameworks, or starts a Python process",
+    )
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Called in the processes that run tests; not in the one that hands them out to others."""
+    if names := session.config.option.without:
+        guard = _Guard(names)
+        session.config.pluginmanager.register(guard)
+        sys.meta_path.insert(0, guard)
+        sys.addaudithook(guard.audit)
+
+
+class _Guard:
+    """Ends the test that asks for something that is left out."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.reason = ""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """A finder of modules before all others."""
+        if name in self.names and name in FRAMEWORKS:
+            self.skip(f"loads {name}")
+
+    def audit(self, event: str, details: Sequence[object]) -> None:
+        """All processes that the tests start are of this interpreter."""
+        if event == "subprocess.Popen" and INTERPRETERS in self.names and details[0] == sys.executable:
+            self.skip("starts an interpreter")
+
+    def skip(self, reason: str) -> None:
+        self.reason = f"--without: {reason}"
+        raise pytest.skip.Exception(self.reason, allow_module_level=True)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """A test is skipped even if what it calls has caught the exception, as doctest does."""
+        self.reason = ""
+        try:
+            return (yield)
+        except Exception:
+            if self.reason:
+                pytest.skip(self.reason)
+            raise

@@ -1,0 +1,115 @@
+"""torch and JAX: what must be installed, and which process runs their functions with which settings.
+
+Decides the environment of a process. What it is asked is in `registry`, `calibrate` and `xshard.testing`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from xshard.errors import MeshError, XshardError
+from xshard.runtimes.processes import Process, running
+
+HOST_DEVICES = "XSHARD_HOST_DEVICES"  # environment: the most devices that a mesh of the kit has
+
+# Programs of the kit run once or twice: there the compiler takes more time than it saves.
+QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+class NoRuntimeError(XshardError):
+    """A runtime that does not exist, is not installed, or cannot take the mesh."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A framework that runs plans.
+
+    package: what must be installed, also the name of the extra that brings it.
+    worker, timing: the functions that run tasks and that measure plans.
+    devices: what its devices are. rounds: see `Profile`.
+    environment: number of devices -> the variables that a process needs to have them.
+    """
+
+    package: str
+    worker: str
+    timing: str
+    devices: str
+    rounds: bool
+    environment: Callable[[int], dict[str, str]]
+
+    def check_installed(self, way_out: str = "") -> None:
+        """Raise NoRuntimeError if the package is not installed; nothing is imported."""
+        if find_spec(self.package) is None:
+            hint = f"pip install 'xshard[{self.package}]'{way_out}"
+            raise NoRuntimeError(f"{self.package} is not installed", hint=hint)
+
+    def process(self, n_devices: int) -> Process:
+        """The process with these devices, where compilers have the settings that users have."""
+        self.check_installed()
+        return running(self.package, self.environment(n_devices))
+
+
+BACKENDS = {
+    "torch": Backend(
+        "torch",
+        "torch_bridge.testing.worker.run_tasks",
+        "torch_bridge.testing.timing.seconds_of_plans",
+        "gloo processes",
+        rounds=False,
+        environment=lambda n: {},  # ranks are forked
+    ),
+    "jax": Backend(
+        "jax",
+        "jax_bridge.testing.worker.run_tasks",
+        "jax_bridge.testing.timing.seconds_of_plans",
+        "host devices of one process",
+        rounds=True,
+        environment=lambda n: {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)},
+    ),
+}
+
+
+def backend_named(name: str) -> Backend:
+    """An installed backend. Raises NoRuntimeError."""
+    if name not in BACKENDS:
+        raise NoRuntimeError(f"no backend {name!r}", hint=f"backends are: {', '.join(BACKENDS)}")
+    BACKENDS[name].check_installed()
+    return BACKENDS[name]
+
+
+def torch_process() -> Process:
+    """The process of the kit that forks gloo ranks. Raises NoRuntimeError."""
+    return BACKENDS["torch"].process(host_devices())
+
+
+def jax_process() -> Process:
+    """The process of the kit in which JAX has host devices. Raises NoRuntimeError."""
+    backend, n = BACKENDS["jax"], host_devices()
+    backend.check_installed()
+    settings = {
+        # Two programs at once need a thread for each of their devices: with fewer they wait for
+        # each other for ever, and XLA makes as many as there are cores.
+        "PJRT_NPROC": str(max(64, 2 * n)),
+        "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip(),
+    }
+    return running("jax", backend.environment(n) | settings)
+
+
+def host_devices() -> int:
+    """The most devices that a mesh of the kit has: 16, or what the environment says."""
+    given = os.environ.get(HOST_DEVICES, "16")
+    if not given.isdecimal() or int(given) < 1:
+        raise MeshError(f"{HOST_DEVICES}={given!r} in the environment is no number of devices")
+    return int(given)
+
+
+def check_size(n: int) -> None:
+    """Raise MeshError for more devices than there are."""
+    if not 1 <= n <= host_devices():
+        raise MeshError(
+            f"{n} devices, this host has 1 to {host_devices()}",
+            hint=f"a smaller mesh, or {HOST_DEVICES}={n} in the environment before the first test",
+        )

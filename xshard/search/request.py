@@ -1,0 +1,126 @@
+"""A request: what a plan is asked for, as one value that planning is cached by.
+
+Decides which requests follow from one: its gradient's, its tangent's, a batch's, the one on a common mesh.
+Knows no step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from xshard.cost.device_links import located, refined
+from xshard.cost.model import Profile
+from xshard.errors import MeshError
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+from xshard.layout.sub_axes import refine
+from xshard.notation.parser import Dim
+
+
+@dataclass(frozen=True)
+class Request:
+    """An array of `shape` under `src` on one mesh is to be under `dst` on another, or on the same.
+
+    src_devices, dst_devices: the number of every device, in the order of its mesh.
+    scale: the constant to multiply by; None where the layouts give it (1/n where a mean over n ends).
+    memory_limit: bytes that no device may exceed. relabel: devices may change places in `dst_mesh`.
+    """
+
+    src: Layout
+    dst: Layout
+    src_mesh: Mesh
+    dst_mesh: Mesh
+    src_devices: tuple[int, ...]
+    dst_devices: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    profile: Profile
+    scale: Fraction | None = None
+    memory_limit: int | None = None
+    relabel: bool = False
+
+    @cached_property
+    def source(self) -> Sharding:
+        """Where the array is."""
+        return Sharding(self.src, self.src_mesh, self.shape)
+
+    @cached_property
+    def target(self) -> Sharding:
+        """Where it is to be."""
+        return Sharding(self.dst, self.dst_mesh, self.shape)
+
+    @property
+    def factor(self) -> Fraction:
+        """The constant to multiply by."""
+        return self.source.scale / self.target.scale if self.scale is None else self.scale
+
+    @property
+    def machine(self) -> Profile:
+        """The profile for the devices of the source's mesh."""
+        return located(self.profile, self.src_mesh, self.src_devices)
+
+    @property
+    def adjoint(self) -> Request:
+        """Between the dual layouts, from the destination back. Raises LinearityError for a max or min."""
+        return replace(
+            self,
+            src=self.dst.dual,
+            dst=self.src.dual,
+            src_mesh=self.dst_mesh,
+            dst_mesh=self.src_mesh,
+            src_devices=self.dst_devices,
+            dst_devices=self.src_devices,
+        )
+
+    @property
+    def tangent(self) -> Request:
+        """For tangents: where a boundary fills with a constant they have zeros."""
+        return replace(self, src=self.src.tangent, dst=self.dst.tangent)
+
+    def batched(self, n: int) -> Request:
+        """For an array with one more dim, whole and leading, of length `n`; it has no memory limit."""
+        dim = Dim(f"_batch{len(self.shape)}")  # no two dims have this name: nested batches have more dims
+        src, dst = (Layout((dim, *layout.dims), layout.tags) for layout in (self.src, self.dst))
+        return replace(self, src=src, dst=dst, shape=(n, *self.shape), memory_limit=None)
+
+    def between(self, start: Sharding, end: Sharding, devices: tuple[int, ...], scale: Fraction) -> Request:
+        """A part of it, on one mesh: from `start` to `end`, with no memory limit of its own."""
+        ends = start.layout, end.layout, start.mesh, end.mesh, devices, devices
+        return Request(*ends, self.shape, self.dtype, self.profile, scale)
+
+    @property
+    def on_one_mesh(self) -> Request | None:
+        """The same on the coarsest mesh that refines both; None if the devices differ or no mesh does."""
+        if self.src_devices != self.dst_devices:
+            return None
+        if self.src_mesh == self.dst_mesh:
+            return self
+        common = refine(self.src_mesh, self.dst_mesh)
+        if common is None:
+            return None
+        return replace(
+            self,
+            src=common.source(self.src),
+            dst=common.target(self.dst),
+            src_mesh=common.mesh,
+            dst_mesh=common.mesh,
+            profile=refined(self.profile, common),
+        )
+
+
+def check_devices(end: str, mesh: Mesh, devices: tuple[int, ...]) -> None:
+    """Raise MeshError unless there is one number, of its own, for every device of the mesh."""
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+            raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
+    if len(devices) != mesh.n_devices:
+        raise MeshError(
+            f"{len(devices)} devices for the {end}, whose mesh {mesh!r} has {mesh.n_devices}",
+            hint="one number per device, in the order of the mesh",
+        )
+    if len(set(devices)) != len(devices):
+        twice = next(d for d in devices if devices.count(d) > 1)
+        raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")
