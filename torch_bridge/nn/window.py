@@ -21,7 +21,7 @@ Piece = tuple[int, int]  # a number of rows of the block, and the number of outp
 
 
 def checked_windows(placement: Placement, windows: Sequence[tuple[int, Window]]) -> WindowLayouts:
-    """`window_layouts` for windows over the last dims of an array. Raises ShapeError if there are no outputs."""
+    """`window_layouts` for windows over the last dims of an array. ShapeError if there are no outputs."""
     found = window_layouts(placement.sharding, windows)
     if any(found.result.shape[d] < 1 for d, _ in windows):
         raise ShapeError(
