@@ -141,11 +141,13 @@ def test_refused_on_every_rank_before_anything_is_sent(
 
 
 def test_examples_of_the_docstrings() -> None:
-    """Of every module in which a prompt stands; those of the drop-ins are run beside JAX's."""
+    """Of every module that has some; those of the drop-ins are run beside JAX's, `between`'s on a rank."""
     package = Path(xt.__file__).parent
     files = [
-        f for f in sorted(package.rglob("*.py")) if f.parent.name != "compat" and ">>> " in f.read_text()
+        f
+        for f in sorted(package.rglob("*.py"))
+        if f.parent.name != "compat" and f.stem != "between" and ">>> " in f.read_text()
     ]
     modules = [".".join(("torch_bridge", *f.relative_to(package).with_suffix("").parts)) for f in files]
-    assert len(modules) >= 12
+    assert len(modules) >= 11
     assert failed_examples(modules) == {}

@@ -1,4 +1,4 @@
-"""Functions and classes of other systems by their own names: import them from here instead."""
+"""Drop-in replacements for functions and classes of other systems, under their own names."""
 
 from torch_bridge.compat.credit import (
     DomainParallelManager,

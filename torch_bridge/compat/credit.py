@@ -1,13 +1,13 @@
-"""Drop-ins for `credit.domain_parallel`: weather models whose rows of latitude are cut over processes.
+"""Drop-ins for `credit.domain_parallel`: weather models with rows of latitude cut over processes.
 
 Replaces `DomainParallelManager`, `initialize_domain_parallel`, `get_domain_parallel_manager`, `HaloExchange`,
 `shard_tensor`, `gather_tensor`, `shard_batch`, `convert_to_domain_parallel`, and of `credit.parallel.domain`
 `sync_domain_gradients`. One manager serves the whole program, as there.
 
-Better here: a halo may be wider than a block, of two widths, and periodic, reflected or of a pole beyond the
-ends; `gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model
-is exact for every kernel, stride, dilation and padding, transposed, pooled, interpolated and normalised;
-what has no exact form is refused where it stands, and not run on each part by itself.
+Better here: a halo may be wider than a block, have two widths, and be periodic, reflected or cross a pole;
+`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model is
+exact for every kernel, stride, dilation and padding, for transposed convolutions, pools, interpolation and
+norms; a module without an exact form is refused, with its path, and not run on each part separately.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ AXIS = "domain"
 
 
 class DomainParallelManager:
-    """Processes that cut a sample in groups: ranks [i D, (i+1) D); ranks j, j + D, ... have different ones.
+    """Groups of D processes, ranks [i D, (i+1) D), that cut one sample; ranks j, j + D, ... have others.
 
-    world_size, domain_parallel_size: how many processes there are, and D. shard_dim: the dim that is cut.
-    Raises MeshError, which is a ValueError, where D does not divide them, and where they are not the world.
+    world_size, domain_parallel_size: the number of processes, and D. shard_dim: the dim to cut.
+    Raises MeshError, a ValueError, if D does not divide the number, or that is not the world's size.
 
     >>> import torch_bridge as xt
     >>> from torch_bridge.compat import DomainParallelManager
@@ -98,22 +98,22 @@ _manager: DomainParallelManager | None = None
 def initialize_domain_parallel(
     world_size: int, domain_parallel_size: int, shard_dim: int = -2
 ) -> DomainParallelManager:
-    """A manager that functions of this module use where they are given none. All processes call it."""
+    """Set the manager that functions of this module use by default. All processes call it."""
     global _manager
     _manager = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
     return _manager
 
 
 def get_domain_parallel_manager() -> DomainParallelManager | None:
-    """The manager that `initialize_domain_parallel` made, or None."""
+    """The manager set by `initialize_domain_parallel`, or None."""
     return _manager
 
 
 class HaloExchange(nn.Module):
     """Widens a block by rows of its neighbours: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
-    Zeros beyond the ends of the array, unless `boundary` says otherwise. The gradient adds what copied rows
-    got at their owner. Without a manager, or on one process, a block stays as it is. halo_width, boundary,
+    Zeros beyond the ends of the array, unless `boundary` says otherwise. The gradients of copied rows are
+    added at their owner. Without a manager, or on one process, a block stays as it is. halo_width, boundary,
     shape: as in `torch_bridge.halo_exchange`.
 
     >>> import torch, torch_bridge as xt
@@ -153,17 +153,17 @@ class HaloExchange(nn.Module):
 
     @staticmethod
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
-        """Rows taken away at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
+        """Drop rows at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
 
 
 def shard_tensor(
     x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None, *, uneven: bool = False
 ) -> Tensor:
-    """This process's part of what all of its domain have whole: [H, ...] -> [H/D, ...] along `dim`.
+    """This process's part of a tensor replicated in its domain: [H, ...] -> [H/D, ...] along `dim`.
 
     uneven: parts may differ in size. Nothing is sent; the gradient is this process's own, zeros elsewhere.
-    Raises ShapeError, which is a ValueError, for a length that does not divide otherwise.
+    Raises ShapeError, a ValueError, for a length that D does not divide, unless `uneven`.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge import compat
@@ -189,10 +189,10 @@ def gather_tensor(
     shape: Sequence[int] | None = None,
     grad: Grad = "sum",
 ) -> Tensor:
-    """All parts of a domain, for each of its processes: [H/D, ...] -> [H, ...] along `dim`.
+    """All parts of a domain, on each of its processes: [H/D, ...] -> [H, ...] along `dim`.
 
-    shape: the global shape, where H does not divide. grad: what the gradients of the results are, as in
-    `torch_bridge.all_gather`: addends, as where each process has a loss of its own, or one and the same.
+    shape: the global shape, where D does not divide H. grad: the meaning of the results' gradients, as in
+    `torch_bridge.all_gather`: addends ("sum": each process has a loss of its own), or equal ("replicated").
     """
     found = _cutting_manager(manager)
     if found is None:
@@ -206,7 +206,7 @@ def shard_batch(
     spatial_dims_4d: int = -2,
     manager: DomainParallelManager | None = None,
 ) -> Mapping[str, Any]:
-    """`shard_tensor` of the tensors of 4 and of 5 dims; everything else as it is."""
+    """`shard_tensor` of the tensors with 4 or 5 dims; everything else is returned as it is."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
     ranks = {key: value.ndim if isinstance(value, Tensor) else 0 for key, value in batch.items()}
     return {
@@ -223,14 +223,13 @@ def convert_to_domain_parallel(
     *,
     shape: Sequence[int | None] | None = None,
 ) -> nn.Module:
-    """A model of whole arrays becomes, in place, one of blocks: outputs and gradients are those of the whole.
+    """Turn a model, in place, into one of blocks: outputs and gradients are those of the whole array.
 
-    Its inputs that have `shard_dim` beside batch and channels are cut along it. custom_converters: class ->
-    function of a module of that class, whose result is called on blocks as it is. shape: the inputs' global
+    Inputs that have `shard_dim` besides batch and channels are cut along it. custom_converters: class ->
+    function of a module of that class; its result is called on blocks as it is. shape: the inputs' global
     shape, where blocks differ in size. Gradients of parameters are this process's share, until
-    `sync_domain_gradients`. Everything else is as in `torch_bridge.nn.domain_parallel`, which makes another
-    model and leaves this one as it is. Raises XshardError for what has no exact form, with its path in the
-    model.
+    `sync_domain_gradients`. The rest is as in `torch_bridge.nn.domain_parallel`, which makes another
+    model and leaves this one as it is. Raises XshardError for a module without an exact form, with its path.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge import compat
@@ -259,7 +258,7 @@ def convert_to_domain_parallel(
 
 
 def _layout_text(shard_dim: int) -> str:
-    """One dim cut, of any number of them; one that is counted from the end comes after batch and channels."""
+    """The layout with one dim cut, for any number of dims; counted from the end, it is a spatial one."""
     names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
     if shard_dim < 0:
         return " ".join(("b", "c", "...", f"{names[0]}/{AXIS}", *names[1:]))
@@ -268,7 +267,7 @@ def _layout_text(shard_dim: int) -> str:
 
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | None = None) -> None:
-    """Gradients of parameters become their mean over the domain: those of the mean of its processes' losses.
+    """Average the gradients of parameters over the domain: those of the mean of its processes' losses.
 
     One all-reduce per dtype.
     """
@@ -285,6 +284,6 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
 
 
 def _cutting_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
-    """The manager given, or that of the program, if it cuts anything."""
+    """The given manager, or that of the program, if its domains have more than one process."""
     found = manager or _manager
     return None if found is None or found.domain_parallel_size <= 1 else found

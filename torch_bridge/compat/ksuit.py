@@ -27,12 +27,12 @@ from xshard import compat
 AXIS = "dp"
 Values = Tensor | float | list | tuple
 
-# Dtypes that are added in another one: a sum of truths counts them, and of bfloat16 is rounded once.
+# Dtypes that are added in another one: booleans are counted, and sums of bfloat16 are rounded once.
 _ADDED_AS = {torch.bool: torch.int32, torch.bfloat16: torch.float32}
 
 
 class AllGatherGradAutograd:
-    """The blocks of all ranks; the gradient of a block is the sum of what all ranks did with it.
+    """The blocks of all ranks; the gradient of a block is the sum over the cotangents of all ranks.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import AllGatherGradAutograd
@@ -48,12 +48,12 @@ class AllGatherGradAutograd:
 
     @staticmethod
     def apply(x: Tensor) -> tuple[Tensor, ...]:
-        """[...] -> P of them, by rank. Raises MeshError without a process group."""
+        """[...] -> P tensors, by rank. Raises MeshError without a process group."""
         return all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="sum").unbind(0)
 
 
 class AllGatherGradOverwrite:
-    """The blocks of all ranks; the gradient of a block is what its own rank did with it.
+    """The blocks of all ranks; the gradient of a block is the cotangent of its own rank.
 
     Right where all ranks compute the same loss: each then counts once, and nothing is sent.
 
@@ -71,12 +71,12 @@ class AllGatherGradOverwrite:
 
     @staticmethod
     def apply(x: Tensor) -> list[Tensor]:
-        """[...] -> P of them, by rank. Raises MeshError without a process group."""
+        """[...] -> P tensors, by rank. Raises MeshError without a process group."""
         return list(all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="replicated").unbind(0))
 
 
 def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None) -> Tensor:
-    """All ranks' blocks put together along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
+    """The blocks of all ranks, concatenated along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
 
     shape: of the result, where blocks differ in size.
 
@@ -94,7 +94,7 @@ def all_gather_grad_autograd(x: Values) -> Tensor:
 
 
 def all_gather_grad_overwrite(x: Values) -> Tensor:
-    """[n, ...] -> [P n, ...]; the gradient of a block is what its own rank did with it."""
+    """[n, ...] -> [P n, ...]; the gradient of a block is the cotangent of its own rank."""
     return _gathered(x, 0, "replicated")
 
 
@@ -173,7 +173,7 @@ def _tensor(x: Values) -> Tensor:
 
 
 def _rows(x: Values) -> Tensor:
-    """A tensor with rows to be put together: a scalar is one row."""
+    """A tensor with rows to concatenate: a scalar is one row."""
     block = _tensor(x)
     return block if block.ndim else block.unsqueeze(0)
 
@@ -198,7 +198,7 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
 
 
 def _served(device: torch.device) -> torch.device:
-    """Where a tensor travels: on its own device, unless no backend serves that."""
+    """The device on which a tensor travels: its own, unless no backend serves it."""
     return _served_in(device, dist.get_backend_config())
 
 

@@ -1,9 +1,9 @@
-"""Drop-ins for `nvsubquadratic.parallel`: sequence and channels change places, in zigzag order.
+"""Drop-ins for `nvsubquadratic.parallel`: exchange cuts of sequence and channels, in zigzag order.
 
 Replaces `a2a_comms.AllToAllSingleFunction`, `a2a_comms.all_to_all_single_fn`,
 `utils.zigzag_split_across_group_ranks` and `utils.zigzag_gather_from_group_ranks`, and the functions of these
-names in savanna, NeMo and BioNeMo. What their code does, not what their docstrings say: "split" and "full"
-are about the sequence, and rank r of P holds chunks r and 2P-1-r.
+names in savanna, NeMo and BioNeMo. They follow the code, not the docstrings, of those: "split" and "full"
+refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
 
 Better here: one copy before the collective and one after it, zigzag order included; derivatives of any order,
 and forward mode; blocks of different sizes (`shape=`); channels and sequence may be any dims. Lengths that do
@@ -41,14 +41,13 @@ def all_to_all_single_fn(
 ) -> Tensor:
     """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split"), differentiable.
 
-    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: it is cut in
-    zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where it does not
+    input: of 3, 4 or 5 dims, the sequence the first spatial one. with_zigzag_splitting: it is cut in zigzag
+    order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where lengths do not
     divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the other
-    ranks, so that all of them raise DesyncError where they differ or one of them fails. Also:
-    `XSHARD_DEBUG=1`.
+    ranks: where they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
 
-    Raises XshardError, which is a ValueError, for another `type` or number of dims, for lengths that do not
-    divide without `shape`, and for a group that this process is not in.
+    Raises XshardError, a ValueError, for another `type` or number of dims, for lengths that do not divide
+    without `shape`, and for a group without this process.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import all_to_all_single_fn
@@ -114,7 +113,7 @@ class AllToAllSingleFunction:
 def zigzag_split_across_group_ranks(
     data: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 0
 ) -> Tensor:
-    """What every rank has whole -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
+    """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
 
     Nothing is sent. The gradient is this rank's own, zeros elsewhere. A length that does not divide into 2P
     chunks is cut unevenly, as the layout `l/zigzag(cp)` is.
@@ -134,7 +133,7 @@ def zigzag_gather_from_group_ranks(
     *,
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """All ranks' chunks in their natural order, for every rank: [L/P, ...] -> [L, ...].
+    """All ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
 
     shape: the global shape, where L does not divide. Gradients are summed over ranks (reduce-scatter).
 

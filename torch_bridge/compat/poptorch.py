@@ -1,11 +1,11 @@
 """Drop-ins for `poptorch_experimental_addons.collectives`: collectives across the replicas of a program.
 
-Here a replica is a process, and `replication_factor` must be their number. A loss that all replicas compute
-alike counts once in `..._identical_grads_in` and `all_reduce_cross_replica_sum`; in the others the loss of
-every replica counts, as in the original.
+A replica is a process, and `replication_factor` must be the number of processes. A loss that all replicas
+compute alike counts once in `..._identical_grads_in` and `all_reduce_cross_replica_sum`; in the other
+functions the losses of all replicas are added, as in the original.
 
-Better here: on any backend, in any group (`group=`), with derivatives of any order, and without the pattern
-that the original's lowering needs.
+Better here: any backend, any group (`group=`), derivatives of any order, and no need for the graph pattern
+that the original's lowering looks for.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def all_gather_cross_replica(
 def all_gather_cross_replica_identical_grads_in(
     x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Every replica's tensor: [...] -> [N, ...]; the gradient is the own slice of the own cotangent.
+    """Every replica's tensor: [...] -> [N, ...]; the gradient is this replica's slice of its cotangent.
 
-    For results whose cotangent is the same on all replicas: nothing is sent.
+    For cotangents that are equal on all replicas: nothing is sent.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import all_gather_cross_replica_identical_grads_in
@@ -64,9 +64,9 @@ def all_reduce_cross_replica_sum(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The sum over replicas, whose gradient passes as it is: [...] -> [...].
+    """The sum over replicas; the gradient passes unchanged: [...] -> [...].
 
-    insert_in_grad_graph: the other way round: x as it is, whose gradient is summed.
+    insert_in_grad_graph: the reverse: x passes unchanged, and its gradient is summed.
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import all_reduce_cross_replica_sum
