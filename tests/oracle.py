@@ -10,9 +10,7 @@ import math
 
 import numpy as np
 
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard import Layout, Mesh, Sharding
 from xshard.notation.overlap import Boundary, Fold, Halo, Window
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import Step

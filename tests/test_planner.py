@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests.cases import CASES
-from xshard.layout.layout import Layout
+from xshard import Layout
 from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
 from xshard.search.states import Space

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from xshard.layout.layout import Layout
+from xshard import Layout
 from xshard.testing.strategies import layouts, meshes, shapes
 
 NUMPY_DTYPES = sorted({np.dtype(code).name for code in "?bBhHiIlLqQefdgFDG"})

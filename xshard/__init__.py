@@ -11,10 +11,9 @@ from xshard.errors import (
     ShapeError,
     XshardError,
 )
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.block_rows import output_dim
-from xshard.layout.layout import Layout, parse_expression
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout.layout import parse_expression
 from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer

@@ -14,8 +14,8 @@ from typing import Any
 from xshard import dtypes
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import MeshError, NotationError, ShapeError
-from xshard.layout.layout import Layout, check_axes
-from xshard.layout.mesh import Mesh
+from xshard.layout import Layout, Mesh
+from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import LayoutPair, sides
 from xshard.plans.objective import FORWARD

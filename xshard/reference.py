@@ -15,11 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from xshard import dtypes
 from xshard.errors import DtypeError, ShapeError
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
 from xshard.layout.runs import FILL, Runs, row_numbers
-from xshard.layout.sharding import Sharding
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block

@@ -16,8 +16,7 @@ from numpy.typing import ArrayLike
 from xshard import dtypes
 from xshard.environment import is_on
 from xshard.errors import XshardError
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Mesh, Sharding
 from xshard.notation.parser import ARROW
 
 # True if calls without `check_replicated=` compare replicas.

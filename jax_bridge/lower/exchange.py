@@ -22,8 +22,7 @@ from jax_bridge.lower.tiles import side_by_side, tilings
 from jax_bridge.lower.transports import Transport
 from jax_bridge.mesh.axis_types import as_bits, as_varying
 from jax_bridge.mesh.sub_axes import long_axes
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard import Mesh, Sharding
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, rows_at
 

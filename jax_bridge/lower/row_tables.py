@@ -16,8 +16,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jax_bridge.mesh.sub_axes import long_axes
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard import Mesh, Sharding
 from xshard.steps.exchange.messages import fill_boxes
 
 VOID = -1  # the position of no row: it is filled with zeros

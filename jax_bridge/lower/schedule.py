@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from xshard.layout.sharding import Sharding
+from xshard import Sharding
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, messages_to
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_bridge.lower.row_tables import mine
 from jax_bridge.lower.schedule import Round, box_shape
-from xshard.layout.sharding import Sharding
+from xshard import Sharding
 
 # First rows of boxes in a receiver's block, sorted, each with the round in which its box arrives.
 Tiling = tuple[tuple[tuple[int, ...], int], ...]

@@ -20,7 +20,7 @@ from jax_bridge.lower.row_tables import mine
 from jax_bridge.lower.schedule import Round
 from jax_bridge.mesh.axis_types import as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import long_axes
-from xshard.layout.mesh import Mesh
+from xshard import Mesh
 
 
 class Transport(NamedTuple):

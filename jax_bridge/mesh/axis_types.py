@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from jax_bridge.mesh.sub_axes import long_axes
 from jax_bridge.versions import changed_type, cotangent_type, linear_primitive, manual_type, with_manual_type
-from xshard.layout.mesh import Mesh
+from xshard import Mesh
 from xshard.layout.sub_axes import unfactored
 from xshard.ops import Axes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xshard.layout.mesh import Mesh
+from xshard import Mesh
 from xshard.layout.sub_axes import SubAxisMesh, unfactored
 
 

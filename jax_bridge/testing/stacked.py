@@ -15,8 +15,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard import Mesh, Sharding
 from xshard.steps.base import Block, Blocks
 
 

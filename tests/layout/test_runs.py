@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from xshard.layout.layout import Layout
+from xshard import Layout
 from xshard.layout.partition import owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES

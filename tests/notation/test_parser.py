@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 
 import xshard as xs
-from xshard.layout.layout import Layout, parse_expression
+from xshard import Layout
+from xshard.layout.layout import parse_expression
 from xshard.testing.strategies import written_layouts
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import xshard as xs
 from tests import oracle
-from xshard.layout.layout import Layout
+from xshard import Layout
 
 
 def naive_gradient(blocks, cotangent, layout, mesh, shape):

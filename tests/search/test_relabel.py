@@ -10,7 +10,7 @@ from hypothesis import given
 import xshard as xs
 from tests.plans.test_properties import profiles, seeds
 from tests.two_meshes import assert_right, crossing, crossings, planned
-from xshard.layout.layout import Layout
+from xshard import Layout
 from xshard.search.relabel import best_places, relabelled
 
 

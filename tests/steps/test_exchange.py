@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from xshard.layout.layout import Layout
+from xshard import Layout
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import messages_from, messages_to
 from xshard.steps.traffic import LinkSpan

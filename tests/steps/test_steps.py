@@ -7,7 +7,7 @@ import pytest
 
 import xshard as xs
 from tests import oracle
-from xshard.layout.layout import Layout
+from xshard import Layout
 from xshard.notation.parser import Shard
 from xshard.steps import (
     AllGather,

@@ -12,7 +12,7 @@ from rich.text import Text
 from xshard.cli.console import console
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
 from xshard.formatting import format_bytes, format_seconds
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans.explain import Alternative, alternatives
 from xshard.plans.plan import Plan

@@ -18,7 +18,7 @@ from xshard.cli.options import MeshText, parse_bytes
 from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.runtimes.backends import BACKENDS, backend_named
 from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.calibration_plans import SIZES

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
+from xshard.layout import Sharding
 from xshard.layout.runs import FILL, Run, Runs, as_intervals, merge_adjacent
-from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold, Halo, Window
 from xshard.notation.parser import Dim
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from xshard.cli.console import console
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_bytes, parse_shape
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans import table
 from xshard.plans.max_min import max_min_plans

@@ -19,9 +19,8 @@ from rich.text import Text
 from xshard.cli.console import console
 from xshard.cli.options import MeshText, ShapeText, parse_shape
 from xshard.cli.picture import Cell, Picture, Strip, devices_text, picture, rows_text
-from xshard.layout.layout import Layout, check_axes
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import check_axes
 
 # Light backgrounds of the 256-colour palette with different hues, used in turn under black text.
 _COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from xshard.cli.console import console, print_error
 from xshard.cli.options import MESH_HELP, SHAPE_HELP, Dtype, ExpressionText, parse_shape
 from xshard.cli.verify_table import Row, Section, print_sections
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
 from xshard.runtimes.examples import EXAMPLES, Example
 from xshard.runtimes.processes import FunctionError

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.layout import Sharding
 from xshard.layout.runs import common_segments
-from xshard.layout.sharding import Sharding
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from xshard.cost.model import Link, Profile
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xshard.errors import XshardError
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.traffic import LinkSpan, LinkSpans
 

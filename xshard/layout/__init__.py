@@ -1,0 +1,7 @@
+"""Where the elements of an array live: meshes, layouts, and shardings, which are both with a shape."""
+
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.sharding import Sharding
+
+__all__ = ["Layout", "Mesh", "Sharding"]

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
+from xshard.layout import Layout, Sharding
 from xshard.layout.block_rows import output_dim, window_outputs
-from xshard.layout.layout import Layout
 from xshard.layout.runs import Run, Runs, unrolled
-from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Window
 
 Windows = tuple[tuple[int, Window], ...]  # (index of a dim, the window over it)

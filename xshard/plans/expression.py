@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from xshard.errors import NotationError, ShapeError
+from xshard.layout import Layout, Mesh
 from xshard.layout.block_rows import length_of_equal_blocks
-from xshard.layout.layout import Layout, parse_expression
-from xshard.layout.mesh import Mesh
+from xshard.layout.layout import parse_expression
 from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 

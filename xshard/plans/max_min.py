@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from xshard.errors import LinearityError
-from xshard.layout.layout import NONLINEAR, Layout
+from xshard.layout import Layout
+from xshard.layout.layout import NONLINEAR
 from xshard.plans.plan import Plan, find_plan
 
 

@@ -20,9 +20,8 @@ from xshard.cost.device_links import located
 from xshard.cost.model import Price, Profile, load_profile, price
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
-from xshard.layout.layout import NONLINEAR, Layout
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
 from xshard.plans.explain import explain

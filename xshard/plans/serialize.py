@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xshard import dtypes
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import PlanError, XshardError
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.notation.parser import Shard
 from xshard.steps import Step

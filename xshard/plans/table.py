@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from xshard.formatting import align_columns, format_bytes, format_seconds
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 from xshard.plans.objective import FORWARD
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from xshard.cost.device_links import link_between
 from xshard.cost.model import Link, Price, Profile
 from xshard.errors import PlanError
 from xshard.formatting import align_columns
+from xshard.layout import Sharding
 from xshard.layout.runs import Segment, common_segments
-from xshard.layout.sharding import Sharding
 from xshard.search.request import check_devices
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message

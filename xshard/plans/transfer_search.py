@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from xshard import dtypes
 from xshard.errors import PlanError
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.notation.parser import Shard
 from xshard.plans.transfer import Transfer

@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 from xshard.cost.model import Profile
 from xshard.formatting import format_bytes
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.plans.plan import Plan
 from xshard.runtimes.backends import Backend, backend_named
 from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans

@@ -10,8 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from xshard.errors import MeshError
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
+from xshard.layout import Layout, Mesh
 from xshard.notation.parser import Dim, Shard
 from xshard.planner import plan as make_plan
 from xshard.plans.plan import Plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xshard.errors import XshardError
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.runtimes.backends import BACKENDS, Backend, NoRuntimeError
 from xshard.runtimes.processes import FunctionError
 from xshard.runtimes.tasks import Outcome, Task, run_reference

@@ -13,9 +13,7 @@ import numpy as np
 
 from xshard import reference
 from xshard.dtypes import numpy_dtype
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.planner import plan as make_plan
 from xshard.plans.plan import Plan

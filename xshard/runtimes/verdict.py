@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 
 from xshard import reference
-from xshard.layout.layout import Layout
+from xshard.layout import Layout
 from xshard.notation.overlap import Fold
 from xshard.plans.plan import Plan
 from xshard.runtimes.tasks import Outcome, Task

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from xshard.cost.model import Profile
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search

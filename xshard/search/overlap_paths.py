@@ -17,11 +17,9 @@ from xshard import dtypes
 from xshard.cost.model import Profile, price
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import missing_rows, provided_rows, wanted_rows
 from xshard.layout.runs import Runs, row_numbers
-from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from xshard.cost.bounds import shared_elements
 from xshard.errors import PlanError
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 
 
 def relabelled(

@@ -13,9 +13,7 @@ from functools import cached_property
 from xshard.cost.device_links import located, refined
 from xshard.cost.model import Profile
 from xshard.errors import MeshError
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from xshard import dtypes
 from xshard.errors import PlanError
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from xshard import dtypes
 from xshard.cost.model import Fabric, Profile
-from xshard.layout.layout import Layout
+from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
-from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import Exchange, Traffic
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack

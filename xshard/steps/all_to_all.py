@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 from xshard.notation.parser import Shard
 from xshard.steps.base import (
     Block,

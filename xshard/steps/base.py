@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import PlanError
-from xshard.layout.layout import Layout
+from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
 from xshard.layout.runs import Runs, as_index
-from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Shard, Tags
 from xshard.steps.traffic import LinkSpans, Traffic
 

@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import ClassVar
 
 from xshard.errors import PlanError
-from xshard.layout.layout import Layout
+from xshard.layout import Layout, Sharding
 from xshard.layout.runs import Runs
-from xshard.layout.sharding import Sharding
 from xshard.steps.base import Block, Blocks, Step, without_tags
 from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from xshard.errors import PlanError
-from xshard.layout.layout import Layout
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Shard
 from xshard.steps.base import (
     Block,

@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.layout.layout import Layout
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Sharding
 from xshard.steps.base import Block, Blocks, Step, take_free, with_tag, without_tags
 from xshard.steps.traffic import LinkSpans, Traffic
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 
 
 class LinkSpan(NamedTuple):

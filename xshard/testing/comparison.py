@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xshard import reference
-from xshard.layout.sharding import Sharding
+from xshard.layout import Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import in_double

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.testing.comparison import mismatches
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem

@@ -12,8 +12,7 @@ from importlib import import_module
 
 import numpy as np
 
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
 from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from xshard.errors import XshardError
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.runtimes.backends import check_size, jax_process, torch_process
 from xshard.testing.pickling import packed
 from xshard.testing.problem import parse_meshes

@@ -14,9 +14,8 @@ import numpy as np
 
 from xshard import dtypes, reference
 from xshard.errors import DtypeError, MeshError, XshardError
-from xshard.layout.layout import Layout, check_axes
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import check_axes
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.runtimes.backends import check_size

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.trees import StructureError, Tree, leaves
 

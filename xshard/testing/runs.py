@@ -12,9 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from xshard import reference
 from xshard.errors import XshardError
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.plans.expression import whole_shape
 from xshard.runtimes.backends import jax_process, torch_process
 from xshard.steps.base import Block

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from xshard.layout.layout import Layout
-from xshard.layout.mesh import Mesh
+from xshard.layout import Layout, Mesh
 from xshard.notation.overlap import BOUNDARIES, OUTPUT_RULES, Boundary, Fold, Halo, Overlap, Window
 from xshard.notation.parser import ELLIPSIS, ORDERS, Dim, Shard
 

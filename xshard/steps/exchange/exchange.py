@@ -13,8 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.layout.layout import Layout
-from xshard.layout.sharding import Sharding
+from xshard.layout import Layout, Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import fill_boxes, messages_to

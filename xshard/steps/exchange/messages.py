@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.layout.sharding import Sharding
 from xshard.steps.exchange.near_senders import block_holders, near_senders
 from xshard.steps.exchange.sources import dim_ends, sources, view_pairs
 from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh, Sharding
 from xshard.layout.partition import all_owned_rows
-from xshard.layout.sharding import Sharding
 from xshard.notation.parser import Dim
 from xshard.steps.exchange.traffic import rows_in_common
 from xshard.steps.traffic import Hop, Traffic

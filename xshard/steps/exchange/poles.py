@@ -10,9 +10,9 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
+from xshard.layout import Sharding
 from xshard.layout.block_rows import boundary_at
 from xshard.layout.providers import STRAIGHT
-from xshard.layout.sharding import Sharding
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import unfolded
 

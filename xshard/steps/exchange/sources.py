@@ -14,12 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import all_held_rows
-from xshard.layout.mesh import Mesh
 from xshard.layout.partition import all_owned_rows
 from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted_rows, without
 from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
-from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.steps.exchange.poles import View, carried_dims, views

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.layout import Layout, factored
-from xshard.layout.mesh import Mesh
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows
 from xshard.layout.runs import Runs, common_segments
-from xshard.layout.sharding import Sharding
 from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import DimEnd, count_sources, dim_ends, view_pairs
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard import reference
-from xshard.layout.layout import Layout
+from xshard.layout import Layout, Sharding
 from xshard.layout.runs import FILL, row_numbers
-from xshard.layout.sharding import Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import Block
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.layout.mesh import Mesh
+from xshard.layout import Mesh
 from xshard.layout.partition import owned_rows
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
