@@ -55,9 +55,9 @@ def on_ranks(n: int, function: Callable[..., Any], *arguments: object) -> list[A
     """`function(*arguments)` on `n` gloo ranks -> their results, by rank.
 
     Ranks are forks of a server without threads: autograd has started some in this process. The server has
-    imported the module of `function`, so that no rank has to.
+    imported the module of `function`, and what DTensor imports at its first call, so that no rank has to.
     """
-    multiprocessing.set_forkserver_preload(["torch_bridge", function.__module__])
+    multiprocessing.set_forkserver_preload(["torch_bridge", function.__module__, "torch._dynamo"])
     return xt.run_ranks(n, function, *arguments, start_method="forkserver", timeout_s=HANG_S)
 
 

@@ -32,10 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options(__doc__, quick="few rounds").parse_args(arguments)
     rounds, host_rounds = (1, 3) if options.quick else (ROUNDS, HOST_ROUNDS)
     host = measures.host(RANKS, host_rounds)
+    by_rank = on_ranks(RANKS, measures.on_a_rank, rounds)
     verbs = []
-    for i, verb in record.shown(list(enumerate(VERBS)), "drop-ins"):
-        found = largest(on_ranks(RANKS, measures.on_a_rank, i, rounds))
-        ways = [{"way": name, **found[name], **host_figures(host[i][name])} for name in verb.ways]
+    for verb, hosts, *ranks in zip(VERBS, host, *by_rank, strict=True):
+        found = largest(ranks)
+        ways = [{"way": name, **found[name], **host_figures(hosts[name])} for name in verb.ways]
         verbs.append({"verb": verb.name, "system": verb.system, "block": verb.shape, "ways": ways})
     show(Console(width=max(160, Console().width)), verbs)
     command = record.command("drop_ins", options)

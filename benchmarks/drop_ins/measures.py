@@ -17,20 +17,24 @@ from torch_bridge import compat
 from torch_bridge.testing.byte_counter import Meter
 
 
-def on_a_rank(verb: int, rounds: int) -> Figures:
-    """On one of several gloo ranks: median seconds and received bytes of every way.
+def on_a_rank(rounds: int) -> list[Figures]:
+    """On one of several gloo ranks: median seconds and received bytes of every way, by verb.
 
     Raises AssertionError if a way gives other values, or another gradient, than ours.
     """
+    return [_figures(verb, rounds) for verb in VERBS]
+
+
+def _figures(verb: Verb, rounds: int) -> Figures:
     received: Figures = {}
-    ways, expected = _ways(VERBS[verb]), None
+    ways, expected = _ways(verb), None
     for name, (forward, both) in ways.items():
         with Meter() as once:
             y = forward()
         with Meter() as twice:
             gradient = both()
         expected = expected or (y, gradient)
-        assert torch.equal(y, expected[0]) and torch.equal(gradient, expected[1]), (VERBS[verb].name, name)
+        assert torch.equal(y, expected[0]) and torch.equal(gradient, expected[1]), (verb.name, name)
         received[name] = {
             "forward_bytes": float(sum(once.received)),
             "both_bytes": float(sum(twice.received)),
