@@ -57,9 +57,8 @@ def redistribute_between(
     relabel, profile: as in `xshard.plan`. debug: as in `redistribute`.
 
     Raises, before anything is sent, MeshError, NotationError, ShapeError, DtypeError, PlanError,
-    LinearityError (a gradient that is not defined), on all processes; ShapeError for a block that
-    does not fit or is missing, on its own process: the others then wait for the group's timeout,
-    unless `debug`.
+    LinearityError (a gradient that is not defined), on all processes; ShapeError for a block that does not
+    fit or is missing, on its own process: the others then wait for the group's timeout, unless `debug`.
 
     >>> from xshard import Mesh
     >>> redistribute_between(torch.ones(4), "n/a -> n/b", Mesh(a=1), Mesh(b=1), shape=(4,))

@@ -19,8 +19,7 @@ from torch_bridge.lower.buckets import BucketedExecutable
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.planning import executable_for
 from torch_bridge.redistribution import redistribute
-from xshard import PlanError, Profile
-from xshard.errors import XshardError
+from xshard import PlanError, Profile, XshardError
 from xshard.plans.expression import Expression
 
 K = TypeVar("K", bound=Hashable)

@@ -48,10 +48,9 @@ def plan(
     (how devices are relabelled) is decided by the sum.
 
     src_mesh, dst_mesh, instead of `mesh`: the left layout is on the one, the right on the other.
-    src_devices, dst_devices: the number of every device, in the order of its mesh; 0, 1, 2, ... by
-    default, so that two meshes share the devices of the smaller. relabel: over one set of devices,
-    these may change places in the destination's mesh, so that less moves; the plan's
-    `dst_devices` says how.
+    src_devices, dst_devices: the number of every device, in the order of its mesh; 0, 1, 2, ... by default,
+    so that two meshes share the devices of the smaller. relabel: over one set of devices, these may change
+    places in the destination's mesh, so that less moves; the plan's `dst_devices` says how.
     Over the same devices in the same order the plan is on the coarsest mesh that refines both, whose
     axes it prints; where there is none, and over other devices, one of its steps is a `Transfer`.
 

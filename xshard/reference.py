@@ -1,7 +1,6 @@
 """The reference interpreter: plans run on numpy blocks, one per device. It is the semantics.
 
-The bridges are tested against it. A block list holds one array per device, row-major over
-the mesh axes.
+The bridges are tested against it. A block list holds one array per device, row-major over the mesh axes.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from xshard.steps.retag import Scale
 def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     """A global array -> the block of every device.
 
-    Under `sum` the first device along the axis holds the value and the others zeros, in a `fold`
-    the device that gives a row; under every other tag all hold it. Rows outside the array hold what
-    the boundary says.
+    Under `sum` the first device along the axis holds the value and the others zeros, in a `fold` the device
+    that gives a row; under every other tag all hold it. Rows outside the array hold what the boundary says.
 
     >>> [b.tolist() for b in scatter([0, 1, 2, 3], "s/zigzag(cp)", Mesh(cp=2))]
     [[0, 3], [1, 2]]

@@ -16,8 +16,7 @@ from benchmarks.planner import bounds, values
 from benchmarks.planner.peers.base import NODE_DEVICES, PeerPlan
 from benchmarks.planner.peers.collect import Answer
 from benchmarks.planner.traffic import plan_flow
-from xshard import dtypes
-from xshard.cost.model import Link
+from xshard import Link, dtypes
 
 Row = dict[str, Any]
 UNLIMITED = 1e15  # bytes per second

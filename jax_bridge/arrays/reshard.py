@@ -22,9 +22,8 @@ from jax.sharding import Mesh as JaxMesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.planning import as_array
 from jax_bridge.versions import unreduced_kind
-from xshard import Layout, MeshError, Profile, ShapeError, XshardError
+from xshard import Layout, MeshError, Plan, Profile, ShapeError, XshardError
 from xshard.plans.expression import Expression, Sides, sides
-from xshard.plans.plan import Plan
 
 Mesh = JaxMesh | AbstractMesh
 

@@ -17,8 +17,7 @@ from jax_bridge.autodiff.primitive import abstract_eval, batch, move
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE_UNBRANCHED
 from jax_bridge.versions import linear_primitive
-from xshard import XshardError
-from xshard.plans.plan import Plan
+from xshard import Plan, XshardError
 
 Tangent = Callable[[Plan, jax.Array], jax.Array]
 

@@ -34,8 +34,8 @@ import jax.numpy as jnp
 from jax_bridge.autodiff.custom_vjp import move_by_collectives, reverse_only_tangent
 from jax_bridge.autodiff.primitive import move
 from jax_bridge.lower.row_tables import with_fills
+from xshard import Plan
 from xshard.plans.max_min import max_min_plans
-from xshard.plans.plan import Plan
 
 
 class Mode(NamedTuple):

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE, RAGGED, Transport
 from jax_bridge.versions import batch_first, linear_primitive
-from xshard import Layout
+from xshard import Layout, Plan
 from xshard.notation.parser import Dim
-from xshard.plans.plan import Plan
 from xshard.steps import Step
 
 

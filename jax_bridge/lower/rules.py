@@ -25,10 +25,9 @@ from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import group, spanned
-from xshard import Sharding
+from xshard import Plan, Sharding
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
-from xshard.plans.plan import Plan
 from xshard.steps import (
     AllGather,
     AllReduce,

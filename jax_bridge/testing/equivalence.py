@@ -19,8 +19,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import lead, local, spec, stacked, unstacked
-from xshard import Sharding
-from xshard.errors import XshardError
+from xshard import Sharding, XshardError
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.question import Answer, Question, called, draw, named_outputs
 from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from jax_bridge.redistribution import redistribute
 from jax_bridge.testing.hlo import received_bytes
 from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
-from xshard import Mesh, Sharding
-from xshard.plans.plan import Plan
+from xshard import Mesh, Plan, Sharding
 from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps.base import Blocks
 

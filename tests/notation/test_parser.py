@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 
 import xshard as xs
-from xshard import Layout
-from xshard.layout.layout import parse_expression
+from xshard import Layout, parse_expression
 from xshard.testing.strategies import written_layouts
 
 

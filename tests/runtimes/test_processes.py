@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xshard.errors import MeshError
+from xshard import MeshError
 from xshard.runtimes import processes, watch
 from xshard.runtimes.processes import FunctionError, Process, running
 from xshard.runtimes.watch import Watch, processor_time

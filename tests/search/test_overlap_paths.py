@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from xshard.layout.block_rows import output_dim
+from xshard import output_dim
 from xshard.layout.providers import missing_rows
 from xshard.notation.overlap import BOUNDARIES, Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim

@@ -1,9 +1,8 @@
 """Collectives of one group of processes on flat dense tensors.
 
-Hides how backends and torch versions differ: names, dtypes, and which of two equal ways is faster.
-Decides that a compiler sees functional collectives, which it can reorder. Knows no layouts.
-No argument is written to, and every result is a new tensor, not a view: autograd forbids writing to views
-that a Function returns.
+Hides how backends and torch versions differ: names, dtypes, and which of two equal ways is faster. Decides
+that a compiler sees functional collectives, which it can reorder. Knows no layouts. No argument is written
+to, and every result is a new tensor, not a view: autograd forbids writing to views that a Function returns.
 """
 
 from __future__ import annotations

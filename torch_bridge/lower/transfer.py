@@ -1,8 +1,7 @@
 """A plan between two meshes as one process executes it: steps on its own mesh, and messages.
 
-Decides which parts of its block a process sends to whom, which it puts together, and the groups
-for that. An empty tensor stands for the block of a process that has none, so that autograd
-reaches every process.
+Decides which parts of its block a process sends to whom, which it puts together, and the groups for that. An
+empty tensor stands for the block of a process that has none, so that autograd reaches every process.
 """
 
 from __future__ import annotations

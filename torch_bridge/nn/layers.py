@@ -113,9 +113,17 @@ class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` of blocks `(..., c, d, h, w)`."""
 
 
-class _MaxPool(Layer):
-    options: ClassVar = {"out_rule": ""}
+class _OverSpace(Layer):
+    """A layer over the last `rank` dims."""
+
     rank: int
+
+    def __init_subclass__(cls, rank: int = 0) -> None:
+        cls.rank = rank
+
+
+class _MaxPool(_OverSpace):
+    options: ClassVar = {"out_rule": ""}
 
     def check(self) -> None:
         if self.return_indices:
@@ -125,27 +133,20 @@ class _MaxPool(Layer):
         return max_pool(x, placement, _pool(self, self.rank, self.dilation))
 
 
-class MaxPool1d(_MaxPool, nn.MaxPool1d):
+class MaxPool1d(_MaxPool, nn.MaxPool1d, rank=1):
     """`torch.nn.MaxPool1d` of blocks `(..., l)`."""
 
-    rank = 1
 
-
-class MaxPool2d(_MaxPool, nn.MaxPool2d):
+class MaxPool2d(_MaxPool, nn.MaxPool2d, rank=2):
     """`torch.nn.MaxPool2d` of blocks `(..., h, w)`."""
 
-    rank = 2
 
-
-class MaxPool3d(_MaxPool, nn.MaxPool3d):
+class MaxPool3d(_MaxPool, nn.MaxPool3d, rank=3):
     """`torch.nn.MaxPool3d` of blocks `(..., d, h, w)`."""
 
-    rank = 3
 
-
-class _AvgPool(Layer):
+class _AvgPool(_OverSpace):
     options: ClassVar = {"out_rule": ""}
-    rank: int
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         pool = _pool(self, self.rank)
@@ -153,27 +154,19 @@ class _AvgPool(Layer):
         return avg_pool(x, placement, pool, count_include_pad=self.count_include_pad, divisor=divisor)
 
 
-class AvgPool1d(_AvgPool, nn.AvgPool1d):
+class AvgPool1d(_AvgPool, nn.AvgPool1d, rank=1):
     """`torch.nn.AvgPool1d` of blocks `(..., l)`."""
 
-    rank = 1
 
-
-class AvgPool2d(_AvgPool, nn.AvgPool2d):
+class AvgPool2d(_AvgPool, nn.AvgPool2d, rank=2):
     """`torch.nn.AvgPool2d` of blocks `(..., h, w)`."""
 
-    rank = 2
 
-
-class AvgPool3d(_AvgPool, nn.AvgPool3d):
+class AvgPool3d(_AvgPool, nn.AvgPool3d, rank=3):
     """`torch.nn.AvgPool3d` of blocks `(..., d, h, w)`."""
 
-    rank = 3
 
-
-class _GlobalAvgPool(Layer):
-    rank: int
-
+class _GlobalAvgPool(_OverSpace):
     def check(self) -> None:
         if set(_each(self.output_size, self.rank)) != {1}:
             raise XshardError(
@@ -184,22 +177,16 @@ class _GlobalAvgPool(Layer):
         return global_avg_pool(x, placement, self.rank)
 
 
-class AdaptiveAvgPool1d(_GlobalAvgPool, nn.AdaptiveAvgPool1d):
+class AdaptiveAvgPool1d(_GlobalAvgPool, nn.AdaptiveAvgPool1d, rank=1):
     """`torch.nn.AdaptiveAvgPool1d(1)` of blocks `(..., l)`: the result is whole."""
 
-    rank = 1
 
-
-class AdaptiveAvgPool2d(_GlobalAvgPool, nn.AdaptiveAvgPool2d):
+class AdaptiveAvgPool2d(_GlobalAvgPool, nn.AdaptiveAvgPool2d, rank=2):
     """`torch.nn.AdaptiveAvgPool2d(1)` of blocks `(..., h, w)`: the result is whole."""
 
-    rank = 2
 
-
-class AdaptiveAvgPool3d(_GlobalAvgPool, nn.AdaptiveAvgPool3d):
+class AdaptiveAvgPool3d(_GlobalAvgPool, nn.AdaptiveAvgPool3d, rank=3):
     """`torch.nn.AdaptiveAvgPool3d(1)` of blocks `(..., d, h, w)`: the result is whole."""
-
-    rank = 3
 
 
 class Upsample(Layer, nn.Upsample):

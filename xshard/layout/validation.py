@@ -1,7 +1,6 @@
 """Whether the cuts and overlaps of a layout fit a shape on a mesh.
 
-Decides which given sizes, widths per part and poles are refused. `layout.py` checks the names of
-axes.
+Decides which given sizes, widths per part and poles are refused. `layout.py` checks the names of axes.
 """
 
 from __future__ import annotations

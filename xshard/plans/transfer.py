@@ -59,10 +59,9 @@ class Flow(NamedTuple):
 class Transfer(Step):
     """Blocks of one sharding become blocks of another, on other devices, some of them, or the same.
 
-    source, target: in normal form. Every reduction ends: addends are added where they arrive, in
-    the order of their devices; an element of a new sum goes to the first device along it. If every
-    device has its block of `target` already, addends included, nothing is sent and nothing ends: only
-    the mesh is another.
+    source, target: in normal form. Every reduction ends: addends are added where they arrive, in the order of
+    their devices; an element of a new sum goes to the first device along it. If every device has its block of
+    `target` already, addends included, nothing is sent and nothing ends: only the mesh is another.
     src_devices, dst_devices: the number of every device, in the order of its mesh.
     profile: the machine, whose nodes tell which links are slow.
     Raises MeshError for devices that do not fit, PlanError for a max or min that would have to begin.
@@ -159,7 +158,7 @@ class Transfer(Step):
             total = total + flow.sent + flow.received
         return int(total.max())
 
-    def traffic(self, before: Sharding, lanes: LinkSpans = ()) -> Traffic:
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """A hop for each of `flows`: that of the device that sends or receives longest over its link."""
         copied = sum((flow.sent + flow.received for flow in self.flows), self._rearranged)
         hops = (

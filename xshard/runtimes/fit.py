@@ -1,8 +1,7 @@
 """Measured times -> the constants of a profile: none negative, and relative errors small.
 
-Decides how constants follow from times; does not know how the times were taken. `Profile.seconds`
-is linear in its constants (launches, latencies, inverses of speeds); a row here holds the
-coefficients of one plan.
+Decides how constants follow from times; does not know how the times were taken. `Profile.seconds` is linear
+in its constants (launches, latencies, inverses of speeds); a row here holds the coefficients of one plan.
 """
 
 from __future__ import annotations

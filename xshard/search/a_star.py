@@ -1,8 +1,7 @@
 """The search: the cheapest path of moves from one layout to another.
 
-Decides in which order states are settled (A*, cheapest first) and which path is the best: fewest
-seconds, then the least memory, then the plainest. The moves come from `successors`,
-their cost from `move_costs`.
+Decides in which order states are settled (A*, cheapest first) and which path is the best: fewest seconds,
+then the least memory, then the plainest. The moves come from `successors`, their cost from `move_costs`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Paths between layouts that overlap: around what `search` finds between layouts that do not.
 
-Decides the few ways there are. A dim that overlaps alike at both ends is left as it is, like one of
-another length. Every other overlap is given up first and made last, one dim after the other: so
-neighbours exchange two messages per axis, and corners travel by way of the sides. Or one exchange
-does it all.
+Decides the few ways there are. A dim that overlaps alike at both ends is left as it is, like one of another
+length. Every other overlap is given up first and made last, one dim after the other: so neighbours exchange
+two messages per axis, and corners travel by way of the sides. Or one exchange does it all.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ def assert_equivalent(
     tol: relative to the largest value of an array; None goes by dtype (2e-5 for float32).
     check_vma: as for `jax.shard_map`. timeout_s: the longest time in which a run makes no progress.
 
-    On every mesh the outputs, the gradients of all arguments for random cotangents (under the dual
-    layouts) and the updated parameters are compared: both runtimes with the reference, then with each
-    other.
+    On every mesh the outputs, the gradients of all arguments for random cotangents (under the dual layouts)
+    and the updated parameters are compared: both runtimes with the reference, then with each other.
 
     Raises, before anything runs, StructureError, ShapeError, NotationError, LinearityError, MeshError,
     DtypeError; FunctionError with the message of a function that raised; StructureError if they return

@@ -1,9 +1,8 @@
 """Likely causes of wrong blocks: the classic mistakes of sharded code, each by the trace that it leaves.
 
 Every cause is a pure function of a `Case`, numpy alone: a sentence if its mistake turns the wanted blocks
-into those that came, else None. Decides the order in which they are tried: exact traces before vague
-ones. They are in `sums` (sums and factors), `placement` (blocks and dims), `orders` (rows) and `seams`
-(halos).
+into those that came, else None. Decides the order in which they are tried: exact traces before vague ones.
+They are in `sums` (sums and factors), `placement` (blocks and dims), `orders` (rows) and `seams` (halos).
 """
 
 from __future__ import annotations

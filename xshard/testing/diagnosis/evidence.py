@@ -48,8 +48,7 @@ class Case:
     """got, want: a block per device, both under `sharding`, whose layout is settled.
 
     tolerance: relative to the largest value wanted, or to `largest` / 100 if that is more: beside larger
-    arrays, a deviation from zero is rounding. arguments: whole arrays by name, for errors that look like
-    one.
+    arrays, a deviation from zero is rounding. arguments: whole arrays by name, for errors that look like one.
     """
 
     got: tuple[Block, ...]
