@@ -93,10 +93,7 @@ def redistribute_between(
 
 
 def _compare(
-    x: Tensor | None,
-    expression: Expression,
-    planned: Callable[[], Plan],
-    requires_grad: bool,
+    x: Tensor | None, expression: Expression, planned: Callable[[], Plan], requires_grad: bool
 ) -> None:
     """Raise on all ranks of the world unless all of them can do this and are about to."""
     everyone = tuple(range(dist.get_world_size()))

@@ -18,12 +18,7 @@ class XshardError(ValueError):
     """
 
     def __init__(
-        self,
-        reason: str,
-        *,
-        text: str | None = None,
-        span: Span | None = None,
-        hint: str | None = None,
+        self, reason: str, *, text: str | None = None, span: Span | None = None, hint: str | None = None
     ) -> None:
         self.reason, self.text, self.span, self.hint = reason, text, span, hint
         super().__init__(self._render())

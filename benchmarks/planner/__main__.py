@@ -67,10 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure_speed(public: Sequence[Case]) -> Row:
     """Planning times in seconds, cached and on a large mesh, for the default profile."""
     profile = measures.profiles()["h100"]
-    return {
-        "cached_s": timing.cached_s(public[::10], profile),
-        "large_mesh_s": timing.large_mesh_s(profile),
-    }
+    return {"cached_s": timing.cached_s(public[::10], profile), "large_mesh_s": timing.large_mesh_s(profile)}
 
 
 def measure_plans(which: str, cases: Sequence[Case]) -> list[Row]:

@@ -65,13 +65,7 @@ def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     (bytes_, nodes), (seconds, speed) = axes
     for panel, title, of_all, ours, of_peer in (
-        (
-            bytes_,
-            "bytes received / lower bound",
-            ratios.bytes_ratios,
-            ratios.our_bytes,
-            ratios.peer_bytes,
-        ),
+        (bytes_, "bytes received / lower bound", ratios.bytes_ratios, ratios.our_bytes, ratios.peer_bytes),
         (
             nodes,
             "bytes crossing 8-device nodes / bound",

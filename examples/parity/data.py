@@ -62,10 +62,7 @@ def initial_weights() -> dict[str, Array]:
         return normal(n_in, n_out, scale=n_in**-0.5)
 
     ones = np.ones(WIDTH, np.float32)
-    weights = {
-        "embed": matrix(PATCH**2, WIDTH),
-        "positions": normal((8 // PATCH) ** 2, WIDTH, scale=0.1),
-    }
+    weights = {"embed": matrix(PATCH**2, WIDTH), "positions": normal((8 // PATCH) ** 2, WIDTH, scale=0.1)}
     for layer in range(N_LAYERS):
         weights |= {
             f"{layer}.norm1": ones,

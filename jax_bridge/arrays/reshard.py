@@ -161,9 +161,7 @@ def _mesh_of(leaves: Sequence[jax.Array], texts: Sequence[str]) -> Mesh:
     if not (context := jax.sharding.get_abstract_mesh()).empty:
         return context
     raise MeshError(
-        "JAX does not say on which mesh the array is",
-        text=texts[0],
-        hint="reshard(array, expression, mesh)",
+        "JAX does not say on which mesh the array is", text=texts[0], hint="reshard(array, expression, mesh)"
     )
 
 

@@ -59,12 +59,7 @@ def shard_tensor(x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, uneven: bool
 
 
 def gather_tensor(
-    x: jax.Array,
-    dim: int = -2,
-    axis: Axes = AXIS,
-    *,
-    shape: Sequence[int] | None = None,
-    grad: Grad = "sum",
+    x: jax.Array, dim: int = -2, axis: Axes = AXIS, *, shape: Sequence[int] | None = None, grad: Grad = "sum"
 ) -> jax.Array:
     """Gather all devices' parts on every device, differentiable: [H/P, ...] -> [H, ...] along `dim`.
 

@@ -66,10 +66,7 @@ class Placed:
 
 
 def place(
-    x: jax.Array,
-    layout: Layout | str,
-    shape: Sequence[int] | None = None,
-    mesh: AnyMesh | None = None,
+    x: jax.Array, layout: Layout | str, shape: Sequence[int] | None = None, mesh: AnyMesh | None = None
 ) -> Placed:
     """This device's block with its place: the array's layout, mesh and global shape.
 

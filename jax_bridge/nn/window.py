@@ -125,8 +125,7 @@ def _rules(boundary: Boundaries, names: Sequence[str], fill: float) -> dict[str,
     for name, ends in rules.items():
         if any(end.kind == "none" for end in ends):
             raise PlanError(
-                f"no rows beyond the ends of {name!r}, which a window reads",
-                hint="padding=0 reads none",
+                f"no rows beyond the ends of {name!r}, which a window reads", hint="padding=0 reads none"
             )
     return rules
 

@@ -43,10 +43,7 @@ def judged(faster=2.0, ratio=1.2, **figures):
             ],
         ),
         ({"compile_s": 0.2}, ["seconds to compile / XLA's: geometric mean"]),
-        (
-            {"received_bytes": 80, "plan_bytes": 80},
-            ["received bytes / XLA's: geometric mean"],
-        ),
+        ({"received_bytes": 80, "plan_bytes": 80}, ["received bytes / XLA's: geometric mean"]),
         (
             {"received_bytes": 130, "plan_bytes": 130},
             ["received bytes / XLA's: geometric mean", "received bytes / XLA's: worst"],

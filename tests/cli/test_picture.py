@@ -90,12 +90,7 @@ def test_devices_have_coordinates_shape_and_rows():
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [
-        ("a/x b c", ("a",)),
-        ("a b/x c/y", ("b", "c")),
-        ("a/x b/y c/z", ("a", "b")),
-        ("a b c", ("a",)),
-    ],
+    [("a/x b c", ("a",)), ("a b/x c/y", ("b", "c")), ("a/x b/y c/z", ("a", "b")), ("a b c", ("a",))],
 )
 def test_the_first_two_cut_dims_are_drawn(layout, names):
     drawn = picture(sharding(layout, "x=2,y=2,z=2", 4, 4, 4))

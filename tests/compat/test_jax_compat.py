@@ -191,11 +191,7 @@ REFUSED = {
         "ShapeError",
         ("the length 6 is not divisible by 4", "uneven=True"),
     ),
-    "axis": (
-        lambda x: compat.all_gather_grad(x, "b"),
-        "NotationError",
-        ("'b'",),
-    ),
+    "axis": (lambda x: compat.all_gather_grad(x, "b"), "NotationError", ("'b'",)),
     "values that differ": (
         lambda x: compat.all_reduce_cross_replica_sum(x, AXIS, insert_in_grad_graph=True),
         "NotationError",

@@ -32,10 +32,7 @@ def _managers() -> None:
         assert (manager.dp_world_size, manager.domain_world_size) == (4 // size, size)
         edges = manager.is_first_domain_rank, manager.is_last_domain_rank
         assert edges == (rank == first, rank == first + size - 1)
-        assert manager.neighbor_ranks() == (
-            None if edges[0] else rank - 1,
-            None if edges[1] else rank + 1,
-        )
+        assert manager.neighbor_ranks() == (None if edges[0] else rank - 1, None if edges[1] else rank + 1)
     for sizes in ((4, 3), (8, 2)):
         kind, text = error_of(lambda sizes=sizes: compat.DomainParallelManager(*sizes))
         assert kind == "MeshError" and str(sizes[0]) in text

@@ -120,10 +120,7 @@ def test_arrays_that_torch_cannot_read() -> None:
         to_torch(x, "n/a d")
     with pytest.raises(xs.XshardError, match=r"is a tracer, float32\[8,6\].*\n.*jax_bridge.from_torch"):
         jax.jit(lambda x: to_torch(x, "n/a d"))(array())
-    for made, name in (
-        (jnp.zeros(4, "int4"), "int4"),
-        (jax.random.split(jax.random.key(0), 4), r"key<fry>"),
-    ):
+    for made, name in ((jnp.zeros(4, "int4"), "int4"), (jax.random.split(jax.random.key(0), 4), r"key<fry>")):
         with pytest.raises(xs.DtypeError, match=f"torch has no {name}"):
             to_torch(made, "n", jax_mesh(a=1))
 

@@ -74,10 +74,7 @@ def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
         "second": torch.zeros(3),
         "third": torch.zeros(3, dtype=torch.int64),
     }
-    for rules, kind in (
-        ({"second": "d/xx", "*": "..."}, xs.NotationError),
-        ({"*": "..."}, xs.DtypeError),
-    ):
+    for rules, kind in (({"second": "d/xx", "*": "..."}, xs.NotationError), ({"*": "..."}, xs.DtypeError)):
         with logged() as lines, pytest.raises(kind) as caught:
             to_jax(tree, rules, jax_mesh(tp=1))
         assert not lines  # the first would be copied

@@ -139,10 +139,7 @@ def test_padding_is_not_compared() -> None:
         garbage = 100.0 * jax.lax.axis_index("dp") * jnp.ones((1, 2))
         block = jnp.where(jax.lax.axis_index("tp") == 1, x.at[3].set(garbage[0]), x)
         move = partial(
-            xj.redistribute,
-            expression="n/tp d | copy(dp) -> n/dp d/tp",
-            shape=(7, 2),
-            check_replicated=True,
+            xj.redistribute, expression="n/tp d | copy(dp) -> n/dp d/tp", shape=(7, 2), check_replicated=True
         )
         batch = jnp.stack([block, 2 * block], axis=1)
         return move(block) + jax.vmap(move, in_axes=1)(batch)[1]

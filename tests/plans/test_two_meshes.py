@@ -71,16 +71,8 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"mesh": A2},
-            xs.MeshError,
-            "one mesh and two\n  pass the mesh, or src_mesh= and dst_mesh=",
-        ),
-        (
-            {"dst_mesh": None},
-            xs.MeshError,
-            "no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh=",
-        ),
+        ({"mesh": A2}, xs.MeshError, "one mesh and two\n  pass the mesh, or src_mesh= and dst_mesh="),
+        ({"dst_mesh": None}, xs.MeshError, "no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh="),
         (
             {"src_mesh": None, "dst_mesh": None},
             xs.MeshError,
@@ -109,11 +101,7 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
             "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
             "  write one name per dim, or '...' for any number of uncut dims",
         ),
-        (
-            {"shape": (4.0,)},
-            xs.ShapeError,
-            "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'",
-        ),
+        ({"shape": (4.0,)}, xs.ShapeError, "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'"),
         (
             {"src_devices": (0,)},
             xs.MeshError,

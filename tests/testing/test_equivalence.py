@@ -174,11 +174,7 @@ def test_whole_numbers_have_no_gradient_and_any_width() -> None:
 
 def test_another_dtype_is_a_mismatch() -> None:
     error = wrong(
-        lambda x: x.double(),
-        lambda x: x,
-        args=[normal(4)],
-        layouts=(["n/tp"], "n/tp"),
-        mesh="tp=2",
+        lambda x: x.double(), lambda x: x, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2"
     )
     assert error.mismatches[0].problem == "float32 in place of float64"
 
@@ -223,11 +219,7 @@ def test_the_place_is_global() -> None:
 
     x = normal(16, 4)
     error = wrong(
-        one_wrong,
-        lambda x: 1 * x,
-        args=[x],
-        layouts=(["n/zigzag(a,b) d"], "n/zigzag(a,b) d"),
-        mesh="a=2,b=2",
+        one_wrong, lambda x: 1 * x, args=[x], layouts=(["n/zigzag(a,b) d"], "n/zigzag(a,b) d"), mesh="a=2,b=2"
     )
     (m,) = error.mismatches
     assert (m.device, m.index, m.global_index) == (1, (1, 2), (3, 2))
@@ -358,11 +350,7 @@ def test_what_differs_on_one_device_is_told_once_and_cuts_are_judged_by_themselv
         return jnp.cos(xj.redistribute(x, "n/cp d -> n/zigzag(cp) d"))
 
     error = wrong(
-        lambda x, mesh: torch.sin(x),
-        port,
-        args=[normal(16, 4)],
-        layouts=(["n/cp d"], "n/cp d"),
-        mesh="cp=4",
+        lambda x, mesh: torch.sin(x), port, args=[normal(16, 4)], layouts=(["n/cp d"], "n/cp d"), mesh="cp=4"
     )
     outputs = [m for m in error.mismatches if m.subject.kind == "output"]
     assert [(m.subject.mesh.n_devices, m.subject.against) for m in outputs] == [

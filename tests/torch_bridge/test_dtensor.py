@@ -106,12 +106,7 @@ def test_blocks_are_those_of_distribute_tensor() -> None:
 def _redistributed() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rank, whole = dist.get_rank(), torch.from_numpy(numbers(7, 6))
-    for expression in (
-        "n/a d/b -> n/b d/a",
-        "n/b/a d -> n d/a",
-        "n d/b -> n/a d",
-        "n/a d -> n d",
-    ):
+    for expression in ("n/a d/b -> n/b d/a", "n/b/a d -> n d/a", "n d/b -> n/a d", "n/a d -> n d"):
         src, dst = xs.parse_expression(expression)
         x = distribute_tensor(whole, mesh, xt.to_placements(src, mesh, whole.shape), src_data_rank=None)
         x.requires_grad_()

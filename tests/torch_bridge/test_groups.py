@@ -142,12 +142,7 @@ def _histories() -> list[tuple[int, ...]]:
     """Groups whose members have made other groups before, in other orders; no two of them wait in a ring."""
     rank = dist.get_rank()
     layout = "n d | sum(a,b) -> n d"
-    pairs = {
-        0: [(0, 1), (0, 2)],
-        1: [(1, 3), (0, 1)],
-        2: [(0, 2), (2, 3)],
-        3: [(1, 3), (2, 3)],
-    }[rank]
+    pairs = {0: [(0, 1), (0, 2)], 1: [(1, 3), (0, 1)], 2: [(0, 2), (2, 3)], 3: [(1, 3), (2, 3)]}[rank]
     for members in pairs:
         mesh = mesh_of_ranks(xs.Mesh(a=2, b=1), members)
         total = xt.redistribute(torch.full((2, 2), float(rank)), layout, mesh)

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.nn_helpers import (
-    check_layer,
-    scattered,
-    sizes,
-)
+from tests.torch_bridge.nn_helpers import check_layer, scattered, sizes
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.nn import conv_overlap
 from xshard import reference
@@ -67,12 +63,7 @@ WRONG_ELSEWHERE: dict[str, Layer] = {
     "groups": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2), (1, 4, 8, 6), "b c h/sp w", PAIR),
     "max pool k3 s2 p1": (lambda: nn.MaxPool2d(3, 2, 1), (1, 2, 8, 6), "b c h/sp w", PAIR),
     "average pool k3": (lambda: nn.AvgPool2d(3, 1, 1), (1, 2, 8, 6), "b c h/sp w", PAIR),
-    "bilinear": (
-        lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
-        (1, 2, 8, 6),
-        "b c h/sp w",
-        PAIR,
-    ),
+    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (1, 2, 8, 6), "b c h/sp w", PAIR),
 }
 
 MORE: dict[str, Layer] = {
@@ -104,12 +95,7 @@ MORE: dict[str, Layer] = {
         "b c h/x w/y",
         GRID,
     ),
-    "batch cut too": (
-        lambda: nn.Conv2d(2, 3, (3, 4), 2, (1, 2)),
-        (3, 2, 17, 12),
-        "b/x c h/y w",
-        GRID,
-    ),
+    "batch cut too": (lambda: nn.Conv2d(2, 3, (3, 4), 2, (1, 2)), (3, 2, 17, 12), "b/x c h/y w", GRID),
     "without a batch": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 9, 7), "c h/x w/y", GRID),
     "3-D": (lambda: nn.Conv3d(2, 3, (3, 2, 1), (1, 2, 1)), (1, 2, 7, 6, 5), "b c d/x h/y w", GRID),
     "transposed, groups, dilation": (
@@ -131,12 +117,7 @@ MORE: dict[str, Layer] = {
         "b c h/sizes(sp,4,0,2,3)",
         ROW,
     ),
-    "transposed 3-D": (
-        lambda: nn.ConvTranspose3d(2, 2, 3, 2, 1),
-        (1, 2, 5, 4, 3),
-        "b c d/x h w/y",
-        GRID,
-    ),
+    "transposed 3-D": (lambda: nn.ConvTranspose3d(2, 2, 3, 2, 1), (1, 2, 5, 4, 3), "b c d/x h w/y", GRID),
     "max pool, ceil": (lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True), (1, 2, 14, 12), "b c h/x w/y", GRID),
     "max pool, dilated": (lambda: nn.MaxPool2d(3, 1, 1, dilation=2), (1, 2, 13, 11), "b c h/x w/y", GRID),
     "max pool, empty blocks": (lambda: nn.MaxPool1d(2, 2), (1, 2, 3), "b c h/sp", ROW),

@@ -90,11 +90,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         "DtypeError",
         ("torch has no 'all_reduce sum(tp)' of uint16", "cast before the reduction"),
     ),
-    "gradient that cannot be added": (
-        _float8_gradient,
-        "DtypeError",
-        ("float8_e4m3fn cannot be reduced",),
-    ),
+    "gradient that cannot be added": (_float8_gradient, "DtypeError", ("float8_e4m3fn cannot be reduced",)),
     "plan for another mesh": (
         lambda: _other_plan("n/tp d -> n d", xs.Mesh(tp=2), "float32"),
         "MeshError",

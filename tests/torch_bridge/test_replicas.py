@@ -179,10 +179,7 @@ def test_nothing_else_changes() -> None:
 def _switch() -> None:
     replicas.ALWAYS = True  # as the environment variable XSHARD_CHECK_REPLICATED does
     x = torch.full((2, 2), float(dist.get_rank()))
-    for named in (
-        lambda: xt.slice(x, 0, "tp", MESH, grad="replicated"),
-        lambda: xt.copy_to(x, "tp", MESH),
-    ):
+    for named in (lambda: xt.slice(x, 0, "tp", MESH, grad="replicated"), lambda: xt.copy_to(x, "tp", MESH)):
         assert error_of(named)[0] == "ReplicaError"
     xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)
     replicas.ALWAYS = False

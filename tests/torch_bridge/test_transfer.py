@@ -77,10 +77,7 @@ def share(case, plan, inputs, cotangents):
         assert quiet is None and y.shape == (0,)
         y.sum().backward()
     assert x is None or torch.equal(leaf.detach(), x)
-    return (
-        y.detach().numpy() if rank in dst else None,
-        None if leaf is None else leaf.grad.numpy(),
-    )
+    return (y.detach().numpy() if rank in dst else None, None if leaf is None else leaf.grad.numpy())
 
 
 def all_shares(cases):
@@ -255,14 +252,8 @@ def test_wrong_input():
     assert all(connected for _, _, connected in ranks)
     assert ranks[0][0] == ranks[1][0] == ranks[2][0]
     assert ranks[0][0] == [
-        (
-            "MeshError",
-            "two meshes are needed\n  redistribute_between(x, expression, src_mesh, dst_mesh)",
-        ),
-        (
-            "MeshError",
-            "two meshes are needed\n  redistribute_between(x, expression, src_mesh, dst_mesh)",
-        ),
+        ("MeshError", "two meshes are needed\n  redistribute_between(x, expression, src_mesh, dst_mesh)"),
+        ("MeshError", "two meshes are needed\n  redistribute_between(x, expression, src_mesh, dst_mesh)"),
         (
             "ShapeError",
             "no shape\n  shape= and dtype= of the global array: processes without a block know neither",

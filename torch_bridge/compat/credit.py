@@ -142,13 +142,7 @@ class HaloExchange(nn.Module):
         if manager is None or self.halo_width == 0:
             return x
         return halo_exchange(
-            x,
-            self.halo_width,
-            self.dim,
-            AXIS,
-            manager.processes,
-            boundary=self.boundary,
-            shape=self.shape,
+            x, self.halo_width, self.dim, AXIS, manager.processes, boundary=self.boundary, shape=self.shape
         )
 
     @staticmethod

@@ -127,11 +127,7 @@ def zigzag_split_across_group_ranks(
 
 
 def zigzag_gather_from_group_ranks(
-    data: Tensor,
-    group: dist.ProcessGroup | None,
-    seq_dim: int = 0,
-    *,
-    shape: Sequence[int] | None = None,
+    data: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 0, *, shape: Sequence[int] | None = None
 ) -> Tensor:
     """All ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
 

@@ -36,11 +36,7 @@ class RankError(XshardError):
 
 
 def run_ranks(
-    n: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout_s: float = 300.0,
-    start_method: str = "fork",
+    n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0, start_method: str = "fork"
 ) -> list[Any]:
     """Run `function(*args)` in `n` new processes, a gloo world of their own -> their results, by rank.
 

@@ -112,8 +112,7 @@ def receptive_field(
     owned = all_owned_rows(dim, length, sizes)
     if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
         raise ShapeError(
-            f"'{dim}' is not cut into intervals",
-            hint="redistribute to contiguous parts first, as in h/sp",
+            f"'{dim}' is not cut into intervals", hint="redistribute to contiguous parts first, as in h/sp"
         )
     result = _result(dim, length, outputs, owned, out)
     mine, made = contiguous_intervals(owned), contiguous_intervals(all_owned_rows(result, outputs, sizes))
