@@ -98,7 +98,7 @@ def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | No
     """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
     text = str(layout)
     with mark_errors(text):
-        found = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
+        found = Layout.parse(layout).resolved(len(shape))
         return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
 
 
@@ -106,7 +106,7 @@ def block_sharding_here(
     x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
 ) -> Sharding:
     """The layout on the mesh here, for this block; without `shape`, assuming all blocks are equal."""
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout = Layout.parse(layout)
     text = str(layout)
     with mark_errors(text):
         here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)

@@ -34,7 +34,7 @@ def positions(
     >>> positions("b s/zigzag(cp)", (3, 8), "s", mesh).tolist()  # one device has all rows in their order
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    layout = (Layout.parse(layout) if isinstance(layout, str) else layout).resolved(len(shape))
+    layout = Layout.parse(layout).resolved(len(shape))
     at = layout.dim_index(dim)
     if bound_sizes(layout.axes) or (mesh is None and not layout.axes):
         sharding = sharding_here(layout, shape, mesh)

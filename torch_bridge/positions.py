@@ -36,5 +36,5 @@ def positions(
     if device is None:
         device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     processes = process_mesh(mesh)
-    found = Layout.parse(layout) if isinstance(layout, str) else layout
-    return torch.from_numpy(found.positions(processes.mesh, shape, dim, processes.device)).to(device)
+    rows = Layout.parse(layout).positions(processes.mesh, shape, dim, processes.device)
+    return torch.from_numpy(rows).to(device)

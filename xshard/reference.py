@@ -35,7 +35,7 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
     [[0, 3], [1, 2]]
     """
     x = np.asarray(x)
-    sharding = Sharding(_layout(layout), mesh, x.shape)
+    sharding = Sharding(Layout.parse(layout), mesh, x.shape)
     sums = sharding.layout.tagged("sum")
     blocks = []
     for device in range(mesh.n_devices):
@@ -59,7 +59,7 @@ def gather(
     owner's, if the owner holds it.
     Raises ShapeError for a block that does not fit the layout.
     """
-    sharding = Sharding(_layout(layout), mesh, tuple(shape))
+    sharding = Sharding(Layout.parse(layout), mesh, tuple(shape))
     arrays = checked_blocks(blocks, sharding)
     kinds = [kind for kind, _ in sharding.layout.tags if kind != "copy"]
     op = REDUCERS["sum" if not kinds or kinds[0] in ("sum", "mean") else kinds[0]]
@@ -141,10 +141,6 @@ def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Bloc
         if array.dtype != arrays[0].dtype:
             raise DtypeError(f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}")
     return arrays
-
-
-def _layout(layout: Layout | str) -> Layout:
-    return Layout.parse(layout) if isinstance(layout, str) else layout
 
 
 def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[tuple[Any, ...], int]]:

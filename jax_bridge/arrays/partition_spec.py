@@ -25,7 +25,7 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
     >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
     True
     """
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout = Layout.parse(layout)
     layout = layout.resolved(len(layout.dims) if ndim is None else ndim)
     text = str(layout)
     for dim in layout.dims:

@@ -47,8 +47,7 @@ class Placed:
 
     def to(self, layout: Layout | str) -> Placed:
         """The same array under another layout."""
-        layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        target = self.sharding.with_layout(layout)
+        target = self.sharding.with_layout(Layout.parse(layout))
         pair = self.layout, target.layout
         return Placed(redistribute(self.block, pair, self.sharding.mesh, shape=self.sharding.shape), target)
 

@@ -144,7 +144,7 @@ def broadcast_layouts(layouts: Any, tree: Any, what: str) -> tuple[Any, ...]:
 
 def as_layouts(given: Sequence[Layout | str]) -> tuple[Layout, ...]:
     """Parse the layouts that are text."""
-    return tuple(Layout.parse(x) if isinstance(x, str) else x for x in given)
+    return tuple(Layout.parse(x) for x in given)
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

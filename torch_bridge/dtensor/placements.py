@@ -43,7 +43,7 @@ def to_placements(
     >>> to_placements("n/dp d | sum(tp)", Mesh(dp=2, tp=4))
     (Shard(dim=0), Partial(sum))
     """
-    layout, axes = Layout.parse(layout) if isinstance(layout, str) else layout, mesh_of(mesh)
+    layout, axes = Layout.parse(layout), mesh_of(mesh)
     if shape is not None:
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)

@@ -110,7 +110,7 @@ def _end(
     if layout is None:
         to_placements(inferred, axes, shape)  # refuses cuts that a DTensor makes in another way
         return End(mesh, placements, inferred)
-    explicit = positional(Layout.parse(layout) if isinstance(layout, str) else layout, len(shape))
+    explicit = positional(Layout.parse(layout), len(shape))
     for axis, placement in zip(axes.axes, placements, strict=True):
         cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
         tag = next((kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None)

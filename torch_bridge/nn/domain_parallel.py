@@ -87,7 +87,7 @@ def domain_parallel(
     >>> xt.run_ranks(2, turn)
     [True, True]
     """
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    layout = Layout.parse(layout)
     paths: dict[int, str] = {}
     made: dict[int, nn.Module] = {}
 

@@ -76,7 +76,7 @@ class Layer:
                 raise XshardError(f"{cls.__name__} has no option {name!r}", hint=f"options: {known}")
         layer = same_state(module, cls)
         layer.__dict__.update(cls.options | options)
-        layer.layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        layer.layout = Layout.parse(layout)
         layer.mesh, layer.path = mesh, path or cls.__name__
         layer.shape = None if shape is None else tuple(shape)
         try:

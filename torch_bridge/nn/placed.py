@@ -136,8 +136,8 @@ def placed_as(
     known = recorded(x)
     if known is not None:
         return known
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    return _placed_as(layout, process_mesh(mesh), tuple(x.shape), None if shape is None else tuple(shape))
+    lengths = None if shape is None else tuple(shape)
+    return _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)
 
 
 @lru_cache(maxsize=4096)

@@ -47,9 +47,9 @@ class Layout:
         object.__setattr__(self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes))
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
-        """Text in any spelling -> layout. Raises NotationError with a caret."""
-        return _parse(text)
+    def parse(cls, text: str | Layout) -> Layout:
+        """Text in any spelling -> layout; a layout is returned as is. Raises NotationError with a caret."""
+        return text if isinstance(text, Layout) else _parse(text)
 
     def __str__(self) -> str:
         return parser.write(self.dims, self.tags)

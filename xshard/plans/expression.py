@@ -40,7 +40,7 @@ def sides(expression: Expression) -> Sides:
     if isinstance(expression, Plan):
         src, dst = expression.src, expression.dst
     else:
-        src, dst = (Layout.parse(side) if isinstance(side, str) else side for side in expression)
+        src, dst = (Layout.parse(side) for side in expression)
     if src.names != dst.names:
         raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
     return Sides(src, dst, f"{src} -> {dst}")

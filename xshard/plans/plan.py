@@ -313,9 +313,8 @@ def find_plan(request: Request, objective: str = FORWARD) -> Plan:
 
 
 def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    ends = request.src, request.dst, request.src_mesh
-    options = request.factor, request.profile, request.memory_limit, FORWARD, split, request.src_devices
-    return Plan(*ends, request.shape, request.dtype, steps, *options)
+    given = request.src, request.dst, request.src_mesh, request.shape, request.dtype, steps, request.factor
+    return Plan(*given, request.profile, request.memory_limit, split=split, src_devices=request.src_devices)
 
 
 def _cheapest(request: Request, *, relabel: bool) -> Plan | None:

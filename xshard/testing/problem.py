@@ -163,7 +163,7 @@ def _parsed(layout: Any, name: str) -> Layout:
         raise StructureError(
             f"the layout of {name} is a {type(layout).__name__}", hint='text, as in "n/dp d"'
         )
-    found = Layout.parse(layout) if isinstance(layout, str) else layout
+    found = Layout.parse(layout)
     found.dual  # noqa: B018  max and min have none: refused
     return found
 
