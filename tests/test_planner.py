@@ -1,4 +1,7 @@
-"""The planner's contract: right, cheap, within memory, and the same in every process."""
+"""The planner's contract: right, cheap, within memory, and the same in every process.
+
+Long because one table has every refusal of `plan`.
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""The command line: what it prints, what it refuses, and the exit status a script can rely on."""
+"""The command line: what it prints, what it refuses, and the exit status a script can rely on.
+
+Long because all commands share their helpers and their table of refusals.
+"""
 
 import re
 import subprocess

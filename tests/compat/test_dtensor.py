@@ -2,7 +2,7 @@
 
 The transitions, sizes and numbers of collectives are those of torch's own tests of
 `DTensor.redistribute`; what that refuses or gets wrong is here too. Blocks are compared with those of
-`distribute_tensor`.
+`distribute_tensor`. Long because the table follows torch's own, transition by transition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Layers on cut arrays in JAX: any window over any cut, exact in whole numbers; norms; where they work."""
+"""Layers on cut arrays in JAX: any window over any cut, exact in whole numbers; norms; where they work.
+
+Long because every layer has its row for values, adjoints, refusals and transformations.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 Moving blocks does not change the global array. So a transformation gives the same result for a moved array
 and for one that is not moved; a row is a program, run with both.
+Long because the table has every transformation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A plan between two meshes as a value: how it prints, what it survives, what it refuses."""
+"""A plan between two meshes as a value: how it prints, what it survives, what it refuses.
+
+Long because one table has every wrong plan.
+"""
 
 import json
 import re

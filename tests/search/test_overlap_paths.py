@@ -1,4 +1,7 @@
-"""Layouts that overlap: what a block holds, what moves, and adjoints."""
+"""Layouts that overlap: what a block holds, what moves, and adjoints.
+
+Long because every overlap has its table of blocks.
+"""
 
 from __future__ import annotations
 

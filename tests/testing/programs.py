@@ -1,4 +1,7 @@
-"""Small sharded programs in torch and in JAX, right, and with the classic mistakes planted in one side."""
+"""Small sharded programs in torch and in JAX, right, and with the classic mistakes planted in one side.
+
+Long because a program stands beside each of its mistakes.
+"""
 
 from __future__ import annotations
 

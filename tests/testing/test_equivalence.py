@@ -1,4 +1,7 @@
-"""What `assert_equivalent` compares: trees, meshes, uneven blocks, tags, dtypes, one optimiser step."""
+"""What `assert_equivalent` compares: trees, meshes, uneven blocks, tags, dtypes, one optimiser step.
+
+Long because each kind of argument and result of `assert_equivalent` has its comparison.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Domain-parallel layers and models on ranks, beside torch on one device."""
+"""Domain-parallel layers and models on ranks, beside torch on one device.
+
+Long because every layer has its values, adjoints and refusals here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Redistribution between two meshes of gloo ranks, forward and backward, against the numpy reference."""
+"""Redistribution between two meshes of gloo ranks, forward and backward, against the numpy reference.
+
+Long because one world of ranks runs all of it.
+"""
 
 from __future__ import annotations
 

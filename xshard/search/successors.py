@@ -1,13 +1,12 @@
 """Which moves are worth trying from one state on the way to another.
 
-Decides the planner's step set. A plan touches the axes whose role differs between the two ends;
-others are pinned, so that devices along them do not wait for each other. The exception are
-idle replicas that can take shares: of what must cross a slower link than theirs, and of a reduction.
+Decides the planner's step set. A plan touches the axes whose role differs between the two ends; the others
+are pinned, so that devices along them do not wait for each other. The exceptions are idle replicas that can
+take shares: of what must cross a slower link than theirs, and of a reduction.
 
-On small meshes the set is complete: over these axes, every collective over every group, every
-slice, permutation and exchange between any two states. On large ones it is directed: an axis is
-moved only to where the goal wants it or out of the way, gathered only where the goal does not have
-it. The exchange straight to the goal is there from every state.
+On small meshes the set is complete: over these axes, every collective over every group, every slice,
+permutation and exchange between any two states. On large ones it is directed: an axis moves only to where
+the goal wants it or out of the way. The exchange straight to the goal is there from every state.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from xshard.search.states import Cut, Move, Space, State
 
 # Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
 COMPLETE_AXES, COMPLETE_DIMS, COMPLETE_DEVICES = 3, 3, 64
-# Rearrangements by permutation that are tried from one state of a large space.
-MAX_PERMUTES = 8
+MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a large space
 
 
 class Moves:
@@ -35,12 +33,11 @@ class Moves:
         start = space.state(space.start.layout)
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
         self.usable = self._usable(start)
-        small = len(self.usable) <= COMPLETE_AXES and len(space.start.shape) <= COMPLETE_DIMS
+        dims = len(space.start.shape)
+        small = len(self.usable) <= COMPLETE_AXES and dims <= COMPLETE_DIMS
         small = small and math.prod(space.sizes[a] for a in self.usable) <= COMPLETE_DEVICES
-        self.complete = small and all(
-            space.is_plain(cut) and space.is_even(i % len(space.start.shape), cut)
-            for i, cut in enumerate(named)
-        )
+        plain = (space.is_plain(cut) and space.is_even(i % dims, cut) for i, cut in enumerate(named))
+        self.complete = small and all(plain)
 
     def _usable(self, start: State) -> tuple[int, ...]:
         """The axes that steps may work on: those that change, and replicas that can take shares for them."""
