@@ -14,6 +14,7 @@ import pytest
 import xshard as xs
 from tests.two_meshes import crossing
 from xshard.cost.device_links import located
+from xshard.plans.expression import sides
 from xshard.plans.plan import find_plan
 
 TABLE = """\
@@ -313,3 +314,10 @@ def test_steps_at_either_end_may_split_axes():
         blocks = xs.reference.run(plan, xs.reference.scatter(x, plan.src, plan.src_mesh))
         assert np.array_equal(xs.reference.gather(blocks, plan.dst, plan.dst_mesh, x.shape), x)
     assert (after.dst_mesh, before.src_mesh, after.split) == (mesh, mesh, ())
+
+
+def test_what_runs_on_one_mesh_refuses_a_plan_between_two():
+    between = xs.plan("n/a -> n/b", src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(b=3), shape=(6,))
+    with pytest.raises(xs.PlanError, match="leads from a=2 to b=3") as caught:
+        sides(between)
+    assert caught.value.hint == "torch_bridge.redistribute_between runs it"

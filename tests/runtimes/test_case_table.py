@@ -107,7 +107,7 @@ class TestJaxPmap(Table):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_reference_does_what_the_layouts_say(name):
-    """Forward the array stays as it is; backward is the adjoint. For winners see core/test_max_min.py."""
+    """Forward the array stays as it is; backward is the adjoint. For winners see plans/test_max_min.py."""
     task, plan = TASKS[name], TASKS[name].plan
     outcome, given = run_reference(task), (plan.mesh, plan.shape)
     expected = oracle.gather(task.inputs, plan.src, *given)
@@ -122,7 +122,7 @@ def test_the_table_has_a_row_for_every_step():
     plans = [task.plan for task in TASKS.values()]
     plans += [plan.backward for plan in plans if plan.src.is_linear]
     used = {step.kind for plan in plans for step in plan.steps}
-    assert Step.registry.keys() - used == set()
+    assert Step.registry.keys() - used == {xs.Transfer.kind}  # between two meshes, in test_transfer.py
 
 
 def test_every_runtime_has_a_class_and_cases_of_every_size():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xshard.errors import NotationError, ShapeError
+from xshard.errors import NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.block_rows import length_of_equal_blocks
 from xshard.layout.layout import parse_expression
@@ -31,7 +31,8 @@ Expression = LayoutPair | Plan
 def sides(expression: Expression) -> Sides:
     """Parse an expression; a parsed one is returned as it is.
 
-    Raises NotationError where the two sides do not name the same dims in the same order.
+    Raises NotationError unless both sides name the same dims in the same order, PlanError for a plan between
+    two meshes.
     """
     if isinstance(expression, Sides):
         return expression
@@ -39,6 +40,11 @@ def sides(expression: Expression) -> Sides:
         return Sides(*parse_expression(expression), expression)
     if isinstance(expression, Plan):
         src, dst = expression.src, expression.dst
+        if expression.transfer:
+            hint = "torch_bridge.redistribute_between runs it"
+            raise PlanError(
+                f"'{src} -> {dst}' leads from {expression.src_mesh} to {expression.dst_mesh}", hint=hint
+            )
     else:
         src, dst = (Layout.parse(side) for side in expression)
     if src.names != dst.names:
