@@ -18,10 +18,9 @@ from xshard.layout import Layout, Mesh
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import LayoutPair, sides
-from xshard.plans.objective import FORWARD
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
-from xshard.search.request import Request, check_devices
+from xshard.search.request import FORWARD, Request, check_devices
 
 
 def plan(

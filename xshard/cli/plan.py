@@ -18,8 +18,8 @@ from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans import table
 from xshard.plans.max_min import max_min_plans
-from xshard.plans.objective import FORWARD, OBJECTIVES
 from xshard.plans.plan import Plan
+from xshard.search.request import FORWARD, OBJECTIVES
 
 
 def plan_command(

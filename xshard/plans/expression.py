@@ -39,14 +39,11 @@ def sides(expression: Expression) -> Sides:
     if isinstance(expression, str):
         return Sides(*parse_expression(expression), expression)
     if isinstance(expression, Plan):
-        src, dst = expression.src, expression.dst
         if expression.transfer:
-            hint = "torch_bridge.redistribute_between runs it"
-            raise PlanError(
-                f"'{src} -> {dst}' leads from {expression.src_mesh} to {expression.dst_mesh}", hint=hint
-            )
-    else:
-        src, dst = (Layout.parse(side) for side in expression)
+            why = f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}"
+            raise PlanError(why, hint="torch_bridge.redistribute_between runs it")
+        expression = expression.src, expression.dst
+    src, dst = (Layout.parse(side) for side in expression)
     if src.names != dst.names:
         raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
     return Sides(src, dst, f"{src} -> {dst}")

@@ -25,11 +25,10 @@ from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
 from xshard.plans.explain import explain
-from xshard.plans.objective import BOTH, FORWARD, check_objective
 from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import transfer_ways
-from xshard.search.request import Request, check_devices
+from xshard.search.request import BOTH, FORWARD, Request, check_devices, check_objective
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step
 from xshard.steps.base import REDUCERS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout import Sharding
-from xshard.plans.objective import FORWARD
+from xshard.search.request import FORWARD
 
 if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which prints itself by this table

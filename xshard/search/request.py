@@ -12,10 +12,13 @@ from functools import cached_property
 
 from xshard.cost.device_links import located, refined
 from xshard.cost.model import Profile
-from xshard.errors import MeshError
+from xshard.errors import MeshError, PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
+
+FORWARD, BOTH = "forward", "forward+backward"
+OBJECTIVES = (FORWARD, BOTH)  # what a plan is to be cheapest at: the forward pass, or both passes together
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,12 @@ class Request:
             dst_mesh=common.mesh,
             profile=refined(self.profile, common),
         )
+
+
+def check_objective(objective: str) -> None:
+    """Raise PlanError for an unknown objective."""
+    if objective not in OBJECTIVES:
+        raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
 
 
 def check_devices(end: str, mesh: Mesh, devices: tuple[int, ...]) -> None:
