@@ -78,7 +78,7 @@ def plan_here(
             named = expression.axes
             if mesh is not None:
                 _named_mesh(xshard_mesh(mesh), named, text)
-            plan = replace(expression, mesh=_named_mesh(expression.mesh, named, text), src_devices=())
+            plan = replace(expression, mesh=_named_mesh(expression.mesh, named, text), devices=())
             if x.dtype.name != plan.dtype:
                 raise DtypeError(f"the block is {x.dtype.name}, the plan is for {plan.dtype}")
             if shape is not None and tuple(shape) != plan.shape:

@@ -141,7 +141,7 @@ def plan_between(
         ranks = expression.src_devices if src_mesh is None else _ranks(src_mesh)
         if expression.transfer or ranks == expression.src_devices:
             return expression
-        return replace(expression, src_devices=ranks)
+        return replace(expression, devices=ranks)
     if src_mesh is None or dst_mesh is None:
         raise MeshError(
             "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"

@@ -20,7 +20,7 @@ from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import LayoutPair, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
-from xshard.search.request import FORWARD, Request, check_devices
+from xshard.search.request import FORWARD, Request, device_numbers
 
 
 def plan(
@@ -100,12 +100,8 @@ def _plan_between(
     src, dst, text = sides(expression)
     check_axes(src, meshes[0], text)
     _check_destination(dst, *meshes, text)
-    givers, takers = (
-        tuple(range(mesh.n_devices)) if numbers is None else tuple(numbers)
-        for mesh, numbers in zip(meshes, devices, strict=True)
-    )
-    check_devices("source", meshes[0], givers)
-    check_devices("destination", meshes[1], takers)
+    givers = device_numbers("source", meshes[0], devices[0])
+    takers = device_numbers("destination", meshes[1], devices[1])
     if relabel and sorted(givers) != sorted(takers):
         raise MeshError(
             "relabel=True is for two meshes over the same devices",

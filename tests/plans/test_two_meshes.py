@@ -208,7 +208,7 @@ def test_a_wrong_plan_cannot_be_built():
         ({"steps": (transfer, back)}, "2 transfers in one plan"),
         ({"shape": (16, 4)}, "the transfer starts from 'n/a d' on Mesh(a=2), not from"),
         ({"mesh": xs.Mesh(a=2, b=1)}, "not from 'n/a d' on Mesh(a=2, b=1)"),
-        ({"src_devices": (1, 0)}, "the plan is for devices (1, 0), its transfer for (0, 1)"),
+        ({"devices": (1, 0)}, "the plan is for devices (1, 0), its transfer for (0, 1)"),
         ({"scale": Fraction(1, 2)}, "the steps scale by 1, the plan says 1/2"),
     ):
         with pytest.raises(xs.XshardError, match=re.escape(message)):

@@ -6,6 +6,7 @@ one mesh whose devices are 0, 1, 2, ...
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from xshard.cost.model import Link, Profile
@@ -20,12 +21,12 @@ def link_between(profile: Profile, a: int, b: int) -> Link:
     return profile.default if a // profile.node_devices == b // profile.node_devices else profile.across
 
 
-def located(profile: Profile, mesh: Mesh, devices: tuple[int, ...]) -> Profile:
+def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
     """The profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
 
     Returns the profile itself if it says so already, and nodes end where it assumes.
     """
-    if profile.across is None or devices == tuple(range(mesh.n_devices)):
+    if profile.across is None or isinstance(devices, range):
         return profile
     links = dict.fromkeys(mesh.axes, profile.default)
     for axis in mesh.axes:

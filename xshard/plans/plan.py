@@ -28,7 +28,7 @@ from xshard.plans.explain import explain
 from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import transfer_ways
-from xshard.search.request import BOTH, FORWARD, Request, check_devices, check_objective
+from xshard.search.request import BOTH, FORWARD, Devices, Request, check_objective, device_numbers
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step
 from xshard.steps.base import REDUCERS
@@ -54,7 +54,7 @@ class Plan:
     objective: with "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
     split: axes of `mesh` that the steps split, with the sizes of their parts: `x` of 4 into `x_0` and `x_1`
     of 2, which steps and stages name. Devices and blocks are those of `mesh` all the same.
-    src_devices: the number of every device of `mesh`, in its order; 0, 1, 2, ... by default.
+    devices: the number of every device of `mesh`, in its order; 0, 1, 2, ... by default.
     Raises PlanError where the steps do not lead from `src` to `dst`, MeshError for devices that do not fit.
 
     >>> from xshard import plan
@@ -74,7 +74,7 @@ class Plan:
     memory_limit: int | None = None
     objective: str = FORWARD
     split: Split = ()
-    src_devices: tuple[int, ...] = ()
+    devices: Devices = ()
 
     def __post_init__(self) -> None:
         check_objective(self.objective)
@@ -85,10 +85,9 @@ class Plan:
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
         if scaled != self.scale:
             raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
-        starts = self.transfer.src_devices if self.transfer else tuple(range(self.mesh.n_devices))
-        object.__setattr__(self, "src_devices", self.src_devices or starts)
-        check_devices("source", self.mesh, self.src_devices)
-        if self.transfer and self.src_devices != starts:
+        starts = self.transfer.src_devices if self.transfer else None
+        object.__setattr__(self, "devices", device_numbers("source", self.mesh, self.devices or starts))
+        if starts and self.src_devices != starts:
             raise PlanError(f"the plan is for devices {self.src_devices}, its transfer for {starts}")
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}")
@@ -124,6 +123,11 @@ class Plan:
         """The mesh of the destination."""
         mesh = self.transfer.target.mesh if self.transfer else self.mesh
         return mesh.base if self.transfer and isinstance(mesh, SubAxisMesh) else mesh
+
+    @property
+    def src_devices(self) -> tuple[int, ...]:
+        """The number of every device of `mesh`, in its order."""
+        return tuple(self.devices)
 
     @property
     def dst_devices(self) -> tuple[int, ...]:
@@ -169,7 +173,8 @@ class Plan:
     @cached_property
     def request(self) -> Request:
         """What the plan answers."""
-        ends = self.src, self.dst, self.mesh, self.dst_mesh, self.src_devices, self.dst_devices
+        takers = self.transfer.dst_devices if self.transfer else self.devices
+        ends = self.src, self.dst, self.mesh, self.dst_mesh, self.devices, takers
         return Request(*ends, self.shape, self.dtype, self.profile, self.scale, self.memory_limit)
 
     @property
@@ -191,7 +196,7 @@ class Plan:
     def _machines(self) -> Sequence[Profile]:
         """For every step, the profile for the devices of its mesh."""
         first = self.steps.index(self.transfer) if self.transfer else len(self.steps)
-        there = located(self.profile, self.dst_mesh, self.dst_devices)
+        there = located(self.profile, self.dst_mesh, self.request.dst_devices)
         return [self.request.machine] * first + [there] * (len(self.steps) - first)
 
     @property
@@ -313,7 +318,7 @@ def find_plan(request: Request, objective: str = FORWARD) -> Plan:
 
 def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
     given = request.src, request.dst, request.src_mesh, request.shape, request.dtype, steps, request.factor
-    return Plan(*given, request.profile, request.memory_limit, split=split, src_devices=request.src_devices)
+    return Plan(*given, request.profile, request.memory_limit, split=split, devices=request.src_devices)
 
 
 def _cheapest(request: Request, *, relabel: bool) -> Plan | None:

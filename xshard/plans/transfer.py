@@ -24,7 +24,7 @@ from xshard.errors import PlanError
 from xshard.formatting import align_columns
 from xshard.layout import Sharding
 from xshard.layout.runs import Segment, common_segments
-from xshard.search.request import check_devices
+from xshard.search.request import device_numbers
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message
 from xshard.steps.traffic import Hop, LinkSpans, Traffic
@@ -75,8 +75,8 @@ class Transfer(Step):
     profile: Profile = field(repr=False)
 
     def __post_init__(self) -> None:
-        check_devices("source", self.source.mesh, self.src_devices)
-        check_devices("destination", self.target.mesh, self.dst_devices)
+        device_numbers("source", self.source.mesh, self.src_devices)
+        device_numbers("destination", self.target.mesh, self.dst_devices)
         target = self.target.layout
         if not self.is_in_place and (kept := target.tagged("max", "min")):
             raise PlanError(

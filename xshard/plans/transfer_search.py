@@ -33,7 +33,7 @@ def transfer_ways(request: Request, *, relabel: bool = False) -> Iterator[tuple[
     _check(request)
     source, target, factor = request.source, request.target, request.factor
     for leaving, landing in itertools.product(departures(source), landings(target)):
-        givers, takers = request.src_devices, request.dst_devices
+        givers, takers = tuple(request.src_devices), tuple(request.dst_devices)
         if relabel:
             takers = relabelled(leaving, landing, givers, takers)
         before: tuple[Step, ...] = ()

@@ -6,6 +6,7 @@ Knows no step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -17,6 +18,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
 
+Devices = tuple[int, ...] | range
 FORWARD, BOTH = "forward", "forward+backward"
 OBJECTIVES = (FORWARD, BOTH)  # what a plan is to be cheapest at: the forward pass, or both passes together
 
@@ -25,7 +27,7 @@ OBJECTIVES = (FORWARD, BOTH)  # what a plan is to be cheapest at: the forward pa
 class Request:
     """An array of `shape` under `src` on one mesh is to be under `dst` on another, or on the same.
 
-    src_devices, dst_devices: the number of every device, in the order of its mesh.
+    src_devices, dst_devices: the number of every device, in the order of its mesh; a range for 0, 1, 2, ...
     scale: the constant to multiply by; None where the layouts give it (1/n where a mean over n ends).
     memory_limit: bytes that no device may exceed. relabel: devices may change places in `dst_mesh`.
     """
@@ -34,14 +36,21 @@ class Request:
     dst: Layout
     src_mesh: Mesh
     dst_mesh: Mesh
-    src_devices: tuple[int, ...]
-    dst_devices: tuple[int, ...]
+    src_devices: Devices
+    dst_devices: Devices
     shape: tuple[int, ...]
     dtype: str
     profile: Profile
     scale: Fraction | None = None
     memory_limit: int | None = None
     relabel: bool = False
+
+    def __post_init__(self) -> None:
+        for field, end, mesh in (
+            ("src_devices", "source", self.src_mesh),
+            ("dst_devices", "destination", self.dst_mesh),
+        ):
+            object.__setattr__(self, field, device_numbers(end, mesh, getattr(self, field)))
 
     @cached_property
     def source(self) -> Sharding:
@@ -87,7 +96,7 @@ class Request:
         src, dst = (Layout((dim, *layout.dims), layout.tags) for layout in (self.src, self.dst))
         return replace(self, src=src, dst=dst, shape=(n, *self.shape), memory_limit=None)
 
-    def between(self, start: Sharding, end: Sharding, devices: tuple[int, ...], scale: Fraction) -> Request:
+    def between(self, start: Sharding, end: Sharding, devices: Devices, scale: Fraction) -> Request:
         """A part of it, on one mesh: from `start` to `end`, with no memory limit of its own."""
         ends = start.layout, end.layout, start.mesh, end.mesh, devices, devices
         return Request(*ends, self.shape, self.dtype, self.profile, scale)
@@ -118,8 +127,15 @@ def check_objective(objective: str) -> None:
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
 
 
-def check_devices(end: str, mesh: Mesh, devices: tuple[int, ...]) -> None:
-    """Raise MeshError unless there is one number, of its own, for every device of the mesh."""
+def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devices:
+    """The number of every device of a mesh; None stands for 0, 1, 2, ..., which is a range on any mesh.
+
+    Raises MeshError unless there is one number, of its own, for every device.
+    """
+    whole = range(mesh.n_devices)
+    if devices is None or devices == whole:
+        return whole
+    devices = tuple(devices)
     for device in devices:
         if isinstance(device, bool) or not isinstance(device, int) or device < 0:
             raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
@@ -131,3 +147,4 @@ def check_devices(end: str, mesh: Mesh, devices: tuple[int, ...]) -> None:
     if len(set(devices)) != len(devices):
         twice = next(d for d in devices if devices.count(d) > 1)
         raise MeshError(f"device {twice} twice in the {end}", hint="a device has one place in a mesh")
+    return whole if devices == tuple(whole) else devices
