@@ -210,7 +210,8 @@ def test_help_has_one_sentence_and_an_example_that_runs(command):
 
 
 @pytest.mark.parametrize(
-    ("text", "n"), [("1024", 1024), ("512 B", 512), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("0", 0)]
+    ("text", "n"),
+    [("1024", 1024), ("512 B", 512), ("3MiB", 3 << 20), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("0", 0)],
 )
 def test_bytes_are_read(text, n):
     assert parse_bytes(text) == n

@@ -153,3 +153,14 @@ def test_an_unknown_profile_names_those_that_are_shipped():
         xs.load_profile("h1000")
     shipped = sorted(path.stem for path in (Path(xs.__file__).parent / "cost" / "profiles").glob("*.json"))
     assert str(caught.value) == (f"no profile 'h1000'\n  shipped are: {', '.join(shipped)}; or give a file")
+
+
+def test_on_a_ring_messages_pass_devices_on_their_way():
+    """A quarter of a ring of 8 on average: two hops. An all-gather goes from neighbour to neighbour."""
+    ring = xs.Profile("ring", "made up", xs.Link(0.0, 1e9, "ring"))
+    moved, gathered = (
+        xs.plan(f"n/x d -> {dst}", xs.Mesh(x=8), (8, 8), profile=ring) for dst in ("n d/x", "n d")
+    )
+    assert [plan.steps[0].kind for plan in (moved, gathered)] == ["all_to_all", "all_gather"]
+    assert math.isclose(moved.cost, 2 * moved.bytes_received / 1e9)
+    assert math.isclose(gathered.cost, gathered.bytes_received / 1e9)

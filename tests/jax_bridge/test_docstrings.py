@@ -1,4 +1,4 @@
-"""The examples in docstrings run; those of the drop-ins are in tests/compat, of torch_interop in tests/interop."""
+"""The examples in docstrings run; of the drop-ins in tests/compat, of torch_interop in tests/interop."""
 
 from __future__ import annotations
 

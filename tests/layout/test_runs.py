@@ -1,5 +1,6 @@
 """Interval algebra against lists of single rows."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import xshard as xs
 from tests import oracle
 from xshard import Layout
-from xshard.layout.partition import owned_rows
+from xshard.layout.partition import all_owned_rows, block_length, owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
 from xshard.notation.parser import ORDERS, Dim, Shard
@@ -251,3 +252,11 @@ def test_rows_index_numpy_arrays(order, inner, length):
     for device in range(6):
         runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
         assert np.arange(length)[as_index(runs)].tolist() == expanded(runs)
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order not in ("sizes", "intervals")])
+def test_the_longest_block_is_known_without_looking_at_blocks(order):
+    for length, n, inner in itertools.product(range(13), (1, 2, 3, 4), (1, 2)):
+        dim = Dim("n", (Shard(("a",), order), Shard(("b",))))
+        lengths = [n_rows(runs) for runs in all_owned_rows(dim, length, (n, inner))]
+        assert block_length(dim, length, (n, inner)) == (max(lengths), len(set(lengths)) == 1)
