@@ -7,8 +7,8 @@
 PYTHON      ?= python3
 # The versions to install: constraints.txt, or constraints-newest.txt.
 CONSTRAINTS ?= constraints.txt
-# Processes of pytest; each of them starts processes of its own and waits for them.
-WORKERS     ?= 3
+# Processes of pytest; each of them starts processes of its own: more of them than cores take longer.
+WORKERS     ?= 2
 # More arguments for pytest: make test ARGS="-k gather"
 ARGS        ?=
 

@@ -92,7 +92,7 @@ def test_a_model_that_has_not_learned_fails(
 def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> None:
     picture = tmp_path / "seams.png"
     options = ("--steps", "2", "--picture", str(picture))
-    text = printed("domain_parallel", *options, DOMAIN_COLUMNS="160")
+    text = printed("domain_parallel", *options, DOMAIN_COLUMNS="64")
     assert "largest relative difference" in text
     assert picture.stat().st_size > 10_000
 
