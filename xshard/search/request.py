@@ -46,11 +46,10 @@ class Request:
     relabel: bool = False
 
     def __post_init__(self) -> None:
-        for field, end, mesh in (
-            ("src_devices", "source", self.src_mesh),
-            ("dst_devices", "destination", self.dst_mesh),
-        ):
-            object.__setattr__(self, field, device_numbers(end, mesh, getattr(self, field)))
+        object.__setattr__(self, "src_devices", device_numbers("source", self.src_mesh, self.src_devices))
+        object.__setattr__(
+            self, "dst_devices", device_numbers("destination", self.dst_mesh, self.dst_devices)
+        )
 
     @cached_property
     def source(self) -> Sharding:
