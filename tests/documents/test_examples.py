@@ -98,12 +98,13 @@ def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> N
 
 
 def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named() -> None:
-    text = printed("port_check", "--bugs", "bias", "gelu")
-    same, bias, gelu = text.split("With a bug in")
+    text = printed("port_check", "--bugs", "bias", "gelu", "norm")
+    same, bias, gelu, norm = text.split("With a bug in")
     assert "The same on dp=1,tp=4; dp=2,tp=2: output, 9 gradients, 8 updated weights" in same
     assert "weights['down_bias'] is counted 4 times" in bias
     assert "an approximation (a GELU by tanh" in gelu
     assert "jax dp=1,tp=1" in gelu and "tp=4" not in gelu  # how it is cut is right
+    assert "a sum over (dp,tp) is missing" in norm
 
 
 @pytest.fixture(scope="module")
