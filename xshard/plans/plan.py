@@ -79,7 +79,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_objective(self.objective)
         reached = self.stages[-1].after if self.stages else self._start
-        if not reached.means_the_same_as(_divided(self.target, reached.mesh)):
+        if not reached.means_the_same_as(_factored(self.target, reached.mesh)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")
         self._check_split()
         scaled = math.prod((s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1))
@@ -151,7 +151,7 @@ class Plan:
 
     @cached_property
     def _start(self) -> Sharding:
-        fine = _divided(self.source, self.steps_mesh)
+        fine = _factored(self.source, self.steps_mesh)
         return fine.with_layout(fine.normal)
 
     @cached_property
@@ -280,7 +280,7 @@ class Plan:
         return plan
 
 
-def _divided(sharding: Sharding, mesh: Mesh) -> Sharding:
+def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
     """The same sharding on `mesh`, whose axes may be parts of those of the sharding's own."""
     if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
         return mesh.factored(sharding)

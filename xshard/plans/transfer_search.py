@@ -46,11 +46,11 @@ def transfer_ways(request: Request, *, relabel: bool = False) -> Iterator[tuple[
         if spreads or (factor != 1 and not reduces):
             rest = Fraction(1) if reduces else factor
             after, dst_split = solve(request.between(landing, target, takers, rest))
-        ends = _divided(leaving, src_split), _divided(landing, dst_split)
+        ends = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
         yield (*before, Transfer(*ends, givers, takers, request.profile), *after), src_split
 
 
-def _divided(sharding: Sharding, split: Split) -> Sharding:
+def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
     fine = SubAxisMesh(sharding.mesh, split).factored(sharding) if split else sharding
     return fine.with_layout(fine.normal)
 
