@@ -17,7 +17,7 @@ from jax import lax
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
-from jax_bridge.versions import batch_first, linear_primitive
+from jax_bridge.versions import Batch, batch_first, linear_primitive
 from xshard import Mesh, Plan, XshardError
 from xshard.replicas import ReplicaCheck
 
@@ -92,20 +92,19 @@ def _comparable(x: jax.Array) -> jax.Array:
 def _batched(
     x: jax.Array,
     dim: int | None,
-    size: int,
-    name: object,
+    along: Batch,
     *,
     entering: ReplicaCheck | None,
     returning: ReplicaCheck | None,
 ) -> tuple[jax.Array, int | None]:
     for held in (entering, returning):
-        if held is not None and name in held.axes:
+        if held is not None and along.name in held.axes:
             raise XshardError(
-                f"check_replicated along {name!r}, which is a batch of vmap",
+                f"check_replicated along {along.name!r}, which is a batch of vmap",
                 text=held.text,
                 hint="it compares devices: use jax.shard_map or jax.pmap over the axis",
             )
-    return _expect(batch_first(x, dim, size), entering=entering, returning=returning), 0
+    return _expect(batch_first(x, dim, along.size), entering=entering, returning=returning), 0
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.

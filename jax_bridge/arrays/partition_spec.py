@@ -6,6 +6,7 @@ Decides which layouts a PartitionSpec can express. Knows no arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
@@ -79,3 +80,9 @@ def to_named_sharding(
             hint="jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)",
         )
     return NamedSharding(mesh, spec)
+
+
+def storage_layout(layout: Layout) -> Layout:
+    """The layout of the array in storage order: the same axes cut each dim, into contiguous blocks."""
+    dims = (replace(d, shards=tuple(Shard(s.axes) for s in d.shards)) for d in layout.dims)
+    return replace(layout, dims=tuple(dims))

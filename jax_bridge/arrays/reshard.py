@@ -16,16 +16,14 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
-from jax.sharding import Mesh as JaxMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
+from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
-from jax_bridge.planning import as_array
-from jax_bridge.versions import unreduced_kind
+from jax_bridge.planning import as_array, xshard_mesh
+from jax_bridge.versions import unreduced_kind, with_sharding
 from xshard import Layout, MeshError, Plan, Profile, ShapeError, XshardError
 from xshard.plans.expression import Expression, Sides, sides
-
-Mesh = JaxMesh | AbstractMesh
 
 
 def reshard(
@@ -66,14 +64,19 @@ def reshard(
     mesh = _mesh_of(leaves, [p.text for p in parsed]) if mesh is None else mesh
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     moves = tuple(e if isinstance(e, Plan) else p for e, p in zip(expressions, parsed, strict=True))
-    program = make_program(moves, mesh, shapes, dtypes, donate, profile)
+    here = _mesh_here(mesh, parsed[0].text)
+    program = make_program(moves, here, shapes, dtypes, donate, profile)
     for x, p, source in zip(leaves, parsed, program.sources, strict=True):
-        _check(x, p, source, mesh, donate)
+        _check(x, p, source.spec, mesh, donate)
+    if here is not mesh:
+        leaves = [_brought(x, source) for x, source in zip(leaves, program.sources, strict=True)]
     return jax.tree.unflatten(tree, _run(program, leaves, donate))
 
 
 def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[jax.Array]:
-    results = program.run(*leaves)
+    # A transformation is to see each move as it is. Only arrays have memory to donate, or programs to find again.
+    traced = any(isinstance(x, Tracer) for x in leaves)
+    results = program.traced(*leaves) if traced else program.run(*leaves)
     if donate:
         for x in leaves:  # those whose memory no result could reuse
             if not x.is_deleted():
@@ -102,7 +105,7 @@ def _is_expression(value: Any) -> bool:
     return isinstance(value, str | Plan)
 
 
-def _check(x: jax.Array, parsed: Sides, source: NamedSharding, mesh: Mesh, donate: bool) -> None:
+def _check(x: jax.Array, parsed: Sides, spec: PartitionSpec, mesh: Mesh, donate: bool) -> None:
     """Raise if the array is known to be sharded differently from the left side."""
     if isinstance(x, Tracer):
         if donate:
@@ -114,7 +117,7 @@ def _check(x: jax.Array, parsed: Sides, source: NamedSharding, mesh: Mesh, donat
         found = jax.typeof(x).sharding
         if found.mesh.empty or any(kind != AxisType.Explicit for kind in found.mesh.axis_types):
             return
-        source = NamedSharding(found.mesh, source.spec, memory_kind=found.memory_kind)
+        source = NamedSharding(found.mesh, spec, memory_kind=found.memory_kind)
     elif not x.committed:
         return
     elif isinstance(mesh, AbstractMesh):
@@ -124,7 +127,7 @@ def _check(x: jax.Array, parsed: Sides, source: NamedSharding, mesh: Mesh, donat
             hint="pass the jax.Mesh, or nothing",
         )
     else:
-        found = x.sharding
+        found, source = x.sharding, NamedSharding(mesh, spec)
     if not are_the_same(found, source, x.ndim):
         raise ShapeError(
             f"the array is not sharded as '{parsed.src}' says", text=parsed.text, hint=f"it has {found}"
@@ -163,6 +166,29 @@ def _mesh_of(leaves: Sequence[jax.Array], texts: Sequence[str]) -> Mesh:
     raise MeshError(
         "JAX does not say on which mesh the array is", text=texts[0], hint="reshard(array, expression, mesh)"
     )
+
+
+def _mesh_here(mesh: Mesh, text: str) -> Mesh:
+    """The mesh with the types that its axes have in the context: `auto_axes` and `shard_map` change them."""
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty or mesh.abstract_mesh == context:
+        return mesh
+    if tuple(mesh.shape.items()) != tuple(context.shape.items()):
+        raise MeshError(
+            f"the array is on {xshard_mesh(mesh)!r}, the context has {xshard_mesh(context)!r}",
+            text=text,
+            hint="leave the context, or take the array to its mesh first: jax.reshard(array, spec)",
+        )
+    return context
+
+
+def _brought(x: jax.Array, source: NamedSharding) -> jax.Array:
+    """The array with a type on the mesh of the context; nothing moves."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or mesh == source.mesh:
+        return x
+    explicit = with_sharding(jax.typeof(x), source).sharding
+    return jax.reshard(x, explicit)
 
 
 def _own_mesh(x: jax.Array) -> Mesh | None:

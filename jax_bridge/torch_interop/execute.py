@@ -14,8 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 
-from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import storage_layout
+from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
 from torch_bridge.between import redistribute_between
 from xshard import Plan

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from jax.sharding import NamedSharding
 
-from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import storage_layout
+from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
 from xshard import Layout, ShapeError, Sharding
