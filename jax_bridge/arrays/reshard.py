@@ -10,9 +10,9 @@ unreduced arrays. A global array has no uneven blocks: dims that do not divide a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
+from jax_bridge.keys import are_keys, as_words
 from jax_bridge.planning import as_array, xshard_mesh
 from jax_bridge.versions import unreduced_kind, with_sharding
 from xshard import Layout, MeshError, Plan, Profile, ShapeError, XshardError
@@ -60,17 +61,33 @@ def reshard(
     if not given:
         return arrays
     parsed = tuple(map(sides, expressions))
-    leaves = [as_array(x, p.text) for x, p in zip(given, parsed, strict=True)]
+    entries = [_entry(x, e, p) for x, e, p in zip(given, expressions, parsed, strict=True)]
+    leaves, moves = [entry.x for entry in entries], tuple(entry.move for entry in entries)
     mesh = _mesh_of(leaves, [p.text for p in parsed]) if mesh is None else mesh
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
-    moves = tuple(e if isinstance(e, Plan) else p for e, p in zip(expressions, parsed, strict=True))
     here = _mesh_here(mesh, parsed[0].text)
     program = make_program(moves, here, shapes, dtypes, donate, profile)
     for x, p, source in zip(leaves, parsed, program.sources, strict=True):
         _check(x, p, source.spec, mesh, donate)
     if here is not mesh:
         leaves = [_brought(x, source) for x, source in zip(leaves, program.sources, strict=True)]
-    return jax.tree.unflatten(tree, _run(program, leaves, donate))
+    results = zip(_run(program, leaves, donate), entries, strict=True)
+    return jax.tree.unflatten(tree, [y if entry.back is None else entry.back(y) for y, entry in results])
+
+
+class _Entry(NamedTuple):
+    """An array of numbers, where it is to go, and what makes the result of them again, if anything does."""
+
+    x: jax.Array
+    move: Sides | Plan
+    back: Callable[[jax.Array], jax.Array] | None = None
+
+
+def _entry(x: Any, expression: Expression, parsed: Sides) -> _Entry:
+    x = as_array(x, parsed.text)
+    if isinstance(expression, Plan):
+        return _Entry(x, expression)
+    return _Entry(*as_words(x, parsed)) if are_keys(x) else _Entry(x, parsed)
 
 
 def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[jax.Array]:
