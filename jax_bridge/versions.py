@@ -13,7 +13,7 @@ from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 OLDEST = (0, 10)
 
@@ -55,8 +55,12 @@ def linear_primitive(
         return [transpose(cotangent, **params)]
 
     def batched(axis_data: Any, arrays: Any, dims: Any, **params: object) -> tuple[jax.Array, int | None]:
-        cut = axis_data.explicit_mesh_axis or axis_data.spmd_name or ()
-        return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, tuple(cut)), **params)
+        # A batch that `spmd_axis_name` spreads is whole to its type, where the axes are Explicit.
+        context = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        spread = tuple(a for a in axis_data.spmd_name or () if kinds.get(a) != AxisType.Explicit)
+        cut = axis_data.explicit_mesh_axis or spread
+        return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, cut), **params)
 
     ad.deflinear2(made, transposed)
     jet.deflinear(made)

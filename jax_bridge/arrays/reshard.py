@@ -192,9 +192,9 @@ def _mesh_here(mesh: Mesh, text: str) -> Mesh:
         return mesh
     if tuple(mesh.shape.items()) != tuple(context.shape.items()):
         raise MeshError(
-            f"the array is on {xshard_mesh(mesh)!r}, the context has {xshard_mesh(context)!r}",
+            f"the mesh of the array is {xshard_mesh(mesh)!r}, that of the context {xshard_mesh(context)!r}",
             text=text,
-            hint="leave the context, or take the array to its mesh first: jax.reshard(array, spec)",
+            hint="leave the context, or let jax.reshard take the array to its mesh first",
         )
     return context
 
