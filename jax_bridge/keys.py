@@ -35,7 +35,9 @@ def as_words(keys: jax.Array, parsed: Sides) -> tuple[jax.Array, Sides, Callable
 def _wider(layout: Layout, text: str) -> Layout:
     if any(dim.overlap for dim in layout.dims) or any(kind != "copy" for kind, _ in layout.tags):
         raise DtypeError(
-            f"PRNG keys under '{layout}'", text=text, hint="keys are moved as they are: no tag but copy, no overlap"
+            f"PRNG keys under '{layout}'",
+            text=text,
+            hint="keys are moved as they are: no tag but copy, no overlap",
         )
     name = next(f"words{i}" for i in range(len(layout.names) + 1) if f"words{i}" not in layout.names)
     return replace(layout, dims=(*layout.dims, Dim(name)))
