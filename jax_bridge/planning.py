@@ -47,7 +47,7 @@ def xshard_mesh(mesh: AnyMesh) -> Mesh:
 
 
 def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
-    """The axes over which arrays are cut, with their sizes: inside a `shard_map` those that are not manual."""
+    """The axes that may cut arrays, with their sizes: inside a `shard_map` those that are not manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ Mesh = JaxMesh | AbstractMesh
 
 
 def move(x: jax.Array, plan: Plan, mesh: Mesh) -> jax.Array:
-    """A global array under `plan.src` -> the same array under `plan.dst`, on any mesh with the plan's axes."""
+    """A global array under `plan.src` -> the same array under `plan.dst`."""
     return _move(x, plan=plan, mesh=mesh)
 
 

@@ -91,7 +91,7 @@ def _entry(x: Any, expression: Expression, parsed: Sides) -> _Entry:
 
 
 def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[jax.Array]:
-    # A transformation is to see each move as it is. Only arrays have memory to donate, or programs to find again.
+    # Transformations see each move as it is. A program of its own is for arrays, which have memory to donate.
     traced = any(isinstance(x, Tracer) for x in leaves)
     results = program.traced(*leaves) if traced else program.run(*leaves)
     if donate:

@@ -1,7 +1,7 @@
 """Blocks that JAX cuts further, over axes that are Explicit inside a `shard_map` over other axes.
 
-Decides that such a block is moved part by part, with all axes manual: collectives of JAX have no rules for the
-Explicit ones. Knows no steps.
+Decides that such a block is moved part by part, with all axes manual: collectives of JAX have no rules for
+the Explicit ones. Knows no steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`reshard` and `redistribute` where JAX has changed the mesh around them: vmap, axis types, manual axes, keys."""
+"""Moves where JAX has changed the mesh around them (vmap, axis types, manual axes), and moves of keys."""
 
 from __future__ import annotations
 
