@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import Executable, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray
-from torch_bridge.mesh.failures import collective_error, is_loss
+from torch_bridge.mesh.failures import call_backend
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import DtypeError, Mesh, Plan, PlanError, Stage
 from xshard.layout.runs import Run
@@ -51,6 +51,7 @@ class TransferExecutable:
     after: Executable | None
 
     def __call__(self, block: Tensor) -> Tensor:
+        block = dense(block)
         carrier = CARRIERS.get(block.dtype)
         if carrier is not None:
             return self._moved(block.view(carrier)).view(block.dtype)
@@ -75,14 +76,10 @@ class TransferExecutable:
             if rank != me:
                 parts[rank] = block.new_empty(part.shape)
                 work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank, self.group))
-        try:
-            for pending in dist.batch_isend_irecv(work) if work else ():
-                pending.wait()
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
-            ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
-            raise collective_error(self.plan, "the messages between the meshes", ranks, error) from error
+        if work and not block.is_meta:  # else shapes alone are asked for
+            plan = self.plan
+            what = f"the messages between the meshes of '{plan.src} -> {plan.dst}'"
+            call_backend(what, sorted({*plan.src_devices, *plan.dst_devices}), _exchange, work)
         if self.whole is None:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
@@ -126,7 +123,8 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device)
     if transfer is None or not _sends(made):
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
-    _connect(tensor_device, group)
+    if tensor_device.type != "meta":
+        _connect(tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
     for box in transfer.messages:
@@ -176,6 +174,11 @@ def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
 def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Subarray:
     rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
     return subarray(shape, rows, tensor_device)
+
+
+def _exchange(work: list[dist.P2POp]) -> None:
+    for pending in dist.batch_isend_irecv(work):
+        pending.wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
