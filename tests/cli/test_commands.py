@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
-from xshard.cli.console import error_lines
 from xshard.cli.options import parse_bytes, parse_shape
 from xshard.plans.table import rows
 from xshard.runtimes import backends, registry
@@ -174,17 +173,6 @@ def test_the_caret_stands_under_what_is_wrong(arguments, marked, columns, monkey
     assert lines[caret - 1][span] == marked
     assert len(lines[caret - 1]) <= int(columns)
     assert "Traceback" not in told.stderr
-
-
-def test_a_long_line_gives_the_text_a_line_of_its_own():
-    error = xs.NotationError("something is wrong", text="n/a -> m", span=(7, 8), hint="as in n")
-    assert "".join(error_lines(error, 80)) == f"NotationError: {error}"
-    assert "".join(error_lines(error, 40)).splitlines() == [
-        "NotationError: something is wrong in",
-        "  n/a -> m",
-        "         ^",
-        "  as in n",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "unknown axis": (
         lambda: xt.redistribute(X, "b s/cq -> b s", MESH),
         "NotationError",
-        ("unknown mesh axis 'cq' in 'b s/cq -> b s'", "           ^^\n", "the mesh has: tp=4"),
+        ("unknown mesh axis 'cq' in\n    'b s/cq -> b s'\n         ^^\n", "the mesh has: tp=4"),
     ),
     "rank": (
         lambda: xt.redistribute(X, "n/tp -> n", MESH),
