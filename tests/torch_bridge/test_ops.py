@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "local shape": (
         lambda: xt.redistribute(X, "n/tp d -> n d", MESH, shape=(8, 5)),
         "ShapeError",
-        ("has shape (2, 4), not (2, 5) in 'n/tp d -> n d'", "under 'n/tp d'", "a (8, 5) array"),
+        ("has shape (2, 4), not (2, 5) in\n    'n/tp d -> n d'", "under 'n/tp d'", "a (8, 5) array"),
     ),
     "no such even block": (
         lambda: xt.redistribute(torch.ones(3), "n/zigzag(tp) -> n", MESH),
