@@ -220,7 +220,8 @@ def test_shapes_are_read():
 
 @pytest.mark.parametrize("package", ["rich", "typer"])
 def test_without_the_extra_the_script_says_what_to_install(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from xshard.cli.main import main; main()"
+    """Run as `python -m xshard`."""
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_module('xshard', None, '__main__')"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr == f"xshard: the command line needs {package}: pip install 'xshard[cli]'\n"
