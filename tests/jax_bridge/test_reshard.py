@@ -121,6 +121,21 @@ def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dty
     assert not re.findall(r"\b(?:f16|f32|f64)\[", compiled.as_text())
 
 
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+@in_jax
+def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
+    x = on("auto", "b", x=(X % 4).astype(dtype))
+    compiled = jax.jit(
+        lambda x: xj.reshard(xj.reshard(x, "n/b d -> n/cyclic(b) d"), "n/cyclic(b) d -> n d/b")
+    )
+    y = compiled(x)
+    assert y.dtype == dtype and np.array_equal(y, X % 4) and y.sharding.spec == P(None, "b")
+    sent = re.findall(r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text())
+    assert sent and set(sent) == {"u8"}
+    with pytest.raises(xs.DtypeError, match=f"dtype {dtype} cannot be reduced"):
+        xs.plan("n d | sum(b) -> n d", xs.Mesh(b=4), X.shape, dtype)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @in_jax
 def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
