@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import as_varying, bound_sizes, is_typed, is_vmapped, varying_axes
@@ -39,11 +39,34 @@ from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, Sides, check_block, sides, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
+NotLayout = PartitionSpec | NamedSharding  # what JAX's own functions take in its place
 
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:
-    """The names and sizes of a mesh's axes."""
-    return mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.shape))
+    """The names and sizes of a mesh's axes. Raises MeshError for what is no mesh."""
+    return mesh if isinstance(mesh, Mesh) else Mesh(dict(jax_mesh(mesh).shape))
+
+
+def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
+    """A mesh of JAX, as it is. Raises MeshError for anything else."""
+    if isinstance(mesh, JaxMesh | AbstractMesh):
+        return mesh
+    why = "has no devices" if isinstance(mesh, Mesh) else "is no mesh"
+    raise MeshError(f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing where JAX knows the mesh")
+
+
+def parse_call(x: Any, expression: Any) -> Sides:
+    """The sides of a call's expression. Raises as `sides` does, and for arguments in each other's place."""
+    if isinstance(x, str | Layout | Plan):
+        raise NotationError("an expression in place of the array", hint="the array comes first")
+    given = expression if isinstance(expression, tuple) else (expression,)
+    specs = [one for one in given if isinstance(one, NotLayout)]
+    if specs and not isinstance(expression, Sides):
+        raise NotationError(
+            f"a {type(specs[0]).__name__} in place of a layout",
+            hint="write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout",
+        )
+    return sides(expression)
 
 
 def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
@@ -53,9 +76,20 @@ def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
 
 
 def as_array(x: Any, text: str) -> jax.Array:
-    """A block or array, maybe of numpy, as one of JAX. Raises DtypeError if JAX would narrow its dtype."""
+    """A block or array, maybe of numpy, as one of JAX.
+
+    Raises DtypeError if JAX would narrow its dtype, and for what JAX can make no array of.
+    """
     if isinstance(x, jax.Array):
         return x
+    try:
+        return _as_array(x, text)
+    except (TypeError, ValueError):
+        what = f"of {x.dtype}" if isinstance(x, np.ndarray) else f"in a {type(x).__name__}"
+        raise DtypeError(f"JAX sees no numbers {what}", text=text, hint="pass an array") from None
+
+
+def _as_array(x: Any, text: str) -> jax.Array:
     dtype = np.result_type(x) if isinstance(x, np.ndarray | np.generic) else None
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise DtypeError(

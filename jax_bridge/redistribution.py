@@ -15,10 +15,10 @@ import jax
 from jax_bridge.autodiff.function import MODES, apply
 from jax_bridge.keys import are_keys, as_words
 from jax_bridge.lower.row_tables import valid
-from jax_bridge.planning import AnyMesh, as_array, plan_here, sharding_here, with_entry_type
+from jax_bridge.planning import AnyMesh, as_array, parse_call, plan_here, sharding_here, with_entry_type
 from jax_bridge.replicas import apply_checked
 from xshard import Layout, Plan, Profile, XshardError
-from xshard.plans.expression import Expression, sides
+from xshard.plans.expression import Expression
 from xshard.replicas import are_checked
 
 Derivatives = Literal["linear", "custom_vjp"]
@@ -55,7 +55,7 @@ def redistribute(
     """
     if ad not in MODES:
         raise XshardError(f"no derivatives ad={ad!r}", hint=f"there are: {', '.join(MODES)}")
-    parsed = sides(expression)
+    parsed = parse_call(x, expression)
     x, text = as_array(x, parsed.text), parsed.text
     if are_keys(x) and not isinstance(expression, Plan):
         words, wider, keys_of = as_words(x, parsed)

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.keys import are_keys, as_words
-from jax_bridge.planning import as_array, xshard_mesh
+from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call, xshard_mesh
 from jax_bridge.versions import unreduced_kind, with_sharding
 from xshard import Layout, MeshError, Plan, Profile, ShapeError, XshardError
-from xshard.plans.expression import Expression, Sides, sides
+from xshard.plans.expression import Expression, Sides
 
 
 def reshard(
@@ -60,10 +60,10 @@ def reshard(
     expressions = _expressions(expression, arrays, len(given))
     if not given:
         return arrays
-    parsed = tuple(map(sides, expressions))
+    parsed = tuple(map(parse_call, given, expressions))
     entries = [_entry(x, e, p) for x, e, p in zip(given, expressions, parsed, strict=True)]
     leaves, moves = [entry.x for entry in entries], tuple(entry.move for entry in entries)
-    mesh = _mesh_of(leaves, [p.text for p in parsed]) if mesh is None else mesh
+    mesh = _mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     here = _mesh_here(mesh, parsed[0].text)
     program = make_program(moves, here, shapes, dtypes, donate, profile)
@@ -118,8 +118,11 @@ def _expressions(expression: Any, arrays: Any, n: int) -> tuple[Expression, ...]
 def _is_expression(value: Any) -> bool:
     """True for a pair of layouts; False for a pair of expressions, which is a pytree."""
     if isinstance(value, tuple) and len(value) == 2:
-        return all(isinstance(side, Layout) or (isinstance(side, str) and "->" not in side) for side in value)
-    return isinstance(value, str | Plan)
+        return all(
+            isinstance(side, Layout | NotLayout) or (isinstance(side, str) and "->" not in side)
+            for side in value
+        )
+    return isinstance(value, str | Plan | NotLayout)
 
 
 def _check(x: jax.Array, parsed: Sides, spec: PartitionSpec, mesh: Mesh, donate: bool) -> None:

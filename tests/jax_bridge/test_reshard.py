@@ -210,6 +210,44 @@ def test_errors() -> None:
         xj.reshard(x, "n/c d -> n d")
 
 
+@in_jax
+def test_arguments_of_another_kind_or_in_another_place() -> None:
+    """Errors of ours, whose hints lead out, instead of those of what happens to fail first."""
+    x, move = on("auto", "a", "b"), "n/a d/b -> n d/b"
+    wrong = [
+        (
+            lambda: xj.reshard(x, move, xs.Mesh(a=2, b=4)),
+            xs.MeshError,
+            "has no devices\n.* jax.sharding.Mesh",
+        ),
+        (lambda: xj.reshard(x, move, "a=2,b=4"), xs.MeshError, "'a=2,b=4' is no mesh"),
+        (lambda: xj.to_named_sharding("n/a d", xs.Mesh(a=2)), xs.MeshError, "has no devices"),
+        (lambda: xj.to_named_sharding("n/q d", mesh()), xs.NotationError, "unknown mesh axis 'q'"),
+        (lambda: xj.positions("n/a d", (4, 2), 0, "a"), xs.MeshError, "'a' is no mesh"),
+        (
+            lambda: xj.reshard(x, P("a"), mesh()),
+            xs.NotationError,
+            "in place of a layout\n.*from_partition_spec",
+        ),
+        (lambda: xj.reshard(x, (P("a"), P())), xs.NotationError, "in place of a layout"),
+        (lambda: xj.reshard(x, x.sharding), xs.NotationError, "a NamedSharding in place of a layout"),
+        (lambda: xj.reshard(move, x), xs.NotationError, "an expression in place of the array"),
+        (lambda: xj.reshard(np.array(["a"]), "n -> n", mesh()), xs.DtypeError, "no numbers of <U1"),
+        (lambda: xj.redistribute(move, x), xs.NotationError, "an expression in place of the array"),
+        (lambda: xj.redistribute({"w": x}, move), xs.DtypeError, "no numbers in a dict"),
+        (lambda: xj.redistribute(x, P("a")), xs.NotationError, "in place of a layout"),
+        (lambda: xj.redistribute(x, move, (2, 4)), xs.MeshError, r"\(2, 4\) is no mesh"),
+        (lambda: xj.from_partition_spec(x.sharding, 2), xs.NotationError, "is no PartitionSpec\n.*its .spec"),
+        (lambda: xj.from_partition_spec(("a", None), 2), xs.NotationError, "a tuple is no PartitionSpec"),
+        (lambda: xj.from_partition_spec(P("a"), 2, ["n"]), xs.ShapeError, "1 names for 2 dims"),
+    ]
+    for call, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            call()
+    gather = jax.pmap(lambda _: xj.all_gather([1.0, 2.0], 0, "a", grad="sum"), "a", devices=jax.devices()[:2])
+    assert gather(np.ones(2)).tolist() == [[1, 2, 1, 2]] * 2  # a list is an array to JAX
+
+
 @pytest.mark.parametrize(
     "text", ["d0/a d1", "d0 d1/(b,a)", "d0 d1", "d0/a d1/b", "d0/a d1 | sum(b)", "d0 d1 | sum(a) copy(b)"]
 )
