@@ -41,6 +41,7 @@ CARRIERS = {
     torch.uint16: torch.float16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
+    **{getattr(torch, name): torch.uint8 for name in ("float4_e2m1fn_x2", "int4", "uint4")},
 }
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import PackedCollective
-from torch_bridge.mesh.failures import CollectiveError
+from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import DtypeError, Plan, ShapeError, dtypes
 from xshard.plans.max_min import max_min_plans
@@ -34,14 +34,14 @@ class Casts(NamedTuple):
 
 
 def dense(block: Tensor) -> Tensor:
-    """A block with its elements as they are in memory. Raises ShapeError for sparse and nested tensors.
+    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
 
-    The block itself but for a view that conjugates or negates.
+    Raises ShapeError for a sparse tensor.
     """
-    if block.layout is not torch.strided or block.is_nested:
+    if block.layout is not torch.strided:
         raise ShapeError(
-            f"a block is nested or sparse ({block.layout}), not dense",
-            hint="x.to_dense(), or redistribute its parts; embedding(sparse=True) makes sparse gradients",
+            f"the block or gradient is sparse ({block.layout})",
+            hint="x.to_dense(); a gradient is dense with embedding(sparse=False)",
         )
     return block.resolve_conj().resolve_neg()
 
@@ -117,16 +117,10 @@ class Executable:
         return end
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
-        """Run `act(*args)`, a part of a move; a CollectiveError says in which step, another error notes it."""
-        try:
-            return act(*args)
-        except CollectiveError as error:
-            raise error.during(self._place(move)) from error.__cause__
-        except Exception as error:
-            error.add_note(f"in {self._place(move)}")
-            raise
+        """Run `act(*args)`, a part of a move; an error in it names the step."""
+        return during(lambda: self._place_of(move), act, *args)
 
-    def _place(self, move: Move) -> str:
+    def _place_of(self, move: Move) -> str:
         at, plan = self.moves.index(move), self.plan
         return f"step {at + 1} of {len(plan.steps)}, '{plan.steps[at]}', of '{plan.src} -> {plan.dst}'"
 

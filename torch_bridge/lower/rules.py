@@ -99,9 +99,11 @@ class Site(NamedTuple):
     def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
         """Rows of this process's block that hold a constant, in the dtype of what travels."""
         dtype = getattr(torch, self.dtype)
-        exact = value if dtype.is_floating_point or dtype.is_complex else int(value)
-        constant = torch.tensor(exact, dtype=dtype, device=self.tensor_device)
-        return Fill(dim, start, stop, constant.view(CARRIERS.get(dtype, dtype)))
+        constant = torch.zeros((), dtype=CARRIERS.get(dtype, dtype), device=self.tensor_device)
+        if value:  # torch writes nothing else in 4 bits, and only integers as integers
+            exact = value if dtype.is_floating_point or dtype.is_complex else int(value)
+            constant = torch.tensor(exact, dtype=dtype, device=self.tensor_device).view(constant.dtype)
+        return Fill(dim, start, stop, constant)
 
     def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
         """This process's rows of the dims that a step cuts or gathers."""

@@ -20,9 +20,16 @@ class CollectiveError(XshardError, RuntimeError):
     The backend's own error is its cause. Later communication in this world is unreliable.
     """
 
-    def during(self, what: str) -> CollectiveError:
-        """The same error, of something that is larger than the collective."""
-        return type(self)(_failed(what), hint=self.hint)
+
+def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
+    """Call a part of a plan. A CollectiveError then says in which `place`; another error has it as a note."""
+    try:
+        return act(*args)
+    except CollectiveError as error:
+        raise CollectiveError(_failed(place()), hint=error.hint) from error.__cause__
+    except Exception as error:
+        error.add_note(f"in {place()}")
+        raise
 
 
 def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
@@ -51,5 +58,5 @@ def _explained(ranks: Sequence[int], error: RuntimeError) -> str:
         f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waits},"
         " or made another call"
         + (f"\n  the backend says: {said[0]}" if said else "")
-        + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say which of them differ"
+        + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
     )

@@ -25,11 +25,11 @@ from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 class Group:
     """Processes that communicate: a process group, and the mesh device of each of its ranks.
 
-    process_group: None where nothing is sent, because tensors have no elements (`meta`).
+    process_group: a `ProcessGroup`; None where tensors are without data (`meta`), and nothing is sent.
     is_traced: whether a compiler records its collectives, which are then functions of tensors.
     """
 
-    process_group: dist.ProcessGroup | None
+    process_group: Any
     devices: tuple[int, ...]
     is_traced: bool = False
 
