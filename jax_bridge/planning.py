@@ -83,21 +83,17 @@ def as_array(x: Any, text: str) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     try:
-        return _as_array(x, text)
+        found = jnp.asarray(x)
     except (TypeError, ValueError):
         what = f"of {x.dtype}" if isinstance(x, np.ndarray) else f"in a {type(x).__name__}"
         raise DtypeError(f"JAX sees no numbers {what}", text=text, hint="pass an array") from None
-
-
-def _as_array(x: Any, text: str) -> jax.Array:
-    dtype = np.result_type(x) if isinstance(x, np.ndarray | np.generic) else None
-    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    if isinstance(x, np.ndarray | np.generic) and x.dtype != found.dtype:
         raise DtypeError(
-            f"the block is {dtype.name}, which JAX would make {jax.dtypes.canonicalize_dtype(dtype).name}",
+            f"the block is {x.dtype.name}, which JAX would make {found.dtype.name}",
             text=text,
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
-    return jnp.asarray(x)
+    return found
 
 
 def plan_here(

@@ -27,8 +27,9 @@ LOG = logging.getLogger("xshard.reshard")
 
 
 class Program(NamedTuple):
-    """A function of all arrays, as it is and jitted, and the shardings that it expects them to have."""
+    """A function of all arrays, as it is and jitted, its plans, and the shardings that it expects."""
 
+    plans: tuple[Plan, ...]
     sources: tuple[NamedSharding, ...]
     traced: Callable[..., tuple[jax.Array, ...]]
     run: Callable[..., tuple[jax.Array, ...]]
@@ -69,7 +70,7 @@ def make_program(
         # A mesh without devices comes from the context: the jit around this one knows the devices.
         out_shardings=None if isinstance(mesh, AbstractMesh) else targets,
     )
-    return Program(sources, run, jitted)
+    return Program(tuple(plans), sources, run, jitted)
 
 
 def _ends(plan: Plan, text: str, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:

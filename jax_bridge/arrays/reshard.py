@@ -3,6 +3,7 @@
 Decides what a layout means for a global array: JAX's array is the concatenation of the blocks in device
 order. For contiguous cuts that is the array itself. A dim in zigzag or cyclic order is in storage order:
 `s -> s/zigzag(cp)` permutes the rows to the order in which the devices store them, `s/zigzag(cp) -> s` back.
+Which arrays are in storage order is remembered (`order`).
 
 A global array has one gradient, so `copy` and `sum` need a mesh of Explicit axes, where JAX has reduced and
 unreduced arrays. A global array has no uneven blocks: dims that do not divide are refused.
@@ -18,6 +19,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
+from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.keys import are_keys, as_words
@@ -40,13 +42,14 @@ def reshard(
     arrays: one, or a pytree moved by one program. expression: `"layout -> layout"`, a pair of layouts, or a
     plan; for a pytree one for all, or a pytree prefix with one for each. mesh: by default the arrays' own.
     A committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
-    tracer on Auto axes, a numpy array) there. donate: results may reuse the arrays' memory, and the arrays
-    are deleted.
+    tracer on Auto axes, a numpy array) there. If the left layout has zigzag or another order, the array must
+    be known to be stored in it: it comes from here, or `stored_as` says so. Tracers are believed.
+    donate: results may reuse the arrays' memory, and the arrays are deleted.
     Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
     Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims
-    that do not divide and for an array with another sharding; XshardError for expressions that do not fit
-    the pytree.
+    that do not divide and for an array with another sharding or order; XshardError for expressions that do
+    not fit the pytree.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
     >>> x = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("cp")))
@@ -67,12 +70,14 @@ def reshard(
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     here = _mesh_here(mesh, parsed[0].text)
     program = make_program(moves, here, shapes, dtypes, donate, profile)
-    for x, p, source in zip(leaves, parsed, program.sources, strict=True):
+    checked = zip(leaves, given, parsed, program.plans, program.sources, strict=True)
+    for x, array, p, plan, source in checked:
         _check(x, p, source.spec, mesh, donate)
-    if here is not mesh:
-        leaves = [_brought(x, source) for x, source in zip(leaves, program.sources, strict=True)]
-    results = zip(_run(program, leaves, donate), entries, strict=True)
-    return jax.tree.unflatten(tree, [y if entry.back is None else entry.back(y) for y, entry in results])
+        check_order(array, plan.source, p.text)
+    leaves = [_brought(x, at, here is not mesh) for x, at in zip(leaves, program.sources, strict=True)]
+    moved = zip(_run(program, leaves, donate), entries, program.plans, strict=True)
+    results = ((y if entry.back is None else entry.back(y), plan) for y, entry, plan in moved)
+    return jax.tree.unflatten(tree, [remember(y, plan.target) for y, plan in results])
 
 
 class _Entry(NamedTuple):
@@ -202,13 +207,17 @@ def _mesh_here(mesh: Mesh, text: str) -> Mesh:
     return context
 
 
-def _brought(x: jax.Array, source: NamedSharding) -> jax.Array:
-    """The array with a type on the mesh of the context; nothing moves."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty or mesh == source.mesh:
+def _brought(x: jax.Array, source: NamedSharding, retyped: bool) -> jax.Array:
+    """The array with the type of its source. One on devices keeps its place, in the types of the axes here;
+    one that is nowhere yet is put on a mesh with Explicit axes as the source says."""
+    if isinstance(x, Tracer) or x.committed:
+        mesh = jax.typeof(x).sharding.mesh
+        if not retyped or mesh.empty or mesh == source.mesh:
+            return x
+    elif AxisType.Explicit not in source.mesh.axis_types:
         return x
-    explicit = with_sharding(jax.typeof(x), source).sharding
-    return jax.reshard(x, explicit)
+    spec = with_sharding(jax.typeof(x), source).sharding.spec  # of the Explicit axes alone
+    return jax.reshard(x, NamedSharding(source.mesh, spec))
 
 
 def _own_mesh(x: jax.Array) -> Mesh | None:

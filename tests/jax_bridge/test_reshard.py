@@ -76,6 +76,35 @@ def test_storage_order() -> None:
 
 
 @in_jax
+def test_the_order_of_rows_is_remembered() -> None:
+    """What JAX computed, or nobody ordered, is contiguous unless the user says otherwise."""
+    contiguous, back = on("auto", "b"), "n/zigzag(b) d -> n d/b"
+    for unknown in (contiguous, X, xj.reshard(contiguous, "n/b d -> n/b d")):
+        with pytest.raises(xs.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'") as caught:
+            xj.reshard(unknown, back, mesh())
+        assert "stored_as(array, 'n/zigzag(b) d')" in str(caught.value)
+    ordered = xj.reshard(contiguous, "n/b d -> n/zigzag(b) d")
+    for wrong in ("n/b d -> n d/b", "n/cyclic(b) d -> n d/b"):
+        with pytest.raises(xs.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"):
+            xj.reshard(ordered, wrong)
+    doubled = ordered * 2
+    with pytest.raises(xs.ShapeError, match="nothing says"):
+        xj.reshard(doubled, back)
+    assert np.array_equal(xj.reshard(xj.stored_as(doubled, "n/zigzag(b) d"), back), 2 * X)
+    assert np.array_equal(xj.reshard(xj.stored_as(ordered, "n/b d"), "n/b d -> n d/b"), ordered)
+    assert np.array_equal(
+        jax.jit(lambda x: xj.reshard(x, back))(xj.stored_as(doubled, "n/zigzag(b) d")), 2 * X
+    )
+    one = jax.make_mesh((1,), ("b",), devices=jax.devices()[:1])  # where zigzag changes nothing
+    assert np.array_equal(xj.reshard(X, back, one), X)
+    with pytest.raises(xs.MeshError, match="the array has no mesh"):
+        xj.stored_as(jnp.ones(4), "n/zigzag(b)")
+    keys = jax.random.split(jax.random.key(0), 8)
+    moved = xj.reshard(xj.reshard(keys, "n -> n/cyclic(b)", mesh()), "n/cyclic(b) -> n")
+    assert (moved == keys).all()
+
+
+@in_jax
 def test_compiled_once() -> None:
     x, compiled = on("auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
