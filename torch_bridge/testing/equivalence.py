@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,15 @@ class RankAnswer(NamedTuple):
     tree: Tree = None
 
 
+def preload(modules: Sequence[str], _timeout_s: float) -> None:
+    """Import modules here, so that ranks are forked with them. Raises FunctionError."""
+    for name in modules:
+        try:
+            import_module(name)
+        except Exception as error:
+            raise FunctionError(f"preload: {name!r} cannot be imported", hint=repr(error)) from None
+
+
 def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
     """The results of a packed function on `n` ranks, by rank. Raises FunctionError."""
     try:
@@ -43,6 +53,8 @@ def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
 
 def answer(question: Question, timeout_s: float) -> Answer:
     """The function on as many ranks as its mesh has devices. Raises FunctionError, StructureError."""
+    if question.update is not None:
+        preload(["torch._dynamo"], timeout_s)  # every optimiser imports it: 0.6 s in each rank
     try:
         parts = run_ranks(question.mesh.n_devices, _answer, question, timeout_s=timeout_s)
     except RankError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from xshard import reference
@@ -16,6 +17,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.plans.expression import whole_shape
 from xshard.runtimes.backends import jax_process, torch_process
 from xshard.steps.base import Block
+from xshard.testing.answers import remembered
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
 from xshard.testing.question import Answer, Devices, Question, Result, Update
@@ -53,6 +55,7 @@ class Asked:
     updates: dict[str, Update]
     typed: bool
     timeout_s: float
+    preload: tuple[str, ...]
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """Results of a function on one device: of whole arrays, or of blocks on a mesh of ones."""
@@ -116,7 +119,10 @@ class Asked:
             wide,
             self.typed,
         )
-        process = torch_process() if runtime == "torch" else jax_process()
+        return remembered(runtime, question, partial(self._run, runtime, question))
+
+    def _run(self, runtime: Side, question: Question) -> Answer:
+        process = torch_process(self.preload) if runtime == "torch" else jax_process()
         answer: Answer = process.ask(
             f"{runtime}_bridge.testing.equivalence.answer", question, timeout_s=self.timeout_s
         )
