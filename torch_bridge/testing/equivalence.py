@@ -18,6 +18,8 @@ from torch import Tensor
 
 from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.launch import RankError, run_ranks
+from xshard import replicas
+from xshard.replicas import ReplicaError
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
 from xshard.testing.question import Answer, Question, Update, called, draw, named_outputs
@@ -70,6 +72,23 @@ def answer(question: Question, timeout_s: float) -> Answer:
         _by_device([part.cotangents for part in parts]),
         parts[0].tree,
     )
+
+
+def replica_fault(question: Question, timeout_s: float) -> str | None:
+    """The text of the ReplicaError of such a run, as `check_replicated=True` raises it, or None."""
+    try:
+        return run_ranks(question.mesh.n_devices, _replica_fault, question, timeout_s=timeout_s)[0]
+    except RankError as error:
+        raise FunctionError(error.reason, hint=error.hint) from None
+
+
+def _replica_fault(question: Question) -> str | None:
+    replicas.ALWAYS = True  # in this rank, which ends with its answer
+    try:
+        _answer(question)
+    except ReplicaError as error:
+        return str(error)
+    return None
 
 
 def _call(packed: bytes) -> Any:

@@ -16,6 +16,7 @@ from xshard.testing.problem import Meshes, problem
 from xshard.testing.report import EquivalenceError
 from xshard.testing.runs import Asked, Function, Side, updates_of
 from xshard.testing.trees import Tree
+from xshard.testing.trials import explained
 
 
 def assert_equivalent(
@@ -82,4 +83,4 @@ def assert_equivalent(
         runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
     found, compared = mismatches(given, truth, runs, tol)
     if found:
-        raise EquivalenceError(found, compared)
+        raise EquivalenceError(list(explained(found, asked, truth, tol)), compared)
