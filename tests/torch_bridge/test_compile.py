@@ -244,7 +244,7 @@ def _refused() -> list[str]:
 
 def test_what_torch_cannot_do_is_refused() -> None:
     """In all of these torch itself says nothing, or something else."""
-    parts = ["unknown mesh axis 'q' in 'n/q d -> n d'", "whose expression is text"]
+    parts = ["unknown mesh axis 'q' in\n    'n/q d -> n d'", "whose expression is text"]
     parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
     for found in on_ranks(2, _refused):
         for part, text in zip(parts, found, strict=True):

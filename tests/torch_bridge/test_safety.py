@@ -65,8 +65,8 @@ def test_every_rank_says_what_one_does_otherwise() -> None:
     assert "ranks 0, 1, 3: 'n/a d -> n d', block (2, 4), of (8, 4)" in text
     assert "rank 2: 'n/a d -> n/zigzag(a) d', block (2, 4), of (8, 4)" in text
     for part in (
-        "unknown mesh axis 'b' in 'n/b d -> n d'",
-        "unknown mesh axis 'a' in 'n/a d -> n d'",
+        "unknown mesh axis 'b' in\n        'n/b d -> n d'",
+        "unknown mesh axis 'a' in\n        'n/a d -> n d'",
         "a tensor needs a mesh",
     ):
         text = next(texts)
@@ -162,7 +162,7 @@ def test_dtensors_that_are_placed_otherwise() -> None:
     (kind, text), *others = on_ranks(4, _placed_otherwise)
     assert all(said == (kind, text) for said in others)
     assert kind == "DesyncError" and "rank 1 cannot do what the others can" in text
-    assert "NotationError: the DTensor is placed as 'n d' in 'n/a d -> n d'" in text
+    assert "NotationError: the DTensor is placed as 'n d' in\n        'n/a d -> n d'" in text
 
 
 def _between_two_meshes() -> list[tuple[str, str]]:

@@ -263,7 +263,7 @@ def test_wrong_input():
         ),
         (
             "NotationError",
-            "unknown mesh axis 'c' in 'n -> n/c'\n" + " " * 48 + "^\n  the destination's mesh has: b=2",
+            "unknown mesh axis 'c' in\n    'n -> n/c'\n            ^\n  the destination's mesh has: b=2",
         ),
         (
             "MeshError",
