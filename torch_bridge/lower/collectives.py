@@ -30,6 +30,9 @@ _call_reduce_scatter = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
 
+# What torch can only see as other dtypes.
+FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4"))
+
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 CARRIERS = {
     torch.float8_e4m3fn: torch.uint8,
@@ -41,7 +44,7 @@ CARRIERS = {
     torch.uint16: torch.float16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
-    **{getattr(torch, name): torch.uint8 for name in ("float4_e2m1fn_x2", "int4", "uint4")},
+    **dict.fromkeys(FOUR_BITS, torch.uint8),
 }
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
