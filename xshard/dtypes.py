@@ -22,7 +22,9 @@ _EXTENDED = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,  # of torch: two numbers are one element
+    # Numbers of 4 bits fill a byte each, in numpy and on CPUs; two of torch's are one element.
+    "float4_e2m1fn": 1,
+    "float4_e2m1fn_x2": 1,
     "int4": 1,
     "uint4": 1,
 }
@@ -34,9 +36,10 @@ _PRECISION = {
     "float8_e4m3fnuz": 2**-3,
     "float8_e5m2fnuz": 2**-2,
     "float8_e8m0fnu": 1.0,
+    "float4_e2m1fn": 2**-1,
     "float4_e2m1fn_x2": 2**-1,
 }
-_FOUR_BITS = ("float4_e2m1fn_x2", "int4", "uint4")
+_FOUR_BITS = ("float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4")
 # No framework adds or negates these.
 _ONLY_MOVED = _EXTENDED.keys() - {"bfloat16"}
 
