@@ -33,16 +33,21 @@ class Casts(NamedTuple):
     backward: torch.dtype
 
 
-def dense(block: Tensor) -> Tensor:
-    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
-
-    Raises ShapeError for a sparse tensor.
-    """
+def check_dense(block: Tensor) -> None:
+    """Raise ShapeError for a sparse tensor."""
     if block.layout is not torch.strided:
         raise ShapeError(
             f"the block or gradient is sparse ({block.layout})",
             hint="x.to_dense(); a gradient is dense with embedding(sparse=False)",
         )
+
+
+def dense(block: Tensor) -> Tensor:
+    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
+
+    Raises ShapeError for a sparse tensor.
+    """
+    check_dense(block)
     return block.resolve_conj().resolve_neg()
 
 
