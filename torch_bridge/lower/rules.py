@@ -118,12 +118,18 @@ class Site(NamedTuple):
         return Packing(shape, tuple(self.subarray(shape, {dim: rows}) for rows in mine))
 
 
-@functools.lru_cache(maxsize=4096)
 def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
     """A plan -> its executable; all processes of the mesh call it, since groups may be made.
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
     """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return _lowered(plan, processes, tensor_device)
+    return lower_traced(plan, processes, tensor_device, {})  # fake tensors must not be kept
+
+
+@functools.lru_cache(maxsize=4096)
+def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
     again = functools.partial(lower, processes=processes, tensor_device=tensor_device)
     return Executable(plan, processes, tuple(_moves(plan, processes, tensor_device)), again)
 
