@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
 from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
@@ -40,7 +41,8 @@ def executable_for(
     comm_dtype: CommDtypeLike = None,
 ) -> Executable:
     """The executable of `redistribute` for a block, with its gradient planned where the block has one."""
-    executable = executable_of(
+    check_dense(x)
+    request = (
         expression,
         mesh,
         x.shape,
@@ -51,6 +53,13 @@ def executable_for(
         None if comm_dtype is None else comm_dtype_of(comm_dtype, x.dtype),
         dist.group.WORLD,
     )
+    if isinstance(x, FakeTensor):
+        with x.fake_mode:  # the tensors that an executable keeps are fake too: it is not cached
+            return _with_gradient(executable_of.__wrapped__(*request), x)
+    return _with_gradient(executable_of(*request), x)
+
+
+def _with_gradient(executable: Executable, x: Tensor) -> Executable:
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # errors come early, and all processes are here to make its groups
     return executable

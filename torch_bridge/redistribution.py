@@ -65,7 +65,8 @@ def redistribute(
     """This process's block under the left layout -> its block under the right one, differentiable.
 
     All processes of the mesh call it, with equal arguments except the values of `x`, and with
-    equal `requires_grad`. The result is a new tensor; `x` is left as it is.
+    equal `requires_grad`. The result is a new tensor, contiguous; `x` is left as it is. On `meta` it is the
+    shape and dtype alone, and nothing is sent.
 
     expression: `"layout -> layout"`, a pair of layouts, or a plan (`x` must have its dtype), which is run
     as it is. Axes that the layouts do not name are left alone: blocks may differ along them.

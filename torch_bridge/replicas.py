@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
-from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh
 from xshard import Sharding, dtypes
@@ -104,6 +104,8 @@ def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Comparison | Non
 
 def _comparable(block: Tensor) -> Tensor:
     """The block in a dtype that has a maximum; NaN, which no maximum finds, becomes infinity."""
+    if block.dtype in FOUR_BITS:
+        block = block.view(torch.uint8)
     if block.is_complex():
         block = torch.view_as_real(block.resolve_conj())
     if not block.is_floating_point():
@@ -123,6 +125,8 @@ class Expect(torch.autograd.Function):
     def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:
         if entering is not None:
             entering(block)
+        if block.dtype in FOUR_BITS:
+            return block.view(torch.uint8).clone().view(block.dtype)
         return block.clone()
 
     @staticmethod

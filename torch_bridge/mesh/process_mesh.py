@@ -25,12 +25,18 @@ from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 class Group:
     """Processes that communicate: a process group, and the mesh device of each of its ranks.
 
+    process_group: a `ProcessGroup`; None where tensors are without data (`meta`), and nothing is sent.
     is_traced: whether a compiler records its collectives, which are then functions of tensors.
     """
 
-    process_group: dist.ProcessGroup
+    process_group: Any
     devices: tuple[int, ...]
     is_traced: bool = False
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The global rank of each of its members, in their order."""
+        return dist.get_process_group_ranks(self.process_group)
 
     @cached_property
     def backends(self) -> str:
@@ -151,9 +157,9 @@ def callers(mesh: object) -> tuple[int, ...]:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise MeshError unless the processes can send tensors on such a device."""
+    """Raise MeshError unless the processes can send tensors on such a device; of `meta` nothing is sent."""
     backends = dist.get_backend_config()
-    if f"{device.type}:" not in backends:
+    if f"{device.type}:" not in backends and device.type != "meta":
         raise MeshError(
             f"the processes cannot send a block that is on '{device}'",
             hint=f"their backends are {backends}: move it, or initialise the process group for both",
