@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, local_block, move_of
 from torch_bridge.dtensor.placements import check_placed, layout_of_gradient, positional, to_placements
@@ -42,6 +43,7 @@ def redistribute_eagerly(
     check_replicated: bool | None,
 ) -> Tensor | PendingTensor:
     """`redistribute` outside of compilers."""
+    check_not_swapped()
     if debug or desync.ALWAYS:
         _compare_calls(x, expression, mesh, shape, profile, comm_dtype)
     if isinstance(x, DTensor):

@@ -156,7 +156,7 @@ NotationError: expected a name, found the end in 'n |'
 ---
 NotationError: unknown tag 'avg' in 'n | avg(a)'
                                          ^^^
-  tags are: sum, mean, max, min, copy
+  did you mean 'mean'? tags are: sum, mean, max, min, copy
 ---
 NotationError: expected '(', found the end in 'n | sum'
                                                       ^
@@ -192,7 +192,7 @@ NotationError: expected a whole number, found 'x' in 'h:halo(x,1)'
 ---
 NotationError: unknown boundary 'mirror' in 'h:halo(1,1,mirror)'
                                                         ^^^^^^
-  boundaries are: zero, constant, periodic, reflect, edge, none, pole
+  did you mean 'reflect'? boundaries are: zero, constant, periodic, reflect, edge, none, pole
 ---
 NotationError: a window needs its width k in 'h:window(s=2)'
                                                       ^
