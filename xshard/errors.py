@@ -48,6 +48,12 @@ def _rebuild(
     return kind(reason, text=text, span=span, hint=hint)
 
 
+def with_path(error: XshardError, path: str) -> XshardError:
+    """The same error, its reason after the place where it arose, as `layers.0: ...`; "" for no place."""
+    reason = f"{path}: {error.reason}" if path else error.reason
+    return type(error)(reason, text=error.text, span=error.span, hint=error.hint)
+
+
 class NotationError(XshardError):
     """Text of a layout or an expression that is malformed, or does not fit the mesh."""
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, check, local_block, move_of
 from torch_bridge.dtensor.placements import from_placements, positional, tag_of, to_placements
 from torch_bridge.mesh import desync
@@ -71,6 +72,7 @@ def redistribute_dtensor(
     >>> xt.run_ranks(2, turn)
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
+    check_not_swapped()
     mesh = device_mesh or dtensor.device_mesh
     reduced = tuple(Replicate() if _has_no_tag(p) else p for p in dtensor.placements)
     if reduced != tuple(dtensor.placements):

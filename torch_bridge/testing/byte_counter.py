@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
@@ -67,9 +68,9 @@ def _nbytes(tensors: Any) -> int:
 
 def _group(group: Any) -> ProcessGroup:
     """The process group that an operation of c10d, or a functional one, was given."""
-    if isinstance(group, ProcessGroup):
-        return group
-    return _resolve_process_group(group) if isinstance(group, str) else ProcessGroup.unbox(group)
+    if isinstance(group, torch.ScriptObject):
+        return ProcessGroup.unbox(group)
+    return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)
 
 
 def _larger(outputs: Any, inputs: Any, *_: Any) -> int:
