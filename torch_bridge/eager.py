@@ -43,8 +43,9 @@ def redistribute_eagerly(
     async_op: bool,
     debug: bool,
     check_replicated: bool | None,
+    name: str = "",
 ) -> Tensor | PendingTensor:
-    """`redistribute` outside of compilers."""
+    """`redistribute` outside of compilers. name: of the tensor, in errors about its replicas."""
     check_not_swapped()
     x = as_tensor(x)
     if debug or desync.ALWAYS:
@@ -55,10 +56,10 @@ def redistribute_eagerly(
         ends = sides(expression)
         move = dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
         run = functools.partial(RedistributeDTensor.apply, x, move)
-        return checked_dtensor(x, run, ends.text) if are_checked(check_replicated) else run()
+        return checked_dtensor(x, run, ends.text, name) if are_checked(check_replicated) else run()
     executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
     if are_checked(check_replicated):
-        y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text)
+        y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text, name)
     elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)
     else:

@@ -23,14 +23,13 @@ from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.dtensor.function import executables, local_block
 from torch_bridge.dtensor.placements import dtensor_of
-from torch_bridge.eager import compare_calls, dtensor_move
+from torch_bridge.eager import compare_calls, dtensor_move, redistribute_eagerly
 from torch_bridge.lower.buckets import BucketedExecutable
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.planning import executable_for
-from torch_bridge.redistribution import redistribute
 from xshard import PlanError, Profile, XshardError
 from xshard.errors import with_path
 from xshard.plans.expression import Expression, sides
@@ -103,8 +102,10 @@ def redistribute_many(
     if debug or desync.ALWAYS:
         _compare(tensors, expressions, shapes, mesh, **options)
     leaves, structure = _leaves(tensors, expressions, shapes), tree_flatten_with_path(tensors)[1]
-    together = {} if are_checked(check_replicated) else _joint(leaves, mesh, **options)
-    found: dict[str, Tensor] = {}
+    together = _joint(leaves, mesh, **options)
+    if are_checked(check_replicated):
+        together = {}
+    found: dict[str, Any] = {}
     for differentiated in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
         some = {name: part for name, part in together.items() if _records(part.block) == differentiated}
@@ -114,15 +115,9 @@ def redistribute_many(
             found |= {name: some[name].finish(y) for name, y in zip(some, results, strict=True)}
     for leaf in leaves:
         if leaf.name not in found:
+            call = leaf.x, leaf.expression, _mesh_of(leaf, mesh), leaf.shape, profile, comm_dtype
             with _named(leaf):
-                found[leaf.name] = redistribute(
-                    leaf.x,
-                    leaf.expression,
-                    _mesh_of(leaf, mesh),
-                    shape=leaf.shape,
-                    check_replicated=check_replicated,
-                    **options,
-                )
+                found[leaf.name] = redistribute_eagerly(*call, False, False, check_replicated, leaf.name)
     return tree_unflatten([found[leaf.name] for leaf in leaves], structure)
 
 
@@ -184,6 +179,8 @@ def _named(leaf: Leaf) -> Iterator[None]:
     try:
         yield
     except XshardError as error:
+        if error.reason.startswith(leaf.name):
+            raise
         raise with_path(error, leaf.name) from error.__cause__
 
 

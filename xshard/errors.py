@@ -6,6 +6,8 @@ part at fault, and a way to put it right. Knows nothing of layouts or plans.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 Span = tuple[int, int]
 
 
@@ -48,7 +50,10 @@ def _rebuild(
     return kind(reason, text=text, span=span, hint=hint)
 
 
-def with_path(error: XshardError, path: str) -> XshardError:
+_E = TypeVar("_E", bound="XshardError")
+
+
+def with_path(error: _E, path: str) -> _E:
     """The same error, its reason after the place where it arose, as `layers.0: ...`; "" for no place."""
     reason = f"{path}: {error.reason}" if path else error.reason
     return type(error)(reason, text=error.text, span=error.span, hint=error.hint)
