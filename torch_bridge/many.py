@@ -154,15 +154,14 @@ def _prepared(
         return Joint(x, executable, lambda y: y) if executable.is_linear else None
     move = dtensor_move(x, sides(leaf.expression), None, leaf.shape, profile, comm_dtype)
     block = local_block(x)
-    first, *others = executables(move, tuple(x.shape), tuple(block.shape), block.device)
-    if others or not isinstance(first, Executable) or not first.is_linear or _records(x):
+    legs = executables(move, tuple(x.shape), tuple(block.shape), block.device)
+    if _records(x) or len(legs) != 1 or not isinstance(legs[0], Executable) or not legs[0].is_linear:
         return None
-    placements = move.dst.placements
-    return Joint(
-        block,
-        first.casting(x.dtype, move.op_dtype),
-        lambda y: dtensor_of(y, x.device_mesh, placements, x.shape),
-    )
+
+    def finish(y: Tensor) -> Tensor:
+        return dtensor_of(y, x.device_mesh, move.dst.placements, x.shape)
+
+    return Joint(block, legs[0].casting(x.dtype, move.op_dtype), finish)
 
 
 def _records(x: Tensor) -> bool:

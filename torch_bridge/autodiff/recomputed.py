@@ -16,8 +16,8 @@ from torch import Tensor
 from xshard import XshardError
 
 _HINT = (
-    "the backward pass computes again with the module's own parameters, and gradients go past what made the "
-    "swapped ones: use_reentrant=False"
+    "its second pass, within the backward pass, has the module's own parameters: gradients would be wrong; "
+    "pass use_reentrant=False"
 )
 
 
