@@ -69,13 +69,22 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 
 
 def tag(kind: str, axis: Axes) -> str:
-    """A tag as text, with the bar before it."""
+    """A tag as text, with the bar before it. Raises XshardError for what is no text."""
+    if not isinstance(kind, str):
+        raise XshardError(
+            f"the operation {shown(kind)} is no text", hint='it is "sum", "mean", "max" or "min"'
+        )
     return f" | {kind}({_axis_names(axis)})"
 
 
 def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
     rows = whole_number(width)
-    return (whole_numbers(width) or ()) if rows is None else rows
+    if rows is not None:
+        return rows
+    widths = whole_numbers(width)
+    if not widths:
+        raise ShapeError(f"{shown(width)} is no number of rows", hint="one number, or one per part")
+    return widths
 
 
 def _axis_names(axis: Axes) -> str:

@@ -21,7 +21,8 @@ from torch_bridge.dtensor.placements import from_placements, positional, tag_of,
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes
-from xshard import Layout, PlanError, Profile, ShapeError
+from xshard import Layout, PlanError, Profile, ShapeError, XshardError
+from xshard.arguments import shown
 from xshard.layout.layout import NONLINEAR
 
 
@@ -73,6 +74,10 @@ def redistribute_dtensor(
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
     check_not_swapped()
+    if not isinstance(dtensor, DTensor):
+        raise XshardError(
+            f"{shown(dtensor)} is no DTensor", hint="redistribute(x, expression, mesh) moves tensors"
+        )
     mesh = device_mesh or dtensor.device_mesh
     reduced = tuple(Replicate() if _has_no_tag(p) else p for p in dtensor.placements)
     if reduced != tuple(dtensor.placements):

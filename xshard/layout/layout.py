@@ -167,6 +167,7 @@ class Layout:
         >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
         [2, 3, 4, 5, -1]
         """
+        shape = lengths_of(shape)
         at = self.resolved(len(shape)).dim_index(dim)
         return row_numbers(self._held(mesh, shape, device)[at])
 
