@@ -107,7 +107,7 @@ class ProcessMesh:
         return tuple(sorted(axes, key=self.mesh.position))
 
 
-MeshLike = DeviceMesh | Mesh | ProcessMesh
+MeshLike = Mesh | DeviceMesh | ProcessMesh
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
