@@ -117,6 +117,24 @@ class Recomputed(nn.Module):
         return self.checkpoint(lambda x, by: torch.sin(self.second(x * by) + x), y, by=2)
 
 
+class Forgetful(nn.Module):
+    """Right on blocks of rows, but with a checkpoint that computes again without the copied parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        by = lambda x: x * self.weight  # noqa: E731
+        return (torch.utils.checkpoint.checkpoint(by, x, use_reentrant=True) + 1,)
+
+
+def _forgets() -> tuple[str, str]:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), Forgetful())
+    parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w", converters={Forgetful: lambda m: m})
+    return error_of(lambda: parallel(torch.ones(1, 2, 4, 6)))
+
+
 def _checkpoints() -> tuple[str, str]:
     torch.manual_seed(0)
     model = Recomputed(xt.nn.checkpoint).double()
@@ -127,6 +145,7 @@ def _checkpoints() -> tuple[str, str]:
     )
     parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w")
     y = parallel(torch.ones(1, 2, 4, 6, dtype=torch.float64, requires_grad=True))
+    assert _forgets()[1].startswith("1: a reentrant checkpoint inside a converted module")
     return error_of(lambda: y.sum().backward())
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import xshard as xs
 from tests import oracle
@@ -163,6 +164,24 @@ def through_device_meshes():
     assert torch.equal(back, x)
     same = redistribute_between(x, "n/dp d/tp -> n/x d", src_mesh, xs.Mesh(x=4), shape=shape)
     assert torch.equal(same, whole[rank : rank + 1])
+    # A DTensor brings its mesh and its shape; what arrives is a block.
+    cut = DTensor.from_local(x, src_mesh, [Shard(0), Shard(1)])
+    y = redistribute_between(cut, expression, dst_mesh=dst_mesh, debug=True)
+    assert y is None if rank in (0, 2) else type(y) is torch.Tensor and torch.equal(y, dst[rank // 2])
+    leaf = None if y is None else DTensor.from_local(y, dst_mesh, [Shard(1)]).requires_grad_()
+    ends = {"src_mesh": dst_mesh, "dst_mesh": src_mesh, "shape": shape, "dtype": torch.float32}
+    back = redistribute_between(leaf, "n d/ep -> n/dp d/tp", **ends, requires_grad=True)
+    assert torch.equal(back.detach(), x)
+    (back**2).sum().backward()
+    assert leaf is None or torch.equal(leaf.grad.to_local(), 2 * y)
+    for error, wrong in (
+        ("MeshError", lambda: redistribute_between(cut, expression, dst_mesh, src_mesh)),
+        ("ShapeError", lambda: redistribute_between(cut, expression, dst_mesh=dst_mesh, shape=(4, 7))),
+        ("NotationError", lambda: redistribute_between(cut, "n/tp d/dp -> n d", dst_mesh=dst_mesh)),
+        ("XshardError", lambda: redistribute_between([x], expression, src_mesh, dst_mesh)),
+    ):
+        kind, told = error_of(wrong)
+        assert kind == error and ("the DTensor" in told or "not a tensor" in told), told
     return still_connected()
 
 

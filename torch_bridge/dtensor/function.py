@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.between import plan_between
 from torch_bridge.dtensor.placements import dtensor_of, from_placements, with_sums
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
 from torch_bridge.mesh.process_mesh import ProcessMesh, callers, dtensor_axes, dtensor_mesh
-from torch_bridge.planning import executable_of
+from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, MeshError, Profile, ShapeError, Sharding, dtypes
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags

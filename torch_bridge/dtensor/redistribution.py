@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, check, local_block, move_of
 from torch_bridge.dtensor.placements import from_placements, positional, tag_of, to_placements
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes
-from xshard import Layout, PlanError, Profile, ShapeError
+from xshard import Layout, PlanError, Profile, ShapeError, XshardError
+from xshard.arguments import shown
 from xshard.layout.layout import NONLINEAR
 
 
@@ -71,6 +73,11 @@ def redistribute_dtensor(
     >>> xt.run_ranks(2, turn)
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
+    check_not_swapped()
+    if not isinstance(dtensor, DTensor):
+        raise XshardError(
+            f"{shown(dtensor)} is no DTensor", hint="redistribute(x, expression, mesh) moves tensors"
+        )
     mesh = device_mesh or dtensor.device_mesh
     reduced = tuple(Replicate() if _has_no_tag(p) else p for p in dtensor.placements)
     if reduced != tuple(dtensor.placements):

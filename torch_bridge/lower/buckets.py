@@ -61,7 +61,9 @@ class BucketedExecutable:
         found: dict[Any, list[list[int]]] = {}
         filled: dict[Any, int] = {}
         for i, executable in enumerate(self.executables):
-            collectives = tuple(m.collective for m in executable.moves if isinstance(m, PackedCollective))
+            packed = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]
+            # Not the groups: meshes with more axes have others of the same processes.
+            collectives = tuple((each.kind, each.op, each.group.process_group) for each in packed)
             # An executable that sends nothing has a bucket of its own.
             key = (collectives, executable.dtypes[1]) if collectives else i
             nbytes = executable.plan.source.max_local_size * executable.plan.itemsize

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.process_groups import group_of
 from xshard import Mesh, MeshError
+from xshard.arguments import shown
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 
 
@@ -112,7 +113,7 @@ class ProcessMesh:
         return tuple(sorted(axes, key=self.mesh.position))
 
 
-MeshLike = DeviceMesh | Mesh | ProcessMesh
+MeshLike = Mesh | DeviceMesh | ProcessMesh
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
@@ -173,7 +174,8 @@ def mesh_of(mesh: MeshLike) -> Mesh:
     if isinstance(mesh, ProcessMesh):
         return mesh.mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"{mesh!r} is no mesh", hint="it is a torch DeviceMesh or an xshard.Mesh")
+        hint = "the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it"
+        raise MeshError(f"{shown(mesh)} is no mesh", hint=hint)
     if mesh.mesh_dim_names is None:
         raise MeshError(
             f"{mesh!r} has no names for its dims",

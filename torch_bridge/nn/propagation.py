@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from torch_bridge.nn.layer import with_path
 from torch_bridge.nn.placed import recorded
 from torch_bridge.nn.propagation_rules import Function, of_whole, rule_of, tensors_in
 from xshard import XshardError
+from xshard.errors import with_path
 
 # Functions that read properties of a tensor and return no tensor.
 _READING = frozenset((

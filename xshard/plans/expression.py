@@ -6,8 +6,9 @@ Decides what counts as an expression, and which part of its text an error marks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from xshard.arguments import shown
 from xshard.errors import NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.block_rows import length_of_equal_blocks
@@ -28,6 +29,20 @@ LayoutPair = str | tuple[Layout | str, Layout | str] | Sides  # "layout -> layou
 Expression = LayoutPair | Plan
 
 
+def as_expression(expression: Any) -> Any:
+    """An expression as a key of caches: a list of both sides becomes a pair.
+
+    Raises NotationError for what is no expression.
+    """
+    if isinstance(expression, str | Plan | Sides):
+        return expression
+    if isinstance(expression, list | tuple) and len(expression) == 2:
+        return tuple(map(Layout.parse, expression))
+    raise NotationError(
+        f"{shown(expression)} is no expression", hint='"layout -> layout", a pair of layouts, or a plan'
+    )
+
+
 def sides(expression: Expression) -> Sides:
     """Parse an expression; a parsed one is returned as it is.
 
@@ -43,7 +58,7 @@ def sides(expression: Expression) -> Sides:
             why = f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}"
             raise PlanError(why, hint="torch_bridge.redistribute_between runs it")
         expression = expression.src, expression.dst
-    src, dst = (Layout.parse(side) for side in expression)
+    src, dst = as_expression(expression)
     if src.names != dst.names:
         raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
     return Sides(src, dst, f"{src} -> {dst}")
