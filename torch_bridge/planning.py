@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, check_world, process_mesh
 from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import Expression, check_block, sides, whole_shape
@@ -40,6 +40,7 @@ def executable_for(
     comm_dtype: CommDtypeLike = None,
 ) -> Executable:
     """The executable of `redistribute` for a block, with its gradient planned where the block has one."""
+    check_world()
     executable = executable_of(
         expression,
         mesh,

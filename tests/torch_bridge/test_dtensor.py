@@ -63,9 +63,11 @@ def test_groups_and_orders_that_are_plain_when_even() -> None:
 def test_what_a_dtensor_cannot_hold() -> None:
     kind, text = error_of(lambda: xt.to_placements("b s/zigzag(a)", AXES, (2, 8)))
     assert kind == "PlanError" and "a DTensor cannot hold 's/zigzag(a)' in 'b s/zigzag(a)'" in text
+    kind, text = error_of(lambda: xt.to_placements("b s/zigzag(a)", AXES))
+    assert kind == "PlanError" and "shape=" not in text, "a shape does not help"
     kind, text = error_of(lambda: xt.to_placements("n/(a,b)", AXES))
     assert kind == "PlanError" and "pass shape=" in text
-    kind, text = error_of(lambda: xt.to_placements("n/(a,b)", AXES, (7,)))
+    kind, text = error_of(lambda: xt.to_placements("n/(a,b)", AXES, (5,)))
     assert kind == "PlanError" and "pass shape=" not in text
     kind, text = error_of(lambda: xt.to_placements("n/c/b/a", AXES, (7,)))
     assert kind == "PlanError" and "mesh order" in text
