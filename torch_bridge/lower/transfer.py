@@ -10,7 +10,6 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
@@ -91,7 +91,7 @@ class TransferExecutable:
     def is_linear(self) -> bool:
         return self.plan.src.is_linear
 
-    @cached_property
+    @computed_once
     def backward(self) -> TransferExecutable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         return cross(self.plan.backward, self.tensor_device, self.group)
