@@ -24,7 +24,7 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray
 from torch_bridge.mesh.failures import collective_error, is_loss
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
-from xshard import DtypeError, Mesh, Plan, PlanError, Stage
+from xshard import DtypeError, Mesh, MeshError, Plan, PlanError, Stage
 from xshard.layout.runs import Run
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps import Scale
@@ -113,7 +113,8 @@ class TransferExecutable:
 def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
 
-    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
+    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales, MeshError
+    for ranks that are threads.
     """
     rank, transfer = dist.get_rank(), made.transfer
     if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
@@ -126,6 +127,11 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device)
     if transfer is None or not _sends(made):
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
+    if "threaded" in dist.get_backend_config(group):
+        raise MeshError(
+            "ranks that are threads have no messages from one to another, which a move between meshes needs",
+            hint="run them as processes: torch_bridge.run_ranks, or torchrun",
+        )
     _connect(tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
