@@ -20,7 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, callers, check_device, mesh_of, process_mesh
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    ProcessMesh,
+    callers,
+    check_device,
+    check_world,
+    mesh_of,
+    process_mesh,
+)
 from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.arguments import lengths_of
 from xshard.layout.layout import check_axes
@@ -45,6 +53,7 @@ def executable_for(
     comm_dtype: CommDtypeLike = None,
 ) -> Executable:
     """The executable of `redistribute` for a block, with its gradient planned where the block has one."""
+    check_world()
     check_dense(x)
     request = (
         as_expression(expression),

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable, Move
 from torch_bridge.lower.packed_collective import PackedCollective, run_together
 
@@ -38,11 +39,11 @@ class BucketedExecutable:
     def is_linear(self) -> bool:
         return True
 
-    @cached_property
+    @computed_once
     def backward(self) -> BucketedExecutable:
         return self._of([executable.backward for executable in self.executables])
 
-    @cached_property
+    @computed_once
     def tangent(self) -> BucketedExecutable:
         return self._of([executable.tangent for executable in self.executables])
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
@@ -147,7 +148,7 @@ class Executable:
         """Whether `backward` and `tangent` are its derivatives; a max or min has `winners` instead."""
         return self.plan.src.is_linear
 
-    @cached_property
+    @computed_once
     def backward(self) -> Executable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
@@ -159,13 +160,13 @@ class Executable:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
         _ = self.backward if self.is_linear else self.winners
 
-    @cached_property
+    @computed_once
     def tangent(self) -> Executable:
         """The executable for tangents: the same, with zeros for constants beyond the ends of the array."""
         tangent = self.plan.tangent
         return self if tangent is self.plan else replace(self.lower(tangent), casts=self.casts)
 
-    @cached_property
+    @computed_once
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
         """Executables for the derivatives of a max or min: result, count, cotangent, tangent.
 
