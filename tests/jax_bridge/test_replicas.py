@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import jax
@@ -38,9 +39,17 @@ def gradient(expression: str, axis: str | None, **options):
 
 
 def raised(run, *arguments) -> str:
-    """The text of the error that JAX raises when the program runs."""
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.block_until_ready(run(*arguments))
+    """The text of the error that JAX raises when the program runs, and nobody tells beside it."""
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("jax").addHandler(handler)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            jax.block_until_ready(run(*arguments))
+    finally:
+        logging.getLogger("jax").removeHandler(handler)
+    assert str(caught.value).count("ReplicaError") == 1 and not told
     return str(caught.value)
 
 
