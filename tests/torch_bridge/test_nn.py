@@ -179,6 +179,8 @@ MORE: dict[str, Layer] = {
     "group norm, batch cut": (lambda: nn.GroupNorm(2, 4), (3, 4, 7, 9), "b/x c h/y w", GRID),
     "layer norm over cut dims": (lambda: nn.LayerNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
     "layer norm beside a cut dim": (lambda: nn.LayerNorm(9), (2, 7, 9), "b s/sp c", ROW),
+    "rms norm over cut dims": (lambda: nn.RMSNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
+    "instance norm": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 7), "b c h/sp", ROW),
     "batch norm": (lambda: nn.BatchNorm2d(4), (3, 4, 7, 9), "b/x c h/y w", GRID),
     "batch norm, cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), (2, 4, 7, 9), "b c h/y w/x", GRID),
     "batch norm, no statistics kept": (
