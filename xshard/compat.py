@@ -107,6 +107,22 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
     return text
 
 
+def part_of_whole(
+    shape: Sequence[int], dim: int, n: int, index: int, axis: Axes, *, uneven: bool
+) -> tuple[int, int]:
+    """The first row, and the number of rows, that device `index` of `n` keeps in credit's `shard_tensor`.
+
+    Raises as `shard_whole` does.
+
+    >>> part_of_whole((5, 4), 0, 2, 1, "domain", uneven=True)
+    (3, 2)
+    """
+    shard_whole(shape, dim, n, axis, uneven=uneven)
+    length, rows = shape[dim], -(-shape[dim] // n)
+    first = min(index * rows, length)
+    return first, min(rows, length - first)
+
+
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
     """ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order.
 

@@ -167,6 +167,38 @@ def test_what_works_row_by_row_is_followed() -> None:
     on_ranks(2, _rows)
 
 
+def _parts() -> None:
+    """Parts that are called one by one, also by checkpoints, on blocks of one size and of several."""
+    torch.manual_seed(0)
+    for layout, rows in (("b c h/sp w", 8), ("b c h/sizes(sp,3,6) w", 9)):
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), Gate(4), nn.Conv2d(4, 2, 3, 2, 1)
+        ).double()
+        x = torch.randn(1, 2, rows, 6, dtype=torch.float64)
+        y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
+        parallel = xt.nn.domain_parallel(model, PAIR, layout, shape=x.shape)
+
+        def one_by_one(block: Tensor, parallel: nn.Module = parallel) -> Tensor:
+            norm = xt.nn.checkpoint(parallel[1], parallel[0](block))
+            y = torch.utils.checkpoint.checkpoint(parallel[2], norm, use_reentrant=False)
+            return parallel[3](y.clone())  # a block of which nothing is known
+
+        for run in (one_by_one, parallel, lambda z, f=parallel: xt.nn.checkpoint(f, z)):
+            model.zero_grad()
+            block = scattered(x, layout, PAIR).requires_grad_()
+            mine = run(block)
+            cut = xt.nn.sharding_of(mine).layout
+            same(mine, scattered(y, cut, PAIR), "outputs")
+            (mine * scattered(weights_of(y), cut, PAIR)).sum().backward()
+            same(block.grad, scattered(of_x, layout, PAIR), "gradient of the input")
+            for (name, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
+                same(p.grad, wanted, f"gradient of {name}")
+
+
+def test_parts_of_a_model_are_called_by_themselves() -> None:
+    on_ranks(2, _parts)
+
+
 def _inference() -> None:
     """What is kept between calls serves a backward pass that comes later."""
     model = nn.Sequential(

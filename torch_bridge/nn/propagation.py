@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_bridge.nn.layer import with_path
 from torch_bridge.nn.placed import recorded
@@ -68,3 +68,8 @@ class Propagation(TorchFunctionMode):
                 return path
             frame = frame.f_back  # type: ignore[assignment]
         return ""
+
+
+def is_followed() -> bool:
+    """Whether records follow blocks now."""
+    return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
