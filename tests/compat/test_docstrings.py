@@ -16,7 +16,12 @@ SYSTEMS = ("credit", "ksuit", "nvsubquadratic", "poptorch")
 
 
 def test_examples_of_torch() -> None:
-    assert failed_examples([f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "credit_layers")]) == {}
+    assert (
+        failed_examples(
+            [f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "credit_layers", "spmd_types")]
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
