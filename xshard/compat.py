@@ -108,22 +108,6 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
     return text
 
 
-def part_of_whole(
-    shape: Sequence[int], dim: int, n: int, index: int, axis: Axes, *, uneven: bool
-) -> tuple[int, int]:
-    """The first row, and the number of rows, that device `index` of `n` keeps in credit's `shard_tensor`.
-
-    Raises as `shard_whole` does.
-
-    >>> part_of_whole((5, 4), 0, 2, 1, "domain", uneven=True)
-    (3, 2)
-    """
-    shard_whole(shape, dim, n, axis, uneven=uneven)
-    length, rows = shape[dim], -(-shape[dim] // n)
-    first = min(index * rows, length)
-    return first, min(rows, length - first)
-
-
 @lru_cache(maxsize=1024)
 def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Axes) -> str | None:
     """spmd_types' `redistribute` for a block of `shape` on `n` devices along `axis`; None if nothing changes.

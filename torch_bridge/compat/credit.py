@@ -172,10 +172,10 @@ def shard_tensor(
     found = cutting_manager(manager)
     if found is None:
         return x
-    first, rows = compat.part_of_whole(
-        tuple(x.shape), dim, found.domain_parallel_size, found.domain_rank, AXIS, uneven=uneven
-    )
-    return x.narrow(dim, first, rows).clone(memory_format=torch.contiguous_format)
+    n, length = found.domain_parallel_size, x.shape[dim]
+    compat.shard_whole(tuple(x.shape), dim, n, AXIS, uneven=uneven)  # raises for other lengths
+    first, last = (min(i * -(-length // n), length) for i in (found.domain_rank, found.domain_rank + 1))
+    return x.narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
 
 
 def gather_tensor(
@@ -296,6 +296,5 @@ def domain_of(manager: DomainParallelManager) -> ProcessMesh:
 
 @lru_cache(maxsize=256)
 def _neighbours(size: int, rank: int, world: dist.ProcessGroup) -> ProcessMesh:
-    """Cached by the world too: its groups end with it."""
     first = dist.get_rank() - rank
     return mesh_of_ranks(Mesh({AXIS: size}), range(first, first + size))

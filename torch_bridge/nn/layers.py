@@ -1,6 +1,7 @@
 """The layers: each equals the torch class of the same name, with the same parameters, on blocks.
 
 Decides how the options of torch's modules reach the functions that compute, and which have no exact form.
+Long because it is the table of all layers.
 """
 
 from __future__ import annotations
@@ -224,22 +225,21 @@ class RMSNorm(Layer, nn.RMSNorm):  # type: ignore[misc]  # torch names the input
     """`torch.nn.RMSNorm` of blocks; any dim may be cut, and `normalized_shape` is global."""
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        wide, shape = torch.promote_types(x.dtype, torch.float32), tuple(self.normalized_shape)
-        eps = torch.finfo(wide).eps if self.eps is None else self.eps
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        shape = tuple(self.normalized_shape)
         return norms.layer_norm(x, placement, shape, self.weight, None, eps, centred=False), placement
 
 
 class _InstanceNorm(Layer):
     def check(self) -> None:
         if self.track_running_stats:
-            raise XshardError("track_running_stats=True", hint="statistics of one sample at a time: False")
+            raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         self._check_input_dim(x)
         if x.ndim == self._get_no_batch_dim():
             raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
-        groups = placement.shape[1]
-        return norms.group_norm(x, placement, groups, self.weight, self.bias, self.eps), placement
+        return norms.group_norm(x, placement, x.shape[1], self.weight, self.bias, self.eps), placement
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
