@@ -152,10 +152,10 @@ class _Entrance:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        follows, begins = is_followed(), any(map(recorded, inputs))
+        follows, knows = is_followed(), any(map(recorded, inputs))
         # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
-        again = not is_model and not begins and torch._C._current_graph_task_id() != -1
-        if again or (follows and (begins or not is_model)):
+        again = not knows and torch._C._current_graph_task_id() != -1
+        if (follows and knows) or (not is_model and (follows or again)):
             self.running.append(None)
             return None
         blocks = [x for x in inputs if recorded(x) or self._is_cut(x)]

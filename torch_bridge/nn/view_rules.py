@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import gt
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -35,13 +37,15 @@ def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     placement = placement_of(x)
     if name == "__getitem__":
         index = rest[0] if isinstance(rest[0], tuple) else rest
-        if any(isinstance(part, Tensor | list | bool) for part in index):
+        if any(isinstance(i, bool) or not isinstance(i, slice | int | EllipsisType | None) for i in index):
             raise XshardError("a block indexed by more than slices and numbers", hint="as in x[:, :4]")
-    empty = _without_data(x.shape if name in _OF_LENGTHS else placement.shape, x.dtype, name in _MERGING)
+    local, merging = name in _OF_LENGTHS, name in _MERGING
+    empty = _without_data(x.shape if local else placement.shape, x.dtype, merging)
     aims = func(empty, *rest, **kwargs)
     y = func(*args, **kwargs)
+    what = "a slice" if name == "__getitem__" else f"{name}()"
     for part, aim in zip(*((z,) if isinstance(z, Tensor) else z for z in (y, aims)), strict=True):
-        record(part, _seen(placement, empty, aim, "a slice" if name == "__getitem__" else f"{name}()"))
+        record(part, _seen(placement, empty, aim, what, splits=local and merging))
     return y
 
 
@@ -61,8 +65,12 @@ def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) ->
     return torch.empty_strided(tuple(shape), strides[::-1], dtype=dtype, device="meta")
 
 
-def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str) -> Placement:
-    """The placement of a view of an array without data."""
+def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool) -> Placement:
+    """The placement of a view of an array without data.
+
+    splits: whether lengths of the block may have split a dim. Then rows in groups of as many as the block has
+    look like the rows of the block beside a dim of length 1.
+    """
     dims, lengths = list(itertools.islice(new_dims(placement.layout), aim.ndim)), list(aim.shape)
     for d, dim in enumerate(placement.layout.dims):
 
@@ -74,7 +82,16 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str) -> Placem
         before, after = places(empty), places(aim)
         if len(before) == len(after):
             e = after[before.index(d)]
+            if splits and placement.cuts(d) and any(map(gt, _ones_beside(aim, e), _ones_beside(empty, d))):
+                raise XshardError(f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does")
             dims[e], lengths[e] = dim, placement.shape[d] if placement.cuts(d) else aim.shape[e]
         else:
             check_whole(placement, (d,), what)
     return placement.of(Sharding(Layout(tuple(dims)), placement.sharding.mesh, tuple(lengths)))
+
+
+def _ones_beside(x: Tensor, d: int) -> tuple[int, int]:
+    """The number of dims of length 1 right before a dim, and right after it."""
+    sides = (reversed(x.shape[:d]), x.shape[d + 1 :])
+    before, after = (len(list(itertools.takewhile((1).__eq__, side))) for side in sides)
+    return before, after
