@@ -163,6 +163,11 @@ def _rows() -> None:
         assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
 
 
+    thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), PAIR, "b c h/sp w")
+    y = thin(torch.ones(1, 2, 1, 6))  # one row of two
+    assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
+
+
 def test_what_works_row_by_row_is_followed() -> None:
     on_ranks(2, _rows)
 

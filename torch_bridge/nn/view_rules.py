@@ -42,8 +42,11 @@ def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     local, merging = name in _OF_LENGTHS, name in _MERGING
     empty = _without_data(x.shape if local else placement.shape, x.dtype, merging)
     aims = func(empty, *rest, **kwargs)
-    y = func(*args, **kwargs)
     what = "a slice" if name == "__getitem__" else f"{name}()"
+    if name == "squeeze":  # one row here may be one of many
+        seen = _seen(placement, empty, aims, what, splits=False)
+        return record(x.reshape(seen.local_shape), seen)
+    y = func(*args, **kwargs)
     for part, aim in zip(*((z,) if isinstance(z, Tensor) else z for z in (y, aims)), strict=True):
         record(part, _seen(placement, empty, aim, what, splits=local and merging))
     return y
