@@ -37,8 +37,9 @@ def redistribute(
     """This device's block under the left layout -> its block under the right one, differentiable.
 
     expression: `"layout -> layout"`, a pair of layouts, or a plan. mesh: by default the one of the context.
-    shape: the global shape; by default inferred, assuming all blocks are equal. An uneven block has the
-    shape of the largest: its padding may hold anything on the way in and is zero on the way out.
+    shape: the global shape; by default inferred from the numbers of cuts, as in `n/sizes(dp,2,3)`, else
+    assuming all blocks are equal. An uneven block has the shape of the largest: its padding may hold anything
+    on the way in and is zero on the way out.
     profile: the machine to plan for.
     ad: "linear" supports every mode of differentiation. "custom_vjp" supports reverse mode only, and jaxprs
     show the collectives of `jax.lax`.

@@ -1,28 +1,31 @@
 """Redistribution from one mesh of processes to another.
 
-Decides how a tensor, or none, and an expression become a plan between two meshes, what is
-refused before anything is sent, and what a process without a block gets.
+Decides what is refused before anything is sent, and what a process without a block gets.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.recomputed import check_not_swapped
+from torch_bridge.dtensor.placements import local_of
 from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, mesh_of
-from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, plan
-from xshard.plans.expression import Expression
+from torch_bridge.planning import plan_between, ranks_of
+from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes
+from xshard.arguments import lengths_of
+from xshard.plans.expression import Expression, sides
 
 
 def redistribute_between(
@@ -44,7 +47,8 @@ def redistribute_between(
     All processes of the world call it, with equal arguments but for `x` and `device`. The result is
     a new tensor, or None on processes that are not in the destination.
 
-    x: the block; None on processes that are not in the source.
+    x: the block, or a DTensor, which brings its mesh and its shape and is placed as the left layout says;
+    None on processes that are not in the source. The result is a block in either case.
     expression: `"layout -> layout"`, a pair of layouts, or a plan, whose device numbers are global ranks
     and which is carried out as it is; a plan on one mesh takes the ranks of `src_mesh`, if that is given.
     src_mesh, dst_mesh: a `DeviceMesh` with named dims, which may be a part of the world, or an
@@ -69,22 +73,29 @@ def redistribute_between(
             "no process group is initialised",
             hint="call torch.distributed.init_process_group() in every process, started by torchrun",
         )
-    kind = dtype if x is None else x.dtype
-    name = None if kind is None else dtypes.name_of(kind)
-    planned = functools.partial(plan_between, expression, src_mesh, dst_mesh, shape, name, relabel, profile)
+    check_not_swapped()
+
+    def prepared() -> tuple[Tensor | None, Plan]:
+        """This process's block and the plan, which fit each other."""
+        block, mesh, whole = _block_of(x, expression, src_mesh, shape)
+        kind = dtype if block is None else block.dtype
+        name = None if kind is None else dtypes.name_of(kind)
+        made = plan_between(expression, mesh, dst_mesh, whole, name, relabel, profile)
+        _check_ranks(made)
+        return block, made
+
     if (debug or desync.ALWAYS) and not torch.compiler.is_compiling():
-        _compare(x, expression, planned, requires_grad)
-    made = planned()
-    _check_ranks(made)
+        _compare(expression, prepared, requires_grad)
+    block, made = prepared()
     kind = getattr(torch, made.dtype)
     if requires_grad and not (kind.is_floating_point or kind.is_complex):
         raise DtypeError(f"{made.dtype} has no gradient", hint="floats and complex numbers have one")
-    where = _tensor_device(x, device, dst_mesh)
+    where = _tensor_device(block, device, dst_mesh)
     crossing = cross(made, where, dist.group.WORLD)
     if requires_grad:
         crossing.plan_gradient()
-    _check_block(x, made)
-    block = torch.empty(0, dtype=kind, device=where) if x is None else x
+    _check_block(block, made)
+    block = torch.empty(0, dtype=kind, device=where) if block is None else block
     # Every process has a node in the graph, or none has: what one sends back another waits for.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
@@ -92,15 +103,32 @@ def redistribute_between(
     return y if requires_grad or dist.get_rank() in made.dst_devices else None
 
 
+def _block_of(
+    x: Tensor | None, expression: Expression, src_mesh: MeshLike | None, shape: Sequence[int] | None
+) -> tuple[Tensor | None, MeshLike | None, Sequence[int] | None]:
+    """The block of this process, the source's mesh and the global shape, which a DTensor brings."""
+    x = None if x is None else as_tensor(x)
+    if not isinstance(x, DTensor):
+        return x, src_mesh, shape
+    mesh, whole = x.device_mesh, tuple(x.shape)
+    if src_mesh is not None and (mesh_of(src_mesh), ranks_of(src_mesh)) != (mesh_of(mesh), ranks_of(mesh)):
+        raise MeshError(f"the DTensor is on {mesh!r}, not on {src_mesh!r}", hint="leave src_mesh out")
+    if shape is not None and lengths_of(shape) != whole:
+        raise ShapeError(f"the DTensor has shape {whole}, not {lengths_of(shape)}")
+    if dist.get_rank() not in callers(mesh):
+        return None, mesh, whole
+    ends = expression if isinstance(expression, Plan) else sides(expression)
+    return local_of(x, ends.src, f"{ends.src} -> {ends.dst}"), mesh, whole
+
+
 def _compare(
-    x: Tensor | None, expression: Expression, planned: Callable[[], Plan], requires_grad: bool
+    expression: Expression, prepared: Callable[[], tuple[Tensor | None, Plan]], requires_grad: bool
 ) -> None:
     """Raise on all ranks of the world unless all of them can do this and are about to."""
     everyone = tuple(range(dist.get_world_size()))
 
     def facts() -> CallFacts:
-        made = planned()
-        _check_ranks(made)
+        x, made = prepared()
         _check_block(x, made)
         known = {
             "expression": f"{made.src} -> {made.dst}",
@@ -125,49 +153,6 @@ def _check_ranks(made: Plan) -> None:
             f"the meshes have a rank {last}, the world has {dist.get_world_size()} processes",
             hint="device numbers of a plan are global ranks",
         )
-
-
-def plan_between(
-    expression: Expression,
-    src_mesh: MeshLike | None,
-    dst_mesh: MeshLike | None,
-    shape: Sequence[int] | None,
-    dtype: str | None,
-    relabel: bool,
-    profile: str | Path | Profile,
-) -> Plan:
-    """The plan that is asked for; its devices are ranks."""
-    if isinstance(expression, Plan):
-        ranks = expression.src_devices if src_mesh is None else _ranks(src_mesh)
-        if expression.transfer or ranks == expression.src_devices:
-            return expression
-        return replace(expression, devices=ranks)
-    if src_mesh is None or dst_mesh is None:
-        raise MeshError(
-            "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"
-        )
-    if shape is None or dtype is None:
-        missing = "shape" if shape is None else "dtype"
-        raise ShapeError(
-            f"no {missing}",
-            hint="shape= and dtype= of the global array: processes without a block know neither",
-        )
-    return plan(
-        expression,
-        src_mesh=mesh_of(src_mesh),
-        dst_mesh=mesh_of(dst_mesh),
-        shape=shape,
-        dtype=dtype,
-        src_devices=_ranks(src_mesh),
-        dst_devices=_ranks(dst_mesh),
-        relabel=relabel,
-        profile=profile,
-    )
-
-
-def _ranks(mesh: MeshLike) -> tuple[int, ...]:
-    """The global rank of every device of a mesh, in its order."""
-    return tuple(range(mesh.n_devices)) if isinstance(mesh, Mesh) else callers(mesh)
 
 
 def _tensor_device(

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
+from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, local_block, move_of
 from torch_bridge.dtensor.placements import check_placed, layout_of_gradient, positional, to_placements
@@ -26,6 +28,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, callers, check_device, proc
 from torch_bridge.planning import executable_for, plan_of, require_mesh
 from torch_bridge.replicas import checked, checked_dtensor
 from xshard import MeshError, Plan, PlanError, Profile, ShapeError, dtypes
+from xshard.arguments import lengths_of
 from xshard.plans.expression import Expression, Sides, sides
 from xshard.replicas import are_checked
 
@@ -40,21 +43,24 @@ def redistribute_eagerly(
     async_op: bool,
     debug: bool,
     check_replicated: bool | None,
+    name: str = "",
 ) -> Tensor | PendingTensor:
-    """`redistribute` outside of compilers."""
+    """`redistribute` outside of compilers. name: of the tensor, in errors about its replicas."""
+    check_not_swapped()
+    x = as_tensor(x)
     if debug or desync.ALWAYS:
-        _compare_calls(x, expression, mesh, shape, profile, comm_dtype)
+        compare_calls(x, expression, mesh, shape, profile, comm_dtype)
     compares = are_checked(check_replicated) and not x.is_meta
     if isinstance(x, DTensor):
         if async_op:
             raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
         ends = sides(expression)
-        move = _dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
+        move = dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
         run = functools.partial(RedistributeDTensor.apply, x, move)
-        return checked_dtensor(x, run, ends.text) if compares else run()
+        return checked_dtensor(x, run, ends.text, name) if compares else run()
     executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
     if compares:
-        y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text)
+        y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text, name)
     elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)
     else:
@@ -62,7 +68,7 @@ def redistribute_eagerly(
     return PendingTensor(y, y.shape, y) if async_op else y
 
 
-def _dtensor_move(
+def dtensor_move(
     x: DTensor,
     ends: Sides,
     mesh: MeshLike | None,
@@ -73,8 +79,8 @@ def _dtensor_move(
     """The move of a DTensor that is placed as the left side says."""
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
-    if shape is not None and tuple(shape) != tuple(x.shape):
-        raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}")
+    if shape is not None and lengths_of(shape) != tuple(x.shape):
+        raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {lengths_of(shape)}")
     check_placed(x, ends.src, ends.text)
     src, dst = (positional(side, x.ndim) for side in (ends.src, ends.dst))
     travels = comm_dtype_of(comm_dtype, x.dtype)
@@ -89,7 +95,7 @@ def _dtensor_move(
     )
 
 
-def _compare_calls(
+def compare_calls(
     x: Tensor,
     expression: Expression,
     mesh: MeshLike | None,
@@ -102,10 +108,10 @@ def _compare_calls(
 
     def facts() -> CallFacts:
         ends = sides(expression)
-        block, whole = x, None if shape is None else tuple(shape)
+        block, whole = x, None if shape is None else lengths_of(shape)
         if isinstance(x, DTensor):
             block, whole = local_block(x), tuple(x.shape)
-            _dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
+            dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
         processes, travels = process_mesh(require_mesh(where)), comm_dtype_of(comm_dtype, block.dtype)
         check_device(block.device)
         request = expression if isinstance(expression, Plan) else ends

@@ -1,77 +1,86 @@
 """`redistribute_many`: several redistributions whose messages travel together.
 
-Decides which expression and shape each tensor has, and which tensors may share collectives. Which of them
-do is decided in `lower.buckets`.
+Decides which expression and shape each tensor of a tree has, and which tensors may share collectives. Which
+of them do is decided in `lower.buckets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
+from torch_bridge.dtensor.function import executables, local_block
+from torch_bridge.dtensor.placements import dtensor_of
+from torch_bridge.eager import compare_calls, dtensor_move, redistribute_eagerly
 from torch_bridge.lower.buckets import BucketedExecutable
-from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.lower.executable import Executable
+from torch_bridge.mesh import desync
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.planning import executable_for
-from torch_bridge.redistribution import redistribute
 from xshard import PlanError, Profile, XshardError
-from xshard.plans.expression import Expression
+from xshard.errors import with_path
+from xshard.plans.expression import Expression, sides
+from xshard.replicas import are_checked
 
-K = TypeVar("K", bound=Hashable)
-
-
-@overload
-def redistribute_many(
-    tensors: Mapping[K, Tensor],
-    expressions: Expression | Mapping[K, Expression],
-    mesh: MeshLike,
-    *,
-    shapes: Mapping[K, Sequence[int]] | None = None,
-    profile: str | Path | Profile = "h100",
-    comm_dtype: CommDtypeLike = None,
-    bucket_bytes: int | None = None,
-) -> dict[K, Tensor]: ...
+T = TypeVar("T")
 
 
-@overload
-def redistribute_many(
-    tensors: Sequence[Tensor],
-    expressions: Expression | Sequence[Expression],
-    mesh: MeshLike,
-    *,
-    shapes: Sequence[Sequence[int] | None] | None = None,
-    profile: str | Path | Profile = "h100",
-    comm_dtype: CommDtypeLike = None,
-    bucket_bytes: int | None = None,
-) -> list[Tensor]: ...
+class Leaf(NamedTuple):
+    """A tensor of the tree with what is asked for it; its name is its place, as in `tensors['w']`."""
+
+    name: str
+    x: Tensor
+    expression: Expression
+    shape: Any
+
+
+class Joint(NamedTuple):
+    """A block that may travel with others. finish: its result -> that of the tensor."""
+
+    block: Tensor
+    executable: Executable
+    finish: Callable[[Tensor], Tensor]
 
 
 def redistribute_many(
-    tensors: Any,
+    tensors: T,
     expressions: Any,
-    mesh: MeshLike,
+    mesh: MeshLike | None = None,
     *,
     shapes: Any = None,
     profile: str | Path | Profile = "h100",
     comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | None = None,
-) -> Any:
-    """`redistribute` of every tensor of a list, or of a dict such as a state dict, with fewer collectives.
+    debug: bool = False,
+    check_replicated: bool | None = None,
+) -> T:
+    """`redistribute` of every tensor of a list, a dict, or a tree of them, with fewer collectives.
 
     Tensors of one dtype whose plans have the same collectives over the same processes share each of
-    them, forward and backward; every result and gradient equals that of `redistribute` alone.
+    them, forward and backward; every result and gradient equals that of `redistribute` alone. The result
+    has the structure of `tensors`.
 
-    expressions: one for all, or one for each, in a list or by key. shapes: the global shapes, likewise, where
-    blocks differ in size. bucket_bytes: about how many bytes a device sends together; the default is all
-    of them, which needs memory for a second copy. profile, comm_dtype: as in `redistribute`.
+    expressions: one for all, or a list or dict with one for each, nested like `tensors`; one in the place of
+    a branch is for all of it. shapes: the global shapes, likewise, where blocks differ in size. mesh: of all
+    tensors but DTensors, which bring theirs. bucket_bytes: about how much a device sends together; the
+    default is all, which needs memory for a second copy. profile, comm_dtype, debug: as in `redistribute`.
+    check_replicated: likewise; each tensor then travels alone, as DTensors do that need a gradient.
 
-    Raises as `redistribute` does, before anything is sent, with a note that names the tensor; PlanError
-    where tensors and expressions differ in number or keys.
+    Raises as `redistribute` does, before anything is sent, with the name of the tensor; PlanError where the
+    other trees have other branches than `tensors`.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -82,57 +91,133 @@ def redistribute_many(
     >>> xt.run_ranks(2, gather)[0]
     {'w': (2, 6), 'b': (2,)}
     """
+    options: dict[str, Any] = {"profile": profile, "comm_dtype": comm_dtype}
     if torch.compiler.is_dynamo_compiling():
         from torch_bridge import compiled  # slow: it imports torch._dynamo, half a second
 
-        options = {
-            "shapes": shapes,
-            "profile": profile,
-            "comm_dtype": comm_dtype,
-            "bucket_bytes": bucket_bytes,
-        }
+        options |= {"shapes": shapes, "bucket_bytes": bucket_bytes}
+        options |= {"debug": debug, "check_replicated": check_replicated}
         return compiled.eagerly(redistribute_many, tensors, expressions, mesh, **options)
-    keys = list(tensors) if isinstance(tensors, Mapping) else list(range(len(tensors)))
-    texts = _by_key("expressions", expressions, tensors, keys)
-    lengths = dict.fromkeys(keys) if shapes is None else _by_key("shapes", shapes, tensors, keys)
-    executables = {}
-    for key in keys:
-        try:
-            executables[key] = executable_for(
-                tensors[key], texts[key], mesh, lengths[key], profile, comm_dtype
-            )
-        except XshardError as error:
-            error.add_note(f"tensor {key!r}")
-            raise
-    found: dict[Any, Tensor] = {}
-    records = torch.is_grad_enabled()
-    linear = [key for key in keys if executables[key].is_linear]
+    check_not_swapped()
+    if debug or desync.ALWAYS:
+        _compare(tensors, expressions, shapes, mesh, **options)
+    leaves, structure = _leaves(tensors, expressions, shapes), tree_flatten_with_path(tensors)[1]
+    together = _joint(leaves, mesh, **options)
+    if are_checked(check_replicated):
+        together = {}
+    found: dict[str, Any] = {}
     for differentiated in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
-        some = [key for key in linear if (records and tensors[key].requires_grad) == differentiated]
+        some = {name: part for name, part in together.items() if _records(part.block) == differentiated}
         if some:
-            joint = BucketedExecutable(tuple(executables[key] for key in some), bucket_bytes)
-            found.update(zip(some, Redistribute.apply(joint, *(tensors[key] for key in some)), strict=True))
-    for key in keys:
-        if key not in found:  # a max or min: its gradient is not a plan
-            found[key] = redistribute(
-                tensors[key], texts[key], mesh, shape=lengths[key], profile=profile, comm_dtype=comm_dtype
-            )
-    ordered = {key: found[key] for key in keys}
-    return ordered if isinstance(tensors, Mapping) else list(ordered.values())
+            joint = BucketedExecutable(tuple(part.executable for part in some.values()), bucket_bytes)
+            results = Redistribute.apply(joint, *(part.block for part in some.values()))
+            found |= {name: some[name].finish(y) for name, y in zip(some, results, strict=True)}
+    for leaf in leaves:
+        if leaf.name not in found:
+            call = leaf.x, leaf.expression, _mesh_of(leaf, mesh), leaf.shape, profile, comm_dtype
+            with _named(leaf):
+                found[leaf.name] = redistribute_eagerly(*call, False, False, check_replicated, leaf.name)
+    return tree_unflatten([found[leaf.name] for leaf in leaves], structure)
 
 
-def _by_key(what: str, given: Any, tensors: Any, keys: list[Any]) -> dict[Any, Any]:
-    """One value for all tensors, or one for each, as a dict by the tensors' keys."""
-    if isinstance(tensors, Mapping) and isinstance(given, Mapping):
-        odd = [key for key in (*keys, *given) if (key in given) != (key in tensors)]
+def _leaves(tensors: Any, expressions: Any, shapes: Any) -> list[Leaf]:
+    """The tensors in their order. Raises PlanError for trees that differ, XshardError for other leaves."""
+    each = zip(
+        tree_flatten_with_path(tensors)[0],
+        _of_each("expressions", expressions, tensors),
+        _of_each("shapes", shapes, tensors),
+        strict=True,
+    )
+    names = ((f"tensors{keystr(path)}", x, expression, shape) for (path, x), expression, shape in each)
+    return [Leaf(name, as_tensor(x, name), expression, shape) for name, x, expression, shape in names]
+
+
+def _joint(leaves: list[Leaf], mesh: MeshLike | None, **options: Any) -> dict[str, Joint]:
+    """What may travel together, by name; every tensor is checked, so that errors come before messages."""
+    found = {}
+    for leaf in leaves:
+        with _named(leaf):
+            part = _prepared(leaf, mesh, **options)
+        if part is not None:
+            found[leaf.name] = part
+    return found
+
+
+def _prepared(
+    leaf: Leaf, mesh: MeshLike | None, profile: str | Path | Profile, comm_dtype: CommDtypeLike
+) -> Joint | None:
+    """None for a max or min, whose gradient is not a plan, and for a DTensor that needs a gradient."""
+    x = leaf.x
+    if not isinstance(x, DTensor):
+        executable = executable_for(x, leaf.expression, mesh, leaf.shape, profile, comm_dtype)
+        return Joint(x, executable, lambda y: y) if executable.is_linear else None
+    move = dtensor_move(x, sides(leaf.expression), None, leaf.shape, profile, comm_dtype)
+    block = local_block(x)
+    legs = executables(move, tuple(x.shape), tuple(block.shape), block.device)
+    if _records(x) or len(legs) != 1 or not isinstance(legs[0], Executable) or not legs[0].is_linear:
+        return None
+
+    def finish(y: Tensor) -> Tensor:
+        return dtensor_of(y, x.device_mesh, move.dst.placements, x.shape)
+
+    return Joint(block, legs[0].casting(x.dtype, move.op_dtype), finish)
+
+
+def _records(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _mesh_of(leaf: Leaf, mesh: MeshLike | None) -> MeshLike | None:
+    return None if isinstance(leaf.x, DTensor) else mesh
+
+
+@contextmanager
+def _named(leaf: Leaf) -> Iterator[None]:
+    """Errors that are raised inside begin with the name of the tensor."""
+    try:
+        yield
+    except XshardError as error:
+        if error.reason.startswith(leaf.name):
+            raise
+        raise with_path(error, leaf.name) from error.__cause__
+
+
+def _compare(tensors: Any, expressions: Any, shapes: Any, mesh: MeshLike | None, **options: Any) -> None:
+    """Raise on all ranks of the mesh unless all of them are about to move the same tensors, and can."""
+    meshes = [x.device_mesh for x in tree_leaves(tensors) if isinstance(x, DTensor)]
+    if not dist.is_initialized() or (mesh is None and not meshes):
+        return
+    ranks = callers(meshes[0] if mesh is None else mesh)
+    found: list[Leaf] = []
+
+    def facts() -> CallFacts:
+        found.extend(_leaves(tensors, expressions, shapes))
+        return CallFacts({"tensors": ", ".join(leaf.name for leaf in found)}, {}, ranks, {})
+
+    if dist.get_rank() in ranks:
+        compare_ranks(ranks, "redistribute_many", facts)
+        for leaf in found:
+            with _named(leaf):
+                compare_calls(leaf.x, leaf.expression, _mesh_of(leaf, mesh), leaf.shape, **options)
+
+
+def _of_each(what: str, given: Any, tree: Any, at: str = "") -> list[Any]:
+    """One value for each tensor of a tree, given as one for all or as a tree with the same branches."""
+    if not isinstance(tree, Mapping | list | tuple):
+        return [given] * len(tree_leaves(tree))
+    parts, by_key = dict(tree if isinstance(tree, Mapping) else enumerate(tree)), isinstance(tree, Mapping)
+    if isinstance(given, Mapping) and by_key:
+        odd = [key for key in (*parts, *given) if (key in given) != (key in parts)]
         if odd:
-            raise PlanError(f"tensors and {what} differ at {odd[0]!r}", hint="the same keys in both")
-        return {key: given[key] for key in keys}
-    if isinstance(given, list) or what == "shapes":
-        if isinstance(tensors, Mapping) or len(given) != len(keys):
+            raise PlanError(f"tensors{at} and {what}{at} differ at {odd[0]!r}", hint="the same keys in both")
+    elif isinstance(given, Mapping | list) or (what == "shapes" and given is not None):
+        if isinstance(given, Mapping) or by_key or len(given) != len(parts):
             raise PlanError(
-                f"{len(given)} {what} for {len(keys)} tensors", hint="one for each, in a list or by key"
+                f"{len(given)} {what} for {len(parts)} tensors", hint="one for each, in a list or by key"
             )
-        return dict(enumerate(given))
-    return dict.fromkeys(keys, given)
+    else:
+        return [given] * len(tree_leaves(tree))
+    return [
+        value for key, part in parts.items() for value in _of_each(what, given[key], part, f"{at}[{key!r}]")
+    ]

@@ -5,16 +5,22 @@ Decides only how their arguments become an expression; the rest, errors included
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
+from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
 
 Grad = Literal["sum", "replicated"]
+
+
+def _dims(x: Tensor, shards: Mapping[int, str] | None = None) -> str:
+    """The dims of a block as text, some of them cut. Raises XshardError for what is no tensor."""
+    return dims(as_tensor(x).shape, shards)
 
 
 def all_gather(
@@ -32,10 +38,7 @@ def all_gather(
     [1, 2, 1, 2]
     """
     return redistribute(
-        x,
-        f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape)}{gradient_tag(axis, grad)}",
-        mesh,
-        shape=shape,
+        x, f"{_dims(x, {dim: shard(axis)})} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh, shape=shape
     )
 
 
@@ -52,9 +55,7 @@ def reduce_scatter(
     >>> xt.run_ranks(2, lambda: xt.reduce_scatter(x, 0, "tp", mesh).tolist())[1]
     [4]
     """
-    return redistribute(
-        x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape, {dim: shard(axis)})}", mesh, shape=shape
-    )
+    return redistribute(x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x, {dim: shard(axis)})}", mesh, shape=shape)
 
 
 def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: Grad) -> Tensor:
@@ -69,9 +70,7 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     >>> xt.run_ranks(2, lambda: xt.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
-    return redistribute(
-        x, f"{dims(x.shape)}{tag(op, axis)} -> {dims(x.shape)}{gradient_tag(axis, grad)}", mesh
-    )
+    return redistribute(x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh)
 
 
 def all_to_all(
@@ -96,7 +95,7 @@ def all_to_all(
     [[2], [2]]
     """
     before, after = {concat_dim: shard(axis, concat_order)}, {split_dim: shard(axis, split_order)}
-    return redistribute(x, f"{dims(x.shape, before)} -> {dims(x.shape, after)}", mesh, shape=shape)
+    return redistribute(x, f"{_dims(x, before)} -> {_dims(x, after)}", mesh, shape=shape)
 
 
 def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Tensor:
@@ -111,9 +110,7 @@ def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     >>> xt.run_ranks(2, lambda: xt.slice(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
-    return redistribute(
-        x, f"{dims(x.shape)}{gradient_tag(axis, grad)} -> {dims(x.shape, {dim: shard(axis)})}", mesh
-    )
+    return redistribute(x, f"{_dims(x)}{gradient_tag(axis, grad)} -> {_dims(x, {dim: shard(axis)})}", mesh)
 
 
 def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -127,7 +124,7 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     >>> xt.run_ranks(2, lambda: xt.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
-    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{gradient_tag(axis, 'sum')}", mesh)
+    return redistribute(x, f"{_dims(x)} -> {_dims(x)}{gradient_tag(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -168,9 +165,7 @@ def halo_exchange(
     [[1, 1, 2, 1], [2, 1, 2, 2]]
     """
     wide = halo(axis, width, boundary)
-    return redistribute(
-        x, f"{dims(x.shape, {dim: shard(axis)})} -> {dims(x.shape, {dim: wide})}", mesh, shape=shape
-    )
+    return redistribute(x, f"{_dims(x, {dim: shard(axis)})} -> {_dims(x, {dim: wide})}", mesh, shape=shape)
 
 
 def trim_halo(
@@ -192,6 +187,4 @@ def trim_halo(
     [1, 2]
     """
     wide = halo(axis, width, boundary)
-    return redistribute(
-        x, f"{dims(x.shape, {dim: wide})} -> {dims(x.shape, {dim: shard(axis)})}", mesh, shape=shape
-    )
+    return redistribute(x, f"{_dims(x, {dim: wide})} -> {_dims(x, {dim: shard(axis)})}", mesh, shape=shape)

@@ -8,26 +8,39 @@ makes groups. It checks first the values that all processes have in common (expr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
-from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    ProcessMesh,
+    callers,
+    check_device,
+    check_world,
+    mesh_of,
+    process_mesh,
+)
+from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
+from xshard.arguments import lengths_of
 from xshard.layout.layout import check_axes
-from xshard.plans.expression import Expression, check_block, sides, whole_shape
+from xshard.plans.expression import Expression, as_expression, check_block, sides, whole_shape
 
 
 def require_mesh(mesh: MeshLike | None) -> MeshLike:
-    """The mesh. Raises MeshError for None."""
+    """The mesh. Raises MeshError for None, and for what is no mesh."""
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
+    if not isinstance(mesh, MeshLike):
+        mesh_of(mesh)  # raises
     return mesh
 
 
@@ -40,17 +53,26 @@ def executable_for(
     comm_dtype: CommDtypeLike = None,
 ) -> Executable:
     """The executable of `redistribute` for a block, with its gradient planned where the block has one."""
-    executable = executable_of(
-        expression,
-        mesh,
+    check_world()
+    check_dense(x)
+    request = (
+        as_expression(expression),
+        require_mesh(mesh),
         x.shape,
         x.dtype,
         x.device,
-        None if shape is None else tuple(shape),
+        None if shape is None else lengths_of(shape),
         profile,
         None if comm_dtype is None else comm_dtype_of(comm_dtype, x.dtype),
         dist.group.WORLD,
     )
+    if isinstance(x, FakeTensor):
+        with x.fake_mode:  # the tensors that an executable keeps are fake too: it is not cached
+            return _with_gradient(executable_of.__wrapped__(*request), x)
+    return _with_gradient(executable_of(*request), x)
+
+
+def _with_gradient(executable: Executable, x: Tensor) -> Executable:
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # errors come early, and all processes are here to make its groups
     return executable
@@ -119,3 +141,46 @@ def plan_of(
         inferred=shape is None,
     )
     return plan, processes
+
+
+def plan_between(
+    expression: Expression,
+    src_mesh: MeshLike | None,
+    dst_mesh: MeshLike | None,
+    shape: Sequence[int] | None,
+    dtype: str | None,
+    relabel: bool,
+    profile: str | Path | Profile,
+) -> Plan:
+    """The plan that is asked for; its devices are ranks."""
+    if isinstance(expression, Plan):
+        ranks = expression.src_devices if src_mesh is None else ranks_of(src_mesh)
+        if expression.transfer or ranks == expression.src_devices:
+            return expression
+        return replace(expression, devices=ranks)
+    if src_mesh is None or dst_mesh is None:
+        raise MeshError(
+            "two meshes are needed", hint="redistribute_between(x, expression, src_mesh, dst_mesh)"
+        )
+    if shape is None or dtype is None:
+        missing = "shape" if shape is None else "dtype"
+        raise ShapeError(
+            f"no {missing}",
+            hint="shape= and dtype= of the global array: processes without a block know neither",
+        )
+    return planner.plan(
+        expression,
+        src_mesh=mesh_of(src_mesh),
+        dst_mesh=mesh_of(dst_mesh),
+        shape=shape,
+        dtype=dtype,
+        src_devices=ranks_of(src_mesh),
+        dst_devices=ranks_of(dst_mesh),
+        relabel=relabel,
+        profile=profile,
+    )
+
+
+def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
+    """The global rank of every device of a mesh, in its order."""
+    return tuple(range(mesh.n_devices)) if isinstance(mesh, Mesh) else callers(mesh)

@@ -17,43 +17,48 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
-from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh
+from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, takes_part
 from xshard import Sharding, dtypes
 from xshard.replicas import ReplicaCheck
 
 
-def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str) -> Tensor:
+def checked(x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str) -> Tensor:
     """Run an executable on a block. Raises ReplicaError here, or in the backward pass, on all ranks.
 
     Compares `x` along axes where the left side has replicas or copies, and the cotangents of the result along
     those where the dual of the right side has. processes: all that call it. text: the user's expression.
+    name: of the tensor, in errors.
     """
     plan, mesh = executable.plan, processes.mesh
-    entering = _comparison(ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False), processes)
+    check = ReplicaCheck(plan.source, mesh, plan.dtype, text, cotangents=False, name=name)
+    entering = _comparison(check, processes)
     returning = None
     if plan.dst.is_linear:
         dual = plan.target.with_layout(plan.target.layout.dual)
-        returning = _comparison(ReplicaCheck(dual, mesh, plan.dtype, text, cotangents=True), processes)
+        returning = _comparison(check._replace(sharding=dual, cotangents=True), processes)
     x = Expect.apply(x, entering, None) if entering else x
     y = apply(executable, x)
     return Expect.apply(y, None, returning) if returning else y
 
 
-def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str) -> DTensor:
+def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str, name: str) -> DTensor:
     """Call `run`, the move of a DTensor; compares the blocks of `x`, and those of the result's gradient."""
-    _check_dtensor(x, text, cotangents=False)
+    _check_dtensor(x, text, name, cotangents=False)
     y = run()
     if y.requires_grad:
-        y.register_hook(lambda gradient: _check_dtensor(gradient, text, cotangents=True))
+        y.register_hook(lambda gradient: _check_dtensor(gradient, text, name, cotangents=True))
     return y
 
 
-def _check_dtensor(x: DTensor, text: str, *, cotangents: bool) -> None:
+def _check_dtensor(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
+    if not takes_part(x.device_mesh):
+        return
     processes = dtensor_mesh(x.device_mesh)
-    sharding = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
-    check = ReplicaCheck(sharding, processes.mesh, dtypes.name_of(x.dtype), text, cotangents=cotangents)
+    shape = tuple(x.shape)
+    sharding = Sharding(from_placements(x.placements, processes.mesh, x.ndim, shape), processes.mesh, shape)
+    check = ReplicaCheck(sharding, processes.mesh, dtypes.name_of(x.dtype), text, cotangents, name)
     comparison = _comparison(check, processes)
     if comparison is not None:
         comparison(local_block(x))
@@ -104,6 +109,8 @@ def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Comparison | Non
 
 def _comparable(block: Tensor) -> Tensor:
     """The block in a dtype that has a maximum; NaN, which no maximum finds, becomes infinity."""
+    if block.dtype in FOUR_BITS:
+        block = block.view(torch.uint8)
     if block.is_complex():
         block = torch.view_as_real(block.resolve_conj())
     if not block.is_floating_point():
@@ -123,6 +130,8 @@ class Expect(torch.autograd.Function):
     def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:
         if entering is not None:
             entering(block)
+        if block.dtype in FOUR_BITS:
+            return block.view(torch.uint8).clone().view(block.dtype)
         return block.clone()
 
     @staticmethod

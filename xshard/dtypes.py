@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from xshard.arguments import did_you_mean
 from xshard.errors import DtypeError
 
 # Names that numpy does not know without ml_dtypes, with their item sizes in bytes.
@@ -42,6 +43,12 @@ _PRECISION = {
 _FOUR_BITS = ("float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4")
 # No framework adds or negates these.
 _ONLY_MOVED = _EXTENDED.keys() - {"bfloat16"}
+# Names of dtypes in other systems, which numpy does not know, or takes for another: its "f16" has 16 bytes.
+_ELSEWHERE = {"bf16": "bfloat16"} | {
+    f"{short}{bits}": f"{name}{bits}"
+    for short, name in (("f", "float"), ("fp", "float"), ("s", "int"), ("i", "int"), ("u", "uint"))
+    for bits in (16, 32, 64)
+}
 
 
 def name_of(dtype: object) -> str:
@@ -56,7 +63,7 @@ def name_of(dtype: object) -> str:
         name = str(getattr(dtype, "name", dtype))
     name = name.rpartition(".")[2]
     itemsize(name)
-    return name
+    return name if name in _EXTENDED else np.dtype(name).name
 
 
 def itemsize(name: str) -> int:
@@ -64,11 +71,14 @@ def itemsize(name: str) -> int:
     if name in _EXTENDED:
         return _EXTENDED[name]
     try:
-        dtype = np.dtype(name)
+        dtype = np.dtype(object if name in _ELSEWHERE else name)
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "fiubc":
-        raise DtypeError(f"unknown dtype {name!r}", hint="as in float32, bfloat16, int64, bool, complex64")
+        meant = did_you_mean(name, ("float32", "bfloat16", "int64", "complex64", *_EXTENDED), _ELSEWHERE)
+        raise DtypeError(
+            f"unknown dtype {name!r}", hint=f"{meant}as in float32, bfloat16, int64, bool, complex64"
+        )
     return dtype.itemsize
 
 

@@ -7,6 +7,7 @@ part at fault, and a way to put it right. Knows nothing of layouts or plans.
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 Span = tuple[int, int]
 
@@ -49,6 +50,15 @@ def _rebuild(
     kind: type[XshardError], reason: str, text: str | None, span: Span | None, hint: str | None
 ) -> XshardError:
     return kind(reason, text=text, span=span, hint=hint)
+
+
+_E = TypeVar("_E", bound="XshardError")
+
+
+def with_path(error: _E, path: str) -> _E:
+    """The same error, its reason after the place where it arose, as `layers.0: ...`; "" for no place."""
+    reason = f"{path}: {error.reason}" if path else error.reason
+    return type(error)(reason, text=error.text, span=error.span, hint=error.hint)
 
 
 class NotationError(XshardError):

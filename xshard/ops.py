@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from xshard.errors import ShapeError, XshardError
+from xshard.arguments import shown, whole_number, whole_numbers
+from xshard.errors import MeshError, ShapeError, XshardError
 from xshard.notation.overlap import Halo
 from xshard.notation.overlap_parser import parse_boundaries
 
@@ -24,9 +25,10 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     'd0 d1/tp'
     """
     names = [f"d{d}" for d in range(len(shape))]
-    for dim, cut in (shards or {}).items():
-        if not -len(shape) <= dim < len(shape):
-            raise ShapeError(f"no dim {dim} in a block of shape {tuple(shape)}")
+    for given, cut in (shards or {}).items():
+        dim = whole_number(given)
+        if dim is None or not -len(shape) <= dim < len(shape):
+            raise ShapeError(f"no dim {shown(given)} in a block of shape {tuple(shape)}")
         names[dim] += f"/{cut}"
     return " ".join(names) or "()"
 
@@ -44,7 +46,12 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     >>> halo("sp", (1, (2, 0)), "periodic")
     'sp:halo(1,[2,0],periodic)'
     """
-    lo, hi = (width, width) if isinstance(width, int) else width
+    ends = whole_numbers(width) if whole_number(width) is None else (width, width)
+    if ends is None or len(ends) != 2:
+        raise ShapeError(
+            f"{shown(width)} is no width of a halo", hint="rows at both ends, or (before, after)"
+        )
+    lo, hi = ends
     return f"{shard(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
 
 
@@ -62,13 +69,27 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 
 
 def tag(kind: str, axis: Axes) -> str:
-    """A tag as text, with the bar before it."""
+    """A tag as text, with the bar before it. Raises XshardError for what is no text."""
+    if not isinstance(kind, str):
+        raise XshardError(
+            f"the operation {shown(kind)} is no text", hint='it is "sum", "mean", "max" or "min"'
+        )
     return f" | {kind}({_axis_names(axis)})"
 
 
 def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
-    return width if isinstance(width, int) else tuple(width)
+    rows = whole_number(width)
+    if rows is not None:
+        return rows
+    widths = whole_numbers(width)
+    if not widths:
+        raise ShapeError(f"{shown(width)} is no number of rows", hint="one number, or one per part")
+    return widths
 
 
 def _axis_names(axis: Axes) -> str:
-    return axis if isinstance(axis, str) else ",".join(axis)
+    if isinstance(axis, str):
+        return axis
+    if not isinstance(axis, list | tuple) or not all(isinstance(name, str) for name in axis):
+        raise MeshError(f"{shown(axis)} is no mesh axis", hint='its name, as in "cp", or several names')
+    return ",".join(axis)

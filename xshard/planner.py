@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from xshard import dtypes
+from xshard.arguments import lengths_of, limit_of
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import MeshError, NotationError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import check_axes
+from xshard.layout.mesh import check_mesh
 from xshard.notation.parser import mark_errors, text_spans
-from xshard.plans.expression import LayoutPair, sides
+from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
 from xshard.search.request import FORWARD, Request, device_numbers
@@ -35,13 +37,13 @@ def plan(
     dst_devices: Sequence[int] | None = None,
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     objective: str = FORWARD,
 ) -> Plan:
     """`"layout -> layout"` for an array of global `shape` -> the cheapest plan.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
-    memory_limit: bytes that no device may exceed at any moment.
+    memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".
     objective: "forward" plans the move; its gradient is planned on its own when it is asked for.
     "forward+backward" plans both now: `cost` is the seconds of both, both obey the limit, and what they share
     (how devices are relabelled) is decided by the sum.
@@ -65,7 +67,11 @@ def plan(
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
-    options = dtype, profile, memory_limit, objective
+    expression = as_expression(expression)
+    for given in (mesh, src_mesh, dst_mesh):
+        if given is not None:
+            check_mesh(given)
+    options = dtype, profile, limit_of(memory_limit), objective
     if mesh is None or relabel or (src_mesh, dst_mesh, src_devices, dst_devices) != (None,) * 4:
         meshes = _two_meshes(mesh, src_mesh, dst_mesh)
         return _plan_between(
@@ -146,4 +152,4 @@ def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None)
 def _lengths(shape: Sequence[int] | None) -> tuple[int, ...]:
     if shape is None:
         raise ShapeError("no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)")
-    return tuple(shape)
+    return lengths_of(shape)

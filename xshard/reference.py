@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xshard import dtypes
+from xshard.arguments import lengths_of
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
@@ -59,7 +60,7 @@ def gather(
     owner's, if the owner holds it.
     Raises ShapeError for a block that does not fit the layout.
     """
-    sharding = Sharding(Layout.parse(layout), mesh, tuple(shape))
+    sharding = Sharding(Layout.parse(layout), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
     kinds = [kind for kind, _ in sharding.layout.tags if kind != "copy"]
     op = REDUCERS["sum" if not kinds or kinds[0] in ("sum", "mean") else kinds[0]]

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from xshard import dtypes
 from xshard.environment import is_on
-from xshard.errors import XshardError
+from xshard.errors import XshardError, with_path
 from xshard.layout import Mesh, Sharding
 from xshard.notation.parser import ARROW
 
@@ -31,7 +31,7 @@ class ReplicaCheck(NamedTuple):
     """The blocks to compare: the inputs of the redistribution `text`, or the cotangents of its results.
 
     mesh: all devices that call it, also along axes that the sharding does not have: every device gets the
-    findings of all groups, so that none goes on and waits for the others.
+    findings of all groups, so that none goes on and waits for the others. name: of the array, in errors.
     """
 
     sharding: Sharding
@@ -39,6 +39,7 @@ class ReplicaCheck(NamedTuple):
     dtype: str
     text: str
     cotangents: bool
+    name: str = ""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -77,13 +78,14 @@ class ReplicaCheck(NamedTuple):
         end = len(self.text)
         side = (end - len(right.lstrip()), end) if self.cotangents else (0, len(left.rstrip()))
         what = "cotangents" if self.cotangents else "blocks"
-        return ReplicaError(
+        fault = ReplicaError(
             f"{what} differ along {axis!r}, where one value is meant",
             text=self.text,
             span=side,
             hint=f"by {difference[device, at]:.3g} on {'ranks' if names else 'devices'} {called}, where the "
             f"largest value is {largest[device, at]:.3g}\n  {self._way_out(axis)}",
         )
+        return with_path(fault, self.name)
 
     def _way_out(self, axis: str) -> str:
         if not self.cotangents:

@@ -65,15 +65,11 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
-        x = without_padding(as_varying(x, axes), _normal(plan.source))
+        x = without_padding(as_varying(x, axes), plan.source.with_layout(plan.source.normal))
         rules = RULES | {Exchange: partial(exchange, transport=transport)}
         for step, before, after in plan.stages:
             x = as_varying(rules[type(step)](step, x, before, after), axes)
     return as_invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
-
-
-def _normal(sharding: Sharding) -> Sharding:
-    return sharding.with_layout(sharding.normal)
 
 
 def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
-from xshard.cli.options import parse_bytes, parse_shape
+from xshard.cli.options import parse_shape
 from xshard.plans.table import rows
 from xshard.runtimes import backends, registry
 from xshard.runtimes.examples import EXAMPLES
@@ -195,20 +195,6 @@ def test_help_has_one_sentence_and_an_example_that_runs(command):
     example = re.search(rf"Example: xshard {command} \"(.+?)\" (.+)", told)
     numpy_only = ("--runtime", "numpy") if command == "verify" else ()
     assert xshard(command, example[1], *example[2].split(), *numpy_only).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "n"),
-    [("1024", 1024), ("512 B", 512), ("3MiB", 3 << 20), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("0", 0)],
-)
-def test_bytes_are_read(text, n):
-    assert parse_bytes(text) == n
-
-
-@pytest.mark.parametrize("text", ["", "2GB", "two", "-1", "1 2"])
-def test_what_is_no_number_of_bytes(text):
-    with pytest.raises(xs.XshardError, match="no number of bytes"):
-        parse_bytes(text)
 
 
 def test_shapes_are_read():

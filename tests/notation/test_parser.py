@@ -169,7 +169,7 @@ NotationError: expected a name, found the end in
 NotationError: unknown tag 'avg' in
     'n | avg(a)'
          ^^^
-  tags are: sum, mean, max, min, copy
+  did you mean 'mean'? tags are: sum, mean, max, min, copy
 ---
 NotationError: expected '(', found the end in
     'n | sum'
@@ -214,7 +214,7 @@ NotationError: expected a whole number, found 'x' in
 NotationError: unknown boundary 'mirror' in
     'h:halo(1,1,mirror)'
                 ^^^^^^
-  boundaries are: zero, constant, periodic, reflect, edge, none, pole
+  did you mean 'reflect'? boundaries are: zero, constant, periodic, reflect, edge, none, pole
 ---
 NotationError: a window needs its width k in
     'h:window(s=2)'

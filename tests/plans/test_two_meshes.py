@@ -174,9 +174,9 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
             "dtype bool has no sum\n  cast to an integer, or use max (any) or min (all)",
         ),
         (
-            {"dtype": "float33"},
+            {"dtype": "banana"},
             xs.DtypeError,
-            "unknown dtype 'float33'\n  as in float32, bfloat16, int64, bool, complex64",
+            "unknown dtype 'banana'\n  as in float32, bfloat16, int64, bool, complex64",
         ),
     ],
 )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks
+from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
 
 MESH = xs.Mesh(a=4)
 EVEN = [
@@ -153,3 +160,77 @@ def _winners() -> None:
 
 def test_the_gradient_of_a_maximum() -> None:
     on_ranks(4, _winners)
+
+
+class Block(nn.Module):
+    """Whole numbers: the gradient of each row's weights needs the rows of all ranks."""
+
+    def __init__(self, checkpoint: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9.0).reshape(3, 3) % 4)
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.checkpoint(self.rows, x)
+
+    def rows(self, x: Tensor) -> Tensor:
+        return xt.redistribute(x @ self.weight, "n/a d -> n d | copy(a)", MESH) ** 2
+
+
+def _reentrant(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return checkpoint(function, *inputs, use_reentrant=True)
+
+
+def _swapped() -> list[tuple[str, str]]:
+    x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=True)
+
+    def gradients(model: Block, call: Callable[[Block, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        leaves = x.detach().requires_grad_(), model.weight
+        call(model, leaves[0]).sum().backward()
+        return tuple(leaf.grad for leaf in leaves)
+
+    def swapped(model: Block, x: Tensor) -> Tensor:
+        return functional_call(model, {"weight": xt.copy_to(model.weight, "a", MESH)}, (x,))
+
+    def captured(model: Block, x: Tensor) -> Tensor:
+        weight = xt.copy_to(model.weight, "a", MESH)
+        return _reentrant(lambda v: xt.redistribute(v @ weight, "n/a d -> n d | copy(a)", MESH) ** 2, x)
+
+    expected = gradients(Block(lambda f, x: f(x)), swapped)
+    for block, call in (
+        (Block(functools.partial(checkpoint, use_reentrant=False)), swapped),
+        (Block(lambda f, x: f(x)), lambda model, x: _reentrant(lambda v: swapped(model, v), x)),
+        (Block(_reentrant), captured),
+    ):
+        assert all(map(torch.equal, gradients(block, call), expected))
+    with torch.no_grad():
+        swapped(Block(lambda f, x: f(x)), x)
+    # Torch alone loses the factor 2 in the same way: the second pass has the module's own parameters.
+    own = nn.Linear(3, 3, bias=False)
+    loss = functional_call(own, {"weight": 2 * own.weight}, (x,)).sum()
+    (whole,) = torch.autograd.grad(loss, own.weight)
+    module = nn.Sequential(own)
+    module.forward = lambda x: _reentrant(own, x)
+    functional_call(module, {"0.weight": 2 * own.weight}, (x,)).sum().backward()
+    assert torch.equal(2 * own.weight.grad, whole)
+    block = Block(_reentrant)
+    dtensor = DTensor.from_local(x, init_device_mesh("cpu", (4,), mesh_dim_names=("a",)), [Shard(0)])
+    found = []
+    for move in (
+        lambda v: xt.redistribute(v, "n/a d -> n d", MESH),
+        lambda v: xt.redistribute_many([v], "n/a d -> n d", MESH)[0],
+        lambda v: xt.redistribute_between(v, "n/a d -> n d", MESH, MESH, shape=(8, 3)),
+        lambda v: xt.redistribute_dtensor(dtensor, [Replicate()]).to_local(),
+    ):
+        block.rows = move
+        found.append(error_of(lambda: swapped(block, x)))
+    assert still_connected()
+    return found
+
+
+def test_parameters_that_a_reentrant_checkpoint_would_forget() -> None:
+    first, *others = on_ranks(4, _swapped)
+    assert len(first) == 4 and all(found == first for found in others)
+    for kind, text in first:
+        assert kind == "XshardError" and "reentrant checkpoint inside torch.func.functional_call" in text
+        assert text.endswith("use_reentrant=False")

@@ -161,7 +161,11 @@ def _other_numbers_in_memory() -> list[tuple[str, str]]:
     looked_up = torch.nn.functional.embedding(torch.tensor([0, 2]), rows, sparse=True)
     sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
     calls = [lambda x=x: xt.redistribute(x, "n/a d -> n d", MESH) for x in sparse]
-    return [error_of(call) for call in (*calls, lambda: looked_up.sum().backward())]
+    calls += [lambda: looked_up.sum().backward()]
+    with pytest.raises(xs.ShapeError) as raised:
+        xt.redistribute_many({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
+    assert raised.value.__notes__ == ["tensor 'odd'"]
+    return [error_of(call) for call in calls]
 
 
 def test_views_that_conjugate_and_negate_are_resolved_and_sparse_tensors_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tensors without data: the shapes and dtypes that results would have, and nobody is asked."""
+"""Tensors without data, on `meta` and fake ones: the shapes and dtypes that results would have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_bridge as xt
 import xshard as xs
@@ -37,6 +38,16 @@ def _alone() -> None:
         empty, "n/a d -> n d/a", xs.Mesh(a=2), xs.Mesh(a=4), shape=(8, 6), dtype=torch.uint16, device="meta"
     )
     assert y.is_meta and y.shape == (8, [2, 2, 2, 0][rank]) and y.dtype == torch.uint16
+    for text in ("n/a d -> n/a:halo(1,1,constant(2)) d", "n/a d -> n d/a", "n d | sum(a) -> n/a d"):
+        with FakeTensorMode() as mode:
+            x = torch.ones(4, 4, requires_grad=True)
+            fake = xt.redistribute(x, text, MESH)
+            (gradient,) = torch.autograd.grad(fake.sum(), x)
+        with mode:
+            again = torch.ones(4, 4)
+        y = xt.redistribute(torch.ones(4, 4), text, MESH)  # nothing fake is left behind
+        assert type(y) is torch.Tensor and gradient.shape == (4, 4)
+        assert fake.shape == y.shape == xt.redistribute(again, text, MESH).shape, text
 
 
 def test_shapes_are_answered_without_communication() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def _other_plan(expression: str, mesh: xs.Mesh, dtype: str) -> Tensor:
     return xt.redistribute(torch.ones(2, 4), xs.plan(expression, mesh, (8, 4), dtype), MESH)
 
 
-X = torch.ones(2, 4)
+X, TURN = torch.ones(2, 4), "n/tp d -> n d/tp"
 REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "unknown axis": (
         lambda: xt.redistribute(X, "b s/cq -> b s", MESH),
@@ -113,11 +114,91 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         "ShapeError",
         ("no dim 2 in a block of shape (2, 4)",),
     ),
+    "numbers": (
+        lambda: xt.redistribute([1.0], TURN, MESH),
+        "XshardError",
+        ("x is [1.0], not a tensor\n  redistribute_many moves the tensors of lists and dicts",),
+    ),
+    "array": (
+        lambda: xt.all_gather(X.numpy(), 0, "tp", MESH, grad="sum"),  # type: ignore[arg-type]
+        "XshardError",
+        ("x is a ndarray, not a tensor\n  torch.as_tensor() makes one of it",),
+    ),
+    "module": (
+        lambda: xt.redistribute(torch.nn.ReLU(), TURN, MESH),
+        "XshardError",
+        ("x is ReLU(), not a tensor\n  redistribute_many moves dict(module.named_parameters())",),
+    ),
+    "expression before the tensor": (
+        lambda: xt.redistribute(TURN, X, MESH),
+        "XshardError",
+        ("x is 'n/tp d -> n d/tp', not a tensor\n  the tensor comes first",),
+    ),
+    "mesh before the expression": (
+        lambda: xt.redistribute(X, MESH, TURN),
+        "NotationError",
+        ('Mesh(tp=4) is no expression\n  "layout -> layout", a pair',),
+    ),
+    "mesh as text": (
+        lambda: xt.redistribute(X, TURN, "tp=4"),
+        "MeshError",
+        ("'tp=4' is no mesh", "the expression comes before it"),
+    ),
+    "mesh as a dict": (lambda: xt.redistribute(X, TURN, {"tp": 4}), "MeshError", ("{'tp': 4} is no mesh",)),
+    "mesh before the axis": (
+        lambda: xt.copy_to(X, MESH, "tp"),  # type: ignore[arg-type]
+        "MeshError",
+        ("Mesh(tp=4) is no mesh axis",),
+    ),
+    "three sides": (
+        lambda: xt.redistribute(X, ("n d", "n d", "n d"), MESH),
+        "NotationError",
+        ("('n d', 'n d', 'n d') is no expression",),
+    ),
+    "shape that is a number": (
+        lambda: xt.redistribute(X, TURN, MESH, shape=8),
+        "ShapeError",
+        ("the shape 8 is no sequence of lengths\n  as in shape=(8,)",),
+    ),
+    "operation": (
+        lambda: xt.all_reduce(X, "tp", MESH, op="psum", grad="sum"),
+        "NotationError",
+        ("unknown tag 'psum'", "did you mean 'sum'? tags are:"),
+    ),
+    "operation of torch": (
+        lambda: xt.reduce_scatter(X, 0, "tp", MESH, op=dist.ReduceOp.AVG),  # type: ignore[arg-type]
+        "XshardError",
+        ("is no text\n  it is",),
+    ),
+    "width of a halo": (
+        lambda: xt.halo_exchange(X, 1.5, 0, "tp", MESH),  # type: ignore[arg-type]
+        "ShapeError",
+        ("1.5 is no width of a halo",),
+    ),
+    "tensor for placements": (
+        lambda: xt.redistribute_dtensor(X, []),  # type: ignore[arg-type]
+        "XshardError",
+        (" is no DTensor\n  redistribute(x, expression, mesh) moves tensors",),
+    ),
 }
+TAKEN: list[Callable[[], Any]] = [
+    lambda: xt.redistribute(X, ["n/tp d", "n d/tp"], MESH),
+    lambda: xt.redistribute(X, TURN, MESH, shape=np.array([8, 4])),
+    lambda: xt.all_to_all(X, np.int64(1), np.int64(0), "tp", MESH, shape=(np.int64(8), 4)),
+    lambda: xt.redistribute(xt.redistribute(X, "n d -> n d", MESH, async_op=True), TURN, MESH),
+]
 
 
 def _refusals() -> list[tuple[str, str]]:
     found = [error_of(REFUSED[name][0]) for name in REFUSED]
+    assert all(torch.equal(taken(), torch.ones(8, 1)) for taken in TAKEN)
+    assert xt.halo_exchange(X, np.int64(1), np.int64(0), "tp", MESH).shape == (4, 4)
+    rows = xt.positions("n/tp", MESH, np.array([8]), np.int64(0))
+    assert torch.equal(rows, torch.arange(2) + 2 * dist.get_rank())
+    leaf = torch.ones(2, 4, requires_grad=True)  # a redistribution in flight has a gradient, too
+    in_flight = xt.redistribute(leaf, "n/tp d -> n d | copy(tp)", MESH, async_op=True)
+    loss = xt.redistribute(in_flight, "n d -> n/tp d", MESH).sum()
+    assert torch.equal(torch.autograd.grad(loss, leaf)[0], 4 * leaf)
     assert still_connected()
     return found
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import xshard as xs
 from tests import oracle
@@ -163,6 +164,24 @@ def through_device_meshes():
     assert torch.equal(back, x)
     same = redistribute_between(x, "n/dp d/tp -> n/x d", src_mesh, xs.Mesh(x=4), shape=shape)
     assert torch.equal(same, whole[rank : rank + 1])
+    # A DTensor brings its mesh and its shape; what arrives is a block.
+    cut = DTensor.from_local(x, src_mesh, [Shard(0), Shard(1)])
+    y = redistribute_between(cut, expression, dst_mesh=dst_mesh, debug=True)
+    assert y is None if rank in (0, 2) else type(y) is torch.Tensor and torch.equal(y, dst[rank // 2])
+    leaf = None if y is None else DTensor.from_local(y, dst_mesh, [Shard(1)]).requires_grad_()
+    ends = {"src_mesh": dst_mesh, "dst_mesh": src_mesh, "shape": shape, "dtype": torch.float32}
+    back = redistribute_between(leaf, "n d/ep -> n/dp d/tp", **ends, requires_grad=True)
+    assert torch.equal(back.detach(), x)
+    (back**2).sum().backward()
+    assert leaf is None or torch.equal(leaf.grad.to_local(), 2 * y)
+    for error, wrong in (
+        ("MeshError", lambda: redistribute_between(cut, expression, dst_mesh, src_mesh)),
+        ("ShapeError", lambda: redistribute_between(cut, expression, dst_mesh=dst_mesh, shape=(4, 7))),
+        ("NotationError", lambda: redistribute_between(cut, "n/tp d/dp -> n d", dst_mesh=dst_mesh)),
+        ("XshardError", lambda: redistribute_between([x], expression, src_mesh, dst_mesh)),
+    ):
+        kind, told = error_of(wrong)
+        assert kind == error and ("the DTensor" in told or "not a tensor" in told), told
     return still_connected()
 
 
@@ -177,9 +196,8 @@ def every_dtype(names):
     )
     for name in names:
         dtype = getattr(torch, name)
-        # torch casts to no dtype of 4 bits
-        small = torch.arange(10, dtype=torch.uint8).reshape(5, 2)
-        whole = small.view(dtype) if name.endswith("4") else small.to(dtype)
+        small = torch.arange(10, dtype=torch.uint8).reshape(5, 2)  # torch casts to no dtype of 4 bits
+        whole = small.view(dtype) if name == "int4" else small.to(dtype)
         rank = dist.get_rank()
         y = redistribute_between(whole[3 * rank :][:3] if rank < 2 else None, plan(name))
         wanted = whole[2 * (rank - 1) :][:2] if rank else None
@@ -191,8 +209,7 @@ def every_dtype(names):
 
 
 def test_every_dtype_moves():
-    names = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn"]
-    names += ["int4"]
+    names = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn", "int4"]
     assert all(on_ranks(4, every_dtype, names))
 
 

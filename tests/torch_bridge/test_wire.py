@@ -136,6 +136,7 @@ def _bits() -> list[tuple[str, str]]:
         y = xt.redistribute(torch.ones(2, dtype=dtype), "n/a -> n/a:halo(1,1,constant(7))", MESH)
         assert y.tolist() == {0: [7, 1, 1, 1], 3: [1, 1, 1, 7]}.get(torch.distributed.get_rank(), [1] * 4)
     x = torch.ones(4, 4, dtype=torch.uint8).view(torch.int4)
+    assert xt.redistribute(x, "n d -> n/a d", MESH, check_replicated=True).shape == (1, 4)
     return [
         error_of(lambda: xt.redistribute(x, "n d | sum(a) -> n d", MESH)),
         error_of(lambda: xt.redistribute(x, "n/a d -> n/a:halo(1,1,constant(7)) d", MESH)),

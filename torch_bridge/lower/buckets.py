@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable, Move
 from torch_bridge.lower.packed_collective import PackedCollective, run_together
 
@@ -38,11 +39,11 @@ class BucketedExecutable:
     def is_linear(self) -> bool:
         return True
 
-    @cached_property
+    @computed_once
     def backward(self) -> BucketedExecutable:
         return self._of([executable.backward for executable in self.executables])
 
-    @cached_property
+    @computed_once
     def tangent(self) -> BucketedExecutable:
         return self._of([executable.tangent for executable in self.executables])
 
@@ -61,7 +62,9 @@ class BucketedExecutable:
         found: dict[Any, list[list[int]]] = {}
         filled: dict[Any, int] = {}
         for i, executable in enumerate(self.executables):
-            collectives = tuple(m.collective for m in executable.moves if isinstance(m, PackedCollective))
+            packed = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]
+            # Not the groups: meshes with more axes have others of the same processes.
+            collectives = tuple((each.kind, each.op, each.group.process_group) for each in packed)
             # An executable that sends nothing has a bucket of its own.
             key = (collectives, executable.dtypes[1]) if collectives else i
             nbytes = executable.plan.source.max_local_size * executable.plan.itemsize

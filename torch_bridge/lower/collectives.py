@@ -23,12 +23,19 @@ from torch_bridge.mesh.failures import call_backend
 from torch_bridge.mesh.process_mesh import Group
 
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
-# torch 2.13 has new names for them; torch 2.11 has only the old ones.
-_call_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_call_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
-_call_reduce_scatter = (
-    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+# torch 2.13 has new names for them; torch 2.11 has only the old ones. They are looked up on the group itself,
+# which may be of a subclass: that of ranks as threads has its own.
+_ALL_GATHER, _ALL_TO_ALL, _REDUCE_SCATTER = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_to_all_single", "alltoall_base"),
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+    )
 )
+
+# What torch can only see as other dtypes.
+FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4"))
 
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 CARRIERS = {
@@ -41,7 +48,7 @@ CARRIERS = {
     torch.uint16: torch.float16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
-    **{getattr(torch, name): torch.uint8 for name in ("float4_e2m1fn_x2", "int4", "uint4")},
+    **dict.fromkeys(FOUR_BITS, torch.uint8),
 }
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -154,12 +161,12 @@ class Collective:
             return self._sent_directly(out, messages)
         group, options = self.group.process_group, self._options[async_op]
         if self.kind == "all_to_all":
-            return _call_all_to_all(group, out, messages, *self._splits, options)
+            return getattr(group, _ALL_TO_ALL)(out, messages, *self._splits, options)
         if self.kind == "all_gather":
-            return _call_all_gather(group, out, messages, options)
+            return getattr(group, _ALL_GATHER)(out, messages, options)
         if self.kind == "all_reduce":
             return group.allreduce([out], options)
-        return _call_reduce_scatter(group, out, messages, options)
+        return getattr(group, _REDUCE_SCATTER)(out, messages, options)
 
     def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
         """Begin to send and receive messages from rank to rank."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
@@ -33,16 +34,21 @@ class Casts(NamedTuple):
     backward: torch.dtype
 
 
-def dense(block: Tensor) -> Tensor:
-    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
-
-    Raises ShapeError for a sparse tensor.
-    """
+def check_dense(block: Tensor) -> None:
+    """Raise ShapeError for a sparse tensor."""
     if block.layout is not torch.strided:
         raise ShapeError(
             f"the block or gradient is sparse ({block.layout})",
             hint="x.to_dense(); a gradient is dense with embedding(sparse=False)",
         )
+
+
+def dense(block: Tensor) -> Tensor:
+    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
+
+    Raises ShapeError for a sparse tensor.
+    """
+    check_dense(block)
     return block.resolve_conj().resolve_neg()
 
 
@@ -142,7 +148,7 @@ class Executable:
         """Whether `backward` and `tangent` are its derivatives; a max or min has `winners` instead."""
         return self.plan.src.is_linear
 
-    @cached_property
+    @computed_once
     def backward(self) -> Executable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
@@ -154,13 +160,13 @@ class Executable:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
         _ = self.backward if self.is_linear else self.winners
 
-    @cached_property
+    @computed_once
     def tangent(self) -> Executable:
         """The executable for tangents: the same, with zeros for constants beyond the ends of the array."""
         tangent = self.plan.tangent
         return self if tangent is self.plan else replace(self.lower(tangent), casts=self.casts)
 
-    @cached_property
+    @computed_once
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
         """Executables for the derivatives of a max or min: result, count, cotangent, tangent.
 

@@ -10,7 +10,6 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -18,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray
 from torch_bridge.mesh.failures import call_backend, during
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
-from xshard import DtypeError, Mesh, Plan, PlanError, Stage
+from xshard import DtypeError, Mesh, MeshError, Plan, PlanError, Stage
 from xshard.layout.runs import Run
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps import Scale
@@ -87,7 +87,7 @@ class TransferExecutable:
     def is_linear(self) -> bool:
         return self.plan.src.is_linear
 
-    @cached_property
+    @computed_once
     def backward(self) -> TransferExecutable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         return cross(self.plan.backward, self.tensor_device, self.group)
@@ -109,7 +109,8 @@ class TransferExecutable:
 def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
 
-    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
+    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales, MeshError
+    for ranks that are threads.
     """
     rank, transfer = dist.get_rank(), made.transfer
     if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
@@ -122,6 +123,11 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device)
     if transfer is None or not _sends(made):
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
+    if "threaded" in dist.get_backend_config(group):
+        raise MeshError(
+            "ranks that are threads have no messages from one to another, which a move between meshes needs",
+            hint="run them as processes: torch_bridge.run_ranks, or torchrun",
+        )
     if tensor_device.type != "meta":
         _connect(tensor_device, group)
     sent: list[tuple[int, Subarray]] = []

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.autodiff.recomputed import check_no_checkpoint
 from torch_bridge.nn.layer import Layer
 from torch_bridge.nn.placed import Placement, record, recorded
+from torch_bridge.nn.propagation_rules import tensors_in
 from xshard import ShapeError
 
 
@@ -38,7 +40,10 @@ class Converted(nn.Module):
         with torch._C.DisableTorchFunction():  # `propagation` does not look inside
             if not found:
                 return self.module(*args, **kwargs)
-            y = torch.func.functional_call(self.module, self._copied(found[0]), args, kwargs)
+            copies = self._copied(found[0])
+            y = torch.func.functional_call(self.module, copies, args, kwargs)
+            if copies:
+                check_no_checkpoint(self.path, tensors_in((y,)), tensors_in((*args, *kwargs.values())))
         if isinstance(y, tuple | list):
             return type(y)(self._recorded(part, found[0]) for part in y)
         return self._recorded(y, found[0])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import Placement, placed_as, record, recorded
 from xshard import Layout, ShapeError, XshardError
+from xshard.errors import with_path
 
 HOOKS = (
     "_forward_hooks",
@@ -126,9 +127,3 @@ def same_state(module: nn.Module, kind: type[Any]) -> Any:
     for name in HOOKS:
         new.__dict__[name] = getattr(module, name).copy()
     return new
-
-
-def with_path(error: XshardError, path: str) -> XshardError:
-    """The same error, its reason after the path of a module; "" for no path."""
-    reason = f"{path}: {error.reason}" if path else error.reason
-    return type(error)(reason, text=error.text, span=error.span, hint=error.hint)

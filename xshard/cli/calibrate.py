@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from xshard.arguments import parse_bytes
 from xshard.cli.console import console
-from xshard.cli.options import MeshText, parse_bytes
+from xshard.cli.options import MeshText
 from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds

@@ -1,17 +1,16 @@
 """Options that commands share: their types for typer, and the parsing of their text.
 
-Decides how shapes and bytes are written. Commands parse these values, not typer, so that errors keep their
+Decides how shapes are written. Commands parse these values, not typer, so that errors keep their
 caret.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
-from xshard.errors import ShapeError, XshardError
+from xshard.errors import ShapeError
 
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
@@ -22,8 +21,6 @@ ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE
 Dtype = Annotated[
     str, typer.Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
 ]
-
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -38,11 +35,3 @@ def parse_shape(text: str) -> tuple[int, ...]:
         lengths.append(int(part))
         at += len(part) + 1
     return tuple(lengths)
-
-
-def parse_bytes(text: str) -> int:
-    """`"2GiB"` -> 2147483648; a number without a unit is in bytes. Raises XshardError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in _UNITS:
-        raise XshardError(f"{text!r} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
-    return int(float(match[1]) * _UNITS[match[2]])

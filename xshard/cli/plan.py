@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console
-from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_bytes, parse_shape
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
 from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans import table
@@ -46,11 +46,10 @@ def plan_command(
 
     Example: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
     """
-    limit = None if memory_limit is None else parse_bytes(memory_limit)
     made = make_plan(
         *(expression, Mesh.parse(mesh), parse_shape(shape), dtype),
         profile=profile,
-        memory_limit=limit,
+        memory_limit=memory_limit,
         objective=objective,
     )
     if json:

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from xshard.arguments import did_you_mean
 from xshard.errors import XshardError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
@@ -251,7 +252,8 @@ def _load(name: str) -> Profile:
     elif Path(name).is_file():
         text = Path(name).read_text()
     else:
-        raise ProfileError(f"no profile {name!r}", hint=f"shipped are: {', '.join(known)}; or give a file")
+        hint = f"{did_you_mean(name, known)}shipped are: {', '.join(known)}; or give a file"
+        raise ProfileError(f"no profile {name!r}", hint=hint)
     try:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):

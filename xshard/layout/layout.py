@@ -13,9 +13,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.arguments import lengths_of, shown, whole_number
 from xshard.errors import LinearityError, NotationError, ShapeError
 from xshard.layout.block_rows import held_rows
-from xshard.layout.mesh import Mesh
+from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_fit
 from xshard.notation import parser
@@ -42,6 +43,10 @@ class Layout:
     tags: Tags = ()
 
     def __post_init__(self) -> None:
+        given: object = self.dims
+        if not isinstance(given, tuple) or not all(isinstance(dim, Dim) for dim in given):
+            text = given if isinstance(given, str) else "b s/cp"
+            raise NotationError(f"{shown(given)} is no tuple of dims", hint=f"write Layout.parse({text!r})")
         check_form(self.dims, self.tags)
         merged = {kind: sorted(a for k, axes in self.tags if k == kind for a in axes) for kind in parser.TAGS}
         object.__setattr__(self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes))
@@ -49,7 +54,10 @@ class Layout:
     @classmethod
     def parse(cls, text: str | Layout) -> Layout:
         """Text in any spelling -> layout; a layout is returned as is. Raises NotationError with a caret."""
-        return text if isinstance(text, Layout) else _parse(text)
+        if isinstance(text, Layout):
+            return text
+        parser.check_text("a layout", text)
+        return _parse(text)
 
     def __str__(self) -> str:
         return parser.write(self.dims, self.tags)
@@ -159,6 +167,7 @@ class Layout:
         >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
         [2, 3, 4, 5, -1]
         """
+        shape = lengths_of(shape)
         at = self.resolved(len(shape)).dim_index(dim)
         return row_numbers(self._held(mesh, shape, device)[at])
 
@@ -167,12 +176,15 @@ class Layout:
         found = range(len(self.dims))
         if isinstance(dim, str) and dim in self.names:
             return self.names.index(dim)
-        if isinstance(dim, int) and not isinstance(dim, bool) and -len(found) <= dim < len(found):
-            return found[dim]
+        at = whole_number(dim)
+        if at is not None and -len(found) <= at < len(found):
+            return found[at]
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
         """Per dim, the global rows of the device's block."""
+        check_mesh(mesh)
+        shape = lengths_of(shape)
         layout, coords = self.resolved(len(shape)), mesh.coords(device)
         check_axes(layout, mesh)
         check_fit(layout.dims, shape, mesh)
@@ -184,6 +196,7 @@ class Layout:
 
 def parse_expression(text: str) -> tuple[Layout, Layout]:
     """`"layout -> layout"` -> (src, dst) over the same dim names. Raises NotationError."""
+    parser.check_text("an expression", text)
     return _parse_expression(text)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from xshard.arguments import shown, whole_number
 from xshard.errors import MeshError
 
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -35,20 +36,26 @@ class Mesh:
     sizes: tuple[int, ...]
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
+        if axes is not None and not isinstance(axes, Mapping):
+            raise _no_mesh(axes)
         pairs = {**(axes or {}), **named}
-        for name, size in pairs.items():
+        for name, given in pairs.items():
             if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
                 raise MeshError(
                     f"{name!r} is no axis name", hint="a name has letters, digits and '_', no digit first"
                 )
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"axis {name!r} has size {size!r}", hint="a size is a whole number >= 1")
+            size = whole_number(given)
+            if size is None or size < 1:
+                raise MeshError(f"axis {name!r} has size {given!r}", hint="a size is a whole number >= 1")
+            pairs[name] = size
         object.__setattr__(self, "axes", tuple(pairs))
         object.__setattr__(self, "sizes", tuple(pairs.values()))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
         """`"dp=2,cp=4"` -> `Mesh(dp=2, cp=4)`."""
+        if not isinstance(text, str):
+            raise _no_mesh(text)
         pairs: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, size = (p.strip() for p in part.partition("="))
@@ -145,6 +152,21 @@ class Mesh:
             group = self.group(device, axes)
             seen.setdefault(group[0], group)
         return tuple(seen[first] for first in sorted(seen))
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise MeshError for what is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise _no_mesh(mesh)
+
+
+def _no_mesh(found: object) -> MeshError:
+    way = "Mesh(dp=2, cp=4)"
+    if isinstance(found, str) and "=" in found:
+        way = f"Mesh.parse({found!r})"
+    elif isinstance(found, Mapping):
+        way = f"Mesh({found!r})"
+    return MeshError(f"{shown(found)} is no mesh", hint=f"write {way}")
 
 
 @lru_cache(maxsize=64)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
+from xshard.arguments import lengths_of
 from xshard.errors import ShapeError
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
-from xshard.layout.mesh import Mesh
+from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_nested
 from xshard.layout.runs import Runs, n_rows
 from xshard.layout.validation import check_fit
@@ -44,7 +45,10 @@ class Sharding:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", self.layout.resolved(len(self.shape)))
+        check_mesh(self.mesh)
+        if type(self.shape) is not tuple or not all(type(n) is int for n in self.shape):
+            object.__setattr__(self, "shape", lengths_of(self.shape))
+        object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
         for n in self.shape:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:

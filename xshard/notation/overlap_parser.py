@@ -5,6 +5,7 @@ Decides how tokens become the values of `overlap.py`; `parser.py` has the gramma
 
 from __future__ import annotations
 
+from xshard.arguments import did_you_mean
 from xshard.errors import Span
 from xshard.notation.overlap import (
     BOUNDARIES,
@@ -21,6 +22,7 @@ from xshard.notation.scanner import Scanner
 
 _SMALLEST = {"k": 1, "s": 1, "d": 1, "p": 0}
 _OPTIONS = "options are: k, s, d, p, out; each once"
+_BOUNDARIES_ELSEWHERE = {"circular": "periodic", "wrap": "periodic", "replicate": "edge", "mirror": "reflect"}
 _LIMITS = "k, s, d >= 1 and p >= 0"
 
 
@@ -135,7 +137,9 @@ def _next_boundary(scanner: Scanner) -> Boundary:
 
 def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
     if kind not in BOUNDARIES:
-        raise scanner.error(f"unknown boundary {kind!r}", span, f"boundaries are: {', '.join(BOUNDARIES)}")
+        meant = did_you_mean(kind, BOUNDARIES, _BOUNDARIES_ELSEWHERE)
+        hint = f"{meant}boundaries are: {', '.join(BOUNDARIES)}"
+        raise scanner.error(f"unknown boundary {kind!r}", span, hint)
     if scanner.kind != "(":
         return Boundary(kind)
     scanner.advance()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, Span, XshardError
 from xshard.notation.overlap import Overlap, Width, bracketed
 from xshard.notation.overlap_parser import parse_overlap, parse_width
@@ -75,10 +76,14 @@ class TextSpans:
     full_dims: tuple[tuple[Dim, Span], ...]
 
 
+def check_text(what: str, text: object) -> None:
+    """Raise NotationError for what is no text."""
+    if not isinstance(text, str):
+        raise NotationError(f"{what} is text, not {type(text).__name__}")
+
+
 def parse_layout(text: str) -> Parsed:
     """Text of one layout -> its dims and tags. Raises NotationError."""
-    if not isinstance(text, str):
-        raise NotationError(f"a layout is text, not {type(text).__name__}")
     parser = _Parser(text)
     parsed = parser.layout()
     parser.expect("end")
@@ -87,8 +92,6 @@ def parse_layout(text: str) -> Parsed:
 
 def parse_sides(text: str) -> tuple[Parsed, Parsed]:
     """Text of `layout -> layout` -> its (left, right) sides. Raises NotationError."""
-    if not isinstance(text, str):
-        raise NotationError(f"an expression is text, not {type(text).__name__}")
     parser = _Parser(text)
     src = parser.layout()
     parser.expect(ARROW, hint="an expression reads: layout -> layout")
@@ -134,6 +137,12 @@ def write(dims: tuple[Dim, ...], tags: Tags) -> str:
     return text if not tags else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
 
 
+# Names that tags and orders have in other systems.
+_TAGS_ELSEWHERE = {"psum": "sum", "partial": "sum", "pmean": "mean", "avg": "mean", "average": "mean"}
+_TAGS_ELSEWHERE |= {"pmax": "max", "pmin": "min"}
+_ORDERS_ELSEWHERE = {"contiguous": "block", "striped": "cyclic", "round_robin": "cyclic"}
+_ORDERS_ELSEWHERE |= {"headtail": "zigzag", "uneven": "sizes", "ragged": "sizes"}
+
 # Hints: the numbers that each order takes after its axes.
 _NUMBERS = {
     "block": "block takes no number, as in s/(dp,cp)",
@@ -165,12 +174,11 @@ class _Parser(Scanner):
             tags.append(self.tag())
             while self.kind == "name":
                 tags.append(self.tag())
-        elif not dims and self.kind in ("end", ARROW) and not self._is_scalar():
+        elif (
+            not dims and self.kind in ("end", ARROW) and not self.text[: self.span[0]].rstrip().endswith(")")
+        ):
             raise self.error("an empty layout", hint="a scalar is written ()")
         return tuple(dims), tuple(tags)
-
-    def _is_scalar(self) -> bool:
-        return self.text[: self.span[0]].rstrip().endswith(")")
 
     def dim(self) -> Dim:
         name, span = self.value, self.span
@@ -213,7 +221,8 @@ class _Parser(Scanner):
             return Shard((name,))
         if name not in (*ORDERS, SIZES, INTERVALS):
             known = ", ".join((*ORDERS, SIZES, INTERVALS))
-            raise self.error(f"unknown order {name!r}", span, f"orders are: {known}")
+            meant = did_you_mean(name, (*ORDERS, SIZES, INTERVALS), _ORDERS_ELSEWHERE)
+            raise self.error(f"unknown order {name!r}", span, f"{meant}orders are: {known}")
         return self.ordered(name, span)
 
     def ordered(self, order: str, span: Span) -> Shard:
@@ -251,5 +260,6 @@ class _Parser(Scanner):
         span = self.span
         kind = self.expect("name", hint=f"tags are: {', '.join(TAGS)}")
         if kind not in TAGS:
-            raise self.error(f"unknown tag {kind!r}", span, f"tags are: {', '.join(TAGS)}")
+            meant = did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)
+            raise self.error(f"unknown tag {kind!r}", span, f"{meant}tags are: {', '.join(TAGS)}")
         return kind, self.axes()

@@ -16,6 +16,10 @@ _TOKEN = re.compile(
     r"|(?P<int>-?\d+)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[/():,=|\[\]]))",
     re.ASCII,
 )
+_MEANT = {  # characters of other notations -> what is written here
+    "→⟶⇒➔>-–—−": "did you mean '->'? an expression reads: layout -> layout",
+    "*×·+": "axes taken as one are listed, as in s/(dp,cp)",
+}
 _EXPECTED = {"end": "the end", "name": "a name", "int": "a whole number"}
 _T = TypeVar("_T")
 
@@ -35,7 +39,9 @@ class Scanner:
             rest = self.text[self.at :]
             start = self.at + len(rest) - len(rest.lstrip())
             if rest.strip():
-                raise self.error(f"unexpected character {self.text[start]!r}", (start, start + 1))
+                found = self.text[start]
+                hint = next((hint for marks, hint in _MEANT.items() if found in marks), None)
+                raise self.error(f"unexpected character {found!r}", (start, start + 1), hint)
             self.kind, self.value, self.span = "end", "", (len(self.text), len(self.text) + 1)
             return
         group = str(match.lastgroup)

@@ -6,11 +6,12 @@ Decides what counts as an expression, and which part of its text an error marks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from xshard.arguments import shown
 from xshard.errors import NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
-from xshard.layout.block_rows import length_of_equal_blocks
+from xshard.layout.block_rows import inferred_length
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
@@ -28,6 +29,20 @@ LayoutPair = str | tuple[Layout | str, Layout | str] | Sides  # "layout -> layou
 Expression = LayoutPair | Plan
 
 
+def as_expression(expression: Any) -> Any:
+    """An expression as a key of caches: a list of both sides becomes a pair.
+
+    Raises NotationError for what is no expression.
+    """
+    if isinstance(expression, str | Plan | Sides):
+        return expression
+    if isinstance(expression, list | tuple) and len(expression) == 2:
+        return tuple(map(Layout.parse, expression))
+    raise NotationError(
+        f"{shown(expression)} is no expression", hint='"layout -> layout", a pair of layouts, or a plan'
+    )
+
+
 def sides(expression: Expression) -> Sides:
     """Parse an expression; a parsed one is returned as it is.
 
@@ -43,19 +58,19 @@ def sides(expression: Expression) -> Sides:
             why = f"the plan leads from {expression.src_mesh} to {expression.dst_mesh}"
             raise PlanError(why, hint="torch_bridge.redistribute_between runs it")
         expression = expression.src, expression.dst
-    src, dst = (Layout.parse(side) for side in expression)
+    src, dst = as_expression(expression)
     if src.names != dst.names:
         raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
     return Sides(src, dst, f"{src} -> {dst}")
 
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
-    """Global shape, assuming all blocks are equal. Raises ShapeError if that does not determine it."""
+    """Global shape: what cuts say in numbers, else that of equal blocks. Raises ShapeError if unknown."""
     with mark_errors(text):
         found = layout.resolved(len(local_shape)).dims
     lengths = []
     for dim, rows in zip(found, local_shape, strict=True):
-        length = length_of_equal_blocks(dim, rows, mesh.size(*dim.axes))
+        length = inferred_length(dim, rows, mesh.sizes_of(dim.axes))
         if length is None:
             raise ShapeError(
                 f"{rows} rows do not say how long dim {dim.name!r} is",

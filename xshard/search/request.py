@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
+from xshard.arguments import shown, whole_numbers
 from xshard.cost.device_links import located, refined
 from xshard.cost.model import Profile
-from xshard.errors import MeshError, PlanError
+from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
@@ -120,23 +121,22 @@ class Request:
         )
 
 
-def check_objective(objective: str) -> None:
-    """Raise PlanError for an unknown objective."""
-    if objective not in OBJECTIVES:
-        raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
-
-
 def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devices:
     """The number of every device of a mesh; None stands for 0, 1, 2, ..., which is a range on any mesh.
 
     Raises MeshError unless there is one number, of its own, for every device.
     """
     whole = range(mesh.n_devices)
-    if devices is None or devices == whole:
+    if devices is None or (isinstance(devices, range) and devices == whole):
         return whole
-    devices = tuple(devices)
+    numbers = whole_numbers(devices)
+    if numbers is None:
+        raise MeshError(
+            f"the devices of the {end} are {shown(devices)}", hint="one number per device, as in (0, 1)"
+        )
+    devices = numbers
     for device in devices:
-        if isinstance(device, bool) or not isinstance(device, int) or device < 0:
+        if not isinstance(device, int) or isinstance(device, bool) or device < 0:
             raise MeshError(f"device {device!r} of the {end}", hint="devices are whole numbers >= 0")
     if len(devices) != mesh.n_devices:
         raise MeshError(

@@ -1,0 +1,50 @@
+"""Parameters swapped in by `torch.func.functional_call`, where a checkpoint computes again without them.
+
+Decides how that is noticed. A reentrant checkpoint runs its function again in the backward pass. By then
+`functional_call` has ended, so that the module has its own parameters, and torch sends the gradients to
+those: they go past the moves by which the swapped parameters were made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from xshard import XshardError
+
+_HINT = (
+    "its second pass, within the backward pass, has the module's own parameters: gradients would be wrong; "
+    "pass use_reentrant=False"
+)
+
+
+def check_not_swapped() -> None:
+    """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`."""
+    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        return  # only the forward pass of an autograd.Function disables it: a stack is slow to read
+    frame, is_checkpointed = sys._getframe(1), False
+    while frame is not None:
+        name = frame.f_code.co_qualname
+        is_checkpointed |= name == "CheckpointFunction.forward"  # that of Megatron and DeepSpeed, too
+        if is_checkpointed and name == "functional_call":
+            raise XshardError("a reentrant checkpoint inside torch.func.functional_call", hint=_HINT)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    """Raise XshardError if a reentrant checkpoint made outputs from inputs, under swapped parameters.
+
+    path: of the module that made them.
+    """
+    nodes, seen = [y.grad_fn for y in outputs], {x.grad_fn for x in inputs}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise XshardError(f"{path}: a reentrant checkpoint inside a converted module", hint=_HINT)
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]

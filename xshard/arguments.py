@@ -1,0 +1,97 @@
+"""Arguments as users write them -> plain values: whole numbers, shapes, bytes, and names.
+
+Decides which kinds of value stand for each other, and what an error shows and suggests. Knows no layout.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from xshard.errors import PlanError, ShapeError, XshardError
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def whole_number(value: Any) -> int | None:
+    """`3`, `np.int64(3)`, `torch.tensor(3)` -> 3; None for a boolean and for what is no whole number."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def whole_numbers(values: Any) -> tuple[Any, ...] | None:
+    """A sequence -> a tuple with whole numbers of any kind as ints, the rest as is; None for no sequence."""
+    try:
+        found = None if isinstance(values, str) else tuple(values)
+    except TypeError:
+        return None
+    if found is None or all(type(n) is int for n in found):
+        return found
+    return tuple(n if (number := whole_number(n)) is None else number for n in found)
+
+
+def lengths_of(shape: Any) -> tuple[Any, ...]:
+    """A shape -> a tuple with whole numbers of any kind as ints; what is none stays, and is refused later.
+
+    Raises ShapeError for what is no sequence.
+
+    >>> import numpy as np
+    >>> lengths_of(np.array([8, 4]))
+    (8, 4)
+    """
+    lengths = whole_numbers(shape)
+    if lengths is None:
+        one = whole_number(shape)
+        raise ShapeError(
+            f"the shape {shown(shape)} is no sequence of lengths",
+            hint=f"as in shape=({8 if one is None else one},)",
+        )
+    return lengths
+
+
+def parse_bytes(text: str) -> int:
+    """`"2GiB"` -> 2147483648; a number without a unit is in bytes. Raises XshardError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise XshardError(f"{text!r} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def limit_of(memory_limit: Any) -> int | None:
+    """A limit in bytes: `2**31`, `2e9`, `"2GiB"`, or None. Raises PlanError."""
+    if memory_limit is None:
+        return None
+    if isinstance(memory_limit, str):
+        return parse_bytes(memory_limit)
+    is_whole = isinstance(memory_limit, float) and memory_limit.is_integer()
+    limit = int(memory_limit) if is_whole else whole_number(memory_limit)
+    if limit is None:
+        raise PlanError(
+            f"memory_limit is {shown(memory_limit)}", hint='a number of bytes, as in 2**31 or "2GiB"'
+        )
+    return limit
+
+
+def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:
+    """What a word may mean, as the beginning of a hint; "" where nothing is like it.
+
+    others: names that something has elsewhere -> its name here.
+
+    >>> did_you_mean("psum", ["sum", "mean"], {"psum": "sum"}) + "tags are: sum, mean"
+    "did you mean 'sum'? tags are: sum, mean"
+    """
+    found = (others or {}).get(word.lower()) or next(iter(difflib.get_close_matches(word, known, 1)), None)
+    return f"did you mean {found!r}? " if found else ""
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: as it is written where that is short, else its type."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
