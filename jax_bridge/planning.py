@@ -33,6 +33,7 @@ from xshard import (
     load_profile,
     planner,
 )
+from xshard.arguments import lengths_of
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
 from xshard.notation.parser import mark_errors
@@ -159,16 +160,17 @@ def plan_for_whole(
 def _check_given(plan: Plan, what: str, shape: Sequence[int] | None, dtype: str) -> None:
     if dtype != plan.dtype:
         raise DtypeError(f"{what} is {dtype}, the plan is for {plan.dtype}")
-    if shape is not None and tuple(shape) != plan.shape:
-        raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
+    if shape is not None and (lengths := lengths_of(shape)) != plan.shape:
+        raise ShapeError(f"the plan is for a {plan.shape} array, not {lengths}")
 
 
 def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
     """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
     text = str(layout)
     with mark_errors(text):
-        found = Layout.parse(layout).resolved(len(shape))
-        return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
+        lengths = lengths_of(shape)
+        found = Layout.parse(layout).resolved(len(lengths))
+        return Sharding(found, _mesh_here(mesh, (found,), text), lengths)
 
 
 def block_sharding_here(

@@ -18,6 +18,7 @@ from jax_bridge.lower.row_tables import valid
 from jax_bridge.planning import AnyMesh, as_array, parse_call, plan_here, sharding_here, with_entry_type
 from jax_bridge.replicas import apply_checked
 from xshard import Layout, Plan, Profile, XshardError
+from xshard.arguments import lengths_of
 from xshard.plans.expression import Expression
 from xshard.replicas import are_checked
 
@@ -60,7 +61,7 @@ def redistribute(
     x, text = as_array(x, parsed.text), parsed.text
     if are_keys(x) and not isinstance(expression, Plan):
         words, wider, keys_of = as_words(x, parsed)
-        whole = None if shape is None else (*shape, words.shape[-1])
+        whole = None if shape is None else (*lengths_of(shape), words.shape[-1])
         options: Any = {"shape": whole, "profile": profile, "check_replicated": check_replicated, "ad": ad}
         return keys_of(redistribute(words, wider, mesh, **options))
     plan = plan_here(x, expression, parsed, mesh, shape, profile)
