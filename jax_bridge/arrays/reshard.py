@@ -42,8 +42,8 @@ def reshard(
     arrays: one, or a pytree moved by one program. expression: `"layout -> layout"`, a pair of layouts, or a
     plan; for a pytree one for all, or a pytree prefix with one for each. mesh: by default the arrays' own.
     A committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
-    tracer on Auto axes, a numpy array) there. If the left layout has zigzag or another order, the array must
-    be known to be stored in it: it comes from here, or `stored_as` says so. Tracers are believed.
+    tracer on Auto axes, a numpy array) there. If the array is known to be stored in another order (it comes
+    from here, or `stored_as` says so), it is refused; what JAX made is believed, unless XSHARD_DEBUG is on.
     donate: results may reuse the arrays' memory, and the arrays are deleted.
     Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
