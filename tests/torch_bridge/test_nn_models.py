@@ -162,7 +162,6 @@ def _rows() -> None:
     for layout in ("b c h/sp w", "b c h/sizes(sp,1,7) w", "b c h/zigzag(sp) w"):
         assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
 
-
     thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), PAIR, "b c h/sp w")
     y = thin(torch.ones(1, 2, 1, 6))  # one row of two
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
