@@ -219,6 +219,7 @@ def test_any_manager_that_counts_its_domain() -> None:
     assert (
         "the length 5 is not divisible by 2" in error_of(lambda: compat.shard_tensor(x, manager=manager))[1]
     )
+    assert error_of(lambda: compat.gather_tensor(part, manager=manager))[0] == "MeshError"  # no processes
     manager.domain_parallel_size = 1
     assert compat.shard_tensor(x, manager=manager) is x
 

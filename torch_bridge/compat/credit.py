@@ -291,10 +291,10 @@ def domain_of(manager: DomainParallelManager) -> ProcessMesh:
     group = getattr(manager, "domain_group", None)
     if isinstance(group, dist.ProcessGroup):
         return process_mesh(group_mesh(group, AXIS))
-    return _neighbours(manager.domain_parallel_size, manager.domain_rank, dist.group.WORLD)
+    first = process_mesh(group_mesh(None, AXIS)).device - manager.domain_rank
+    return _neighbours(first, manager.domain_parallel_size, dist.group.WORLD)
 
 
 @lru_cache(maxsize=256)
-def _neighbours(size: int, rank: int, world: dist.ProcessGroup) -> ProcessMesh:
-    first = dist.get_rank() - rank
+def _neighbours(first: int, size: int, world: dist.ProcessGroup) -> ProcessMesh:
     return mesh_of_ranks(Mesh({AXIS: size}), range(first, first + size))
