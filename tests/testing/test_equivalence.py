@@ -5,6 +5,8 @@ Long because each kind of argument and result of `assert_equivalent` has its com
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -337,6 +339,29 @@ def test_functions_without_types() -> None:
         StructureError, match="output of the JAX function varies along 'tp', where its layout"
     ):
         assert_equivalent(*functions, **options)
+
+
+def test_a_replica_in_jax_without_types_and_two_weights_that_are_transposed() -> None:
+    options = {"args": [normal(8, 4), normal(4, 4, seed=1), normal(4, 4, seed=2)], "mesh": "tp=2"}
+
+    def layer(tanh, x, w, v):
+        return tanh(tanh(x @ w) @ v)
+
+    def gathered(x, w, v):
+        return layer(jnp.tanh, xj.redistribute(x, "n/tp d -> n d"), w, v)
+
+    def right(x, w, v, mesh):
+        return layer(torch.tanh, xt.redistribute(x, "n/tp d -> n d | copy(tp)", mesh), w, v)
+
+    options["layouts"] = (["n/tp d", "d f | copy(tp)", "f e/tp"], "n e/tp")
+    error = wrong(right, gathered, **options, check_vma=False)
+    assert {(m.subject.runtime, m.cause.name) for m in error.mismatches} == {("jax", "replica")}
+    assert "in 'n/tp d -> n d'; by" in error.mismatches[0].cause.text
+
+    options["layouts"] = (["n/tp d", "d f | copy(tp)", "f e | copy(tp)"], "n/tp e")
+    error = wrong(partial(layer, torch.tanh), lambda x, w, v: layer(jnp.tanh, x, w.T, v.T), **options)
+    outputs = [m.cause for m in error.mismatches if m.subject.kind == "output"]
+    assert [(c.name, "right with w and v transposed" in c.text) for c in outputs] == [("transposed", True)]
 
 
 def test_a_mesh_may_be_given_as_a_value() -> None:
