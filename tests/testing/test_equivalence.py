@@ -84,28 +84,34 @@ def test_uneven_blocks() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("n d | sum(tp)", "n/tp d"),
-        ("n d | mean(tp)", "n d"),
-        ("n/tp d", "n d | copy(tp)"),
-        ("n/tp d", "n/tp:halo(1,1) d"),
-        ("n/tp:fold(halo(1,1)) d", "n/tp d"),
-        ("n/zigzag(tp) d", "n d | sum(tp)"),
-        ("n d | copy(tp)", "n d | mean(tp)"),
-        ("n/tp:halo(1,2,periodic) d", "n d/tp"),
-    ],
+LINEAR = (
+    ("n d | sum(tp)", "n/tp d"),
+    ("n d | mean(tp)", "n d"),
+    ("n/tp d", "n d | copy(tp)"),
+    ("n/tp d", "n/tp:halo(1,1) d"),
+    ("n/tp:fold(halo(1,1)) d", "n/tp d"),
+    ("n/zigzag(tp) d", "n d | sum(tp)"),
+    ("n d | copy(tp)", "n d | mean(tp)"),
+    ("n/tp:halo(1,2,periodic) d", "n d/tp"),
 )
-def test_any_linear_layout_on_both_sides(before: str, after: str) -> None:
+
+
+def test_any_linear_layout_on_both_sides() -> None:
     """Addends, copies and contributions are arbitrary, and their cotangents are."""
+
+    def moved(redistribute, xs, mesh):
+        return [
+            redistribute(x, f"{before} -> {after}", mesh, shape=(16, 4))
+            for x, (before, after) in zip(xs, LINEAR, strict=True)
+        ]
+
     assert_equivalent(
-        lambda x, mesh: xt.redistribute(x, f"{before} -> {after}", mesh, shape=(16, 4)),
-        lambda x, mesh: xj.redistribute(x, f"{before} -> {after}", mesh, shape=(16, 4)),
-        args=[normal(16, 4)],
-        layouts=([before], after),
+        lambda xs, mesh: moved(xt.redistribute, xs, mesh),
+        lambda xs, mesh: moved(xj.redistribute, xs, mesh),
+        args=[[normal(16, 4, seed=i) for i in range(len(LINEAR))]],
+        layouts=([[before for before, _ in LINEAR]], [after for _, after in LINEAR]),
         mesh="tp=4",
-        reference=lambda x: 1.0 * x,
+        reference=lambda xs: [1.0 * x for x in xs],
     )
 
 
@@ -138,16 +144,17 @@ def test_what_one_device_alone_adds_to_a_sum_is_seen() -> None:
     assert {m.subject.runtime for m in error.mismatches} == {"torch"}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128", "float16", "bfloat16"])
-def test_dtypes(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.integers(-3, 4, (4, 4)).astype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
-    if x.dtype.kind == "c":
-        x = x + (1j * rng.integers(-3, 4, (4, 4))).astype(dtype)
+@pytest.mark.parametrize("dtypes", [("float16", "bfloat16", "complex64"), ("float64", "complex128")])
+def test_dtypes(dtypes: tuple[str, ...]) -> None:
+    def array(dtype: str) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        x = rng.integers(-3, 4, (4, 4)).astype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
+        return x if x.dtype.kind != "c" else x + (1j * rng.integers(-3, 4, (4, 4))).astype(dtype)
+
     assert_equivalent(
-        lambda x, mesh: xt.redistribute(x * x, "n/tp d -> n d/tp", mesh),
-        lambda x: xj.redistribute(x * x, "n/tp d -> n d/tp"),
-        args=[x],
+        lambda xs, mesh: [xt.redistribute(x * x, "n/tp d -> n d/tp", mesh) for x in xs],
+        lambda xs: [xj.redistribute(x * x, "n/tp d -> n d/tp") for x in xs],
+        args=[[array(dtype) for dtype in dtypes]],
         layouts=(["n/tp d"], "n d/tp"),
         mesh="tp=2",
     )
