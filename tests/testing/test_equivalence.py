@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import jax_bridge as xj
@@ -21,7 +22,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.testing.programs import PROGRAMS, normal
 from xshard.testing import EquivalenceError, StructureError, assert_equivalent
-from xshard.testing.strategies import moves
+from xshard.testing.strategies import layouts, meshes, shapes
 
 MESHES = "dp=2,tp=2; tp=3; dp=2"
 
@@ -115,17 +116,24 @@ def test_any_linear_layout_on_both_sides() -> None:
     )
 
 
-@settings(max_examples=12)
-@given(moves(kinds=("linear",)))
-def test_redistributions_of_any_layouts_are_the_same_on_both(move) -> None:
-    mesh, shape, src, dst = move
+@settings(max_examples=5)
+@given(st.data())
+def test_redistributions_of_any_layouts_are_the_same_on_both(data) -> None:
+    mesh = data.draw(meshes())
+    found = data.draw(st.lists(shapes(), min_size=3, max_size=3))
+    ends = [[data.draw(layouts(mesh, len(shape))) for _ in range(2)] for shape in found]
+
+    def moved(redistribute, xs, mesh):
+        given = zip(xs, ends, found, strict=True)
+        return [redistribute(x, tuple(move), mesh, shape=shape) for x, move, shape in given]
+
     assert_equivalent(
-        lambda x, mesh: xt.redistribute(x, (src, dst), mesh, shape=shape),
-        lambda x, mesh: xj.redistribute(x, (src, dst), mesh, shape=shape),
-        args=[normal(*shape)],
-        layouts=([src], dst),
+        lambda xs, mesh: moved(xt.redistribute, xs, mesh),
+        lambda xs, mesh: moved(xj.redistribute, xs, mesh),
+        args=[[normal(*shape) for shape in found]],
+        layouts=([[src for src, _ in ends]], [dst for _, dst in ends]),
         mesh=mesh,
-        reference=lambda x: 1.0 * x,
+        reference=lambda xs: [1.0 * x for x in xs],
     )
 
 

@@ -24,12 +24,14 @@ _MOST = 12  # sets of arguments that are transposed, beside the set of all
 def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float | None) -> Iterator[Mismatch]:
     """The mismatches; those without a cause have the one that a trial of their run shows."""
     causes: dict[tuple[Side, Mesh], Cause | None] = {}
+    tried: dict[Side, Cause | None] = {}
     for runtime, mesh in dict.fromkeys(map(_run, found)):
         own = [m for m in found if _run(m) == (runtime, mesh)]
         wrong = [m for m in own if m.subject.kind == "output"]
         if wrong:
-            tried = _transposition(asked, truth, tol, runtime, mesh) if any(map(_is_open, wrong)) else None
-            causes[runtime, mesh] = tried or Cause("output", "an output is wrong already")
+            if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
+                tried[runtime] = _transposition(asked, truth, tol, runtime, mesh)
+            causes[runtime, mesh] = tried.get(runtime) or Cause("output", "an output is wrong already")
         elif mesh.n_devices > 1 and any(map(_is_open, own)):
             causes[runtime, mesh] = _replica(asked, truth, runtime, mesh)
     for m in found:
