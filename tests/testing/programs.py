@@ -107,16 +107,24 @@ def loss_not_averaged(x, mesh):
 
 
 # All rows, gathered: every device uses its own columns, or all use the same.
-def columns_torch(x, w, mesh):
+def columns_torch(x, scale, w, mesh):
+    x = x * xt.copy_to(scale, "tp", mesh)
     return torch.sin(xt.redistribute(x, "n/tp d -> n d | copy(tp)", mesh) @ w)
 
 
-def columns_jax(x, w):
-    return jnp.sin(xj.redistribute(x, "n/tp d -> n d | copy(tp)") @ w)
+def columns_jax(x, scale, w):
+    return jnp.sin(xj.redistribute(x * xj.copy_to(scale, "tp"), "n/tp d -> n d | copy(tp)") @ w)
 
 
-def columns_gradient_sliced(x, w, mesh):
-    return torch.sin(xt.redistribute(x, "n/tp d -> n d", mesh) @ w)
+def columns_replica(x, scale, w, mesh):
+    return torch.sin(xt.redistribute(x * xt.copy_to(scale, "tp", mesh), "n/tp d -> n d", mesh) @ w)
+
+
+def columns_own_gradient(x, scale, w, mesh):
+    x = x * xt.copy_to(scale, "tp", mesh)
+    rows = list(xt.redistribute(x.detach(), "n/tp d -> n d", mesh).chunk(mesh.n_devices))
+    rows[dist.get_rank()] = x  # of the gathered rows these alone have a gradient
+    return torch.sin(torch.cat(rows) @ w)
 
 
 def rows_torch(x, mesh):
@@ -183,6 +191,28 @@ def positions_local(x, mesh):
 
 def positions_local_jax(x):
     return x * jnp.cos(jnp.arange(len(x)))[:, None]
+
+
+# The same, of a zigzag.
+def chunked_torch(x, mesh):
+    return x * torch.cos(xt.positions("s/zigzag(cp) d", mesh, (16, 4), "s"))[:, None]
+
+
+def chunked_jax(x):
+    return x * jnp.cos(xj.positions("s/zigzag(cp) d", (16, 4), "s"))[:, None]
+
+
+# Two layers with square weights.
+def square_torch(x, w, v, mesh):
+    return torch.tanh(torch.tanh(x @ w) @ v)
+
+
+def square_jax(x, w, v):
+    return jnp.tanh(jnp.tanh(x @ w) @ v)
+
+
+def square_transposed(x, w, v):
+    return jnp.tanh(jnp.tanh(x @ w.T) @ v)
 
 
 # Two axes as one, and a slice of a whole array.
@@ -285,10 +315,26 @@ PROGRAMS = {
     "columns": Program(
         columns_torch,
         columns_jax,
-        lambda x, w: jnp.sin(x @ w),
-        (normal(32, 4), normal(4, 8, seed=1)),
-        (("n/tp d", "d f/tp"), "n f/tp"),
+        lambda x, scale, w: jnp.sin(x * scale @ w),
+        (normal(32, 4), np.array([1, 0.5, 1, 1.5], np.float32), normal(4, 8, seed=1)),
+        (("n/tp d", "d", "d f/tp"), "n f/tp"),
         "tp=2",
+    ),
+    "square": Program(
+        square_torch,
+        square_jax,
+        lambda x, w, v: jnp.tanh(jnp.tanh(x @ w) @ v),
+        (normal(8, 4), normal(4, 4, seed=1), normal(4, 4, seed=2)),
+        (("n/dp d", "d f | copy(dp)", "d f | copy(dp)"), "n/dp f"),
+        "dp=2",
+    ),
+    "chunked": Program(
+        chunked_torch,
+        chunked_jax,
+        lambda x: x * jnp.cos(jnp.arange(len(x)))[:, None],
+        (_MATRIX,),
+        (("s/zigzag(cp) d",), "s/zigzag(cp) d"),
+        "cp=4",
     ),
     "rows": Program(rows_torch, rows_jax, jnp.sin, (_SQUARE,), (("n/tp d",), "n d"), "tp=4"),
     "sequence": Program(
@@ -324,8 +370,11 @@ BUGS = {
     "sum instead of slice": Bug(
         "rows", "torch", rows_gradient_summed, "gradient x", "summed", "4 is the size of tp"
     ),
-    "slice instead of sum": Bug(
-        "columns", "torch", columns_gradient_sliced, "gradient x", "one addend", "along tp"
+    "gathered as a replica": Bug(
+        "columns", "torch", columns_replica, "gradient x", "replica", "'n/tp d -> n d'; by"
+    ),
+    "own rows alone have a gradient": Bug(
+        "columns", "torch", columns_own_gradient, "gradient x", "one addend", "along tp"
     ),
     "missing 1/n": Bug("loss", "torch", loss_summed, "output output", "summed", "a mean's 1/n is missing"),
     "mean not taken": Bug(
@@ -369,6 +418,18 @@ BUGS = {
     ),
     "local positions, JAX": Bug(
         "positions", "jax", positions_local_jax, "output output", "first only right", "right where cp=0"
+    ),
+    "local positions of a zigzag": Bug(
+        "chunked", "torch", positions_local, "output output", "positions", "the index in the block"
+    ),
+    "contiguous positions of a zigzag": Bug(
+        "chunked", "torch", positions_torch, "output output", "positions", "right in rows 0-1, 10-11 of 's'"
+    ),
+    "contiguous positions of a zigzag, JAX": Bug(
+        "chunked", "jax", positions_jax, "output output", "positions", "those of 's/cp' in place of"
+    ),
+    "transposed weight": Bug(
+        "square", "jax", square_transposed, "output output", "transposed", "right with w transposed"
     ),
     "transposed": Bug("rows", "torch", rows_transposed, "output output", "transposed", "'n' and 'd'"),
     "halo dropped": Bug("halo", "torch", halo_dropped, "output output", "seam", "within 1 row of the seams"),

@@ -102,6 +102,17 @@ def test_halo_rows_that_changed_places() -> None:
     assert "have changed places" in found.text
 
 
+def test_positions_of_another_order_under_causal_attention() -> None:
+    """A row attends to all before it: right are those before the first wrong position."""
+    x = values(16, 3)
+    y = x.copy()
+    y[2:] += 1  # contiguous positions would be right in rows 10 and 11 too
+    found = cause(lambda _: reference.scatter(y, "s/zigzag(a,b) d", MESH), x, "s/zigzag(a,b) d")
+    assert found.name == "positions"
+    assert "right in rows 0-1 of 's' alone" in found.text
+    assert "are the index in the block or those of 's/(a,b)' in place of 's/zigzag(a,b)'" in found.text
+
+
 def test_noise_has_no_cause() -> None:
     noise = [values(4, 3, seed=i) for i in range(1, 5)]
     x = values(8, 3)

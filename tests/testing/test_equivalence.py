@@ -5,6 +5,8 @@ Long because each kind of argument and result of `assert_equivalent` has its com
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import jax_bridge as xj
@@ -19,7 +22,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.testing.programs import PROGRAMS, normal
 from xshard.testing import EquivalenceError, StructureError, assert_equivalent
-from xshard.testing.strategies import moves
+from xshard.testing.strategies import layouts, meshes, shapes
 
 MESHES = "dp=2,tp=2; tp=3; dp=2"
 
@@ -82,42 +85,55 @@ def test_uneven_blocks() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("n d | sum(tp)", "n/tp d"),
-        ("n d | mean(tp)", "n d"),
-        ("n/tp d", "n d | copy(tp)"),
-        ("n/tp d", "n/tp:halo(1,1) d"),
-        ("n/tp:fold(halo(1,1)) d", "n/tp d"),
-        ("n/zigzag(tp) d", "n d | sum(tp)"),
-        ("n d | copy(tp)", "n d | mean(tp)"),
-        ("n/tp:halo(1,2,periodic) d", "n d/tp"),
-    ],
+LINEAR = (
+    ("n d | sum(tp)", "n/tp d"),
+    ("n d | mean(tp)", "n d"),
+    ("n/tp d", "n d | copy(tp)"),
+    ("n/tp d", "n/tp:halo(1,1) d"),
+    ("n/tp:fold(halo(1,1)) d", "n/tp d"),
+    ("n/zigzag(tp) d", "n d | sum(tp)"),
+    ("n d | copy(tp)", "n d | mean(tp)"),
+    ("n/tp:halo(1,2,periodic) d", "n d/tp"),
 )
-def test_any_linear_layout_on_both_sides(before: str, after: str) -> None:
+
+
+def test_any_linear_layout_on_both_sides() -> None:
     """Addends, copies and contributions are arbitrary, and their cotangents are."""
+
+    def moved(redistribute, xs, mesh):
+        return [
+            redistribute(x, f"{before} -> {after}", mesh, shape=(16, 4))
+            for x, (before, after) in zip(xs, LINEAR, strict=True)
+        ]
+
     assert_equivalent(
-        lambda x, mesh: xt.redistribute(x, f"{before} -> {after}", mesh, shape=(16, 4)),
-        lambda x, mesh: xj.redistribute(x, f"{before} -> {after}", mesh, shape=(16, 4)),
-        args=[normal(16, 4)],
-        layouts=([before], after),
+        lambda xs, mesh: moved(xt.redistribute, xs, mesh),
+        lambda xs, mesh: moved(xj.redistribute, xs, mesh),
+        args=[[normal(16, 4, seed=i) for i in range(len(LINEAR))]],
+        layouts=([[before for before, _ in LINEAR]], [after for _, after in LINEAR]),
         mesh="tp=4",
-        reference=lambda x: 1.0 * x,
+        reference=lambda xs: [1.0 * x for x in xs],
     )
 
 
-@settings(max_examples=12)
-@given(moves(kinds=("linear",)))
-def test_redistributions_of_any_layouts_are_the_same_on_both(move) -> None:
-    mesh, shape, src, dst = move
+@settings(max_examples=5)
+@given(st.data())
+def test_redistributions_of_any_layouts_are_the_same_on_both(data) -> None:
+    mesh = data.draw(meshes())
+    found = data.draw(st.lists(shapes(), min_size=3, max_size=3))
+    ends = [[data.draw(layouts(mesh, len(shape))) for _ in range(2)] for shape in found]
+
+    def moved(redistribute, xs, mesh):
+        given = zip(xs, ends, found, strict=True)
+        return [redistribute(x, tuple(move), mesh, shape=shape) for x, move, shape in given]
+
     assert_equivalent(
-        lambda x, mesh: xt.redistribute(x, (src, dst), mesh, shape=shape),
-        lambda x, mesh: xj.redistribute(x, (src, dst), mesh, shape=shape),
-        args=[normal(*shape)],
-        layouts=([src], dst),
+        lambda xs, mesh: moved(xt.redistribute, xs, mesh),
+        lambda xs, mesh: moved(xj.redistribute, xs, mesh),
+        args=[[normal(*shape) for shape in found]],
+        layouts=([[src for src, _ in ends]], [dst for _, dst in ends]),
         mesh=mesh,
-        reference=lambda x: 1.0 * x,
+        reference=lambda xs: [1.0 * x for x in xs],
     )
 
 
@@ -136,16 +152,17 @@ def test_what_one_device_alone_adds_to_a_sum_is_seen() -> None:
     assert {m.subject.runtime for m in error.mismatches} == {"torch"}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128", "float16", "bfloat16"])
-def test_dtypes(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.integers(-3, 4, (4, 4)).astype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
-    if x.dtype.kind == "c":
-        x = x + (1j * rng.integers(-3, 4, (4, 4))).astype(dtype)
+@pytest.mark.parametrize("dtypes", [("float16", "bfloat16", "complex64"), ("float64", "complex128")])
+def test_dtypes(dtypes: tuple[str, ...]) -> None:
+    def array(dtype: str) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        x = rng.integers(-3, 4, (4, 4)).astype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
+        return x if x.dtype.kind != "c" else x + (1j * rng.integers(-3, 4, (4, 4))).astype(dtype)
+
     assert_equivalent(
-        lambda x, mesh: xt.redistribute(x * x, "n/tp d -> n d/tp", mesh),
-        lambda x: xj.redistribute(x * x, "n/tp d -> n d/tp"),
-        args=[x],
+        lambda xs, mesh: [xt.redistribute(x * x, "n/tp d -> n d/tp", mesh) for x in xs],
+        lambda xs: [xj.redistribute(x * x, "n/tp d -> n d/tp") for x in xs],
+        args=[[array(dtype) for dtype in dtypes]],
         layouts=(["n/tp d"], "n d/tp"),
         mesh="tp=2",
     )
@@ -337,6 +354,29 @@ def test_functions_without_types() -> None:
         StructureError, match="output of the JAX function varies along 'tp', where its layout"
     ):
         assert_equivalent(*functions, **options)
+
+
+def test_a_replica_in_jax_without_types_and_two_weights_that_are_transposed() -> None:
+    options = {"args": [normal(8, 4), normal(4, 4, seed=1), normal(4, 4, seed=2)], "mesh": "tp=2"}
+
+    def layer(tanh, x, w, v):
+        return tanh(tanh(x @ w) @ v)
+
+    def gathered(x, w, v):
+        return layer(jnp.tanh, xj.redistribute(x, "n/tp d -> n d"), w, v)
+
+    def right(x, w, v, mesh):
+        return layer(torch.tanh, xt.redistribute(x, "n/tp d -> n d | copy(tp)", mesh), w, v)
+
+    options["layouts"] = (["n/tp d", "d f | copy(tp)", "f e/tp"], "n e/tp")
+    error = wrong(right, gathered, **options, check_vma=False)
+    assert {(m.subject.runtime, m.cause.name) for m in error.mismatches} == {("jax", "replica")}
+    assert "in 'n/tp d -> n d'; by" in error.mismatches[0].cause.text
+
+    options["layouts"] = (["n/tp d", "d f | copy(tp)", "f e | copy(tp)"], "n/tp e")
+    error = wrong(partial(layer, torch.tanh), lambda x, w, v: layer(jnp.tanh, x, w.T, v.T), **options)
+    outputs = [m.cause for m in error.mismatches if m.subject.kind == "output"]
+    assert [(c.name, "right with w and v transposed" in c.text) for c in outputs] == [("transposed", True)]
 
 
 def test_a_mesh_may_be_given_as_a_value() -> None:

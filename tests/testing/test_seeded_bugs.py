@@ -34,6 +34,12 @@ def test_a_planted_bug_is_named(name: str) -> None:
     assert f"{first.subject.kind} {first.subject.name}" == bug.array, raised.value
     assert first.cause is not None, raised.value
     assert (first.cause.name, bug.words in first.cause.text) == (bug.cause, True), raised.value
+    if bug.cause == "replica":  # of which every array that the gather touches is told
+        assert [(m.subject.name, m.cause) for m in raised.value.mismatches] == [
+            ("x", first.cause),
+            ("scale", first.cause),
+        ]
+    assert "right rows: " in str(raised.value)
 
 
 def test_every_cause_has_a_bug() -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from xshard.layout import Mesh, Sharding
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
-from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled
+from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled, wrong_rows
+from xshard.testing.diagnosis.orders import rows_text
 
 # Relative to the largest value of an array; rounding of a few hundred operations stays below.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
@@ -41,7 +42,7 @@ class Mismatch:
     """The place of an array's largest error: device, global index, and both values.
 
     index: None if shapes or dtypes differ; then `problem` says how. global_index is -1 for a row beyond the
-    ends of the array. n_wrong, n_elements: over all devices.
+    ends of the array. n_wrong, n_elements: over all devices. right: of every dim, the rows without an error.
     """
 
     subject: Subject
@@ -56,6 +57,7 @@ class Mismatch:
     wrong_devices: tuple[int, ...] = ()
     problem: str = ""
     cause: Cause | None = None
+    right: str = ""
 
     @property
     def place(self) -> str:
@@ -149,4 +151,12 @@ def _located(subject: Subject, case: Case) -> Mismatch:
         sum(mask.size for mask in case.wrong),
         case.wrong_devices,
         cause=likely_cause(case),
+        right=_right(case),
     )
+
+
+def _right(case: Case) -> str:
+    """Of every dim, the rows that are right on all devices: `n 0-3, 8-11; d none`."""
+    wrong = case.whole_wrong
+    names = enumerate(case.sharding.layout.names)
+    return "; ".join(f"{name} {rows_text(~wrong_rows(wrong, d))}" for d, name in names)

@@ -43,7 +43,7 @@ class EquivalenceError(AssertionError):
 
         title = f"{len(self.mismatches)} of {self.compared} comparisons differ"
         made = Table(title=title, box=SIMPLE, pad_edge=False)
-        for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause"):
+        for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause", "right rows"):
             made.add_column(head, overflow="fold")
         for m in self.mismatches:
             kind = m.subject.kind if m.subject.kind != "output" else ""
@@ -55,6 +55,7 @@ class EquivalenceError(AssertionError):
                 _value(m.got),
                 _value(m.want),
                 m.problem or (m.cause.text if m.cause else "none that is known"),
+                m.right,
             )
         return made
 
@@ -75,6 +76,8 @@ def mismatch_text(mismatch: Mismatch) -> str:
             f"at global index {_index(m.global_index)}{local} on device {m.place}: "
             f"{_value(m.got)} in place of {_value(m.want)}"
         )
+        if m.right:
+            lines.append(f"right rows: {m.right}")
         lines.append(f"likely cause: {m.cause.text if m.cause else 'none that is known'}")
     return "\n  ".join(lines)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations, islice
 
 import numpy as np
 
@@ -17,18 +18,20 @@ from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import Mismatch
 from xshard.testing.runs import SIDES, Asked, Side, Truth
 
-_MOST = 8  # arguments that are transposed one at a time
+_MOST = 12  # sets of arguments that are transposed, beside the set of all
 
 
 def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float | None) -> Iterator[Mismatch]:
     """The mismatches; those without a cause have the one that a trial of their run shows."""
     causes: dict[tuple[Side, Mesh], Cause | None] = {}
+    tried: dict[Side, Cause | None] = {}
     for runtime, mesh in dict.fromkeys(map(_run, found)):
         own = [m for m in found if _run(m) == (runtime, mesh)]
         wrong = [m for m in own if m.subject.kind == "output"]
         if wrong:
-            tried = _transposition(asked, truth, tol, runtime, mesh) if any(map(_is_open, wrong)) else None
-            causes[runtime, mesh] = tried or Cause("output", "an output is wrong already")
+            if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
+                tried[runtime] = _transposition(asked, truth, tol, runtime, mesh)
+            causes[runtime, mesh] = tried.get(runtime) or Cause("output", "an output is wrong already")
         elif mesh.n_devices > 1 and any(map(_is_open, own)):
             causes[runtime, mesh] = _replica(asked, truth, runtime, mesh)
     for m in found:
@@ -52,15 +55,16 @@ def _transposition(asked: Asked, truth: Truth, tol: float | None, runtime: Side,
     """The outputs are right if square arguments are transposed, one of them or all."""
     given = asked.problem
     square = [i for i, x in enumerate(given.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1]
-    for numbers in [[i] for i in square[:_MOST]] + ([square] if len(square) > 1 else []):
+    sets = islice((s for n in range(1, len(square)) for s in combinations(square, n)), _MOST)
+    for numbers in (*sets, square) if square else ():
         values = tuple(np.swapaxes(x, -1, -2) if i in numbers else x for i, x in enumerate(given.values))
         try:
             run = replace(asked, problem=replace(given, values=values)).run(runtime, mesh, truth)
         except XshardError:
             continue
         if not any(m.subject.kind == "output" for m in mismatches(given, truth, [run], tol)[0]):
-            names = ", ".join(given.names[i] for i in numbers)
-            return Cause("transposed", f"right if {names} is transposed: one side has the transposed weight")
+            names = " and ".join(given.names[i] for i in numbers)
+            return Cause("transposed", f"right with {names} transposed: one side has the transpose")
     return None
 
 

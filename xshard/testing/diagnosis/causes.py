@@ -30,6 +30,7 @@ CAUSES: dict[str, Callable[[Case], str | None]] = {
     "seam": seams.seam,
     "rounded": sums.rounded,
     "first only right": placement.first_only_right,
+    "positions": orders.positions,
     "one addend": sums.one_addend,
 }
 

@@ -136,6 +136,11 @@ def in_double(x: Any) -> Block:
     return found
 
 
+def wrong_rows(mask: Mask, dim: int) -> Mask:
+    """The rows of a dim in which anything is wrong."""
+    return np.asarray(mask.any(axis=tuple(d for d in range(mask.ndim) if d != dim)))
+
+
 def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """All sets of axes, small before large.
 

@@ -18,12 +18,14 @@ from xshard.layout.partition import owned_rows
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import Block
-from xshard.testing.diagnosis.evidence import Case
+from xshard.testing.diagnosis.evidence import Case, Mask, wrong_rows
 
 Order = NDArray[np.int64]  # of the rows of a dim
 
 _ORDERS = ("block", "zigzag", "cyclic")
 _NOWHERE = -1
+_MOSTLY = 0.75  # of the rows with another position, which attention may all the same leave right
+_RUNS = 4  # of rows that a sentence lists
 
 
 def moved_rows(case: Case) -> str | None:
@@ -40,6 +42,55 @@ def moved_rows(case: Case) -> str | None:
         if found is not None:
             return found
     return None
+
+
+def positions(case: Case) -> str | None:
+    """Right only where another order, or the index in the block, has the same position."""
+    for d, dim in enumerate(case.sharding.layout.dims):
+        if not set(dim.axes) & set(case.cut_axes):
+            continue
+        wrong = wrong_rows(case.whole_wrong, d)
+        found: dict[bool, list[str]] = {True: [], False: []}
+        for name, same in _assumed(replace(dim, overlap=None), len(wrong), case.sharding.mesh):
+            # Under causal attention a row is right only if all rows before it have their positions.
+            for right in (same, np.logical_and.accumulate(same)):
+                if right.any() and not wrong[right].any() and wrong[~right].mean() >= _MOSTLY:
+                    found[bool((wrong == ~right).all())].append(name)
+                    break
+        if names := found[True] or found[False]:
+            return (
+                f"right in rows {rows_text(~wrong)} of {dim.name!r} alone, where it makes no difference that "
+                f"positions are {' or '.join(names)} in place of '{dim}' (rotary embeddings, masks)"
+            )
+    return None
+
+
+def _assumed(dim: Dim, n: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
+    """Positions that may have been taken for those of a dim's rows, and the rows that they are right for."""
+    blocks = list(_blocks(dim, n, mesh))
+    own = np.concatenate(blocks)
+    named = {"the index in the block": [np.arange(len(block)) for block in blocks]}
+    for order in _ORDERS:
+        other = Dim(dim.name, (Shard(dim.axes, order),))
+        named[f"those of '{other}'"] = list(_blocks(other, n, mesh))
+    for name, rows in named.items():
+        if list(map(len, rows)) == list(map(len, blocks)):
+            same = np.zeros(n, bool)
+            same[own] = np.concatenate(rows) == own
+            if not same.all():
+                yield name, same
+
+
+def rows_text(rows: Mask) -> str:
+    """The rows of a mask in a sentence.
+
+    >>> rows_text(np.array([True, True, False, True]))
+    '0-1, 3'
+    """
+    ends = np.flatnonzero(np.diff(np.concatenate([[False], rows, [False]]).astype(np.int8)))
+    runs = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in ends.reshape(-1, 2)]
+    more = [f"... ({rows.sum()} of {len(rows)})"] if len(runs) > _RUNS else []
+    return ", ".join((*runs[:_RUNS], *more)) or "none"
 
 
 def matched(got: Block, want: Block, case: Case) -> Order:

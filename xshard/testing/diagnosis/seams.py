@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xshard.layout.block_rows import row_spans
 from xshard.layout.runs import unrolled
 from xshard.notation.parser import Dim
-from xshard.testing.diagnosis.evidence import Case, in_double
+from xshard.testing.diagnosis.evidence import Case, in_double, wrong_rows
 
 Rows = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ def halo_rows(case: Case) -> str | None:
         if dim.overlap is None:
             continue
         borrowed = [_borrowed(case, d, device) for device in range(len(case.got))]
-        bad = [_wrong_rows(mask, d) for mask in case.wrong]
+        bad = [wrong_rows(mask, d) for mask in case.wrong]
         if any((b & ~h).any() for b, h in zip(bad, borrowed, strict=True)):
             continue
         device = case.wrong_devices[0]
@@ -92,7 +92,7 @@ def _starts(case: Case, dim: int) -> list[int]:
 
 def _side(case: Case, dim: int) -> str:
     """The side of the seams, if all errors are on one."""
-    bad = np.flatnonzero(_wrong_rows(case.whole_wrong, dim))
+    bad = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
     seams = np.array(_starts(case, dim))
     nearest = seams[np.abs(seams[None, :] - 0.5 - bad[:, None]).argmin(axis=1)]
     if (bad >= nearest).all():
@@ -134,7 +134,3 @@ def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_])
                 by = abs(row - int(rows[i]))
                 return f"as on device {device}, where row {row} stands in place of row {rows[i]}: off by {by}"
     return "of no row of the array: stale, or computed"
-
-
-def _wrong_rows(mask: NDArray[np.bool_], dim: int) -> NDArray[np.bool_]:
-    return np.asarray(mask.any(axis=tuple(d for d in range(mask.ndim) if d != dim)))
