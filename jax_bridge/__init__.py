@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jax_bridge.arrays.order import stored_as
 from jax_bridge.arrays.partition_spec import from_partition_spec, to_named_sharding, to_partition_spec
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.ops import (
@@ -36,6 +37,7 @@ __all__ = [
     "reduce_scatter",
     "reshard",
     "slice",
+    "stored_as",
     "to_named_sharding",
     "to_partition_spec",
     "torch_interop",

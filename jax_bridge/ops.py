@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+import numpy as np
 
 from jax_bridge.planning import AnyMesh
 from jax_bridge.redistribution import redistribute
@@ -33,7 +34,7 @@ def all_gather(
     grad: how the gradients of the devices' results combine. "sum": they differ and add up, and the backward
     pass reduce-scatters. "replicated": they are equal, and the backward pass slices.
     """
-    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape) + gradient_tag(axis, grad)
+    src, dst = dims(np.shape(x), {dim: shard(axis)}), dims(np.shape(x)) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -50,7 +51,7 @@ def reduce_scatter(
 
     op: sum, mean, max or min. The backward pass all-gathers.
     """
-    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape, {dim: shard(axis)})
+    src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x), {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -62,7 +63,7 @@ def all_reduce(
     op: sum, mean, max or min. grad: "sum": the gradients of the devices' results add up, and the backward
     pass all-reduces. "replicated": they are equal, and the backward pass moves nothing.
     """
-    src, dst = dims(x.shape) + tag(op, axis), dims(x.shape) + gradient_tag(axis, grad)
+    src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x)) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -82,8 +83,8 @@ def all_to_all(
     split_order: the order of the new cut; concat_order: of the old one: block, zigzag, cyclic or balanced.
     """
     src, dst = (
-        dims(x.shape, {concat_dim: shard(axis, concat_order)}),
-        dims(x.shape, {split_dim: shard(axis, split_order)}),
+        dims(np.shape(x), {concat_dim: shard(axis, concat_order)}),
+        dims(np.shape(x), {split_dim: shard(axis, split_order)}),
     )
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
@@ -105,7 +106,7 @@ def halo_exchange(
     zero, constant(1.5), periodic, reflect, edge, none, pole, or one for each end ("edge,zero").
     The backward pass adds the gradients of all copies of a row at its owner.
     """
-    src, dst = dims(x.shape, {dim: shard(axis)}), dims(x.shape, {dim: halo(axis, width, boundary)})
+    src, dst = dims(np.shape(x), {dim: shard(axis)}), dims(np.shape(x), {dim: halo(axis, width, boundary)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -126,7 +127,7 @@ def trim_halo(
     >>> jax.pmap(both, "sp")(jax.numpy.ones((1, 4))).shape  # one block on one device
     (1, 4)
     """
-    src, dst = dims(x.shape, {dim: halo(axis, width, boundary)}), dims(x.shape, {dim: shard(axis)})
+    src, dst = dims(np.shape(x), {dim: halo(axis, width, boundary)}), dims(np.shape(x), {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -136,7 +137,7 @@ def slice(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, gr
     grad: the gradient of the block. "sum": each device gets its own contribution (zero outside its part).
     "replicated": all devices get the same, and the backward pass all-gathers.
     """
-    src, dst = dims(x.shape) + gradient_tag(axis, grad), dims(x.shape, {dim: shard(axis)})
+    src, dst = dims(np.shape(x)) + gradient_tag(axis, grad), dims(np.shape(x), {dim: shard(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -145,7 +146,7 @@ def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
 
     Moves nothing; the backward pass all-reduces.
     """
-    return redistribute(x, f"{dims(x.shape)} -> {dims(x.shape)}{gradient_tag(axis, 'sum')}", mesh)
+    return redistribute(x, f"{dims(np.shape(x))} -> {dims(np.shape(x))}{gradient_tag(axis, 'sum')}", mesh)
 
 
 def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import as_varying, bound_sizes, is_typed, is_vmapped, varying_axes
@@ -33,31 +33,68 @@ from xshard import (
     load_profile,
     planner,
 )
+from xshard.arguments import lengths_of
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
 from xshard.notation.parser import mark_errors
-from xshard.plans.expression import Expression, Sides, check_block, whole_shape
+from xshard.plans.expression import Expression, Sides, check_block, sides, whole_shape
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
+NotLayout = PartitionSpec | NamedSharding  # what JAX's own functions take in its place
 
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:
-    """The names and sizes of a mesh's axes."""
-    return mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.shape))
+    """The names and sizes of a mesh's axes. Raises MeshError for what is no mesh."""
+    return mesh if isinstance(mesh, Mesh) else Mesh(dict(jax_mesh(mesh).shape))
+
+
+def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
+    """A mesh of JAX, as it is. Raises MeshError for anything else."""
+    if isinstance(mesh, JaxMesh | AbstractMesh):
+        return mesh
+    why = "has no devices" if isinstance(mesh, Mesh) else "is no mesh"
+    raise MeshError(f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing where JAX knows the mesh")
+
+
+def parse_call(x: Any, expression: Any) -> Sides:
+    """The sides of a call's expression. Raises as `sides` does, and for arguments in each other's place."""
+    if isinstance(x, str | Layout | Plan):
+        raise NotationError("an expression in place of the array", hint="the array comes first")
+    given = expression if isinstance(expression, tuple) else (expression,)
+    specs = [one for one in given if isinstance(one, NotLayout)]
+    if specs and not isinstance(expression, Sides):
+        raise NotationError(
+            f"a {type(specs[0]).__name__} in place of a layout",
+            hint="write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout",
+        )
+    return sides(expression)
+
+
+def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
+    """The axes that may cut arrays, with their sizes: inside a `shard_map` those that are not manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
 
 
 def as_array(x: Any, text: str) -> jax.Array:
-    """A block or array, maybe of numpy, as one of JAX. Raises DtypeError if JAX would narrow its dtype."""
+    """A block or array, maybe of numpy, as one of JAX.
+
+    Raises DtypeError if JAX would narrow its dtype, and for what JAX can make no array of.
+    """
     if isinstance(x, jax.Array):
         return x
-    dtype = np.result_type(x) if isinstance(x, np.ndarray | np.generic) else None
-    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    try:
+        found = jnp.asarray(x)
+    except (TypeError, ValueError):
+        what = f"of {x.dtype}" if isinstance(x, np.ndarray) else f"in a {type(x).__name__}"
+        raise DtypeError(f"JAX sees no numbers {what}", text=text, hint="pass an array") from None
+    if isinstance(x, np.ndarray | np.generic) and x.dtype != found.dtype:
         raise DtypeError(
-            f"the block is {dtype.name}, which JAX would make {jax.dtypes.canonicalize_dtype(dtype).name}",
+            f"the block is {x.dtype.name}, which JAX would make {found.dtype.name}",
             text=text,
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
-    return jnp.asarray(x)
+    return found
 
 
 def plan_here(
@@ -79,10 +116,7 @@ def plan_here(
             if mesh is not None:
                 _named_mesh(xshard_mesh(mesh), named, text)
             plan = replace(expression, mesh=_named_mesh(expression.mesh, named, text), devices=())
-            if x.dtype.name != plan.dtype:
-                raise DtypeError(f"the block is {x.dtype.name}, the plan is for {plan.dtype}")
-            if shape is not None and tuple(shape) != plan.shape:
-                raise ShapeError(f"the plan is for a {plan.shape} array, not {tuple(shape)}")
+            _check_given(plan, "the block", shape, x.dtype.name)
         else:
             context = _context(mesh, (src, dst), text)
             here = _named_mesh(context, _named((src, dst)), text)
@@ -94,12 +128,49 @@ def plan_here(
     return plan
 
 
+def plan_for_whole(
+    expression: Expression,
+    text: str,
+    mesh: JaxMesh | AbstractMesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    profile: str | Path | Profile,
+) -> Plan:
+    """The plan for a global array: a new one, or the given one after a check. Raises as `reshard` does."""
+    src, dst, _ = sides(expression)
+    here = Mesh(free_axes(mesh))
+    for axis in (*src.axes, *dst.axes):
+        if axis in mesh.shape and axis not in here.axes:
+            raise MeshError(
+                f"mesh axis {axis!r} is manual here",
+                text=text,
+                span=_axis_span(axis, text),
+                hint="reshard moves an array along the other axes, redistribute its blocks along this one",
+            )
+    if not isinstance(expression, Plan):
+        return planner.plan(expression, here, shape, dtype, profile=profile)
+    with mark_errors(text):
+        _check_given(expression, "the array", shape, dtype)
+        for axis in expression.axes:
+            if axis not in here.axes or here.size(axis) != expression.mesh.size(axis):
+                raise MeshError(f"the plan is for {expression.mesh!r}, the array is on {here!r}")
+    return expression
+
+
+def _check_given(plan: Plan, what: str, shape: Sequence[int] | None, dtype: str) -> None:
+    if dtype != plan.dtype:
+        raise DtypeError(f"{what} is {dtype}, the plan is for {plan.dtype}")
+    if shape is not None and (lengths := lengths_of(shape)) != plan.shape:
+        raise ShapeError(f"the plan is for a {plan.shape} array, not {lengths}")
+
+
 def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
     """The layout of an array of global `shape` on the mesh here. Raises as `plan_here` does."""
     text = str(layout)
     with mark_errors(text):
-        found = Layout.parse(layout).resolved(len(shape))
-        return Sharding(found, _mesh_here(mesh, (found,), text), tuple(shape))
+        lengths = lengths_of(shape)
+        found = Layout.parse(layout).resolved(len(lengths))
+        return Sharding(found, _mesh_here(mesh, (found,), text), lengths)
 
 
 def block_sharding_here(

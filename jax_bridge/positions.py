@@ -13,6 +13,7 @@ from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.planning import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, MeshError, Sharding
+from xshard.arguments import lengths_of
 from xshard.notation.parser import mark_errors
 
 
@@ -34,6 +35,7 @@ def positions(
     >>> positions("b s/zigzag(cp)", (3, 8), "s", mesh).tolist()  # one device has all rows in their order
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
+    shape = lengths_of(shape)
     layout = Layout.parse(layout).resolved(len(shape))
     at = layout.dim_index(dim)
     if bound_sizes(layout.axes) or (mesh is None and not layout.axes):
@@ -46,7 +48,7 @@ def positions(
             hint="outside of shard_map and pmap pass a mesh: positions(layout, shape, dim, mesh)",
         )
     with mark_errors(str(layout)):
-        found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), tuple(shape)), at).ravel())
+        found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), shape), at).ravel())
     if not isinstance(mesh, JaxMesh):
         return found
     axes = layout.dims[at].axes

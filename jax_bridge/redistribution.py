@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from jax_bridge.autodiff.function import MODES, apply
+from jax_bridge.keys import are_keys, as_words
 from jax_bridge.lower.row_tables import valid
-from jax_bridge.planning import AnyMesh, as_array, plan_here, sharding_here, with_entry_type
+from jax_bridge.planning import AnyMesh, as_array, parse_call, plan_here, sharding_here, with_entry_type
 from jax_bridge.replicas import apply_checked
-from xshard import Layout, Profile, XshardError
-from xshard.plans.expression import Expression, sides
+from xshard import Layout, Plan, Profile, XshardError
+from xshard.arguments import lengths_of
+from xshard.plans.expression import Expression
 from xshard.replicas import are_checked
 
 Derivatives = Literal["linear", "custom_vjp"]
@@ -36,13 +38,15 @@ def redistribute(
     """This device's block under the left layout -> its block under the right one, differentiable.
 
     expression: `"layout -> layout"`, a pair of layouts, or a plan. mesh: by default the one of the context.
-    shape: the global shape; by default inferred, assuming all blocks are equal. An uneven block has the
-    shape of the largest: its padding may hold anything on the way in and is zero on the way out.
+    shape: the global shape; by default inferred from the numbers of cuts, as in `n/sizes(dp,2,3)`, else
+    assuming all blocks are equal. An uneven block has the shape of the largest: its padding may hold anything
+    on the way in and is zero on the way out.
     profile: the machine to plan for.
     ad: "linear" supports every mode of differentiation. "custom_vjp" supports reverse mode only, and jaxprs
     show the collectives of `jax.lax`.
     Axes that the expression does not name are left alone: blocks may differ along them. With
-    `check_vma=True` the result is invariant along an axis that only the left side names.
+    `check_vma=True` the result is invariant along an axis that only the left side names. Blocks of PRNG keys
+    are moved too, under layouts that neither add nor overlap.
 
     Raises while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError for an
     undefined gradient. With `check_replicated` a run may raise JAX's error with the text of a ReplicaError.
@@ -53,8 +57,13 @@ def redistribute(
     """
     if ad not in MODES:
         raise XshardError(f"no derivatives ad={ad!r}", hint=f"there are: {', '.join(MODES)}")
-    parsed = sides(expression)
+    parsed = parse_call(x, expression)
     x, text = as_array(x, parsed.text), parsed.text
+    if are_keys(x) and not isinstance(expression, Plan):
+        words, wider, keys_of = as_words(x, parsed)
+        whole = None if shape is None else (*lengths_of(shape), words.shape[-1])
+        options: Any = {"shape": whole, "profile": profile, "check_replicated": check_replicated, "ad": ad}
+        return keys_of(redistribute(words, wider, mesh, **options))
     plan = plan_here(x, expression, parsed, mesh, shape, profile)
     x = with_entry_type(x, plan, text)
     return apply_checked(plan, x, text, ad) if are_checked(check_replicated) else apply(plan, x, ad)

@@ -8,6 +8,7 @@ A block that is invariant along an axis is equal by JAX's own proof, and not com
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
-from jax_bridge.versions import batch_first, linear_primitive
+from jax_bridge.versions import Batch, batch_first, host_callback, linear_primitive
 from xshard import Mesh, Plan, XshardError
 from xshard.replicas import ReplicaCheck
 
@@ -41,7 +42,10 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     )
 
 
-def _compared(x: jax.Array, held: ReplicaCheck | None) -> jax.Array:
+Verdict = Callable[[ReplicaCheck, jax.Array], jax.Array]
+
+
+def _compared(x: jax.Array, held: ReplicaCheck | None, verdict: Verdict) -> jax.Array:
     """The block, once it has been compared."""
     if held is None or not any(_may_differ(x, axis) for axis in held.axes):
         return x
@@ -65,14 +69,33 @@ def _compared(x: jax.Array, held: ReplicaCheck | None) -> jax.Array:
     for axis in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
         everywhere = lax.pmax(everywhere, axis)
 
+    return jnp.where(verdict(held, everywhere), x, jnp.zeros_like(x))
+
+
+def _verdict(held: ReplicaCheck, table: jax.Array) -> jax.Array:
+    """True, or the error."""
+
     def judge(table: jax.Array) -> np.ndarray:
-        fault = held.fault(np.asarray(table))
-        if fault is not None:
-            raise fault
+        _raise_fault(held, table)
         return np.ones((), bool)
 
-    right = jax.pure_callback(judge, jax.ShapeDtypeStruct((), bool), everywhere)
-    return jnp.where(right, x, jnp.zeros_like(x))
+    return jax.pure_callback(judge, jax.ShapeDtypeStruct((), bool), table)
+
+
+def _verdict_on_cpu(held: ReplicaCheck, table: jax.Array) -> jax.Array:
+    """The same, without the traceback that `pure_callback` logs on each device, and again at exit."""
+
+    def judge(_: Any, right: Any, table: Any) -> None:
+        _raise_fault(held, table)
+        np.asarray(right)[...] = True
+
+    return host_callback(judge, jax.ShapeDtypeStruct((), bool))(table)
+
+
+def _raise_fault(held: ReplicaCheck, table: Any) -> None:
+    fault = held.fault(np.asarray(table))
+    if fault is not None:
+        raise fault
 
 
 def _may_differ(x: jax.Array, axis: str) -> bool:
@@ -92,26 +115,28 @@ def _comparable(x: jax.Array) -> jax.Array:
 def _batched(
     x: jax.Array,
     dim: int | None,
-    size: int,
-    name: object,
+    along: Batch,
     *,
     entering: ReplicaCheck | None,
     returning: ReplicaCheck | None,
 ) -> tuple[jax.Array, int | None]:
     for held in (entering, returning):
-        if held is not None and name in held.axes:
+        if held is not None and along.name in held.axes:
             raise XshardError(
-                f"check_replicated along {name!r}, which is a batch of vmap",
+                f"check_replicated along {along.name!r}, which is a batch of vmap",
                 text=held.text,
                 hint="it compares devices: use jax.shard_map or jax.pmap over the axis",
             )
-    return _expect(batch_first(x, dim, size), entering=entering, returning=returning), 0
+    return _expect(batch_first(x, dim, along.size), entering=entering, returning=returning), 0
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
 _expect: Callable[..., jax.Array] = linear_primitive(
     "xshard_expect",
-    run=lambda x, entering, returning: _compared(x, entering),
+    run=lambda x, entering, returning: _compared(x, entering, _verdict_on_cpu),
+    on_platforms=dict.fromkeys(
+        ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering, _verdict)
+    ),
     abstract_eval=lambda x, **_: (x, set()),
     transpose=lambda cotangent, entering, returning: _expect(
         cotangent, entering=returning, returning=entering

@@ -6,14 +6,14 @@ Written for 0.10; the only file to change for a release that differs. Knows no p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 OLDEST = (0, 10)
 
@@ -22,6 +22,14 @@ if jax.__version_info__ < OLDEST:
         f"jax_bridge needs jax {'.'.join(map(str, OLDEST))} or later, this is {jax.__version__}: "
         "along manual axes earlier ones know only `varying`"
     )
+
+
+class Batch(NamedTuple):
+    """A batch of `vmap`: its length, its name if it has one, and the mesh axes over which it is cut."""
+
+    size: int
+    name: object
+    mesh_axes: tuple[str, ...]
 
 
 def linear_primitive(
@@ -37,7 +45,7 @@ def linear_primitive(
 
     run: the operation, made of other operations; on_platforms: the same for platforms that differ.
     abstract_eval: type of the array -> type of the result, and effects. transpose: the cotangent's map.
-    batch: the array, its batch dim or None, the batch's size and name -> the result and its batch dim.
+    batch: the array, its batch dim or None, the batch -> the result and its batch dim.
     """
     made = Primitive(name)
     made.def_impl(run)
@@ -47,7 +55,12 @@ def linear_primitive(
         return [transpose(cotangent, **params)]
 
     def batched(axis_data: Any, arrays: Any, dims: Any, **params: object) -> tuple[jax.Array, int | None]:
-        return batch(*arrays, *dims, axis_data.size, axis_data.name, **params)
+        # A batch that `spmd_axis_name` spreads is whole to its type, where the axes are Explicit.
+        context = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        spread = tuple(a for a in axis_data.spmd_name or () if kinds.get(a) != AxisType.Explicit)
+        cut = axis_data.explicit_mesh_axis or spread
+        return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, cut), **params)
 
     ad.deflinear2(made, transposed)
     jet.deflinear(made)
@@ -61,6 +74,13 @@ def linear_primitive(
 def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:
     """The array with its batch dim first; repeated along one if it has none."""
     return batching.bdim_at_front(x, dim, size)
+
+
+def with_sharding(aval: Any, sharding: NamedSharding) -> Any:
+    """The aval of an array with another sharding. A type tells Explicit axes only."""
+    context = jax.sharding.get_abstract_mesh()
+    mesh = sharding.mesh.abstract_mesh if context.empty else context
+    return aval.update(sharding=NamedSharding(mesh, sharding.spec))
 
 
 def manual_type(x: Any) -> Any:

@@ -10,6 +10,9 @@ pytest_plugins = ["tests.order", "tests.without"]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
+# XLA compiles each program for one run or two: what its backend would optimise takes longer than it saves.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+
 # As many as the largest case of tests/data/halo.json has.
 os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
 

@@ -15,6 +15,7 @@ NUMPY_DTYPES = sorted({np.dtype(code).name for code in "?bBhHiIlLqQefdgFDG"})
 EXTENDED_DTYPES = [
     "bfloat16",
     *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")),
+    *("int4", "uint4", "float4_e2m1fn"),
 ]
 
 
@@ -67,7 +68,7 @@ def test_every_dtype_moves(dtype):
 
 
 @pytest.mark.parametrize("dtype", [d for d in [*NUMPY_DTYPES, "bfloat16"] if d != "bool"])
-def test_every_dtype_but_bool_and_float8_is_summed(dtype):
+def test_every_dtype_but_bool_and_the_shortest_is_summed(dtype):
     mesh, x = xs.Mesh(a=4), np.arange(4).astype(dtype)
     plan = xs.plan("n | sum(a) -> n/a", mesh, (4,), dtype)
     result = xs.reference.run(plan, [x] * 4)
@@ -97,8 +98,9 @@ def test_means_keep_the_dtype(dtype):
         (
             "sum",
             "float8_e5m2",
-            "dtype float8_e5m2 cannot be reduced\n  8-bit floats can only be moved; cast before the sum",
+            "dtype float8_e5m2 cannot be reduced\n  it can only be moved: cast before the reduction",
         ),
+        ("max", "int4", "dtype int4 cannot be reduced\n  it can only be moved: cast before the reduction"),
         ("sum", "str", "unknown dtype 'str'\n  as in float32, bfloat16, int64, bool, complex64"),
         ("sum", "banana", "unknown dtype 'banana'\n  as in float32, bfloat16, int64, bool, complex64"),
     ],

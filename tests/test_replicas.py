@@ -52,8 +52,9 @@ def test_the_verdict():
     error = check.fault(table(0, 0, 0, 8e-4, 0, 0, 0, 0), names=(10, 11, 12, 13))
     assert isinstance(error, xs.ReplicaError)
     assert str(error).splitlines() == [
-        "cotangents differ along 'tp', where one value is meant in 'n d -> n d'",
-        " " * (len("ReplicaError: cotangents differ along 'tp', where one value is meant in '") + 7) + "^^^",
+        "cotangents differ along 'tp', where one value is meant in",
+        "    'n d -> n d'",
+        "            ^^^",
         "  by 0.0008 on ranks 10, 11, where the largest value is 2",
         "  if each device uses its result in its own way, say so: copy(tp) on the right",
     ]

@@ -46,4 +46,6 @@ def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
 
 
 def _kind(dtype: torch.dtype) -> object:
+    if dtype == torch.float4_e2m1fn_x2:  # an element is two numbers
+        return dtype
     return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype

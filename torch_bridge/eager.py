@@ -50,15 +50,16 @@ def redistribute_eagerly(
     x = as_tensor(x)
     if debug or desync.ALWAYS:
         compare_calls(x, expression, mesh, shape, profile, comm_dtype)
+    compares = are_checked(check_replicated) and not x.is_meta
     if isinstance(x, DTensor):
         if async_op:
             raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
         ends = sides(expression)
         move = dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
         run = functools.partial(RedistributeDTensor.apply, x, move)
-        return checked_dtensor(x, run, ends.text, name) if are_checked(check_replicated) else run()
+        return checked_dtensor(x, run, ends.text, name) if compares else run()
     executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
-    if are_checked(check_replicated):
+    if compares:
         y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text, name)
     elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)

@@ -16,11 +16,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, callers, check_device, mesh_of, process_mesh
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    ProcessMesh,
+    callers,
+    check_device,
+    check_world,
+    mesh_of,
+    process_mesh,
+)
 from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.arguments import lengths_of
 from xshard.layout.layout import check_axes
@@ -45,7 +54,9 @@ def executable_for(
     comm_dtype: CommDtypeLike = None,
 ) -> Executable:
     """The executable of `redistribute` for a block, with its gradient planned where the block has one."""
-    executable = executable_of(
+    check_world()
+    check_dense(x)
+    request = (
         as_expression(expression),
         require_mesh(mesh),
         x.shape,
@@ -56,6 +67,13 @@ def executable_for(
         None if comm_dtype is None else comm_dtype_of(comm_dtype, x.dtype),
         dist.group.WORLD,
     )
+    if isinstance(x, FakeTensor):
+        with x.fake_mode:  # the tensors that an executable keeps are fake too: it is not cached
+            return _with_gradient(executable_of.__wrapped__(*request), x)
+    return _with_gradient(executable_of(*request), x)
+
+
+def _with_gradient(executable: Executable, x: Tensor) -> Executable:
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()  # errors come early, and all processes are here to make its groups
     return executable

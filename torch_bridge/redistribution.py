@@ -65,13 +65,15 @@ def redistribute(
     """This process's block under the left layout -> its block under the right one, differentiable.
 
     All processes of the mesh call it, with equal arguments except the values of `x`, and with
-    equal `requires_grad`. The result is a new tensor; `x` is left as it is.
+    equal `requires_grad`. The result is a new tensor, contiguous; `x` is left as it is. On `meta` it is the
+    shape and dtype alone, and nothing is sent.
 
     expression: `"layout -> layout"`, a pair of layouts, or a plan (`x` must have its dtype), which is run
     as it is. Axes that the layouts do not name are left alone: blocks may differ along them.
     mesh: a `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; a DTensor brings its own.
-    shape: the global shape, where blocks differ in size. Without it all blocks are assumed to have the
-    shape of `x`: if they do not, processes make different plans and may hang.
+    shape: the global shape, where blocks differ in size and no cut says it in numbers, as `n/sizes(dp,2,3)`.
+    Without it all blocks are assumed to have the shape of `x`: if they do not, processes make different
+    plans and may hang.
     profile: the machine to plan for.
     comm_dtype: the dtype in which blocks travel and are added, forward and backward, or a pair of
     dtypes; None is that of `x`. A narrower one compresses, a wider one adds exactly.

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.autodiff.function import apply
 from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
-from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh
+from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, takes_part
 from xshard import Sharding, dtypes
 from xshard.replicas import ReplicaCheck
 
@@ -53,8 +53,11 @@ def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str, name: str
 
 
 def _check_dtensor(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
+    if not takes_part(x.device_mesh):
+        return
     processes = dtensor_mesh(x.device_mesh)
-    sharding = Sharding(from_placements(x.placements, processes.mesh, x.ndim), processes.mesh, tuple(x.shape))
+    shape = tuple(x.shape)
+    sharding = Sharding(from_placements(x.placements, processes.mesh, x.ndim, shape), processes.mesh, shape)
     check = ReplicaCheck(sharding, processes.mesh, dtypes.name_of(x.dtype), text, cotangents, name)
     comparison = _comparison(check, processes)
     if comparison is not None:
@@ -106,6 +109,8 @@ def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Comparison | Non
 
 def _comparable(block: Tensor) -> Tensor:
     """The block in a dtype that has a maximum; NaN, which no maximum finds, becomes infinity."""
+    if block.dtype in FOUR_BITS:
+        block = block.view(torch.uint8)
     if block.is_complex():
         block = torch.view_as_real(block.resolve_conj())
     if not block.is_floating_point():
@@ -125,6 +130,8 @@ class Expect(torch.autograd.Function):
     def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:
         if entering is not None:
             entering(block)
+        if block.dtype in FOUR_BITS:
+            return block.view(torch.uint8).clone().view(block.dtype)
         return block.clone()
 
     @staticmethod

@@ -6,6 +6,7 @@ The bridges read the arguments of each system and carry the expression out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -105,6 +106,51 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
         _check_divides("length", shape[dim], n, text, dim % len(shape), hint)
     return text
+
+
+@lru_cache(maxsize=1024)
+def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Axes) -> str | None:
+    """spmd_types' `redistribute` for a block of `shape` on `n` devices along `axis`; None if nothing changes.
+
+    src, dst: "R" (copies), "I" (a replica), "P" (addends), "S(1)" (cut along dim 1), or "V" (a value of its
+    own): device i has element i of a new leading dim, which is in the expression. V and a cut are the same.
+    Raises XshardError for other types, ShapeError for dims that do not exist, and into "V" for a leading dim
+    of another length than `n`.
+
+    >>> spmd_transition("S(0)", "R", (4, 2), 2, "tp")
+    'd0/tp d1 -> d0 d1 | copy(tp)'
+    >>> spmd_transition("V", "I", (4, 2), 2, "tp")
+    'd0/tp d1 d2 -> d0 d1 d2'
+    """
+    cuts = [spmd_cut(kind) for kind in (src, dst)]
+    if src == dst or ("V" in (src, dst) and None not in cuts):
+        return None
+    if dst == "V" and shape[:1] != (n,):
+        raise ShapeError(
+            f"a block of shape {shape} has no element for each of {n} devices",
+            hint="V takes the leading dim apart; S(0) cuts it",
+        )
+    stacked = (1, *shape) if src == "V" else shape
+    tags = {"R": tag("copy", axis), "P": tag("sum", axis)}
+    sides = (
+        dims(stacked, {} if cut is None else {cut: shard(axis)}) + tags.get(kind, "")
+        for kind, cut in zip((src, dst), cuts, strict=True)
+    )
+    return " -> ".join(sides)
+
+
+def spmd_cut(kind: str) -> int | None:
+    """The dim that a type of spmd_types cuts: 0 for V, None for R, I and P. Raises XshardError for no type.
+
+    >>> spmd_cut("S(-1)")
+    -1
+    """
+    if kind in ("R", "I", "P"):
+        return None
+    found = re.fullmatch(r"V|S\((-?\d+)\)", kind)
+    if found is None:
+        raise XshardError(f"unknown type {kind!r}", hint="R, I, V, P, or a cut as S(0)")
+    return int(found[1] or 0)
 
 
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:

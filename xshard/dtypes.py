@@ -23,8 +23,13 @@ _EXTENDED = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
+    # Numbers of 4 bits fill a byte each, in numpy and on CPUs; two of torch's are one element.
+    "float4_e2m1fn": 1,
+    "float4_e2m1fn_x2": 1,
+    "int4": 1,
+    "uint4": 1,
 }
-# The same names, with the distance from 1 to the next larger number.
+# Those of floats, with the distance from 1 to the next larger number.
 _PRECISION = {
     "bfloat16": 2**-7,
     "float8_e4m3fn": 2**-3,
@@ -32,7 +37,12 @@ _PRECISION = {
     "float8_e4m3fnuz": 2**-3,
     "float8_e5m2fnuz": 2**-2,
     "float8_e8m0fnu": 1.0,
+    "float4_e2m1fn": 2**-1,
+    "float4_e2m1fn_x2": 2**-1,
 }
+_FOUR_BITS = ("float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4")
+# No framework adds or negates these.
+_ONLY_MOVED = _EXTENDED.keys() - {"bfloat16"}
 # Names of dtypes in other systems, which numpy does not know, or takes for another: its "f16" has 16 bytes.
 _ELSEWHERE = {"bf16": "bfloat16"} | {
     f"{short}{bits}": f"{name}{bits}"
@@ -75,17 +85,17 @@ def itemsize(name: str) -> int:
 def precision(name: str) -> float:
     """Distance from 1 to the next larger number of the dtype; 0 for integers, which are exact."""
     if name in _EXTENDED:
-        return _PRECISION[name]
+        return _PRECISION.get(name, 0.0)
     return float(np.finfo(name).eps) if np.dtype(name).kind in "fc" else 0.0
 
 
 def check_reduction(name: str, op: str) -> None:
     """Raise DtypeError if the dtype does not allow the reduction `op`: sum, mean, max or min."""
-    kind = "f" if name in _EXTENDED else np.dtype(name).kind
-    if name.startswith("float8"):
+    if name in _ONLY_MOVED:
         raise DtypeError(
-            f"dtype {name} cannot be reduced", hint="8-bit floats can only be moved; cast before the sum"
+            f"dtype {name} cannot be reduced", hint="it can only be moved: cast before the reduction"
         )
+    kind = "f" if name in _EXTENDED else np.dtype(name).kind
     if op in ("sum", "mean") and kind == "b":
         raise DtypeError(f"dtype bool has no {op}", hint="cast to an integer, or use max (any) or min (all)")
     if op == "mean" and kind in "iu":
@@ -98,6 +108,8 @@ def check_reduction(name: str, op: str) -> None:
 
 def check_value(name: str, value: float) -> None:
     """Raise DtypeError if the dtype cannot represent the value."""
+    if name in _FOUR_BITS and value:
+        raise DtypeError(f"dtype {name} has no value {value}", hint="only zeros are written in 4 bits: cast")
     if name in _EXTENDED or np.dtype(name).kind in "fc":
         return
     low, high = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)
@@ -109,10 +121,10 @@ def check_value(name: str, value: float) -> None:
 
 def check_signed(name: str) -> None:
     """Raise DtypeError if values of the dtype cannot be negated."""
+    if name in _ONLY_MOVED:
+        raise DtypeError(f"dtype {name} cannot be negated", hint="it can only be moved: cast first")
     if name not in _EXTENDED and np.dtype(name).kind in "bu":
         raise DtypeError(f"dtype {name} has no negative values", hint="cast to a signed dtype")
-    if name.startswith("float8"):
-        raise DtypeError(f"dtype {name} cannot be negated", hint="8-bit floats can only be moved; cast first")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -6,6 +6,7 @@ part at fault, and a way to put it right. Knows nothing of layouts or plans.
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 Span = tuple[int, int]
@@ -31,14 +32,15 @@ class XshardError(ValueError):
 
     def _render(self) -> str:
         if self.text is None:
-            return self.reason if self.hint is None else f"{self.reason}\n  {self.hint}"
-        head = f"{self.reason} in "
-        lines = [f"{head}'{self.text}'"]
-        if self.span is not None:
+            lines = [self.reason]
+        elif self.span is None:
+            lines = [f"{self.reason} in '{self.text}'"]
+        else:
+            # On a line of its own: what stands before the reason (the class with or without its module, a
+            # rank) differs from traceback to traceback. A tab or a line break would move the caret.
             start, stop = self.span
-            # The caret is placed under the text of the line above, as the traceback prints it.
-            indent = len(type(self).__name__) + 2 + len(head) + 1 + start
-            lines.append(" " * indent + "^" * max(1, stop - start))
+            text = re.sub(r"\s", " ", self.text)
+            lines = [f"{self.reason} in", f"    '{text}'", " " * (5 + start) + "^" * max(1, stop - start)]
         if self.hint is not None:
             lines.append(f"  {self.hint}")
         return "\n".join(lines)

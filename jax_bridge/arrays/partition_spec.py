@@ -6,12 +6,15 @@ Decides which layouts a PartitionSpec can express. Knows no arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
+from jax_bridge.planning import jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
-from xshard import Layout, MeshError, PlanError, ShapeError
+from xshard import Layout, MeshError, NotationError, PlanError, ShapeError
+from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, Shard
 
 
@@ -47,11 +50,18 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
 def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None) -> Layout:
     """A spec of an array of `ndim` dims -> the layout. names: of the dims; by default `d0`, `d1`, ...
 
-    Raises ShapeError for a spec with more dims, PlanError for one that leaves a dim open.
+    Raises ShapeError for more or fewer names or more dims, PlanError for a spec that leaves a dim open,
+    NotationError for what is no spec.
 
     >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
     'd0/dp d1 d2/(cp,tp)'
     """
+    if not isinstance(spec, PartitionSpec):
+        own = isinstance(spec, NamedSharding)
+        hint = "pass its .spec" if own else "as in PartitionSpec('dp', None, ('cp', 'tp'))"
+        raise NotationError(f"a {type(spec).__name__} is no PartitionSpec", hint=hint)
+    if names is not None and len(names) != ndim:
+        raise ShapeError(f"{len(names)} names for {ndim} dims")
     if len(spec) > ndim:
         raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
     cuts = cuts_of(spec)
@@ -70,12 +80,20 @@ def to_named_sharding(
 ) -> NamedSharding:
     """A layout on a mesh of JAX -> the sharding.
 
-    Raises as `to_partition_spec` does, and MeshError for a layout with tags on a mesh with Auto axes.
+    Raises as `to_partition_spec` does; MeshError for what is no mesh of JAX, and for tags on one with Auto
+    axes; NotationError for an axis that the mesh does not have.
     """
     spec = to_partition_spec(layout, ndim)
+    check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))
     if (spec.unreduced or spec.reduced) and any(kind != AxisType.Explicit for kind in mesh.axis_types):
         raise MeshError(
             f"'{layout}' has a tag, which a jax.Array carries on a mesh of Explicit axes only",
             hint="jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)",
         )
     return NamedSharding(mesh, spec)
+
+
+def storage_layout(layout: Layout) -> Layout:
+    """The layout of the array in storage order: the same axes cut each dim, into contiguous blocks."""
+    dims = (replace(d, shards=tuple(Shard(s.axes) for s in d.shards)) for d in layout.dims)
+    return replace(layout, dims=tuple(dims))

@@ -69,5 +69,5 @@ _forward: Callable[..., jax.Array] = linear_primitive(
     run=lambda x, *, plan: x,
     abstract_eval=lambda x, *, plan: (x, set()),
     transpose=lambda cotangent, *, plan: _refuse("linear_transpose", plan),
-    batch=lambda x, dim, _, __, *, plan: (_forward(x, plan=plan), dim),
+    batch=lambda x, dim, _, *, plan: (_forward(x, plan=plan), dim),
 )

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE, RAGGED, Transport
-from jax_bridge.versions import batch_first, linear_primitive
+from jax_bridge.versions import Batch, batch_first, linear_primitive
 from xshard import Layout, Plan
-from xshard.notation.parser import Dim
+from xshard.notation.parser import Dim, Shard
 from xshard.steps import Step
 
 
@@ -28,15 +28,21 @@ def move(plan: Plan, x: jax.Array) -> jax.Array:
     return _move(x, plan=plan, devices=None)
 
 
+def batch_dim(plan: Plan, cut: tuple[str, ...]) -> Dim:
+    """A dim that the plan's array does not have yet, whole or cut over axes."""
+    taken = plan.source.layout.names
+    name = next(f"batch{i}" for i in range(len(taken) + 1) if f"batch{i}" not in taken)
+    return Dim(name, (Shard(cut),) if cut else ())
+
+
 @lru_cache(maxsize=1024)
-def batched(plan: Plan, n: int) -> Plan:
-    """The same steps on an array with one more dim, first and whole, of length `n`."""
-    name = next(
-        f"batch{i}" for i in range(len(plan.shape) + 1) if f"batch{i}" not in plan.source.layout.names
-    )
+def batched(plan: Plan, n: int, cut: tuple[str, ...] = ()) -> Plan:
+    """The same steps on an array with one more dim, first, of length `n`: whole, or cut over axes of the mesh
+    that the steps do not use."""
+    dim = batch_dim(plan, cut)
 
     def wider(layout: Layout) -> Layout:
-        return replace(layout, dims=(Dim(name), *layout.dims))
+        return replace(layout, dims=(dim, *layout.dims))
 
     def stepping(step: Step) -> Step:
         layouts = {f.name: getattr(step, f.name) for f in fields(step)}  # type: ignore[arg-type]
@@ -77,19 +83,18 @@ def batch(
     bind: Callable[..., jax.Array],
     x: jax.Array,
     dim: int | None,
-    n: int,
-    name: object,
+    along: Batch,
     *,
     plan: Plan,
     devices: str | None,
 ) -> tuple[jax.Array, int | None]:
     """Batch an operation that carries a plan: the same operation with the batched plan."""
-    if name in plan.mesh.axes and n > 1:
-        return bind(batch_first(x, dim, n), plan=plan, devices=name), 0
+    if along.name in plan.mesh.axes and along.size > 1:
+        return bind(batch_first(x, dim, along.size), plan=plan, devices=along.name), 0
     if dim is None:
         return bind(x, plan=plan, devices=devices), None
     at = 0 if devices is None else 1
-    return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, n), devices=devices), at
+    return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, along.size), devices=devices), at
 
 
 def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:

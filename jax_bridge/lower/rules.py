@@ -21,6 +21,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jax_bridge.lower.exchange import exchange
+from jax_bridge.lower.explicit import explicit_axes, part_by_part
 from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
@@ -58,19 +59,17 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     zeros, and invariant along the plan's axes that `plan.dst` does not name.
     transport: how the boxes of an exchange travel.
     """
+    if explicit_axes(x):
+        return part_by_part(partial(run, transport=transport), plan, x)
     axes = sorted(varying_axes(x).union(plan.axes))  # a rule's constants are declared varying too
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
-        x = without_padding(as_varying(x, axes), _normal(plan.source))
+        x = without_padding(as_varying(x, axes), plan.source.with_layout(plan.source.normal))
         rules = RULES | {Exchange: partial(exchange, transport=transport)}
         for step, before, after in plan.stages:
             x = as_varying(rules[type(step)](step, x, before, after), axes)
     return as_invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
-
-
-def _normal(sharding: Sharding) -> Sharding:
-    return sharding.with_layout(sharding.normal)
 
 
 def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:

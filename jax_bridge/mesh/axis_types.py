@@ -42,12 +42,16 @@ def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
 
 
 def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply `move` to short floats as integers; XLA:CPU would send, slice and concatenate wider floats."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits not in (8, 16):
-        return move(x)
-    return lax.bitcast_convert_type(
-        move(lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")), x.dtype
-    )
+    """Apply `move` to short floats as integers, and to numbers of 4 bits as bytes.
+
+    XLA:CPU would send, slice and concatenate wider floats; NCCL has nothing shorter than a byte.
+    """
+    if jnp.issubdtype(x.dtype, jnp.floating) and (bits := jnp.finfo(x.dtype).bits) <= 16:
+        moved = as_bits(move, lax.bitcast_convert_type(x, f"uint{bits}"))
+        return lax.bitcast_convert_type(moved, x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        return move(x.astype(jnp.uint8)).astype(x.dtype)
+    return move(x)
 
 
 def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:
@@ -138,5 +142,5 @@ _retype: Callable[..., jax.Array] = linear_primitive(
     run=lambda x, **_: x,
     abstract_eval=lambda x, *, before, after: (with_manual_type(x, after), set()),
     transpose=_retype_transpose,
-    batch=lambda x, dim, _, __, **types: (_retype(x, **types), dim),
+    batch=lambda x, dim, _, **types: (_retype(x, **types), dim),
 )

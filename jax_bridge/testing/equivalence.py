@@ -7,6 +7,7 @@ one device's function, and what types its outputs must have.
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import lead, local, spec, stacked, unstacked
-from xshard import Sharding, XshardError
+from xshard import Sharding, XshardError, replicas
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.question import Answer, Question, called, draw, named_outputs
 from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered
@@ -52,6 +53,20 @@ def answer(question: Question, _timeout_s: float) -> Answer:
         where = f" on {question.mesh}, where all devices run one program" if question.mesh.axes else ""
         text = str(error) if isinstance(error, XshardError) else traceback.format_exc().strip()
         raise FunctionError(f"the JAX function failed{where}: {type(error).__name__}", hint=text) from None
+
+
+def replica_fault(question: Question, _timeout_s: float) -> str | None:
+    """The text of the ReplicaError of such a run, as `check_replicated=True` raises it, or None."""
+    before, replicas.ALWAYS = replicas.ALWAYS, True
+    try:
+        with jax.enable_x64(question.wide):
+            _answer_blocks(question)
+    except Exception as error:  # of JAX, which has ours in its text
+        found = re.search(r"ReplicaError: (.+(?:\n  .+)*)", str(error))
+        return found and found[1]
+    finally:
+        replicas.ALWAYS = before
+    return None
 
 
 def _answer_whole(question: Question) -> Answer:

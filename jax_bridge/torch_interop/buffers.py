@@ -74,7 +74,8 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
-        return f"its strides are {x.stride()}, JAX's are {_row_major(x)}"
+        row_major = torch.empty(x.shape, device="meta").stride()
+        return f"its strides are {x.stride()}, JAX's are {row_major}"
     if x.device.type == "cuda" and x.device.index != device.local_hardware_id:
         return f"it is on {x.device}, the mesh has {device}"
     if x.device.type == "cpu" and x.numel() and x.data_ptr() % ALIGNMENT:
@@ -118,7 +119,3 @@ def tensor_over(array: jax.Array, copy: bool | None, writable: bool) -> Tensor:
 def on_stream(context: Any, kind: str) -> AbstractContextManager[Any]:
     """A context for torch's work in a callback of XLA: on XLA's own stream, on a GPU."""
     return torch.cuda.stream(torch.cuda.ExternalStream(context.stream)) if kind == "cuda" else nullcontext()
-
-
-def _row_major(x: Tensor) -> tuple[int, ...]:
-    return torch.empty(x.shape, device="meta").stride()

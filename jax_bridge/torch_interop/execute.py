@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 
-from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import storage_layout
+from jax_bridge.arrays.order import remember
+from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
 from torch_bridge.between import redistribute_between
 from xshard import Plan
@@ -33,7 +33,8 @@ def by_jax(blocks: Sequence[jax.Array], made: Plan, devices: Sequence[jax.Device
     assert made.transfer is None  # a route between meshes that do not fit each other is torch's
     mesh = plan_mesh(made, devices)
     start = to_named_sharding(storage_layout(made.source.layout), mesh)
-    return blocks_of(reshard(assembled(blocks, made.shape, start), made, mesh), devices)
+    array = remember(assembled(blocks, made.shape, start), made.source)
+    return blocks_of(reshard(array, made, mesh), devices)
 
 
 def plan_mesh(made: Plan, devices: Sequence[jax.Device]) -> JaxMesh:

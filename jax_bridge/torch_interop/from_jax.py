@@ -17,6 +17,7 @@ from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from jax_bridge.arrays.order import stored_as
 from jax_bridge.torch_interop.devices import Ends, ends_of
 from jax_bridge.torch_interop.options import Options
 from jax_bridge.torch_interop.pullback import VjpProgram, as_layouts, broadcast_layouts, make_vjp_program
@@ -163,6 +164,7 @@ class Invocation:
         return prepare_to_jax(group, layout, self.call.mesh, None, OPTIONS)()
 
     def to_torch(self, array: jax.Array, layout: Layout) -> Group:
+        array = stored_as(array, layout, self.call.mesh)
         made: Any = prepare_to_torch(array, layout, self.call.mesh, OPTIONS)()
         return made if isinstance(made, list) else [made]
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from jax.sharding import NamedSharding
 
-from jax_bridge.arrays.partition_spec import to_named_sharding
-from jax_bridge.arrays.program import storage_layout
+from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
 from xshard import Layout, ShapeError, Sharding
@@ -27,13 +26,14 @@ class Arrangement:
     """One array's way from one framework to the other.
 
     src: its layout before. text: what errors mark. blocks: the sharding of torch's blocks. array: that of
-    JAX's array. route: the move in between.
+    JAX's array, stored: its layout. route: the move in between.
     """
 
     src: Layout
     text: str
     blocks: Sharding
     array: NamedSharding
+    stored: Sharding
     route: Route
 
     @property
@@ -105,9 +105,9 @@ def _arranged(
         check_axes(dst, after, text)
         whole = whole_shape(src, before, local_shape, text) if shape is None else shape
         blocks = Sharding(of_blocks, ends.axes, whole)
-        array = named(of_array, ends, whole)
+        array, stored = named(of_array, ends, whole), Sharding(of_array, ends.jax_axes, whole)
         route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=to_jax)
-    return Arrangement(src, text, blocks, array, route)
+    return Arrangement(src, text, blocks, array, stored, route)
 
 
 def layouts_of(layout: Layout | Expression) -> Sides:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from jax_bridge.arrays.order import remember
 from jax_bridge.torch_interop import buffers, handover
 from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, ends_of
 from jax_bridge.torch_interop.execute import assembled, by_jax, by_torch
@@ -51,7 +52,7 @@ def prepare_to_jax(
         parts = [buffers.array_over(x, device, copy) for x, device in zip(given, devices, strict=True)]
         if route.side == "jax":
             parts = by_jax(parts, route.plan, ends.devices)
-        return assembled(parts, found.shape, found.array)
+        return remember(assembled(parts, found.shape, found.array), found.stored)
 
     return run
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 
+from jax_bridge.arrays.order import check_order
 from jax_bridge.arrays.reshard import are_the_same
 from jax_bridge.torch_interop import buffers, handover
 from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
@@ -53,6 +54,7 @@ def prepare_to_torch(
             text=found.text,
             hint=f"it has {array.sharding}",
         )
+    check_order(array, found.stored, found.text)
     if device_mesh is not None and options.dtensor:
         to_placements(found.blocks.layout, device_mesh, array.shape)  # refused here, before anything is sent
     if route.side is not None:

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
-from xshard.cli.console import error_lines
 from xshard.cli.options import parse_shape
 from xshard.plans.table import rows
 from xshard.runtimes import backends, registry
@@ -176,17 +175,6 @@ def test_the_caret_stands_under_what_is_wrong(arguments, marked, columns, monkey
     assert "Traceback" not in told.stderr
 
 
-def test_a_long_line_gives_the_text_a_line_of_its_own():
-    error = xs.NotationError("something is wrong", text="n/a -> m", span=(7, 8), hint="as in n")
-    assert "".join(error_lines(error, 80)) == f"NotationError: {error}"
-    assert "".join(error_lines(error, 40)).splitlines() == [
-        "NotationError: something is wrong in",
-        "  n/a -> m",
-        "         ^",
-        "  as in n",
-    ]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -218,7 +206,8 @@ def test_shapes_are_read():
 
 @pytest.mark.parametrize("package", ["rich", "typer"])
 def test_without_the_extra_the_script_says_what_to_install(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from xshard.cli.main import main; main()"
+    """Run as `python -m xshard`."""
+    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_module('xshard', None, '__main__')"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr == f"xshard: the command line needs {package}: pip install 'xshard[cli]'\n"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import torch_bridge as xt
@@ -16,6 +19,7 @@ import xshard as xs
 from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
 from tests.torch_bridge.nn_helpers import same, weights_of, whole_gradients
 from torch_bridge import compat
+from torch_bridge.compat import credit
 
 
 def _managers() -> None:
@@ -202,6 +206,99 @@ def _five_dims() -> None:
 
 def test_dims_that_are_cut() -> None:
     on_ranks(2, _five_dims)
+
+
+def test_any_manager_that_counts_its_domain() -> None:
+    """Nothing is sent for a part, so that one process can take each of them."""
+    x = torch.from_numpy(numbers(1, 2, 5, 2)).requires_grad_()
+    manager = SimpleNamespace(domain_parallel_size=2, domain_rank=1)
+    part = compat.shard_tensor(x, manager=manager, uneven=True)
+    assert torch.equal(part, x[:, :, 3:]) and part.is_contiguous()
+    part.sum().backward()
+    assert torch.equal(x.grad, (torch.arange(5) > 2).double()[:, None].expand_as(x))
+    assert (
+        "the length 5 is not divisible by 2" in error_of(lambda: compat.shard_tensor(x, manager=manager))[1]
+    )
+    manager.domain_parallel_size = 1
+    assert compat.shard_tensor(x, manager=manager) is x
+
+
+class Periodic(nn.Module):
+    """Circular columns, and rows that reflect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.padding = nn.Conv2d(2, 3, 5), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(F.pad(x, (2, 2, 0, 0), mode="circular"), (0, 0, 2, 2), mode="reflect"))
+
+
+# The layers by their own names, the shapes they are for, and modules that are right on one device.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3, 2, 1), (1, 2, 12, 4)),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, (1, 3, 3), padding=(0, 1, 1)), (1, 2, 2, 8, 4)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 4, 2, 1), (1, 2, 8, 4)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 3, 4, 2, 1), (1, 2, 2, 8, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(1, 2), (1, 2, 8, 4)),
+    "PeriodicConv2d": (Periodic, (1, 2, 8, 4)),
+    "CrossEmbedBranch": (lambda: nn.Sequential(nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(2, 3, 4)), (1, 2, 8, 4)),
+}
+
+
+def _layers() -> None:
+    """Each by itself, as they are where a model is written with them, with a manager of another kind."""
+    n = dist.get_world_size()
+    alone = {name: make().double() for name, (make, _) in LAYERS.items()}
+    manager = SimpleNamespace(domain_parallel_size=n, domain_rank=dist.get_rank(), shard_dim=-2)
+    for name, (_, shape) in LAYERS.items():
+        torch.manual_seed(0)
+        for p in alone[name].parameters():
+            nn.init.normal_(p)
+        x, layer = torch.randn(shape).double(), copy.deepcopy(alone[name])
+        y, of_x, of_parameters = whole_gradients(alone[name], x)
+        layer = getattr(compat, f"DomainParallel{name}")(layer)
+        same(layer(x), y, f"{name}, without a manager")
+        credit._manager = manager
+        block = compat.shard_tensor(x, manager=manager).requires_grad_()
+        mine = layer(block)
+        same(compat.gather_tensor(mine.detach(), manager=manager), y, name)
+        (mine * compat.shard_tensor(weights_of(y))).sum().backward()
+        same(block.grad, compat.shard_tensor(of_x), f"{name}: gradient of the input")
+        compat.sync_domain_gradients(layer, manager)
+        for p, wanted in zip(layer.parameters(), of_parameters, strict=True):
+            same(p.grad * n, wanted, f"{name}: gradient of a parameter")
+        credit._manager = None
+    names = [name for name, _ in compat.DomainParallelConv2d(nn.Conv2d(1, 1, 3)).named_parameters()]
+    assert names == ["conv.weight", "conv.bias"]
+    resize, x = compat.DomainParallelInterpolate((6, 10)), torch.randn(1, 2, 8, 5)
+    wanted = F.interpolate(x, size=(6 * n, 10), mode="bilinear")
+    compat.initialize_domain_parallel(n, n)
+    torch.testing.assert_close(compat.gather_tensor(resize(compat.shard_tensor(x))), wanted)
+    assert error_of(lambda: compat.DomainParallelPeriodicConv2d(Periodic(), -1))[0] == "XshardError"
+
+
+def test_layers_by_their_names() -> None:
+    on_ranks(2, _layers)
+
+
+def _one_by_one() -> None:
+    """The parts of a converted model, called as those of the model: with blocks, records lost or not."""
+    manager = compat.initialize_domain_parallel(2, 2)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    model, x = copy.deepcopy(alone), torch.randn(1, 4, 16, 8)
+    compat.convert_to_domain_parallel(model, manager)
+    y, mine = x, compat.shard_tensor(x)
+    for part, whole in zip(model, alone, strict=True):
+        y, mine = whole(y), part(mine)
+        torch.testing.assert_close(compat.gather_tensor(mine), y)
+        if isinstance(whole, nn.GroupNorm):
+            mine = mine.detach().clone()
+
+
+def test_parts_of_a_converted_model() -> None:
+    on_ranks(2, _one_by_one)
 
 
 class Shrinking(nn.Module):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
@@ -88,6 +88,60 @@ def _derivatives() -> None:
 
 def test_forward_mode_and_second_derivatives() -> None:
     on_ranks(N, _derivatives)
+
+
+class Mixer(nn.Module):
+    """A Hyena mixer `(b, *space, c)`: gates around a convolution of channels over the whole space, by FFT.
+
+    group: the processes that cut the first dim of space, in zigzag order; False for none.
+    """
+
+    def __init__(self, space: tuple[int, ...], channels: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        self.kernel = nn.Parameter(torch.randn(channels, *space))
+        self.shift = nn.Parameter(torch.randn(channels))
+
+    def forward(self, x: Tensor, group: Any = False) -> Tensor:
+        parts = self.enter(x).movedim(-1, 1).chunk(3, 1)  # the strides of channels-last
+        kernel, shift = self.kernel, self.shift
+        if group is not False:
+            parts = [compat.AllToAllSingleFunction.apply(p, group, "split_to_full", True) for p in parts]
+            kernel, shift = (p.chunk(dist.get_world_size())[dist.get_rank()] for p in (kernel, shift))
+        q, k, v = parts
+        space = tuple(range(2, x.ndim))
+        double = [2 * n for n in q.shape[2:]]
+        waves = torch.fft.rfftn(k * v, s=double, dim=space)
+        waves = waves * torch.fft.rfftn(kernel, s=double, dim=tuple(d - 1 for d in space))
+        y = torch.fft.irfftn(waves, s=double, dim=space)[(..., *map(slice, q.shape[2:]))]
+        y = q * (y + shift.view(-1, *[1] * len(space)) * (k * v))
+        if group is not False:
+            y = compat.AllToAllSingleFunction.apply(y, group, "full_to_split", True)
+        return self.leave(y.movedim(1, -1))
+
+
+def _mixers() -> None:
+    for space in ((8,), (8, 3), (8, 3, 2)):
+        torch.manual_seed(0)
+        mixer = Mixer(space, 4).double()
+        x = torch.randn(2, *space, 4, dtype=torch.float64, requires_grad=True)
+        y = mixer(x)
+        weights = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).reshape(y.shape)
+        wanted = torch.autograd.grad(y, [x, *mixer.parameters()], weights)
+        mine = compat.zigzag_split_across_group_ranks(x.detach(), None, 1).requires_grad_()
+        mixed = mixer(mine, None)
+        split = compat.zigzag_split_across_group_ranks(weights, None, 1)
+        found = torch.autograd.grad(mixed, [mine, *mixer.parameters()], split)
+        for part in found[1:]:
+            dist.all_reduce(part)
+        whole = compat.zigzag_gather_from_group_ranks
+        together = [whole(mixed, None, 1), whole(found[0], None, 1), *found[1:]]
+        for a, b in zip(together, [y, *wanted], strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_mixers_over_one_two_and_three_dims() -> None:
+    on_ranks(2, _mixers)
 
 
 def _groups() -> None:

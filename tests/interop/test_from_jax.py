@@ -233,7 +233,7 @@ def test_layouts_that_do_not_fit() -> None:
     for ins, outs, kind, message in (
         (("n d", "n d"), "n d", xs.XshardError, "in_layouts .* do not fit"),
         ("n/a d", ("n d", "n d"), xs.XshardError, "out_layouts .* do not fit"),
-        ("n/b d", "n d", xs.NotationError, "unknown mesh axis 'b' in 'n/b d'"),
+        ("n/b d", "n d", xs.NotationError, "unknown mesh axis 'b' in\n    'n/b d'"),
         ("n/a d", "n d/a", xs.ShapeError, "no uneven blocks"),
         ("n/a d", "n", xs.ShapeError, "has 1 dims, the array has 2"),
     ):

@@ -214,7 +214,7 @@ def test_errors_of_the_function_keep_their_message() -> None:
 def test_what_is_refused_when_it_is_traced() -> None:
     mesh = jax_mesh(a=2)
     for fn, ins, outs, kind, message in (
-        (torch.sin, "n/b", "n", xs.NotationError, "unknown mesh axis 'b' in 'n/b'"),
+        (torch.sin, "n/b", "n", xs.NotationError, "unknown mesh axis 'b' in\n    'n/b'"),
         (torch.sin, "n/a", "n/a", xs.ShapeError, "no uneven blocks"),
         (torch.argmax, "n", "...", xs.DtypeError, "is torch.int64, which JAX would make int32"),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),

@@ -22,7 +22,6 @@ def test_arrays_and_functions_over_processes(processes, devices, tmp_path) -> No
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "tests.interop.processes", str(devices), str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # every program runs once
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
     )

@@ -22,7 +22,7 @@ def pair() -> list[torch.Tensor]:
 
 
 TO_JAX = {
-    "unknown mesh axis 'c' in 'n/c d'\n *\\^\n  the mesh has: a=2": (pair, "n/c d", {}),
+    "unknown mesh axis 'c' in\n    'n/c d'\n *\\^\n  the mesh has: a=2": (pair, "n/c d", {}),
     r"'n/a' has 1 dims, the array has 2": (pair, "n/a", {}),
     r"cpu:1 has shape \(3, 6\), not \(4, 6\) in 'n/a d'\n.*device 1 of Mesh\(a=2\) of a \(8, 6\) array": (
         lambda: [torch.zeros(4, 6), torch.zeros(3, 6)],

@@ -552,7 +552,7 @@ def test_what_is_refused() -> None:
     assert "no output rule 'even'" in refused(partial(conv, outputs="even"))
     assert "features 'c/sp' are cut" in text and "in 'n c/sp h'" in text
     text = refused(partial(conv, boundary="mirror"))
-    assert "unknown boundary 'mirror' in 'mirror'" in text and "^" in text and "reflect" in text
+    assert "unknown boundary 'mirror' in\n    'mirror'" in text and "^" in text and "reflect" in text
     assert "a boundary for 'x'" in refused(partial(conv, boundary={"x": "edge"}))
     assert "no rows beyond the ends of 'h'" in refused(partial(conv, boundary="none"))
     assert "boundary edge of 'h' with dilated inputs" in refused(
@@ -589,7 +589,7 @@ def test_where_a_block_cannot_be_placed() -> None:
         ("h/sp w", (9, 2), "the block has shape (4, 2), not (5, 2)"),
         ("h/sp w | sum(tp)", None, "unknown mesh axis 'tp'"),
         ("h w | sum(sp)", None, "still to be reduced by sum in 'h w | sum(sp)'"),
-        ("h/tp w", None, "unknown mesh axis 'tp' in 'h/tp w'"),
+        ("h/tp w", None, "unknown mesh axis 'tp' in\n    'h/tp w'"),
         ("h/sp", None, "in 'h/sp'"),
         ("h/zigzag(sp):halo([1,0],[0,1]) w", None, "do not say how long dim 'h' is"),
     ]:

@@ -220,12 +220,10 @@ def test_errors_mark_the_expression() -> None:
 
     assert error_of(using("n/c d -> n d")) == (
         "NotationError",
-        "unknown mesh axis 'c' in 'n/c d -> n d'\n"
-        + " " * (len("NotationError: unknown mesh axis 'c' in '") + 2)
-        + "^\n  the mesh has: a=2, b=4",
+        "unknown mesh axis 'c' in\n    'n/c d -> n d'\n       ^\n  the mesh has: a=2, b=4",
     )
     kind, text = error_of(using("n/b d -> n d"), axis_names={"a"})
-    assert kind == "MeshError" and "mesh axis 'b' is not manual here in 'n/b d -> n d'" in text
+    assert kind == "MeshError" and "mesh axis 'b' is not manual here in\n    'n/b d -> n d'" in text
     assert "manual are: a=2" in text
 
     kind, text = error_of(using("n/a d -> n d", xs.Mesh(a=4)))
@@ -236,7 +234,7 @@ def test_errors_mark_the_expression() -> None:
 
     kind, text = error_of(using("n/zigzag(a) d -> n d"), x=X[:6])
     assert kind == "ShapeError" and "the block has shape (3, 8), not (4, 8)" in text and "shape=" in text
-    assert text.splitlines()[1].index("^") == len("ShapeError: the block has shape (3, 8), not (4, 8) in '")
+    assert "'n/zigzag(a) d -> n d'\n     ^" in text
 
     kind, text = error_of(using("n/a d -> n d", shape=(12, 8)))
     assert kind == "ShapeError" and "not (6, 8)" in text and "a (12, 8) array" in text

@@ -76,6 +76,35 @@ def test_storage_order() -> None:
 
 
 @in_jax
+def test_the_order_of_rows_is_remembered() -> None:
+    """What JAX computed, or nobody ordered, is contiguous unless the user says otherwise."""
+    contiguous, back = on("auto", "b"), "n/zigzag(b) d -> n d/b"
+    for unknown in (contiguous, X, xj.reshard(contiguous, "n/b d -> n/b d")):
+        with pytest.raises(xs.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'") as caught:
+            xj.reshard(unknown, back, mesh())
+        assert "stored_as(array, 'n/zigzag(b) d')" in str(caught.value)
+    ordered = xj.reshard(contiguous, "n/b d -> n/zigzag(b) d")
+    for wrong in ("n/b d -> n d/b", "n/cyclic(b) d -> n d/b"):
+        with pytest.raises(xs.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"):
+            xj.reshard(ordered, wrong)
+    doubled = ordered * 2
+    with pytest.raises(xs.ShapeError, match="nothing says"):
+        xj.reshard(doubled, back)
+    assert np.array_equal(xj.reshard(xj.stored_as(doubled, "n/zigzag(b) d"), back), 2 * X)
+    assert np.array_equal(xj.reshard(xj.stored_as(ordered, "n/b d"), "n/b d -> n d/b"), ordered)
+    assert np.array_equal(
+        jax.jit(lambda x: xj.reshard(x, back))(xj.stored_as(doubled, "n/zigzag(b) d")), 2 * X
+    )
+    one = jax.make_mesh((1,), ("b",), devices=jax.devices()[:1])  # where zigzag changes nothing
+    assert np.array_equal(xj.reshard(X, back, one), X)
+    with pytest.raises(xs.MeshError, match="the array has no mesh"):
+        xj.stored_as(jnp.ones(4), "n/zigzag(b)")
+    keys = jax.random.split(jax.random.key(0), 8)
+    moved = xj.reshard(xj.reshard(keys, "n -> n/cyclic(b)", mesh()), "n/cyclic(b) -> n")
+    assert (moved == keys).all()
+
+
+@in_jax
 def test_compiled_once() -> None:
     x, compiled = on("auto", "a", "b", x=np.ones((24, 8))), []  # of a shape that no other test has
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
@@ -119,6 +148,21 @@ def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dty
     for device, block in zip(mesh().devices.flat, expected, strict=True):
         assert found[device].dtype == dtype and np.array_equal(found[device], block)
     assert not re.findall(r"\b(?:f16|f32|f64)\[", compiled.as_text())
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+@in_jax
+def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
+    x = on("auto", "b", x=(X % 4).astype(dtype))
+    compiled = jax.jit(
+        lambda x: xj.reshard(xj.reshard(x, "n/b d -> n/cyclic(b) d"), "n/cyclic(b) d -> n d/b")
+    )
+    y = compiled(x)
+    assert y.dtype == dtype and np.array_equal(y, X % 4) and y.sharding.spec == P(None, "b")
+    sent = re.findall(r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text())
+    assert sent and set(sent) == {"u8"}
+    with pytest.raises(xs.DtypeError, match=f"dtype {dtype} cannot be reduced"):
+        xs.plan("n d | sum(b) -> n d", xs.Mesh(b=4), X.shape, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,6 +237,47 @@ def test_errors() -> None:
         xj.reshard(x, "n/a d/b -> n d", mesh().abstract_mesh)
     with pytest.raises(xs.NotationError, match="unknown mesh axis 'c'"):
         xj.reshard(x, "n/c d -> n d")
+
+
+@in_jax
+def test_arguments_of_another_kind_or_in_another_place() -> None:
+    """Errors of ours, whose hints lead out, instead of those of what happens to fail first."""
+    x, move = on("auto", "a", "b"), "n/a d/b -> n d/b"
+    wrong = [
+        (
+            lambda: xj.reshard(x, move, xs.Mesh(a=2, b=4)),
+            xs.MeshError,
+            "has no devices\n.* jax.sharding.Mesh",
+        ),
+        (lambda: xj.reshard(x, move, "a=2,b=4"), xs.MeshError, "'a=2,b=4' is no mesh"),
+        (lambda: xj.to_named_sharding("n/a d", xs.Mesh(a=2)), xs.MeshError, "has no devices"),
+        (lambda: xj.to_named_sharding("n/q d", mesh()), xs.NotationError, "unknown mesh axis 'q'"),
+        (lambda: xj.positions("n/a d", (4, 2), 0, "a"), xs.MeshError, "'a' is no mesh"),
+        (
+            lambda: xj.reshard(x, P("a"), mesh()),
+            xs.NotationError,
+            "in place of a layout\n.*from_partition_spec",
+        ),
+        (lambda: xj.reshard(x, (P("a"), P())), xs.NotationError, "in place of a layout"),
+        (lambda: xj.reshard(x, x.sharding), xs.NotationError, "a NamedSharding in place of a layout"),
+        (lambda: xj.reshard(move, x), xs.NotationError, "an expression in place of the array"),
+        (lambda: xj.reshard(np.array(["a"]), "n -> n", mesh()), xs.DtypeError, "no numbers of <U1"),
+        (lambda: xj.redistribute(move, x), xs.NotationError, "an expression in place of the array"),
+        (lambda: xj.redistribute({"w": x}, move), xs.DtypeError, "no numbers in a dict"),
+        (lambda: xj.redistribute(x, P("a")), xs.NotationError, "in place of a layout"),
+        (lambda: xj.redistribute(x, move, (2, 4)), xs.MeshError, r"\(2, 4\) is no mesh"),
+        (lambda: xj.redistribute(x, 3), xs.NotationError, "3 is no expression"),
+        (lambda: xj.valid_mask("n", 8), xs.ShapeError, "the shape 8 is no sequence"),
+        (lambda: xj.positions("n/a d", 8, 0, mesh()), xs.ShapeError, "the shape 8 is no sequence"),
+        (lambda: xj.from_partition_spec(x.sharding, 2), xs.NotationError, "is no PartitionSpec\n.*its .spec"),
+        (lambda: xj.from_partition_spec(("a", None), 2), xs.NotationError, "a tuple is no PartitionSpec"),
+        (lambda: xj.from_partition_spec(P("a"), 2, ["n"]), xs.ShapeError, "1 names for 2 dims"),
+    ]
+    for call, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            call()
+    gather = jax.pmap(lambda _: xj.all_gather([1.0, 2.0], 0, "a", grad="sum"), "a", devices=jax.devices()[:2])
+    assert gather(np.ones(2)).tolist() == [[1, 2, 1, 2]] * 2  # a list is an array to JAX
 
 
 @pytest.mark.parametrize(

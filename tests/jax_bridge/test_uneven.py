@@ -97,7 +97,7 @@ def test_values_and_gradients_of_weighted_sums(src, dst) -> None:
 @in_jax
 def test_errors_of_the_mask() -> None:
     for layout, kind, reason in [
-        ("n/c d", xs.NotationError, "unknown mesh axis 'c' in 'n/c d'"),
+        ("n/c d", xs.NotationError, "unknown mesh axis 'c' in\n    'n/c d'"),
         ("n/a", xs.ShapeError, "in 'n/a'"),
     ]:
         with pytest.raises(kind) as caught:

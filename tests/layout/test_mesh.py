@@ -66,9 +66,9 @@ NO_NAME = " is no axis name\n  a name has letters, digits and '_', no digit firs
         (lambda: xs.Mesh(a=2).coords(-1), "no device -1 in Mesh(a=2)\n  devices are 0..1"),
         (
             lambda: xs.Mesh.parse("a=2,b"),
-            "an axis reads NAME=SIZE in 'a=2,b'\n" + " " * 43 + "^\n  as in dp=2,cp=4",
+            "an axis reads NAME=SIZE in\n    'a=2,b'\n         ^\n  as in dp=2,cp=4",
         ),
-        (lambda: xs.Mesh.parse("a=2,a=3"), "axis 'a' is named twice in 'a=2,a=3'\n" + " " * 43 + "^^^"),
+        (lambda: xs.Mesh.parse("a=2,a=3"), "axis 'a' is named twice in\n    'a=2,a=3'\n         ^^^"),
     ],
 )
 def test_errors(make, message):

@@ -62,7 +62,7 @@ def test_every_order_inside_every_other(order, inner, length):
         assert n_rows(runs) == len(expanded(runs))
 
 
-@given(st.data(), meshes(), st.integers(0, 40))
+@given(st.data(), meshes(), st.integers(1, 40))
 def test_normal_form_has_the_same_blocks(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
     dim = replace(layout.dims[0], overlap=data.draw(st.none() | any_overlap()))
@@ -153,7 +153,7 @@ def test_overlaps(data, n, order, length):
         assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
 
 
-@given(any_overlap(folded=False), st.integers(0, 24))
+@given(any_overlap(folded=False), st.integers(1, 24))
 def test_a_fold_spans_the_rows_of_its_overlap(overlap, length):
     mesh = xs.Mesh(a=3)
     assert held(f"h/a:fold({overlap})", length, mesh) == held(f"h/a:{overlap}", length, mesh)
@@ -260,3 +260,14 @@ def test_the_longest_block_is_known_without_looking_at_blocks(order):
         dim = Dim("n", (Shard(("a",), order), Shard(("b",))))
         lengths = [n_rows(runs) for runs in all_owned_rows(dim, length, (n, inner))]
         assert block_length(dim, length, (n, inner)) == (max(lengths), len(set(lengths)) == 1)
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "reflect", "edge", "pole"])
+@pytest.mark.parametrize("overlap", ["halo(1,0,{0})", "halo([0,0],[0,1],{0})", "window(k=3,p=1,{0})"])
+def test_an_empty_dim_has_no_rows_to_copy(boundary, overlap):
+    layout = Layout.parse("h/sp:" + overlap.format(boundary))
+    with pytest.raises(xs.ShapeError, match=f"dim 'h' has no rows that '{boundary}' could copy"):
+        xs.Sharding(layout, xs.Mesh(sp=2), (0,))
+    assert xs.Sharding(layout, xs.Mesh(sp=2), (2,)).local_shape(0)
+    for nothing in ("halo(0,0,periodic)", "halo(1,1)", "halo(-1,0,edge,none)"):
+        assert held(f"h/sp:{nothing}", 0, xs.Mesh(sp=2)) == [[], []]

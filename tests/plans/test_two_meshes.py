@@ -135,12 +135,12 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
         (
             {"expression": "n/b -> n/b"},
             xs.NotationError,
-            "unknown mesh axis 'b' in 'n/b -> n/b'\n" + " " * 43 + "^\n  the mesh has: a=2",
+            "unknown mesh axis 'b' in\n    'n/b -> n/b'\n       ^\n  the mesh has: a=2",
         ),
         (
             {"expression": "n/a -> n/a"},
             xs.NotationError,
-            "unknown mesh axis 'a' in 'n/a -> n/a'\n" + " " * 50 + "^\n  the destination's mesh has: b=2",
+            "unknown mesh axis 'a' in\n    'n/a -> n/a'\n              ^\n  the destination's mesh has: b=2",
         ),
         (
             {"expression": ("n/a", "m/b")},

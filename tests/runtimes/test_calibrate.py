@@ -262,15 +262,22 @@ def test_what_the_command_refuses(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("backend", "devices", "rounds"), [("torch", "gloo processes", False), ("jax", "host devices", True)]
+    ("backend", "devices", "rounds", "table"),
+    [("torch", "gloo processes", False, ()), ("jax", "host devices", True, ("--plans",))],
 )
-def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds):
+def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds, table):
     path = tmp_path / "mine.json"
-    small = ("--largest", "16KiB", "--rounds", 2)
+    small = ("--largest", "16KiB", "--rounds", 2, *table)
     result = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
     assert result.exit_code == 0, result.stderr
     for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
         assert line in result.stdout
+    fitted = result.stdout.partition("median absolute error")[0]
+    kinds, plans = re.findall(r"^ ?(\w+)  ", fitted, re.M), fitted.count(" -> ")
+    if table:
+        assert plans == len(kinds) - 1 > 2 * len(set(kinds))  # less the line of heads
+    else:
+        assert plans == 0 and len(kinds) == len(set(kinds))  # a row per kind
     profile = xs.load_profile(path)
     assert (profile.name, profile.rounds) == ("mine", rounds)
     assert f"2 {devices} " in profile.source

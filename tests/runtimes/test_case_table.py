@@ -25,14 +25,12 @@ RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
 def names_for(runtime):
     """The cases that a runtime runs.
 
-    Without types `pmap` and `shard_map` run the same rules: on one axis one case of each kind runs on both.
+    Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind.
     """
     names = [case.name for case in CASES if runtime.takes(case.mesh)]
-    if runtime.name != "jax-novma":
-        return names
-    on_pmap = set(names_for(RUNTIME["jax-pmap"]))
-    kept = one_of_each({name: TASKS[name].plan for name in names if name in on_pmap})
-    return [name for name in names if name not in on_pmap or name in kept]
+    if runtime.name == "jax-novma":
+        return list(one_of_each({name: TASKS[name].plan for name in names}))
+    return names
 
 
 def sends_what_is_planned(runtime, plan):

@@ -179,9 +179,13 @@ def least_seconds(edges, mesh, shape, src, dst, profile):
     raise AssertionError("a direct exchange always leads there")
 
 
+# Where all links are alike, the order of the sizes decides nothing.
+PRICED = [(FLAT, mesh) for mesh in MESHES if sorted(mesh.sizes) == list(mesh.sizes)]
+PRICED += [(NODES, mesh) for mesh in MESHES]
+
+
 @pytest.mark.parametrize("rows", [54 * 8, 54 * 800], ids=["latency", "bandwidth"])
-@pytest.mark.parametrize("profile", [FLAT, NODES], ids=lambda p: p.name)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("profile", "mesh"), PRICED, ids=lambda value: getattr(value, "name", str(value)))
 def test_no_path_is_cheaper(mesh, profile, rows, pytestconfig):
     shape = (rows, rows)
     edges = graph(mesh, shape)

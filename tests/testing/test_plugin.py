@@ -141,7 +141,7 @@ def test_meshes_of_the_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("cp", "--xshard-meshes: an axis reads NAME=SIZE in 'cp'"),
+        ("cp", "--xshard-meshes: an axis reads NAME=SIZE in\n    'cp'"),
         ("cp=4096", "--xshard-meshes: 4096 devices, this host has 1 to "),
         (";", '--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"'),
     ],

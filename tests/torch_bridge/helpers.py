@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import multiprocessing
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import torch_bridge as xt
 import xshard as xs
@@ -31,6 +34,44 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float 
     timeout_s: guards against a hang, far above what any test takes.
     """
     return xt.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
+
+
+def on_threads(n: int, function: Callable[..., Any], *args: Any) -> None:
+    """Call `function(*args)` on `n` ranks that are threads of one process, in torch's threaded process group.
+
+    They share the planner's caches, so this takes a part of what `on_ranks` takes. A failed assertion in any
+    of them is raised here. They have no messages from one to another, and no dispatch mode sees what is sent.
+    """
+    on_ranks(1, _on_threads, n, function, args)
+
+
+def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    store, failures = dist.HashStore(), list[BaseException]()
+
+    def rank(number: int) -> None:
+        dist.init_process_group("threaded", rank=number, world_size=n, store=store)
+        try:
+            function(*args)
+        except BaseException as error:
+            failures.append(error)
+            threaded.ProcessLocalGroup.exception_handle(error)  # ends the others, with a SystemExit
+        finally:
+            dist.destroy_process_group()
+
+    c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        ranks = [threading.Thread(target=rank, args=(number,)) for number in range(n)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+    finally:
+        threaded._uninstall_threaded_pg()
+        c10d._set_thread_isolation_mode(False)
+    for failure in failures:
+        if not isinstance(failure, SystemExit):
+            raise failure
 
 
 def failed_examples(modules: Sequence[str]) -> dict[str, str]:

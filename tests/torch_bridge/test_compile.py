@@ -76,10 +76,9 @@ def _device_mesh(*names: str) -> None:
     for_each(expressions, functools.partial(_one_graph, mesh=mesh))
 
 
-def test_every_step_is_one_graph_and_is_not_compiled_again() -> None:
-    on_ranks(2, for_each, EVERY_STEP, _one_graph)
+def test_blocks_of_one_shape_are_one_graph_that_is_not_compiled_again() -> None:
+    on_ranks(2, for_each, EVERY_STEP[::3], _one_graph)  # the others: in the test of dynamic lengths
     on_ranks(2, _device_mesh, "a")
-    on_ranks(4, for_each, TWO_AXES, _one_graph)
     on_ranks(4, _device_mesh, "a", "b")
 
 
@@ -95,7 +94,7 @@ def _any_batch(expression: str) -> None:
     assert backend.frame_count == 1
 
 
-def test_the_length_of_a_whole_dim_may_change() -> None:
+def test_every_step_is_one_graph_in_which_the_length_of_a_whole_dim_may_change() -> None:
     on_ranks(2, for_each, EVERY_STEP, _any_batch)
     on_ranks(4, for_each, TWO_AXES, _any_batch)
 
@@ -245,7 +244,7 @@ def _refused() -> list[str]:
 
 def test_what_torch_cannot_do_is_refused() -> None:
     """In all of these torch itself says nothing, or something else."""
-    parts = ["unknown mesh axis 'q' in 'n/q d -> n d'", "whose expression is text"]
+    parts = ["unknown mesh axis 'q' in\n    'n/q d -> n d'", "whose expression is text"]
     parts += ["torch.func inside torch.compile"] * 3 + ["of one plain tensor"]
     for found in on_ranks(2, _refused):
         for part, text in zip(parts, found, strict=True):

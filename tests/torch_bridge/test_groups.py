@@ -130,7 +130,7 @@ def test_meshes_that_cannot_be_used() -> None:
         ("MeshError", "has no names for its dims"),
         ("MeshError", "'a=4' is no mesh"),
         ("MeshError", "a tensor needs a mesh"),
-        ("NotationError", "unknown mesh axis 'b' in 'd0/b d1 -> d0 d1 | copy(b)'"),
+        ("NotationError", "unknown mesh axis 'b' in\n    'd0/b d1 -> d0 d1 | copy(b)'"),
         ("MeshError", "no process group is initialised"),
     ]
     for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):

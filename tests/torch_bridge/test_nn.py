@@ -5,14 +5,13 @@ Long because every layer has its values, adjoints and refusals here.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_bridge as xt
@@ -179,6 +178,8 @@ MORE: dict[str, Layer] = {
     "group norm, batch cut": (lambda: nn.GroupNorm(2, 4), (3, 4, 7, 9), "b/x c h/y w", GRID),
     "layer norm over cut dims": (lambda: nn.LayerNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
     "layer norm beside a cut dim": (lambda: nn.LayerNorm(9), (2, 7, 9), "b s/sp c", ROW),
+    "rms norm over cut dims": (lambda: nn.RMSNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
+    "instance norm": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 7), "b c h/sp", ROW),
     "batch norm": (lambda: nn.BatchNorm2d(4), (3, 4, 7, 9), "b/x c h/y w", GRID),
     "batch norm, cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), (2, 4, 7, 9), "b c h/y w/x", GRID),
     "batch norm, no statistics kept": (
@@ -275,8 +276,8 @@ def _second_order() -> None:
             return xt.redistribute(y, "b c h/sp w -> b c h w", PAIR).square()
 
         inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
-        assert torch.autograd.gradcheck(whole, inputs)
-        assert torch.autograd.gradgradcheck(whole, inputs)
+        assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
 def test_second_derivatives_of_a_convolution() -> None:
@@ -299,24 +300,20 @@ def _adjoints(sources: list[tuple[str, str, tuple[int, ...]]]) -> None:
         _adjoint(source, shape, ROW, layout)
 
 
-@st.composite
-def _overlaps(draw: st.DrawFn) -> tuple[str, str, tuple[int, ...]]:
-    boundary = draw(st.sampled_from(["zero", "periodic", "reflect", "edge", "none", "pole", "pole(w,-1)"]))
-    length, order = draw(st.integers(1, 14)), draw(st.sampled_from(["sp", "balanced(sp)"]))
-    if draw(st.booleans()):
-        widths = draw(st.tuples(st.integers(-2, 6), st.integers(-2, 6)))
-        overlap = f"halo({widths[0]},{widths[1]},{boundary})"
+def _overlap(draw: random.Random) -> tuple[str, str, tuple[int, ...]]:
+    boundary = draw.choice(["zero", "periodic", "reflect", "edge", "none", "pole", "pole(w,-1)"])
+    length, order = draw.randint(1, 14), draw.choice(["sp", "balanced(sp)"])
+    if draw.random() < 0.5:
+        overlap = f"halo({draw.randint(-2, 6)},{draw.randint(-2, 6)},{boundary})"
     else:
-        k, s, d = (draw(st.integers(1, most)) for most in (4, 3, 2))
-        p = draw(st.integers(0, d * (k - 1)))
-        overlap = f"window(k={k},s={s},d={d},p={p},{boundary})"
+        k, s, d = (draw.randint(1, most) for most in (4, 3, 2))
+        overlap = f"window(k={k},s={s},d={d},p={draw.randint(0, d * (k - 1))},{boundary})"
     return f"h/{order} w", f"h/{order}:{overlap} w", (length, 4)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(st.lists(_overlaps(), min_size=12, max_size=12))
-def test_gradients_are_exact_adjoints(sources: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    on_ranks(4, _adjoints, sources)
+def test_gradients_are_exact_adjoints() -> None:
+    draw = random.Random(0)
+    on_ranks(4, _adjoints, [_overlap(draw) for _ in range(48)])
 
 
 def _halo_exchange() -> None:

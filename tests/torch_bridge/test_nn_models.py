@@ -154,6 +154,74 @@ def test_activations_that_are_computed_again() -> None:
         assert "second: nothing is known of an input" in told and "xt.nn.checkpoint" in told
 
 
+class Rows(nn.Module):
+    """What works row by row: slices that cut nothing, views that keep rows, functions along other dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(5, 4, padding_idx=0), nn.RMSNorm(4)
+        self.apart, self.groups = nn.InstanceNorm2d(4, affine=True), nn.Unflatten(1, (2, 2))
+        self.mix, self.shift = nn.Parameter(torch.rand(4, 3)), nn.Parameter(torch.rand(3))
+        self.gates, self.scale = nn.GLU(1), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, h, w = x.shape  # the block's
+        x = x[:, 0:] + x[..., -99:, :][:, :, None, 0:99].squeeze(2)
+        x = self.gates(torch.cat([self.apart(x), x], 1))
+        x = self.groups(x).flatten(1, 2).movedim(1, -1).reshape(b, h, w * 4).view(b, h, w, 4)
+        x = self.norm(x) + self.tokens((x[..., 0] * 2).abs().clamp(max=4).long())
+        x = F.rms_norm(F.layer_norm(x, [4], self.scale), [4], self.scale) @ self.mix + F.linear(x, self.mix.T)
+        x = torch.stack([x @ self.shift, x.max(-1).values, F.normalize(x, dim=-1).roll(1, 2)[..., 0]], 1)
+        low, high = x.flip(1, 3).sort(1, descending=True).values.cumsum(-1).tensor_split(2, dim=-1)
+        first, *_ = (low * F.softmin(high, 1)).transpose(1, 2).unbind(-1)
+        return first.std(-1, keepdim=True).mT[:, None].expand(b, 3, 1, h) * x.logsumexp(1, True).max(x).mT
+
+
+def _rows() -> None:
+    for layout in ("b c h/sp w", "b c h/sizes(sp,1,7) w", "b c h/zigzag(sp) w"):
+        assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
+
+    thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), PAIR, "b c h/sp w")
+    y = thin(torch.ones(1, 2, 1, 6))  # one row of two
+    assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
+
+
+def test_what_works_row_by_row_is_followed() -> None:
+    on_ranks(2, _rows)
+
+
+def _parts() -> None:
+    """Parts that are called one by one, also by checkpoints, on blocks of one size and of several."""
+    torch.manual_seed(0)
+    for layout, rows in (("b c h/sp w", 8), ("b c h/sizes(sp,3,6) w", 9)):
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), Gate(4), nn.Conv2d(4, 2, 3, 2, 1)
+        ).double()
+        x = torch.randn(1, 2, rows, 6, dtype=torch.float64)
+        y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
+        parallel = xt.nn.domain_parallel(model, PAIR, layout, shape=x.shape)
+
+        def one_by_one(block: Tensor, parallel: nn.Module = parallel) -> Tensor:
+            norm = xt.nn.checkpoint(parallel[1], parallel[0](block))
+            y = torch.utils.checkpoint.checkpoint(parallel[2], norm, use_reentrant=False)
+            return parallel[3](y.clone())  # a block of which nothing is known
+
+        for run in (one_by_one, parallel, lambda z, f=parallel: xt.nn.checkpoint(f, z)):
+            model.zero_grad()
+            block = scattered(x, layout, PAIR).requires_grad_()
+            mine = run(block)
+            cut = xt.nn.sharding_of(mine).layout
+            same(mine, scattered(y, cut, PAIR), "outputs")
+            (mine * scattered(weights_of(y), cut, PAIR)).sum().backward()
+            same(block.grad, scattered(of_x, layout, PAIR), "gradient of the input")
+            for (name, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
+                same(p.grad, wanted, f"gradient of {name}")
+
+
+def test_parts_of_a_model_are_called_by_themselves() -> None:
+    on_ranks(2, _parts)
+
+
 def _inference() -> None:
     """What is kept between calls serves a backward pass that comes later."""
     model = nn.Sequential(
@@ -207,13 +275,25 @@ NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda x: F.max_pool2d(x, 2),
         "of a block is not a block of max_pool2d() of the array",
     ),
-    "a flip": (lambda x: x.flip(2), "flip() of a block"),
+    "a flip": (lambda x: x.flip(1, 2), "flip() needs dim 'h' whole"),
     "rows of unknown origin": (
         lambda x: x + torch.ones(4, 1),
         "4 rows without a recorded sharding meet dim 'h/sp'",
     ),
-    "a view": (lambda x: x.view(-1), "view() of a block"),
-    "a sum over rows": (lambda x: x.cumsum(2), "cumsum() of a block"),
+    "a view": (lambda x: x.view(-1), "view() needs dim 'h' whole"),
+    "a sum over rows": (lambda x: x.cumsum(2), "cumsum() needs dim 'h' whole"),
+    "a maximum over rows": (lambda x: x.max(2), "max() needs dim 'h' whole"),
+    "half of the rows, as many as a block has": (lambda x: x[:, :, :4], "a slice needs dim 'h' whole"),
+    "a row": (lambda x: x[:, :, 0], "a slice needs dim 'h' whole"),
+    "groups of as many rows as a block has": (
+        lambda x: x.view(1, 2, x.shape[2] // 4, 4, 6).mean(2),
+        "view() puts a dim of length 1 beside 'h/sp'",
+    ),
+    "rows by their numbers": (lambda x: x[:, :, [0, 1]], "a block indexed by more than slices"),
+    "an equality of all": (lambda x: torch.equal(x, x), "of a block is not a block of equal()"),
+    "a product over rows": (lambda x: x.mT @ torch.ones(4, 2), "matmul() needs dim 'h' whole"),
+    "a product of blocks": (lambda x: x @ x.mT, "of a block is not a block of"),
+    "a norm of rows": (lambda x: F.layer_norm(x, (4, 6)), "layer_norm() needs dim 'h' whole"),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "unknown axis": (
         lambda: xt.redistribute(X, "b s/cq -> b s", MESH),
         "NotationError",
-        ("unknown mesh axis 'cq' in 'b s/cq -> b s'", "           ^^\n", "the mesh has: tp=4"),
+        ("unknown mesh axis 'cq' in\n    'b s/cq -> b s'\n         ^^\n", "the mesh has: tp=4"),
     ),
     "rank": (
         lambda: xt.redistribute(X, "n/tp -> n", MESH),
@@ -74,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "local shape": (
         lambda: xt.redistribute(X, "n/tp d -> n d", MESH, shape=(8, 5)),
         "ShapeError",
-        ("has shape (2, 4), not (2, 5) in 'n/tp d -> n d'", "under 'n/tp d'", "a (8, 5) array"),
+        ("has shape (2, 4), not (2, 5) in\n    'n/tp d -> n d'", "under 'n/tp d'", "a (8, 5) array"),
     ),
     "no such even block": (
         lambda: xt.redistribute(torch.ones(3), "n/zigzag(tp) -> n", MESH),
@@ -215,6 +217,39 @@ def test_refused_on_every_rank_before_anything_is_sent(
         assert found[name][0] == kind
         for part in parts:
             assert part in found[name][1]
+
+
+KINDS = {  # of the steps of a backward plan, by README's word for a gradient
+    "reduce-scatter": "reduce_scatter",
+    "slice": "slice",
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "the same": "retag",
+    "its part": "embed",
+    "all-to-all": "all_to_all",
+    "rows go back": "exchange",
+    "zeros for": "exchange",
+}
+
+
+def test_the_table_of_named_operations_says_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's: the expression is the one that the operation writes, the gradient is the backward plan."""
+    monkeypatch.setattr("torch_bridge.ops.redistribute", lambda x, expression, mesh, **_: expression)
+    values = {"x": X, "mesh": MESH, "axis": "tp", "dim": 0, "split_dim": 1, "concat_dim": 0, "width": 1}
+    readme = (Path(xt.__file__).parents[1] / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`(?:, `grad=\"(\w+)\"`)? \| `(.+->.+)` \| (.+) \|$", readme, re.M)
+    for name, grad, expression, gradient in rows:
+        operation = getattr(xt, name)
+        given = {k: v for k, v in values.items() if k in inspect.signature(operation).parameters}
+        written = operation(**given, **({"grad": grad} if grad else {}))
+        assert written.replace("d1", "d").replace("d0", "n") == expression.replace("\\", "")
+        (step,) = xs.plan(written, MESH, (8, 4)).backward.steps
+        (kind,) = [kind for words, kind in KINDS.items() if gradient.startswith(words)]
+        assert step.kind == kind, name
+    named = vars(xt.ops).items()
+    assert {row[0] for row in rows} == {
+        k for k, f in named if getattr(f, "__module__", "") == xt.ops.__name__
+    }
 
 
 def test_examples_of_the_docstrings() -> None:

@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from torch_bridge.compat import all_gather_grad
 from torch_bridge.mesh import desync
+from torch_bridge.mesh.process_mesh import check_device
 
 MESH = xs.Mesh(a=4)
 GOOD = "n/a d -> n d"
@@ -65,8 +68,8 @@ def test_every_rank_says_what_one_does_otherwise() -> None:
     assert "ranks 0, 1, 3: 'n/a d -> n d', block (2, 4), of (8, 4)" in text
     assert "rank 2: 'n/a d -> n/zigzag(a) d', block (2, 4), of (8, 4)" in text
     for part in (
-        "unknown mesh axis 'b' in 'n/b d -> n d'",
-        "unknown mesh axis 'a' in 'n/a d -> n d'",
+        "unknown mesh axis 'b' in\n        'n/b d -> n d'",
+        "unknown mesh axis 'a' in\n        'n/a d -> n d'",
         "a tensor needs a mesh",
     ):
         text = next(texts)
@@ -78,7 +81,8 @@ def test_every_rank_says_what_one_does_otherwise() -> None:
     text = next(texts)
     assert "redistribution: dtype" in text and "dtype float64" in text and "dtype float32" in text
     assert "requires_grad True" in next(texts)
-    assert "cannot send a block that is on 'meta'" in next(texts)
+    text = next(texts)
+    assert "redistribution: device" in text and "device meta" in text and "device cpu" in text
     text = next(texts)
     assert "expression" in text and "rank 2: 'n/a d -> n d | copy(a)'" in text
     text = next(texts)
@@ -140,12 +144,11 @@ def test_the_environment_asks_for_all_calls() -> None:
 
 def test_a_device_that_no_backend_serves() -> None:
     for kind, text in on_ranks(2, _on_no_device):
-        assert kind == "MeshError" and "cannot send a block that is on 'meta'" in text and "cpu:gloo" in text
+        assert kind == "MeshError" and "cannot send a block that is on 'mps'" in text and "cpu:gloo" in text
 
 
 def _on_no_device() -> tuple[str, str]:
-    x = torch.ones(2, 2, device="meta")
-    return error_of(lambda: xt.redistribute(x, GOOD, xs.Mesh(a=2)))
+    return error_of(lambda: check_device(torch.device("mps")))
 
 
 def _placed_otherwise() -> tuple[str, str]:
@@ -162,7 +165,7 @@ def test_dtensors_that_are_placed_otherwise() -> None:
     (kind, text), *others = on_ranks(4, _placed_otherwise)
     assert all(said == (kind, text) for said in others)
     assert kind == "DesyncError" and "rank 1 cannot do what the others can" in text
-    assert "NotationError: the DTensor is placed as 'n d' in 'n/a d -> n d'" in text
+    assert "NotationError: the DTensor is placed as 'n d' in\n        'n/a d -> n d'" in text
 
 
 def _between_two_meshes() -> list[tuple[str, str]]:
@@ -275,4 +278,70 @@ def test_a_lost_peer_is_an_error_on_the_others(
         assert how == "absent" or float(seconds) < WAITS_S[how]
         assert kind == "CollectiveError" and text[0] == f"{failed} failed on rank {rank}"
         assert "one of the ranks 0, 1, 2, 3 has ended" in text[1] and f"within {WAITS_S[how]} s" in text[1]
-        assert "the backend says" in text[2]
+        assert "the backend says" in text[2] and "XSHARD_DEBUG=1" in text[3]
+
+
+class Failing(TorchDispatchMode):
+    """Copies raise an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.clone, torch.ops.aten.copy_):
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+def _errors_of_python() -> None:
+    """In packing, which all ranks fail in alike, and in putting together what has arrived."""
+    x, pair = torch.ones(2, 4), xs.Mesh(a=2)
+
+    def across() -> Any:
+        ends = {"src_mesh": pair, "dst_mesh": xs.Mesh(b=2), "dst_devices": (1, 0)}
+        return xt.redistribute_between(x, xs.plan("n/a d -> n d/b", shape=(4, 4), **ends))
+
+    calls = {
+        "step 1 of 1, 'all_gather d/a', of 'n d/a -> n d'": [
+            lambda: xt.redistribute(x, "n d/a -> n d", pair),
+            lambda: xt.redistribute(x, "n d/a -> n d", pair, async_op=True).wait(),
+            lambda: xt.redistribute_many([x, x], "n d/a -> n d", pair),
+        ],
+        "step 1 of 1, 'all_to_all n/a -> d/a', of 'n/a d -> n d/a'": [
+            lambda: xt.redistribute(x, "n/a d -> n d/a", pair)
+        ],
+        "step 1 of 1, 'slice d/a', of 'n d -> n d/a'": [lambda: xt.redistribute(x, "n d -> n d/a", pair)],
+        "the messages between the meshes": [across],
+    }
+    for place, some in calls.items():
+        for call in some:
+            for error in (
+                RuntimeError("a mistake"),
+                TypeError("a mistake"),
+                torch.OutOfMemoryError("none left"),
+            ):
+                with pytest.raises(type(error)) as raised, Failing(error):
+                    call()
+                assert raised.value is error and place in error.__notes__[0], error.__notes__
+    assert still_connected()
+
+
+def test_an_error_of_python_is_no_lost_peer() -> None:
+    on_ranks(2, _errors_of_python)
+
+
+def _of_another_size(folder: str) -> None:
+    """Rank 0 has more rows than the others: gloo ends a process that gets more than it waits for."""
+    rank = dist.get_rank()
+    _world_that_waits(folder, 3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kind, text = error_of(lambda: all_gather_grad(torch.ones(3 if rank == 0 else 2, 4)))
+    Path(folder, f"{rank}.txt").write_text(f"{kind}\n{text}")
+
+
+def test_who_survives_a_block_of_another_size_is_told_how_to_find_it(tmp_path: Path) -> None:
+    with pytest.raises(xt.RankError, match=r"(?s)SIGABRT.*XSHARD_DEBUG=1"):
+        on_ranks(3, _of_another_size, str(tmp_path))
+    told = [file.read_text() for file in tmp_path.glob("*.txt")]
+    assert told and all(text.startswith("CollectiveError") and "XSHARD_DEBUG=1" in text for text in told)

@@ -195,7 +195,9 @@ def every_dtype(names):
         "n/a d -> n/b d", src_mesh=mesh, dst_mesh=other, dst_devices=(1, 2, 3), shape=(5, 2), dtype=name
     )
     for name in names:
-        whole = torch.arange(10).reshape(5, 2).to(getattr(torch, name))
+        dtype = getattr(torch, name)
+        small = torch.arange(10, dtype=torch.uint8).reshape(5, 2)  # torch casts to no dtype of 4 bits
+        whole = small.view(dtype) if name == "int4" else small.to(dtype)
         rank = dist.get_rank()
         y = redistribute_between(whole[3 * rank :][:3] if rank < 2 else None, plan(name))
         wanted = whole[2 * (rank - 1) :][:2] if rank else None
@@ -207,7 +209,7 @@ def every_dtype(names):
 
 
 def test_every_dtype_moves():
-    names = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn"]
+    names = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn", "int4"]
     assert all(on_ranks(4, every_dtype, names))
 
 
@@ -282,7 +284,7 @@ def test_wrong_input():
         ),
         (
             "NotationError",
-            "unknown mesh axis 'c' in 'n -> n/c'\n" + " " * 48 + "^\n  the destination's mesh has: b=2",
+            "unknown mesh axis 'c' in\n    'n -> n/c'\n            ^\n  the destination's mesh has: b=2",
         ),
         (
             "MeshError",

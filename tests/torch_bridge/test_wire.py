@@ -14,6 +14,7 @@ from torch_bridge.testing.byte_counter import Meter
 
 MESH = xs.Mesh(a=4)
 FLOAT8 = torch.float8_e4m3fn
+FOUR_BITS = ["int4", "uint4", "float4_e2m1fn_x2"]
 EXPRESSIONS = [
     "n/a d -> n d | copy(a)",
     "n d | sum(a) -> n/a d",
@@ -118,8 +119,35 @@ def _eight_bits() -> None:
     assert still_connected()
 
 
-def test_eight_bits_move_as_bytes() -> None:
+def _bits() -> list[tuple[str, str]]:
+    """A dtype moves as its bytes do, and zeros beyond the ends are zero bytes."""
+    for name in (*FOUR_BITS, "float8_e5m2", "int16", "uint64"):
+        dtype = getattr(torch, name)
+        values = torch.arange(16 * dtype.itemsize, dtype=torch.uint8).view(2, -1)
+        values += 64 * torch.distributed.get_rank()
+        for text in ("n/a d -> n d", "n/a d -> n d/a", "n/a d -> n/a:halo(1,3) d", "n/a d -> n/a d"):
+            expected = xt.redistribute(values, text, MESH)
+            found = xt.redistribute(values.view(dtype), text, MESH)
+            many = xt.redistribute_many([values.view(dtype)] * 2, text, MESH)
+            assert all(
+                y.dtype == dtype and torch.equal(y.view(torch.uint8), expected) for y in (found, *many)
+            )
+    for dtype in (torch.uint64, torch.uint16, torch.int8):
+        y = xt.redistribute(torch.ones(2, dtype=dtype), "n/a -> n/a:halo(1,1,constant(7))", MESH)
+        assert y.tolist() == {0: [7, 1, 1, 1], 3: [1, 1, 1, 7]}.get(torch.distributed.get_rank(), [1] * 4)
+    x = torch.ones(4, 4, dtype=torch.uint8).view(torch.int4)
+    assert xt.redistribute(x, "n d -> n/a d", MESH, check_replicated=True).shape == (1, 4)
+    return [
+        error_of(lambda: xt.redistribute(x, "n d | sum(a) -> n d", MESH)),
+        error_of(lambda: xt.redistribute(x, "n/a d -> n/a:halo(1,1,constant(7)) d", MESH)),
+    ]
+
+
+def test_other_dtypes_move_as_bytes() -> None:
     on_ranks(4, _eight_bits)
+    for said in on_ranks(4, _bits):
+        assert [kind for kind, _ in said] == ["DtypeError"] * 2
+        assert "int4 cannot be reduced" in said[0][1] and "int4 has no value 7" in said[1][1]
 
 
 def _begun() -> None:
@@ -136,6 +164,7 @@ def test_it_can_be_begun_and_ended_in_two_places() -> None:
 @pytest.mark.parametrize(
     ("comm_dtype", "block", "reason"),
     [
+        (torch.float4_e2m1fn_x2, torch.float32, "do not travel as torch.float4_e2m1fn_x2"),
         (torch.int8, torch.float32, "blocks of torch.float32 do not travel as torch.int8"),
         (torch.float32, torch.complex64, "blocks of torch.complex64 do not travel as torch.float32"),
         (torch.int32, torch.int64, "blocks of torch.int64 do not travel as torch.int32"),

@@ -11,6 +11,16 @@ from torch_bridge.compat.credit import (
     shard_tensor,
     sync_domain_gradients,
 )
+from torch_bridge.compat.credit_layers import (
+    DomainParallelConv2d,
+    DomainParallelConv3d,
+    DomainParallelConvTranspose2d,
+    DomainParallelConvTranspose3d,
+    DomainParallelCrossEmbedBranch,
+    DomainParallelGroupNorm,
+    DomainParallelInterpolate,
+    DomainParallelPeriodicConv2d,
+)
 from torch_bridge.compat.ksuit import (
     AllGatherGradAutograd,
     AllGatherGradOverwrite,
@@ -41,7 +51,15 @@ __all__ = [
     "AllGatherGradAutograd",
     "AllGatherGradOverwrite",
     "AllToAllSingleFunction",
+    "DomainParallelConv2d",
+    "DomainParallelConv3d",
+    "DomainParallelConvTranspose2d",
+    "DomainParallelConvTranspose3d",
+    "DomainParallelCrossEmbedBranch",
+    "DomainParallelGroupNorm",
+    "DomainParallelInterpolate",
     "DomainParallelManager",
+    "DomainParallelPeriodicConv2d",
     "HaloExchange",
     "all_gather_cross_replica",
     "all_gather_cross_replica_identical_grads_in",

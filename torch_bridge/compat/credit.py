@@ -2,7 +2,8 @@
 
 Replaces `DomainParallelManager`, `initialize_domain_parallel`, `get_domain_parallel_manager`, `HaloExchange`,
 `shard_tensor`, `gather_tensor`, `shard_batch`, `convert_to_domain_parallel`, and of `credit.parallel.domain`
-`sync_domain_gradients`. One manager serves the whole program, as there.
+`sync_domain_gradients`; its `DomainParallel...` layers are in `credit_layers`. One manager serves the whole
+program, as there; a manager may be any object with `domain_parallel_size` and `domain_rank`.
 
 Better here: a halo may be wider than a block, have two widths, and be periodic, reflected or cross a pole;
 `gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model is
@@ -13,16 +14,16 @@ norms; a module without an exact form is refused, with its path, and not run on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_bridge.mesh.process_mesh import process_mesh
+from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
 from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.ops import Grad, all_gather, all_reduce, halo_exchange
-from torch_bridge.redistribution import redistribute
 from xshard import Mesh, MeshError, compat
 from xshard.ops import HaloWidth
 
@@ -138,11 +139,11 @@ class HaloExchange(nn.Module):
         self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
 
     def forward(self, x: Tensor) -> Tensor:
-        manager = _cutting_manager(None)
+        manager = cutting_manager(None)
         if manager is None or self.halo_width == 0:
             return x
         return halo_exchange(
-            x, self.halo_width, self.dim, AXIS, manager.processes, boundary=self.boundary, shape=self.shape
+            x, self.halo_width, self.dim, AXIS, domain_of(manager), boundary=self.boundary, shape=self.shape
         )
 
     @staticmethod
@@ -168,11 +169,13 @@ def shard_tensor(
     >>> xt.run_ranks(2, turn)
     [([0, 1, 2], [0, 1, 2, 3, 4]), ([3, 4], [0, 1, 2, 3, 4])]
     """
-    found = _cutting_manager(manager)
+    found = cutting_manager(manager)
     if found is None:
         return x
-    text = compat.shard_whole(tuple(x.shape), dim, found.domain_parallel_size, AXIS, uneven=uneven)
-    return redistribute(x, text, found.processes)
+    n, length = found.domain_parallel_size, x.shape[dim]
+    compat.shard_whole(tuple(x.shape), dim, n, AXIS, uneven=uneven)  # raises for other lengths
+    first, last = (min(i * -(-length // n), length) for i in (found.domain_rank, found.domain_rank + 1))
+    return x.narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
 
 
 def gather_tensor(
@@ -188,10 +191,10 @@ def gather_tensor(
     shape: the global shape, where D does not divide H. grad: the meaning of the results' gradients, as in
     `torch_bridge.all_gather`: addends ("sum": each process has a loss of its own), or equal ("replicated").
     """
-    found = _cutting_manager(manager)
+    found = cutting_manager(manager)
     if found is None:
         return x
-    return all_gather(x, dim, AXIS, found.processes, grad=grad, shape=shape)
+    return all_gather(x, dim, AXIS, domain_of(found), grad=grad, shape=shape)
 
 
 def shard_batch(
@@ -241,8 +244,8 @@ def convert_to_domain_parallel(
         raise MeshError("no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)")
     parallel = domain_parallel(
         model,
-        found.processes,
-        _layout_text(shard_dim),
+        domain_of(found),
+        layout_text(shard_dim),
         shape=shape,
         sum_gradients=False,
         converters=custom_converters,
@@ -251,7 +254,7 @@ def convert_to_domain_parallel(
     return model
 
 
-def _layout_text(shard_dim: int) -> str:
+def layout_text(shard_dim: int) -> str:
     """The layout with one dim cut, for any number of dims; counted from the end, it is a spatial one."""
     names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
     if shard_dim < 0:
@@ -265,19 +268,33 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
 
     One all-reduce per dtype.
     """
-    found = _cutting_manager(manager)
+    found = cutting_manager(manager)
     if found is None:
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         alike = [g for g in gradients if g.dtype == dtype]
         flat = torch.cat([g.flatten() for g in alike])
-        mean = all_reduce(flat, AXIS, found.processes, op="mean", grad="replicated")
+        mean = all_reduce(flat, AXIS, domain_of(found), op="mean", grad="replicated")
         for gradient, part in zip(alike, mean.split([g.numel() for g in alike]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
-def _cutting_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
+def cutting_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
     """The given manager, or that of the program, if its domains have more than one process."""
     found = manager or _manager
     return None if found is None or found.domain_parallel_size <= 1 else found
+
+
+def domain_of(manager: DomainParallelManager) -> ProcessMesh:
+    """The processes that cut this one's sample: those of `domain_group`, or neighbours in the world."""
+    group = getattr(manager, "domain_group", None)
+    if isinstance(group, dist.ProcessGroup):
+        return process_mesh(group_mesh(group, AXIS))
+    return _neighbours(manager.domain_parallel_size, manager.domain_rank, dist.group.WORLD)
+
+
+@lru_cache(maxsize=256)
+def _neighbours(size: int, rank: int, world: dist.ProcessGroup) -> ProcessMesh:
+    first = dist.get_rank() - rank
+    return mesh_of_ranks(Mesh({AXIS: size}), range(first, first + size))

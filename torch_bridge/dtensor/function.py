@@ -25,9 +25,16 @@ from torch_bridge.dtensor.placements import dtensor_of, from_placements, with_su
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
-from torch_bridge.mesh.process_mesh import ProcessMesh, callers, dtensor_axes, dtensor_mesh
+from torch_bridge.mesh.process_mesh import (
+    ProcessMesh,
+    callers,
+    check_world,
+    dtensor_axes,
+    dtensor_mesh,
+    takes_part,
+)
 from torch_bridge.planning import executable_of, plan_between
-from xshard import Layout, MeshError, Profile, ShapeError, Sharding, dtypes
+from xshard import Layout, Mesh, MeshError, Profile, ShapeError, Sharding, dtypes
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags
 
@@ -70,7 +77,7 @@ class RedistributeDTensor(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, move: DTensorMove) -> DTensor:
         block = local_block(x)
         ctx.move, ctx.dtype = move, block.dtype
-        if move.by_block and move.src.layout.tagged(*NONLINEAR):
+        if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
             ctx.save_for_backward(block)
         block = block.to(move.op_dtype)
         for executable in executables(move, tuple(x.shape), tuple(block.shape), block.device):
@@ -80,8 +87,9 @@ class RedistributeDTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
         move: DTensorMove = ctx.move
-        here = _end_like(move.dst, gradient.device_mesh, gradient.placements)
-        there = _gradient_end(move, here)
+        shape = tuple(gradient.shape)
+        here = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
+        there = _gradient_end(move, here, shape)
         back = DTensorMove(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
         found = RedistributeDTensor.apply(gradient, back)
         if move.by_block:
@@ -89,7 +97,7 @@ class RedistributeDTensor(torch.autograd.Function):
             if averaged > 1:
                 found = found / averaged
             if ctx.saved_tensors:
-                shares = _winner_shares(ctx.saved_tensors[0], move, tuple(gradient.shape))
+                shares = _winner_shares(ctx.saved_tensors[0], move, shape)
                 found = found * dtensor_of(shares, there.mesh, there.placements, gradient.shape)
         return found, None
 
@@ -103,13 +111,17 @@ def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **opt
 
 def local_block(x: DTensor) -> Tensor:
     """This process's block, without its history; waits until it has arrived."""
+    check_world()
     with torch.no_grad():
         block = x.to_local()
     return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
 
 
 def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
-    """Raise MeshError unless both meshes have the same processes, ShapeError for a block of another shape."""
+    """Raise MeshError unless both meshes have the same processes, ShapeError for a block of another shape.
+
+    This process is in them.
+    """
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         raise MeshError(
             f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes",
@@ -128,7 +140,7 @@ def check(move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...
 def executables(
     move: DTensorMove, shape: tuple[int, ...], local_shape: tuple[int, ...], device: torch.device
 ) -> tuple[Executable | TransferExecutable, ...]:
-    """The executables of a move: one, or two where a max ends before a sum begins.
+    """The executables of a move: one, or two where a max ends before a sum begins; none outside the mesh.
 
     Raises as `redistribute` does, and MeshError where the meshes have different processes.
     """
@@ -144,6 +156,8 @@ def _executables(
     world: dist.ProcessGroup | None,
 ) -> tuple[Executable | TransferExecutable, ...]:
     """Cached by the world too: its groups end with it."""
+    if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
+        return ()
     check(move, shape, local_shape)
     src, dst = dtensor_mesh(move.src.mesh), dtensor_mesh(move.dst.mesh)
     same = move.src.mesh == move.dst.mesh
@@ -191,7 +205,7 @@ def _transfer(
     return cross(made, device, group_of(tuple(sorted(src.ranks))))
 
 
-def _gradient_end(move: DTensorMove, here: End) -> End:
+def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:
     """The end to which the gradient of a move's input goes when it arrives as `here`."""
     src, placements = move.src, move.gradient
     if placements is None:
@@ -201,15 +215,16 @@ def _gradient_end(move: DTensorMove, here: End) -> End:
             _of_addend(of, g, move.by_block) if isinstance(of, Partial) else of
             for of, g in zip(src.placements, arrives, strict=True)
         )
-    return _end_like(src, src.mesh, placements)
+    return _end_like(src, src.mesh, placements, shape)
 
 
-def _end_like(value: End, mesh: DeviceMesh, placements: Placements) -> End:
+def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> End:
     """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
-    layout = _layout_of(placements, mesh, len(value.layout.dims))
-    if mesh == value.mesh and _cuts(placements) == _cuts(value.placements):
-        layout = replace(value.layout, tags=layout.tags)
-    return End(mesh, placements, layout)
+    axes = dtensor_axes(mesh)
+    if mesh != value.mesh or _cuts(placements) != _cuts(value.placements):
+        return End(mesh, placements, layout_of(placements, axes, shape))
+    uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
+    return End(mesh, placements, replace(value.layout, tags=layout_of(uncut, axes, shape).tags))
 
 
 def _cuts(placements: Placements) -> list[Placement | None]:
@@ -239,5 +254,6 @@ def _tags(layout: Layout) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=4096)
-def _layout_of(placements: Placements, mesh: DeviceMesh, ndim: int) -> Layout:
-    return from_placements(placements, dtensor_axes(mesh), ndim)
+def layout_of(placements: Placements, axes: Mesh, shape: tuple[int, ...]) -> Layout:
+    """The layout of the blocks of a DTensor. Raises as `from_placements` does."""
+    return from_placements(placements, axes, len(shape), shape)

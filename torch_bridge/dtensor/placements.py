@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_bridge.dtensor.split_factors import cuts_of, factors_of
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Layout, Mesh, NotationError, PlanError, Sharding
 from xshard.layout.layout import NONLINEAR, check_axes
 from xshard.notation.parser import Dim, text_spans
-from xshard.notation.parser import Shard as Cut
 from xshard.steps.base import without_tags
 
 # Reductions under their two names.
@@ -34,14 +34,17 @@ def to_placements(
 ) -> tuple[Placement, ...]:
     """A layout -> DTensor placements, one per mesh axis.
 
-    shape: the global shape; needed for cuts such as `n/(dp,tp)`, which are nested cuts only if blocks are
-    even. A nesting that is not in mesh order becomes `_StridedShard`.
-    Raises PlanError for layouts that a DTensor cannot have (zigzag, cyclic, halo, ...).
+    shape: the global shape; needed for cuts that a DTensor makes of some lengths only, such as `n/(dp,tp)` of
+    an even one, and `n/cyclic(tp,2)`. A nesting that is not in mesh order, and rows dealt out in turn, become
+    `_StridedShard`.
+    Raises PlanError for layouts that a DTensor cannot have (zigzag, halo, ...).
 
     >>> to_placements("n/tp/dp d", Mesh(dp=2, tp=4))
     (_StridedShard(dim=0, sf=4), Shard(dim=0))
     >>> to_placements("n/dp d | sum(tp)", Mesh(dp=2, tp=4))
     (Shard(dim=0), Partial(sum))
+    >>> to_placements("n/cyclic(tp,2) d", Mesh(tp=4), (16, 3))
+    (_StridedShard(dim=0, sf=2),)
     """
     layout, axes = Layout.parse(layout), mesh_of(mesh)
     if shape is not None:
@@ -49,11 +52,7 @@ def to_placements(
     check_axes(layout, axes)
     found: dict[str, Placement] = {}
     for d in range(len(layout.dims)):
-        nested = _nested(layout, d, axes, shape)
-        for i, axis in enumerate(nested):
-            # Axes that cut the dim before this one does, though they come later in the mesh.
-            before = [a for a in nested[:i] if axes.position(a) > axes.position(axis)]
-            factor = axes.size(*before)
+        for axis, factor in _split_factors(layout, d, axes, shape).items():
             found[axis] = _StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
     for kind, tagged in layout.tags:
         if kind != "copy":
@@ -61,28 +60,28 @@ def to_placements(
     return tuple(found.get(axis, Replicate()) for axis in axes.axes)
 
 
-def from_placements(placements: Sequence[Placement], mesh: MeshLike, ndim: int) -> Layout:
+def from_placements(
+    placements: Sequence[Placement], mesh: MeshLike, ndim: int, shape: Sequence[int] | None = None
+) -> Layout:
     """DTensor placements for an array of `ndim` dims -> the layout, its dims named d0, d1, ...
 
+    shape: the global shape; needed for a `_StridedShard` that is no nesting of cuts, as `flatten` makes.
     Raises PlanError for placements that are no layout.
 
     >>> str(from_placements([Shard(0), Partial()], Mesh(dp=2, tp=4), 2))
     'd0/dp d1 | sum(tp)'
+    >>> str(from_placements([_StridedShard(0, split_factor=2)], Mesh(tp=4), 2, (16, 3)))
+    'd0/cyclic(tp,2) d1'
     """
     axes = mesh_of(mesh)
     if len(placements) != len(axes.axes):
         raise PlanError(f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis")
-    orders: list[list[str]] = [[] for _ in range(ndim)]
+    factors: list[dict[str, int]] = [{} for _ in range(ndim)]
     tags: dict[str, list[str]] = {}
-    # Backwards: a strided shard counts the axes after it in the mesh.
-    for axis, placement in reversed(list(zip(axes.axes, placements, strict=True))):
+    for axis, placement in zip(axes.axes, placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):
-            order = orders[placement.dim]
             factor = getattr(placement, "split_factor", 1)
-            ends = [i for i in range(len(order) + 1) if axes.size(*order[:i]) == factor]
-            if not ends:
-                raise PlanError(f"{placement} of axis '{axis}' is no nesting of cuts in {tuple(placements)}")
-            order.insert(ends[0], axis)
+            factors[placement.dim][axis] = int(factor) if axes.size(axis) > 1 else 1
         elif (tag := tag_of(placement)) is not None:
             tags.setdefault(tag, []).append(axis)
         elif not isinstance(placement, Replicate):
@@ -90,8 +89,16 @@ def from_placements(placements: Sequence[Placement], mesh: MeshLike, ndim: int) 
                 f"{placement!r} of axis '{axis}' is no layout",
                 hint=f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it",
             )
-    dims = tuple(Dim(f"d{d}", tuple(Cut((a,)) for a in order)) for d, order in enumerate(orders))
-    return Layout(dims, tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
+    dims = []
+    for d, found in enumerate(factors):
+        cuts = cuts_of(found, axes, None if shape is None else shape[d])
+        if cuts is None:
+            raise PlanError(
+                f"the split factors of {tuple(placements)} are no nesting of cuts",
+                hint="pass shape=" if shape is None else f"torch reads them in two ways for {shape[d]} rows",
+            )
+        dims.append(Dim(f"d{d}", cuts))
+    return Layout(tuple(dims), tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
 
 
 def tag_of(placement: Placement) -> str | None:
@@ -106,7 +113,7 @@ def check_placed(x: DTensor, layout: Layout, text: str) -> None:
     """
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
-    found = from_placements(x.placements, mesh, x.ndim)
+    found = from_placements(x.placements, mesh, x.ndim, shape)
     named = tuple(replace(dim, name=name) for dim, name in zip(found.dims, want.layout.names, strict=True))
     have = Sharding(replace(found, dims=named), mesh, shape)
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
@@ -160,25 +167,19 @@ def with_sums(layout: Layout) -> Layout:
     )
 
 
-def _nested(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> tuple[str, ...]:
-    """The axes that cut a dim, nested. Raises PlanError for cuts that a DTensor cannot have."""
+def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> dict[str, int]:
+    """The axes that cut a dim, with their split factors. Raises PlanError for cuts that no DTensor has."""
     dim = layout.dims[d]
-    normal = dim
-    if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
-        normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
-    axes = normal.axes
-    if normal.overlap is not None or any(len(cut.axes) > 1 or cut.order != "block" for cut in normal.shards):
-        hint = "its placements are nested contiguous cuts"
-        if shape is None:
-            hint += "; pass shape= where blocks are even"
-    elif shape is not None and len(axes) > 2 and shape[d] % mesh.size(*axes) and _strided(axes, mesh):
-        hint = "over three axes or more that are not in mesh order, it cuts uneven dims in another way"
-    else:
-        return axes
+    normal = dim if shape is None else Sharding(layout, mesh, tuple(shape)).normal.dims[d]
+    found = factors_of(normal, mesh, None if shape is None else shape[d])
+    if found is not None:
+        return found
     text = str(layout)
     span = next((span for name, span in text_spans(text).dims if name == dim.name), None)
+    hint = "its placements cut into contiguous parts, or deal out rows in turn"
+    orders = {cut.order for cut in normal.shards}
+    if dim.overlap is None and shape is None and "zigzag" not in orders:
+        hint += "; pass shape=, which may make it one of them"
+    elif dim.overlap is None and shape is not None and orders == {"block"}:
+        hint = "over axes that are not in mesh order, it cuts uneven dims in another way"
     raise PlanError(f"a DTensor cannot hold '{dim}'", text=text, span=span, hint=hint)
-
-
-def _strided(axes: Sequence[str], mesh: Mesh) -> bool:
-    return list(axes) != sorted(axes, key=mesh.position)

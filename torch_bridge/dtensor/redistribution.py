@@ -16,12 +16,20 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge.autodiff.recomputed import check_not_swapped
-from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, check, local_block, move_of
-from torch_bridge.dtensor.placements import from_placements, positional, tag_of, to_placements
+from torch_bridge.dtensor.function import (
+    DTensorMove,
+    End,
+    RedistributeDTensor,
+    check,
+    layout_of,
+    local_block,
+    move_of,
+)
+from torch_bridge.dtensor.placements import positional, tag_of
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes
-from xshard import Layout, PlanError, Profile, ShapeError, XshardError
+from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes, takes_part
+from xshard import Layout, Mesh, PlanError, Profile, ShapeError, XshardError
 from xshard.arguments import shown
 from xshard.layout.layout import NONLINEAR
 
@@ -57,8 +65,10 @@ def redistribute_dtensor(
     src_layout, dst_layout: the layout of the blocks where placements do not determine it, such as
     `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
     profile, debug: as in `redistribute`.
-    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout: DTensor reduces it
-    first, by its own rules and with its own gradient.
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. Where it stays, its blocks
+    move like replicas, and so does their gradient; elsewhere DTensor reduces it first, by its own rules and
+    with its own gradient.
+    A process outside the mesh keeps its empty block, as in torch.
 
     Raises, before anything is sent, MeshError (other processes), PlanError (placements that have no layout,
     or that DTensor cannot hold), ShapeError, NotationError.
@@ -79,25 +89,29 @@ def redistribute_dtensor(
             f"{shown(dtensor)} is no DTensor", hint="redistribute(x, expression, mesh) moves tensors"
         )
     mesh = device_mesh or dtensor.device_mesh
-    reduced = tuple(Replicate() if _has_no_tag(p) else p for p in dtensor.placements)
+    kept = _kept(dtensor.placements, placements) if mesh == dtensor.device_mesh else frozenset()
+    reduced = tuple(
+        Replicate() if _has_no_tag(p) and at not in kept else p for at, p in enumerate(dtensor.placements)
+    )
     if reduced != tuple(dtensor.placements):
         dtensor = dtensor.redistribute(placements=reduced)
 
     def prepared() -> DTensorMove:
         shape = tuple(dtensor.shape)
-        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout)
-        dst = _end(mesh, tuple(placements), shape, dst_layout)
+        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
+        dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
         options = {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
         gradient = None
         if grad_placements is not None:
-            gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape, None).placements
+            gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
         move = move_of(
             dtensor, src, dst, profile, backward_dtype=backward_dtype, gradient=gradient, **options
         )
         _check_gradient(move)
         return move
 
-    if (debug or desync.ALWAYS) and not torch.compiler.is_compiling():
+    compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
+    if compares and (takes_part(dtensor.device_mesh) or takes_part(mesh)):
         _compare_moves(dtensor, mesh, prepared)
     return RedistributeDTensor.apply(dtensor, prepared())
 
@@ -106,17 +120,55 @@ def _has_no_tag(placement: Placement) -> bool:
     return isinstance(placement, Partial) and tag_of(placement) is None
 
 
-@lru_cache(maxsize=4096)
+def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
+    """The axes on which a `Partial` without a layout stays. Raises PlanError beside another reduction.
+
+    A `_MaskPartial` knows the rows of its block, so it stays only where all of them do.
+    """
+    everything = tuple(src) == tuple(dst)
+    kept = frozenset(
+        at
+        for at, (p, q) in enumerate(zip(src, dst, strict=False))
+        if _has_no_tag(p) and p == q and (everything or type(p) is Partial)
+    )
+    kinds = {p for at, p in enumerate(src) if at in kept}
+    others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
+    if len(kinds) > 1 or (kinds and others):
+        raise PlanError(
+            f"{src} -> {dst} keeps one reduction and has another",
+            hint="the result depends on their order: reduce one of them first",
+        )
+    return kept
+
+
 def _end(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], layout: Layout | str | None
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    layout: Layout | str | None = None,
+    kept: frozenset[int] = frozenset(),
 ) -> End:
-    """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError."""
-    placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
-    axes = dtensor_axes(mesh)
-    inferred = from_placements(placements, axes, len(shape))
+    """One end of the move of a DTensor. Raises PlanError, ShapeError, NotationError.
+
+    kept: the axes whose blocks differ in a way that no layout has.
+    """
+    axes, placements = dtensor_axes(mesh), tuple(_counted_from_0(p, len(shape)) for p in placements)
+    return End(mesh, placements, _blocks(axes, placements, shape, layout, kept))
+
+
+@lru_cache(maxsize=4096)
+def _blocks(
+    axes: Mesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    layout: Layout | str | None,
+    kept: frozenset[int],
+) -> Layout:
+    """The layout of the blocks at one end. Raises as `_end` does."""
+    placements = tuple(Replicate() if at in kept else p for at, p in enumerate(placements))
+    inferred = layout_of(placements, axes, shape)
     if layout is None:
-        to_placements(inferred, axes, shape)  # refuses cuts that a DTensor makes in another way
-        return End(mesh, placements, inferred)
+        return inferred
     explicit = positional(Layout.parse(layout), len(shape))
     for axis, placement in zip(axes.axes, placements, strict=True):
         cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
@@ -126,7 +178,7 @@ def _end(
                 f"'{layout}' contradicts the placement {placement} of axis '{axis}'",
                 hint="a layout gives sizes and orders for the cuts that the placements name",
             )
-    return End(mesh, placements, explicit)
+    return explicit
 
 
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable, Move
 from torch_bridge.lower.packed_collective import PackedCollective, run_together
 
@@ -38,11 +39,11 @@ class BucketedExecutable:
     def is_linear(self) -> bool:
         return True
 
-    @cached_property
+    @computed_once
     def backward(self) -> BucketedExecutable:
         return self._of([executable.backward for executable in self.executables])
 
-    @cached_property
+    @computed_once
     def tangent(self) -> BucketedExecutable:
         return self._of([executable.tangent for executable in self.executables])
 
@@ -83,17 +84,19 @@ def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -
     moves = [iter(executable.moves) for executable in executables]
     outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
     while True:
-        stops = [_until_collective(rest, out) for rest, out in zip(moves, outs, strict=True)]
+        stops = [_until_collective(*each) for each in zip(executables, moves, outs, strict=True)]
         outs, packed = [out for out, _ in stops], [move for _, move in stops if move is not None]
         if not packed:
             return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
         outs = executables[0].guarded(packed[0], run_together, packed, outs)
 
 
-def _until_collective(moves: Iterator[Move], out: Tensor) -> tuple[Tensor, PackedCollective | None]:
+def _until_collective(
+    executable: Executable, moves: Iterator[Move], out: Tensor
+) -> tuple[Tensor, PackedCollective | None]:
     """Make local moves up to the next collective -> the block then, and that collective."""
     for move in moves:
         if isinstance(move, PackedCollective):
             return out, move
-        out = move(out)
+        out = executable.guarded(move, move, out)
     return out, None

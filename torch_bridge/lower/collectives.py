@@ -19,15 +19,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from torch_bridge.mesh.failures import call_backend
 from torch_bridge.mesh.process_mesh import Group
 
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
-# torch 2.13 has new names for them; torch 2.11 has only the old ones.
-_call_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_call_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
-_call_reduce_scatter = (
-    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+# torch 2.13 has new names for them; torch 2.11 has only the old ones. They are looked up on the group itself,
+# which may be of a subclass: that of ranks as threads has its own.
+_ALL_GATHER, _ALL_TO_ALL, _REDUCE_SCATTER = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("all_to_all_single", "alltoall_base"),
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+    )
 )
+
+# What torch can only see as other dtypes.
+FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4"))
 
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 CARRIERS = {
@@ -40,6 +48,7 @@ CARRIERS = {
     torch.uint16: torch.float16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
+    **dict.fromkeys(FOUR_BITS, torch.uint8),
 }
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -117,7 +126,8 @@ class Collective:
         work = self._issue(out.view(-1), messages, async_op=True)
 
         def end(_messages: Tensor = messages) -> Tensor:  # keeps the messages alive until they have been sent
-            work.wait()
+            if work is not None:
+                call_backend(self.kind, self.group.ranks, work.wait)
             if out.is_cuda:  # the stream that waits may not be the one on which `out` was allocated
                 out.record_stream(torch.cuda.current_stream(out.device))
             return out
@@ -132,26 +142,31 @@ class Collective:
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
         """Begin it -> the work to wait for, or None where it has ended."""
+        if messages.is_meta:  # shapes alone are asked for
+            return None
         if self.kind == "all_reduce":
             out.copy_(messages)
         if messages.is_complex():
             out, messages = torch.view_as_real(out), torch.view_as_real(messages)
-        work = self._call(out, messages, async_op)
+        return call_backend(self.kind, self.group.ranks, self._call, out, messages, async_op)
+
+    def _call(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
+        work = self._begun(out, messages, async_op)
         if work is not None and not async_op:
             work.wait()  # some backends return before the end
         return work
 
-    def _call(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
+    def _begun(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
         if self.kind == "permute":
             return self._sent_directly(out, messages)
         group, options = self.group.process_group, self._options[async_op]
         if self.kind == "all_to_all":
-            return _call_all_to_all(group, out, messages, *self._splits, options)
+            return getattr(group, _ALL_TO_ALL)(out, messages, *self._splits, options)
         if self.kind == "all_gather":
-            return _call_all_gather(group, out, messages, options)
+            return getattr(group, _ALL_GATHER)(out, messages, options)
         if self.kind == "all_reduce":
             return group.allreduce([out], options)
-        return _call_reduce_scatter(group, out, messages, options)
+        return getattr(group, _REDUCE_SCATTER)(out, messages, options)
 
     def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
         """Begin to send and receive messages from rank to rank."""

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS, Pending
+from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.packed_collective import PackedCollective
-from torch_bridge.mesh.failures import CollectiveError, collective_error, is_loss
+from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import DtypeError, Plan, dtypes
+from xshard import DtypeError, Plan, ShapeError, dtypes
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
 
@@ -31,6 +32,24 @@ class Casts(NamedTuple):
     block: torch.dtype
     forward: torch.dtype
     backward: torch.dtype
+
+
+def check_dense(block: Tensor) -> None:
+    """Raise ShapeError for a sparse tensor."""
+    if block.layout is not torch.strided:
+        raise ShapeError(
+            f"the block or gradient is sparse ({block.layout})",
+            hint="x.to_dense(); a gradient is dense with embedding(sparse=False)",
+        )
+
+
+def dense(block: Tensor) -> Tensor:
+    """The block, or a copy of a view that conjugates or negates, whose memory holds other numbers.
+
+    Raises ShapeError for a sparse tensor.
+    """
+    check_dense(block)
+    return block.resolve_conj().resolve_neg()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +69,8 @@ class Executable:
 
     def __call__(self, block: Tensor) -> Tensor:
         out = start = self.enter(block)
-        try:
-            for move in self.moves:
-                out = move(out)
-        except RuntimeError as error:
-            if is_loss(error):
-                raise self._lost(move, error) from error
-            raise
+        for move in self.moves:
+            out = self.guarded(move, move, out)
         # Where nothing moves, the result is a copy: callers may write to it.
         return self.leave(start.clone(memory_format=torch.contiguous_format) if out is start else out)
 
@@ -72,14 +86,15 @@ class Executable:
         return dtype, CARRIERS.get(dtype, dtype)
 
     def enter(self, block: Tensor) -> Tensor:
-        """A block -> the tensor that the first move takes."""
-        if self.casts:
-            block = block.to(self.casts.forward)
+        """A block -> the tensor that the first move takes. Raises ShapeError for one that is not dense."""
+        block = dense(block)
+        if self.casts and block.dtype != self.casts.forward:
+            block = block.to(self.casts.forward, memory_format=torch.contiguous_format)
         dtype, carrier = self.dtypes
         return block if carrier is dtype else block.view(carrier)
 
     def leave(self, out: Tensor) -> Tensor:
-        """The tensor that the last move returns -> the block."""
+        """The tensor that the last move returns -> the block, contiguous."""
         dtype, carrier = self.dtypes
         if carrier is not dtype:
             out = out.view(dtype)
@@ -108,19 +123,12 @@ class Executable:
         return end
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
-        """Run `act(*args)`, a part of a move. Raises CollectiveError, naming the step, for a lost peer."""
-        try:
-            return act(*args)
-        except RuntimeError as error:
-            if is_loss(error):
-                raise self._lost(move, error) from error
-            raise
+        """Run `act(*args)`, a part of a move; an error in it names the step."""
+        return during(lambda: self._place_of(move), act, *args)
 
-    def _lost(self, move: Move, error: RuntimeError) -> CollectiveError:
-        at, steps = self.moves.index(move), self.plan.steps
-        return collective_error(
-            self.plan, f"step {at + 1} of {len(steps)}, '{steps[at]}',", self.processes.ranks, error
-        )
+    def _place_of(self, move: Move) -> str:
+        at, plan = self.moves.index(move), self.plan
+        return f"step {at + 1} of {len(plan.steps)}, '{plan.steps[at]}', of '{plan.src} -> {plan.dst}'"
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
         """The same for blocks of another dtype, cast to the plan's before and back after.
@@ -140,7 +148,7 @@ class Executable:
         """Whether `backward` and `tangent` are its derivatives; a max or min has `winners` instead."""
         return self.plan.src.is_linear
 
-    @cached_property
+    @computed_once
     def backward(self) -> Executable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
@@ -152,13 +160,13 @@ class Executable:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
         _ = self.backward if self.is_linear else self.winners
 
-    @cached_property
+    @computed_once
     def tangent(self) -> Executable:
         """The executable for tangents: the same, with zeros for constants beyond the ends of the array."""
         tangent = self.plan.tangent
         return self if tangent is self.plan else replace(self.lower(tangent), casts=self.casts)
 
-    @cached_property
+    @computed_once
     def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
         """Executables for the derivatives of a max or min: result, count, cotangent, tangent.
 

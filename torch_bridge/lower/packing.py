@@ -66,13 +66,15 @@ class Packing:
             return block.new_empty(0)
         if self.is_flat:
             return block.contiguous().view(-1)
-        if self._tiles is not None:
-            return torch.cat(block.chunk(*self._tiles)).view(-1)
-        if self._stacks:
-            return torch.stack([m.read(block) for m in self.messages]).view(-1)
-        if self._line is not None:
-            boxes = (box for m in self.messages for box in m.boxes)
-            return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
+        # Of parts in another memory format `cat` and `stack` make a tensor in that format, which is not flat.
+        if block.is_contiguous():
+            if self._tiles is not None:
+                return torch.cat(block.chunk(*self._tiles)).view(-1)
+            if self._stacks:
+                return torch.stack([m.read(block) for m in self.messages]).view(-1)
+            if self._line is not None:
+                boxes = (box for m in self.messages for box in m.boxes)
+                return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
         if is_symbolic(self.shape):
             return torch.cat([m.read(block).reshape(-1) for m in self.messages])
         out = block.new_empty(sum(self.sizes))
@@ -112,12 +114,16 @@ class Packing:
         return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The messages -> the block, a new tensor of the dtype of `like`; zeros where no message is put."""
-        if self._row is not None:
+        """The messages -> the block, a new contiguous tensor; zeros where no message is put.
+
+        like: a tensor of its dtype, of which messages may be views.
+        """
+        is_contiguous = like.is_contiguous()  # as in `pack`
+        if is_contiguous and self._row is not None:
             return torch.cat([*parts], self._row)
         if self._negates:
             parts = [-part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)]
-        if self._joined is not None:
+        if is_contiguous and self._joined is not None:
             dim, order = self._joined
             pieces = [piece for part, m in zip(parts, self.messages, strict=True) for piece in m.parts(part)]
             pieces += [self._filling(fill) for fill in self.fills]

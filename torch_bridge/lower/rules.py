@@ -81,8 +81,11 @@ class Site(NamedTuple):
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""
-        group = self.processes.group(axes)
-        return group if self.lengths is None else group.traced
+        if self.lengths is not None:
+            return self.processes.group(axes).traced
+        if self.tensor_device.type == "meta":  # shapes alone: no process group is made
+            return Group(None, self.processes.mesh.group(self.device, axes))
+        return self.processes.group(axes)
 
     def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
         named = {d: runs for d, runs in rows.items() if d - len(shape) not in (self.lengths or {})}
@@ -96,8 +99,11 @@ class Site(NamedTuple):
     def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
         """Rows of this process's block that hold a constant, in the dtype of what travels."""
         dtype = getattr(torch, self.dtype)
-        constant = torch.tensor(value, dtype=dtype, device=self.tensor_device)
-        return Fill(dim, start, stop, constant.view(CARRIERS.get(dtype, dtype)))
+        constant = torch.zeros((), dtype=CARRIERS.get(dtype, dtype), device=self.tensor_device)
+        if value:  # torch writes nothing else in 4 bits, and only integers as integers
+            exact = value if dtype.is_floating_point or dtype.is_complex else int(value)
+            constant = torch.tensor(exact, dtype=dtype, device=self.tensor_device).view(constant.dtype)
+        return Fill(dim, start, stop, constant)
 
     def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
         """This process's rows of the dims that a step cuts or gathers."""
@@ -112,12 +118,18 @@ class Site(NamedTuple):
         return Packing(shape, tuple(self.subarray(shape, {dim: rows}) for rows in mine))
 
 
-@functools.lru_cache(maxsize=4096)
 def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
     """A plan -> its executable; all processes of the mesh call it, since groups may be made.
 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
     """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return _lowered(plan, processes, tensor_device)
+    return lower_traced(plan, processes, tensor_device, {})  # fake tensors must not be kept
+
+
+@functools.lru_cache(maxsize=4096)
+def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
     again = functools.partial(lower, processes=processes, tensor_device=tensor_device)
     return Executable(plan, processes, tuple(_moves(plan, processes, tensor_device)), again)
 
@@ -197,9 +209,10 @@ def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
     axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
     group, parts = site.group(axes), even_parts(site.before, step.dim, step.shards)
     sent, part = site.cut(site.shapes[0], dim, parts, axes, group), site.whole(1)
-    if not group.serves(site.tensor_device, "gloo"):
+    if not group.serves(site.tensor_device, "gloo", "threaded"):
         return _packed(Collective("reduce_scatter", group, sent.sizes, part.sizes, step.op), sent, part)
-    # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB).
+    # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB);
+    # that of ranks as threads knows only sums.
     reduced, n = _REDUCED[step.op], len(group.devices)
     return PackedCollective(
         Collective("all_to_all", group, sent.sizes, part.sizes * n),
@@ -340,10 +353,13 @@ def _retag(step: Retag, site: Site) -> Move:
 
 def _scale(step: Scale, site: Site) -> Move:
     numerator, denominator = step.factor.numerator, step.factor.denominator
-    if denominator == 1:
-        return lambda block: block * numerator
-    # Division, not multiplication by a rounded reciprocal: exact where the result is representable.
-    return lambda block: block * numerator / denominator
+
+    def scaled(block: Tensor) -> Tensor:
+        out = torch.mul(block, numerator, out=torch.empty_like(block, memory_format=torch.contiguous_format))
+        # Division, not multiplication by a rounded reciprocal: exact where the result is representable.
+        return out if denominator == 1 else out.div_(denominator)
+
+    return scaled
 
 
 # mypy cannot tie a rule's step to its key.

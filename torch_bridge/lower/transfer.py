@@ -10,7 +10,6 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -18,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.lower.collectives import CARRIERS
-from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.computed_once import computed_once
+from torch_bridge.lower.executable import Executable, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray
-from torch_bridge.mesh.failures import collective_error, is_loss
+from torch_bridge.mesh.failures import call_backend, during
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
-from xshard import DtypeError, Mesh, Plan, PlanError, Stage
+from xshard import DtypeError, Mesh, MeshError, Plan, PlanError, Stage
 from xshard.layout.runs import Run
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps import Scale
@@ -51,18 +51,16 @@ class TransferExecutable:
     after: Executable | None
 
     def __call__(self, block: Tensor) -> Tensor:
-        carrier = CARRIERS.get(block.dtype)
-        if carrier is not None:
-            return self._moved(block.view(carrier)).view(block.dtype)
-        return self._moved(block)
-
-    def _moved(self, block: Tensor) -> Tensor:
-        out = self.before(block) if self.before else block
+        dtype, carrier = block.dtype, CARRIERS.get(block.dtype, block.dtype)
+        out = start = _seen_as(carrier, dense(block))
+        if self.before:
+            out = _seen_as(carrier, self.before(_seen_as(dtype, out)))
         if _sends(self.plan):
-            out = self._transferred(out)
-        out = self.after(out) if self.after else out
+            out = during(self._place, self._transferred, out)
+        if self.after:
+            out = _seen_as(carrier, self.after(_seen_as(dtype, out)))
         # Where nothing moves the result still is the caller's own, to write to as they like.
-        return block.clone(memory_format=torch.contiguous_format) if out is block else out
+        return _seen_as(dtype, start.clone(memory_format=torch.contiguous_format) if out is start else out)
 
     def _transferred(self, block: Tensor) -> Tensor:
         me, parts, work = dist.get_rank(), {}, []
@@ -75,23 +73,21 @@ class TransferExecutable:
             if rank != me:
                 parts[rank] = block.new_empty(part.shape)
                 work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank, self.group))
-        try:
-            for pending in dist.batch_isend_irecv(work) if work else ():
-                pending.wait()
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
+        if work and not block.is_meta:  # else shapes alone are asked for
             ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
-            raise collective_error(self.plan, "the messages between the meshes", ranks, error) from error
+            call_backend("an exchange", ranks, _exchange, work)
         if self.whole is None:
             return block.new_empty(0)
         return self.whole.place(block, [parts[rank] for rank, _ in self.received])
+
+    def _place(self) -> str:
+        return f"the messages between the meshes of '{self.plan.src} -> {self.plan.dst}'"
 
     @property
     def is_linear(self) -> bool:
         return self.plan.src.is_linear
 
-    @cached_property
+    @computed_once
     def backward(self) -> TransferExecutable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         return cross(self.plan.backward, self.tensor_device, self.group)
@@ -113,7 +109,8 @@ class TransferExecutable:
 def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
 
-    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales.
+    Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales, MeshError
+    for ranks that are threads.
     """
     rank, transfer = dist.get_rank(), made.transfer
     if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
@@ -126,7 +123,13 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device)
     if transfer is None or not _sends(made):
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
-    _connect(tensor_device, group)
+    if "threaded" in dist.get_backend_config(group):
+        raise MeshError(
+            "ranks that are threads have no messages from one to another, which a move between meshes needs",
+            hint="run them as processes: torch_bridge.run_ranks, or torchrun",
+        )
+    if tensor_device.type != "meta":
+        _connect(tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
     for box in transfer.messages:
@@ -176,6 +179,16 @@ def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
 def _part(box: Box, end: int, shape: tuple[int, ...], tensor_device: torch.device) -> Subarray:
     rows = {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box.box)}
     return subarray(shape, rows, tensor_device)
+
+
+def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """The same bits, as another dtype of the same size."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def _exchange(work: list[dist.P2POp]) -> None:
+    for pending in dist.batch_isend_irecv(work):
+        pending.wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ Decides which errors of a backend mean that a peer is lost, and what the error s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from torch_bridge.mesh.process_groups import timeout_of
-from xshard import Plan, XshardError
+from xshard import XshardError
 
 
 class CollectiveError(XshardError, RuntimeError):
@@ -20,18 +21,42 @@ class CollectiveError(XshardError, RuntimeError):
     """
 
 
-def is_loss(error: RuntimeError) -> bool:
-    """Whether backends raise such an error when a peer is lost: gloo has no class for it, NCCL has."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
+    """Call a part of a plan. A CollectiveError then says in which `place`; another error has it as a note."""
+    try:
+        return act(*args)
+    except CollectiveError as error:
+        raise CollectiveError(_failed(place()), hint=error.hint) from error.__cause__
+    except Exception as error:
+        error.add_note(f"in {place()}")
+        raise
 
 
-def collective_error(plan: Plan, where: str, ranks: Sequence[int], error: RuntimeError) -> CollectiveError:
-    """The error of a plan during which the backend lost a peer. where: the step, in words."""
+def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that does nothing but communicate. Raises CollectiveError for a lost peer.
+
+    what, ranks: what it does and who takes part, for the error.
+    """
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        raise CollectiveError(_failed(what), hint=_explained(ranks, error)) from error
+
+
+def _failed(what: str) -> str:
+    return f"{what} failed on rank {dist.get_rank()}"
+
+
+def _explained(ranks: Sequence[int], error: RuntimeError) -> str:
     world = dist.group.WORLD
     waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
     said = str(error).strip().splitlines()
-    return CollectiveError(
-        f"{where} of '{plan.src} -> {plan.dst}' failed on rank {dist.get_rank()}",
-        hint=f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, or did not come{waits}"
-        + (f"\n  the backend says: {said[0]}" if said else ""),
+    return (
+        f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waits},"
+        " or made another call"
+        + (f"\n  the backend says: {said[0]}" if said else "")
+        + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.process_groups import group_of
@@ -26,12 +27,18 @@ from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 class Group:
     """Processes that communicate: a process group, and the mesh device of each of its ranks.
 
+    process_group: a `ProcessGroup`; None where tensors are without data (`meta`), and nothing is sent.
     is_traced: whether a compiler records its collectives, which are then functions of tensors.
     """
 
-    process_group: dist.ProcessGroup
+    process_group: Any
     devices: tuple[int, ...]
     is_traced: bool = False
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The global rank of each of its members, in their order."""
+        return dist.get_process_group_ranks(self.process_group)
 
     @cached_property
     def backends(self) -> str:
@@ -43,9 +50,9 @@ class Group:
         """The same processes for a compiler."""
         return replace(self, is_traced=True)
 
-    def serves(self, tensor_device: torch.device, backend: str) -> bool:
-        """Whether `backend` sends tensors on such a device."""
-        return f"{tensor_device.type}:{backend}" in self.backends
+    def serves(self, tensor_device: torch.device, *backends: str) -> bool:
+        """Whether one of `backends` sends tensors on such a device."""
+        return any(f"{tensor_device.type}:{backend}" in self.backends for backend in backends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +126,7 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """
     if isinstance(mesh, ProcessMesh):
         return mesh
-    _check_initialised()
+    check_world()
     return _process_mesh(mesh, dist.group.WORLD)
 
 
@@ -128,6 +135,7 @@ def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
 
     Raises MeshError as `process_mesh` does, but not for missing names.
     """
+    check_world()
     return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, dist.group.WORLD)
 
 
@@ -136,10 +144,16 @@ def _unnamed(mesh: DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
     return mesh_of_ranks(dtensor_axes(mesh), callers(mesh), mesh)
 
 
+@functools.lru_cache(maxsize=256)
 def dtensor_axes(mesh: DeviceMesh) -> Mesh:
     """The axes and sizes of a DTensor's mesh."""
     names = mesh.mesh_dim_names or tuple(f"m{i}" for i in range(mesh.ndim))
     return Mesh(dict(zip(names, mesh.shape, strict=True)))
+
+
+def takes_part(mesh: DeviceMesh) -> bool:
+    """Whether this process is in a DTensor's mesh; on all others the DTensor is empty and nothing happens."""
+    return mesh.get_coordinate() is not None
 
 
 def callers(mesh: object) -> tuple[int, ...]:
@@ -152,9 +166,9 @@ def callers(mesh: object) -> tuple[int, ...]:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise MeshError unless the processes can send tensors on such a device."""
+    """Raise MeshError unless the processes can send tensors on such a device; of `meta` nothing is sent."""
     backends = dist.get_backend_config()
-    if f"{device.type}:" not in backends:
+    if f"{device.type}:" not in backends and device.type != "meta":
         raise MeshError(
             f"the processes cannot send a block that is on '{device}'",
             hint=f"their backends are {backends}: move it, or initialise the process group for both",
@@ -218,7 +232,7 @@ def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
 
     Raises MeshError if no group is initialised, `group` is no process group, or this process is not in it.
     """
-    _check_initialised()
+    check_world()
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of `dist.new_group` on all other ranks
         raise MeshError(f"rank {dist.get_rank()} is not in the group", hint="call this on its members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -234,7 +248,13 @@ def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
     return ProcessMesh(Mesh({axis: len(ranks)}), ranks, dist.get_rank(group), lambda axes: group)
 
 
-def _check_initialised() -> None:
+def check_world() -> None:
+    """Raise MeshError unless this process, or this thread, is one rank of an initialised world."""
+    if local_tensor_mode() is not None:
+        raise MeshError(
+            "LocalTensorMode runs the program of rank 0 for all ranks",
+            hint="ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread",
+        )
     if not dist.is_initialized():
         raise MeshError(
             "no process group is initialised",

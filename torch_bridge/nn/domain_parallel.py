@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch_bridge.nn import layers
 from torch_bridge.nn.custom_module import Converted
 from torch_bridge.nn.layer import Layer, same_state
 from torch_bridge.nn.placed import Placement, placed_as, record, recorded
-from torch_bridge.nn.propagation import Propagation
+from torch_bridge.nn.propagation import Propagation, is_followed
 from torch_bridge.nn.propagation_rules import whole_placement
 from xshard import Layout, XshardError
 from xshard.notation.parser import ELLIPSIS
@@ -33,7 +34,8 @@ LAYERS: dict[type[nn.Module], Any] = {
 # Modules of torch whose functions `propagation` follows.
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
-    nn.Flatten, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.LogSoftmax, nn.ELU, nn.Hardshrink,
+    nn.Flatten, nn.Unflatten, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
+    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.ELU, nn.Hardshrink,
     nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
     nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
     nn.Tanh, nn.Tanhshrink, nn.Threshold, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
@@ -69,6 +71,8 @@ def domain_parallel(
     In the model's code `x.shape` is the block's, and dropout draws separately for every block. Code that
     checkpoints activations must call `xt.nn.checkpoint`. The outputs' layout and global shape are
     `sharding_of(y)`. A loss over blocks is this process's share: the sum of all shares is the loss.
+
+    A part of the result may be called by itself, on outputs of other parts or on blocks under `layout`.
 
     Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
     for a function that has none.
@@ -124,7 +128,7 @@ def domain_parallel(
 
 
 class _Entrance:
-    """The hooks where tensors enter a model, which records them, and leave it."""
+    """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it."""
 
     def __init__(
         self,
@@ -136,30 +140,40 @@ class _Entrance:
     ) -> None:
         self.layout, self.mesh, self.paths, self.sum_gradients = layout, mesh, paths, sum_gradients
         self.shape = None if shape is None else tuple(shape)
-        self.running: list[Propagation] = []
+        self.running: list[Propagation | None] = []  # one per module that is being called
 
     def attach(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        for module in model.modules():
+            enter = partial(self._enter, is_model=module is model)
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        blocks = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and self._is_cut(x)]
+    def _enter(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        follows, knows = is_followed(), any(map(recorded, inputs))
+        # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
+        again = not knows and torch._C._current_graph_task_id() != -1
+        if (follows and knows) or (not is_model and (follows or again)):
+            self.running.append(None)
+            return None
+        blocks = [x for x in inputs if recorded(x) or self._is_cut(x)]
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
-        like = self._placed(blocks[0])
+        like = self._placed(blocks[0], is_model)
 
         def known(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             placement = recorded(x)
             if placement is None and self._is_cut(x):
-                placement = self._placed(x)
+                placement = self._placed(x, is_model)
             # The record is set on an alias: the caller's tensor is left as it is.
             return record(x.view_as(x), placement or whole_placement(x, like))
 
         args, kwargs = tuple(map(known, args)), {k: known(v) for k, v in kwargs.items()}
-        self.running.append(Propagation(self.paths))
-        self.running[-1].__enter__()
+        self.running.append(None if follows else Propagation(self.paths).__enter__())
         return args, kwargs
 
     def _is_cut(self, x: Tensor) -> bool:
@@ -167,13 +181,16 @@ class _Entrance:
         rank = len(self.layout.dims)
         return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
 
-    def _placed(self, x: Tensor) -> Placement:
-        placement = placed_as(x, self.layout.resolved(x.ndim), self.mesh, self.shape)
+    def _placed(self, x: Tensor, is_model: bool) -> Placement:
+        layout, shape = self.layout.resolved(x.ndim), self.shape
+        if shape is not None and not is_model:  # a part of the model has other channels
+            shape = tuple(n if dim.axes else None for dim, n in zip(layout.dims, shape, strict=True))
+        placement = placed_as(x, layout, self.mesh, shape)
         return placement if self.sum_gradients else replace(placement, copies=False)
 
     def _leave(self, *_: Any) -> None:
-        if self.running:
-            self.running.pop().__exit__(None, None, None)
+        if self.running and (propagation := self.running.pop()) is not None:
+            propagation.__exit__(None, None, None)
 
 
 def _check_followed(module: nn.Module, path: str) -> None:

@@ -1,6 +1,7 @@
 """The layers: each equals the torch class of the same name, with the same parameters, on blocks.
 
 Decides how the options of torch's modules reach the functions that compute, and which have no exact form.
+Long because it is the table of all layers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -217,6 +219,39 @@ class LayerNorm(Layer, nn.LayerNorm):
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         y = norms.layer_norm(x, placement, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
         return y, placement
+
+
+class RMSNorm(Layer, nn.RMSNorm):  # type: ignore[misc]  # torch names the input x here
+    """`torch.nn.RMSNorm` of blocks; any dim may be cut, and `normalized_shape` is global."""
+
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        shape = tuple(self.normalized_shape)
+        return norms.layer_norm(x, placement, shape, self.weight, None, eps, centred=False), placement
+
+
+class _InstanceNorm(Layer):
+    def check(self) -> None:
+        if self.track_running_stats:
+            raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
+
+    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
+        self._check_input_dim(x)
+        if x.ndim == self._get_no_batch_dim():
+            raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
+        return norms.group_norm(x, placement, x.shape[1], self.weight, self.bias, self.eps), placement
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` of blocks `(b, c, l)`, with the statistics of the whole array."""
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` of blocks `(b, c, h, w)`, with the statistics of the whole array."""
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` of blocks `(b, c, d, h, w)`, with the statistics of the whole array."""
 
 
 class _BatchNorm(Layer):

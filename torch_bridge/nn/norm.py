@@ -28,18 +28,18 @@ def mean_and_variance(
     over: dims of `x`, which become 1. n: the number of elements of the array per mean. axes: the mesh axes
     that cut the dims.
     """
+    mean = _mean(x, placement, over, n, axes)
+    # Not the mean of squares minus the square of the mean: that cancels.
+    return mean, _mean((x - mean).square(), placement, over, n, axes)
 
-    def total(part: Tensor) -> Tensor:
-        summed = part.sum(tuple(over), keepdim=True)
-        if not axes:
-            return summed
+
+def _mean(x: Tensor, placement: Placement, over: Sequence[int], n: int, axes: Sequence[str]) -> Tensor:
+    summed = x.sum(tuple(over), keepdim=True)
+    if axes:
         names = dim_names(summed.shape)
         expression = f"{names}{tag('sum', tuple(axes))} -> {names}{tag('copy', tuple(axes))}"
-        return redistribute(summed, expression, placement.processes)
-
-    mean = total(x) / n
-    # Not the mean of squares minus the square of the mean: that cancels.
-    return mean, total((x - mean).square()) / n
+        summed = redistribute(summed, expression, placement.processes)
+    return summed / n
 
 
 def _standardised(
@@ -85,9 +85,12 @@ def layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    *,
+    centred: bool = True,
 ) -> Tensor:
     """A block normalised over its last dims, which may be cut; weights are whole, each device uses a part.
 
+    centred: True for mean 0 and variance 1, False for a mean square of 1.
     Raises ShapeError where the array does not end in `normalized_shape`.
     """
     rank = len(normalized_shape)
@@ -111,8 +114,12 @@ def layer_norm(
 
     weight_, bias_ = own(weight), own(bias)
     n = math.prod(normalized_shape)
-    over = range(first, len(placement.shape))
-    y = _standardised(_wide(x), placement, over, n, _axes_cutting(placement, over), eps)
+    over, wide = range(first, len(placement.shape)), _wide(x)
+    axes = _axes_cutting(placement, over)
+    if centred:
+        y = _standardised(wide, placement, over, n, axes, eps)
+    else:
+        y = wide * (_mean(wide.square(), placement, over, n, axes) + eps).rsqrt()
     return _scaled_and_shifted(y.to(x.dtype), weight_, bias_, 0)
 
 

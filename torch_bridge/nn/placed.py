@@ -116,13 +116,18 @@ def sharding_of(x: Tensor) -> Sharding:
 
     Raises ShapeError for any other tensor.
     """
+    return placement_of(x).sharding
+
+
+def placement_of(x: Tensor) -> Placement:
+    """The placement of a block. Raises ShapeError if nothing is recorded."""
     placement = recorded(x)
     if placement is None:
         raise ShapeError(
             f"nothing is known of a tensor of shape {tuple(x.shape)}",
             hint="the outputs of domain-parallel layers and models have a sharding",
         )
-    return placement.sharding
+    return placement
 
 
 def placed_as(

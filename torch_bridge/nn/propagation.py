@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_bridge.nn.placed import recorded
-from torch_bridge.nn.propagation_rules import Function, of_whole, rule_of, tensors_in
+from torch_bridge.nn.propagation_rules import Function, not_of_blocks, of_whole, rule_of, tensors_in
+from torch_bridge.nn.view_rules import VIEWS
 from xshard import XshardError
 from xshard.errors import with_path
 
@@ -42,6 +43,8 @@ class Propagation(TorchFunctionMode):
         kwargs = kwargs or {}
         found = [p for p in map(recorded, tensors_in((*args, *kwargs.values()))) if p is not None]
         name = getattr(func, "__name__", str(func))
+        if name == "__get__" and func.__self__.__name__ in VIEWS:  # type: ignore[attr-defined]
+            name = func.__self__.__name__  # type: ignore[attr-defined]
         if not found or name in _READING:
             return func(*args, **kwargs)
         try:
@@ -49,10 +52,9 @@ class Propagation(TorchFunctionMode):
                 return of_whole(func, args, kwargs, found[0], name)
             rule = rule_of(name)
             if rule is None:
-                raise XshardError(
-                    f"{name}() of a block is not a block of {name}() of the array",
-                    hint="use a module, which becomes a layer, or redistribute what it needs whole",
-                )
+                raise not_of_blocks(name)
+            if not args:
+                args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
             return rule(func, args, kwargs)
         except XshardError as error:
             raise with_path(error, self._path()) from None
@@ -66,3 +68,8 @@ class Propagation(TorchFunctionMode):
                 return path
             frame = frame.f_back  # type: ignore[assignment]
         return ""
+
+
+def is_followed() -> bool:
+    """Whether records follow blocks now."""
+    return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())

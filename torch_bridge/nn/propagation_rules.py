@@ -6,6 +6,7 @@ with another cut are moved, and gradients of whole ones are summed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.nn.placed import Placement, check_whole, record, recorded
+from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
+from torch_bridge.nn.view_rules import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
 from xshard import Layout, ShapeError, Sharding, XshardError
 from xshard.notation.parser import Dim
@@ -24,11 +26,27 @@ Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 # Functions that work element by element, though torch has no tag for them.
 _POINTWISE = frozenset((
-    "alpha_dropout", "bfloat16", "contiguous", "detach", "double", "dropout", "float", "half", "hardswish",
-    "hardswish_", "log_sigmoid", "logsigmoid", "masked_fill", "ones_like", "requires_grad_", "softsign",
-    "tanhshrink", "to", "type_as", "where", "zeros_like",
+    "alpha_dropout", "bfloat16", "bool", "contiguous", "detach", "double", "dropout", "float", "half",
+    "hardswish", "hardswish_", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill", "ones_like",
+    "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
 ))  # fmt: skip
 _RANDOM = ("dropout", "alpha_dropout")
+
+# Functions along dims -> the position of the dims among the arguments, and the dim if none is given; None:
+# all dims.
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys((
+        "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "flip",
+        "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "prod", "softmax",
+        "softmin", "std", "sum", "var",
+    ), (1, None)),
+    **dict.fromkeys(("argsort", "glu", "sort"), (1, -1)),
+    "normalize": (2, 1), "roll": (2, None), "topk": (2, -1),
+}  # fmt: skip
+_DIMS = ("dim", "dims", "axis")
+
+# Functions of a block and of parameters -> the number of the block's last dims that they need whole.
+_WHOLE_LAST = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
 
 
 @lru_cache(maxsize=1024)
@@ -36,7 +54,7 @@ def is_pointwise(name: str) -> bool:
     """Whether a function or method of torch, by its name, works element by element."""
     packets = [getattr(torch.ops.aten, n, None) for n in (name, name.strip("_"))]
     tags = [getattr(p, overload).tags for p in packets if p is not None for overload in p.overloads()]
-    return name in _POINTWISE or any(torch.Tag.pointwise in tag for tag in tags)
+    return name in _POINTWISE or (name != "equal" and any(torch.Tag.pointwise in tag for tag in tags))
 
 
 def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,24 +70,24 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return record(y, _reshaped(result, result.layout.dims, lengths))
 
 
-def _prelu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, weight = _arguments(args, kwargs, ("input", "weight"))
-    placement = _placed(x)
-    return record(func(x, *placement.copied(weight)), placement)
-
-
-def _getitem(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, index = args
-    placement = _placed(x)
-    index = list(index) if isinstance(index, tuple) else [index]
-    for at in [i for i, part in enumerate(index) if part is Ellipsis]:
-        index[at : at + 1] = [slice(None)] * (x.ndim - len(index) + 1)
-    if not all(isinstance(i, slice) for i in index) or len(index) > x.ndim:
-        raise XshardError("a block indexed by more than slices", hint="slice whole dims, as in x[:, :4]")
-    check_whole(placement, (d for d, i in enumerate(index) if i != slice(None)), "a slice")
-    y = func(*args)
-    lengths = [n if placement.cuts(d) else y.shape[d] for d, n in enumerate(placement.shape)]
-    return record(y, _reshaped(placement, placement.layout.dims, lengths))
+def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of a block and of parameters, for which the last dims of the block are whole."""
+    placement, name, values = recorded(args[0]), func.__name__, (*args[1:], *kwargs.values())
+    others = list(tensors_in(values))
+    if placement is None or any(p.ndim > 2 or ((at := recorded(p)) is not None and at.axes) for p in others):
+        raise not_of_blocks(name)
+    if name == "embedding" and any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse"))):
+        raise XshardError("embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them")
+    last = _WHOLE_LAST.get(name)
+    if last is None:  # a norm
+        last = len(_arguments(args, kwargs, ("input", "normalized_shape"))[1])
+    kept = len(placement.shape) - last
+    check_whole(placement, range(kept, len(placement.shape)), f"{name}()")
+    copies = iter(placement.copied(*others))
+    given = [next(copies) if isinstance(value, Tensor) else value for value in values]
+    y = func(args[0], *given[: len(args) - 1], **dict(zip(kwargs, given[len(args) - 1 :], strict=True)))
+    dims = [*placement.layout.dims, *itertools.islice(new_dims(placement.layout), 1)][: y.ndim]
+    return record(y, _reshaped(placement, dims, (*placement.shape[:kept], *y.shape[kept:])))
 
 
 def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,42 +107,39 @@ def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return record(func(parts, d), one_row.with_length(d, sum(placement.shape[d] for _, placement in found)))
 
 
-def _split(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = ("input", "chunks" if func.__name__ == "chunk" else "split_size_or_sections", "dim")
-    x, n, dim = _arguments(args, kwargs, names, 0)
-    placement = _placed(x)
-    d = _dim(dim, placement)
-    check_whole(placement, (d,), f"{func.__name__}()")
-    return tuple(record(y, placement.with_length(d, y.shape[d])) for y in func(x, n, d))
+def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
+    rows = [view(torch.unsqueeze, (x, dim), {}) if recorded(x) else x for x in tensors]
+    return _cat(torch.cat, (rows, dim), {})
 
 
-def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, keepdim = _arguments(args, kwargs, ("input", "dim", "keepdim"), None, False)
-    placement = _placed(x)
-    every = range(len(placement.shape))
-    dims = sorted({_dim(d, placement) for d in ([dim] if isinstance(dim, int) else dim or every)})
-    check_whole(placement, dims, f"{func.__name__}()")
-    layout, shape = list(placement.layout.dims), list(placement.shape)
-    for d in reversed(dims):
-        if keepdim:
-            shape[d] = 1
-        else:
-            del layout[d], shape[d]
-    return record(func(*args, **kwargs), _reshaped(placement, layout, shape))
-
-
-def _softmax(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim = _arguments(args, kwargs, ("input", "dim"), None)
-    placement = _placed(x)
-    if dim is None:
-        raise XshardError(f"{func.__name__}() without dim", hint="name the dim, as in dim=1")
-    check_whole(placement, (_dim(dim, placement),), f"{func.__name__}()")
-    return record(func(*args, **kwargs), placement)
+def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function along some dims, which are whole: they stay, or they are reduced."""
+    x, name = args[0], func.__name__
+    at, dim = _ALONG[name]
+    last = len(args) if name == "flip" else at + 1
+    given: Sequence[Any] = (*args[at:last], *(kwargs[k] for k in _DIMS if k in kwargs))
+    given = given[0] if given and isinstance(given[0], list | tuple) else given
+    if isinstance(kwargs.get("other", given and given[0]), Tensor):  # the larger of two tensors
+        return _pointwise(func, args, kwargs)
+    placement = placement_of(x)
+    named = [d for d in given if isinstance(d, int) and not isinstance(d, bool)]
+    every = range(len(placement.shape)) if dim is None else (dim,)
+    dims = {_dim(d, placement) for d in named or every}
+    check_whole(placement, sorted(dims), f"{name}()")
+    y = func(*args, **kwargs)
+    for part in tensors_in((y,)):
+        kept = [d for d in range(x.ndim) if part.ndim == x.ndim or d not in dims]
+        lengths = [
+            placement.shape[d] if placement.cuts(d) else n for d, n in zip(kept, part.shape, strict=True)
+        ]
+        record(part, _reshaped(placement, [placement.layout.dims[d] for d in kept], lengths))
+    return y
 
 
 def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, pad = _arguments(args, kwargs, ("input", "pad"))
-    placement = _placed(x)
+    placement = placement_of(x)
     shape = list(placement.shape)
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         d = len(shape) - 1 - i
@@ -132,17 +147,6 @@ def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             check_whole(placement, (d,), "pad()")
         shape[d] += before + after
     return record(func(*args, **kwargs), _reshaped(placement, placement.layout.dims, shape))
-
-
-def _flatten(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, start, stop = _arguments(args, kwargs, ("input", "start_dim", "end_dim"), 0, -1)
-    placement = _placed(x)
-    first, last = _dim(start, placement), _dim(stop, placement)
-    check_whole(placement, range(first, last + 1), "flatten()")
-    y, layout, shape = func(*args, **kwargs), list(placement.layout.dims), list(placement.shape)
-    layout[first : last + 1] = [Dim(layout[first].name)]
-    shape[first : last + 1] = [y.shape[first]]
-    return record(y, _reshaped(placement, layout, shape))
 
 
 def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
@@ -226,12 +230,6 @@ def _reshaped(placement: Placement, dims: Sequence[Dim], shape: Sequence[int]) -
     return placement.of(Sharding(Layout(tuple(dims)), placement.sharding.mesh, tuple(shape)))
 
 
-def _placed(x: Tensor) -> Placement:
-    placement = recorded(x)
-    assert placement is not None
-    return placement
-
-
 def _dim(dim: int, placement: Placement) -> int:
     if not -len(placement.shape) <= dim < len(placement.shape):
         raise ShapeError(
@@ -260,23 +258,21 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 RULES: dict[str, Rule] = {
-    "__getitem__": _getitem,
-    "amax": _reduce,
-    "amin": _reduce,
-    "cat": _cat,
-    "chunk": _split,
-    "concat": _cat,
-    "flatten": _flatten,
-    "log_softmax": _softmax,
-    "mean": _reduce,
-    "pad": _pad,
-    "prelu": _prelu,
-    "softmax": _softmax,
-    "split": _split,
-    "sum": _reduce,
-}
+    "cat": _cat, "concat": _cat, "pad": _pad, "stack": _stack,
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys((*_WHOLE_LAST, "layer_norm", "rms_norm"), _with_parameters),
+    **dict.fromkeys(VIEWS, view),
+}  # fmt: skip
 
 
 def rule_of(name: str) -> Rule | None:
     """The rule of a function by its name, if there is one."""
     return RULES.get(name) or (_pointwise if is_pointwise(name) else None)
+
+
+def not_of_blocks(name: str) -> XshardError:
+    """The error for a function without a rule."""
+    return XshardError(
+        f"{name}() of a block is not a block of {name}() of the array",
+        hint="use a module, which becomes a layer, or redistribute what it needs whole",
+    )

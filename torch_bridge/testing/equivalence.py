@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.launch import RankError, run_ranks
+from xshard import replicas
+from xshard.replicas import ReplicaError
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
 from xshard.testing.question import Answer, Question, Update, called, draw, named_outputs
@@ -33,6 +36,15 @@ class RankAnswer(NamedTuple):
     tree: Tree = None
 
 
+def preload(modules: Sequence[str], _timeout_s: float) -> None:
+    """Import modules here, so that ranks are forked with them. Raises FunctionError."""
+    for name in modules:
+        try:
+            import_module(name)
+        except Exception as error:
+            raise FunctionError(f"preload: {name!r} cannot be imported", hint=repr(error)) from None
+
+
 def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
     """The results of a packed function on `n` ranks, by rank. Raises FunctionError."""
     try:
@@ -43,6 +55,8 @@ def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
 
 def answer(question: Question, timeout_s: float) -> Answer:
     """The function on as many ranks as its mesh has devices. Raises FunctionError, StructureError."""
+    if question.update is not None:
+        preload(["torch._dynamo"], timeout_s)  # every optimiser imports it: 0.6 s in each rank
     try:
         parts = run_ranks(question.mesh.n_devices, _answer, question, timeout_s=timeout_s)
     except RankError as error:
@@ -58,6 +72,23 @@ def answer(question: Question, timeout_s: float) -> Answer:
         _by_device([part.cotangents for part in parts]),
         parts[0].tree,
     )
+
+
+def replica_fault(question: Question, timeout_s: float) -> str | None:
+    """The text of the ReplicaError of such a run, as `check_replicated=True` raises it, or None."""
+    try:
+        return run_ranks(question.mesh.n_devices, _replica_fault, question, timeout_s=timeout_s)[0]
+    except RankError as error:
+        raise FunctionError(error.reason, hint=error.hint) from None
+
+
+def _replica_fault(question: Question) -> str | None:
+    replicas.ALWAYS = True  # in this rank, which ends with its answer
+    try:
+        _answer(question)
+    except ReplicaError as error:
+        return str(error)
+    return None
 
 
 def _call(packed: bytes) -> Any:

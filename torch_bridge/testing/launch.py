@@ -73,7 +73,10 @@ def _first_failure(context: ProcessContext, folder: Path) -> tuple[int, str] | N
     for rank, process in enumerate(context.processes):
         code = process.exitcode or 0
         if code < 0 and -code != signal.SIGTERM:  # SIGTERM is how the others were ended
-            return rank, f"terminated by signal {signal.Signals(-code).name}"
+            name = signal.Signals(-code).name
+            # gloo ends a process that receives more than it waits for.
+            hint = "\nif blocks differ in size, XSHARD_DEBUG=1 says whose" if name == "SIGABRT" else ""
+            return rank, f"terminated by signal {name}{hint}"
     failures = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.failure"))]
     return min(failures)[1:] if failures else None
 

@@ -40,8 +40,9 @@ def calibrate_command(
     rounds: Annotated[
         int, typer.Option(min=1, help="How often every plan is measured; the median counts.")
     ] = ROUNDS,
+    every: Annotated[bool, typer.Option("--plans", help="Print a row per plan, not per kind.")] = False,
 ) -> None:
-    """Measure collectives on this machine, fit a profile, and print predicted beside measured time.
+    """Measure collectives on this machine, fit a profile, and print how far it predicts their times.
 
     Example: xshard calibrate --backend torch --mesh dp=2,cp=2 --output mine.json,
     then: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=2 --shape 2,64,32 --profile mine.json
@@ -57,7 +58,7 @@ def calibrate_command(
     out = console()
     for title, samples in (("fitted plans", made.fitted), ("held-out plans", made.held_out)):
         out.print(Text(title, style="bold"))
-        out.print(_table(samples, made.profile))
+        out.print((_table if every else _summary)(samples, made.profile))
         error = median_error(samples, made.profile)
         out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
     out.print(Text(f"profile {name}: {_constants(made.profile)}"), soft_wrap=True)
@@ -87,16 +88,26 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
+def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
+    """A row for all plans with the same kinds of steps."""
+    table = _headed("steps", "plans", "median error", "lowest", "highest")
+    kinds: dict[str, list[Sample]] = {}
+    for sample in samples:
+        kinds.setdefault(_steps(sample), []).append(sample)
+    for steps, own in kinds.items():
+        errors = [sample.error(profile) for sample in own]
+        ends = (f"{error:+.0%}" for error in (min(errors), max(errors)))
+        table.add_row(Text(steps), str(len(own)), f"{median_error(own, profile):.0%}", *ends)
+    return table
+
+
 def _table(samples: Sequence[Sample], profile: Profile) -> Table:
     """A row per plan."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for head in ("steps", "expression", "local shape", "predicted", "measured", "error"):
-        left = head in ("steps", "expression")
-        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    table = _headed("steps", "expression", "local shape", "predicted", "measured", "error")
     for sample in samples:
         plan = sample.plan
         table.add_row(
-            Text(", ".join(step.kind for step in plan.steps)),
+            Text(_steps(sample)),
             Text(f"{plan.src} -> {plan.dst}"),
             "x".join(map(str, plan.source.max_local_shape)),
             format_seconds(sample.predicted(profile)),
@@ -104,6 +115,18 @@ def _table(samples: Sequence[Sample], profile: Profile) -> Table:
             f"{sample.error(profile):+.0%}",
         )
     return table
+
+
+def _headed(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for head in heads:
+        left = head in ("steps", "expression")
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _steps(sample: Sample) -> str:
+    return ", ".join(step.kind for step in sample.plan.steps)
 
 
 def _constants(profile: Profile) -> str:

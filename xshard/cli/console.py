@@ -1,4 +1,4 @@
-"""Consoles that print the notation as it is, and errors with their caret in the right place.
+"""Consoles that print the notation as it is, and errors as a traceback ends.
 
 Decides how text reaches a terminal or a pipe. Knows no command.
 """
@@ -26,21 +26,5 @@ def console(*, stderr: bool = False) -> Console:
 
 def print_error(error: XshardError) -> None:
     """Print the error on stderr like the last lines of a traceback."""
-    out = console(stderr=True)
-    head, rest = error_lines(error, out.width)
-    out.print(Text.assemble((head, "bold red"), rest), soft_wrap=True)
-
-
-def error_lines(error: XshardError, width: int) -> tuple[str, str]:
-    """An error -> its name and the rest of its message, with the caret placed for a terminal of `width`.
-
-    A terminal breaks long lines, and the caret below would mark the wrong place. Then the user's text
-    gets a line of its own.
-    """
-    name = type(error).__name__
-    message = f": {error}"
-    if error.text is None or error.span is None or len(name) + len(message.splitlines()[0]) <= width:
-        return name, message
-    start, stop = error.span
-    lines = [f": {error.reason} in", f"  {error.text}", " " * (2 + start) + "^" * max(1, stop - start)]
-    return name, "\n".join([*lines, *([f"  {error.hint}"] if error.hint else [])])
+    told = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+    console(stderr=True).print(told, soft_wrap=True)

@@ -1,6 +1,7 @@
 """The console script `xshard`, which names the missing package if the `cli` extra is not installed.
 
-Decides nothing else: the commands need typer and rich, and no other part of xshard does.
+It is also `python -m xshard`. Decides nothing else: the commands need typer and rich, and no other part of
+xshard does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,3 @@ def main() -> None:
         print(f"xshard: the command line needs {package}: pip install 'xshard[cli]'", file=sys.stderr)
         sys.exit(2)
     app(prog_name="xshard")
-
-
-if __name__ == "__main__":
-    main()

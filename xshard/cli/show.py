@@ -18,7 +18,7 @@ from rich.text import Text
 
 from xshard.cli.console import console
 from xshard.cli.options import MeshText, ShapeText, parse_shape
-from xshard.cli.picture import Cell, Picture, Strip, devices_text, picture, rows_text
+from xshard.cli.picture import Cell, Picture, devices_text, picture, rows_text
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 
@@ -61,7 +61,7 @@ def _grids(drawn: Picture, out: Console) -> Iterator[Table]:
     columns, rows = drawn.strips[-1:], drawn.strips[:-1]
     labels = [_range(block) for strip in columns for block in strip.blocks] if columns else [""]
     sides = [_range(block) for strip in rows for block in strip.blocks] if rows else [""]
-    corner = " / ".join(_heading(strip) for strip in drawn.strips) or "scalar"
+    corner = " / ".join(f"{strip.dim.name} {strip.length}" for strip in drawn.strips) or "scalar"
     texts = [[_cell_text(cell) for cell in row] for row in drawn.cells]
     widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(labels, *texts, strict=True)]
     for band in _bands(widths, out.width - max(map(len, (corner, *sides))) - 1):
@@ -99,10 +99,6 @@ def _cell_text(cell: Cell) -> str:
     """The devices of a cell, written d0, d1, ... to distinguish them from rows."""
     owners = f"d{devices_text(cell.owners)}" if cell.owners else "."
     return " ".join([owners, *(f"+d{guest}" for guest in cell.guests)])
-
-
-def _heading(strip: Strip) -> str:
-    return f"{strip.dim.name} {strip.length}"
 
 
 def _range(block: tuple[int, int]) -> str:

@@ -7,12 +7,13 @@ ownership without overlaps; `providers.py` decides which of several holders send
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from xshard.errors import ShapeError
-from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows
+from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows, rows_in_numbers
 from xshard.layout.runs import FILL, Run, Runs, merge_adjacent, n_rows, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
@@ -144,13 +145,22 @@ def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ..
     return merge_adjacent(unrolled(all_held_rows(dim, length, sizes)[index])), tuple(beyond)
 
 
-def length_of_equal_blocks(dim: Dim, rows: int, parts: int) -> int | None:
-    """Dim length if every block has `rows` rows; None if that does not determine it.
+def inferred_length(dim: Dim, rows: int, sizes: Sizes) -> int | None:
+    """Dim length that its cuts say in numbers or, without any, that of blocks which all have `rows` rows.
 
-    >>> length_of_equal_blocks(Dim("h", (Shard(("sp",)),), Halo(1, 1)), 6, 4)
+    sizes: as in `output_dim`. None if neither determines it.
+
+    >>> inferred_length(Dim("h", (Shard(("sp",)),), Halo(1, 1)), 6, (4,))
     16
+    >>> inferred_length(Dim("n", (Shard(("dp",), SIZES, (2, 3)),)), 2, (2,))
+    5
     """
-    overlap = None if dim.overlap is None else unfolded(dim.overlap)
+    outer = 1
+    for shard in dim.shards:
+        if (rows_said := rows_in_numbers(shard)) is not None:
+            return rows_said * outer
+        outer, sizes = outer * math.prod(sizes[: len(shard.axes)]), sizes[len(shard.axes) :]
+    overlap, parts = None if dim.overlap is None else unfolded(dim.overlap), outer
     if overlap is None:
         return rows * parts
     widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()

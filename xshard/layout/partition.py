@@ -61,6 +61,13 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coord
     return runs
 
 
+def rows_in_numbers(shard: Shard) -> int | None:
+    """How many rows a cut divides, where its numbers say it: sizes, intervals, or lengths of documents."""
+    if not shard.numbers or shard.order == "cyclic":
+        return None
+    return sum(n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers)
+
+
 def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
     """The first cut whose numbers do not fit the rows that it cuts, with the reason; None if all fit."""
     at = 0
@@ -80,7 +87,7 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
                     return shard, f"'{shard}' does not hold each of the {rows} rows once"
                 if n == 1 and found != covered:
                     return shard, f"'{shard}' has one part, which must hold its rows in order"
-            elif (total := sum(k for k in shard.numbers if isinstance(k, int))) != rows:
+            elif (total := rows_in_numbers(shard)) != rows:
                 return shard, f"'{shard}' adds up to {total} rows, not {rows}"
     return None
 

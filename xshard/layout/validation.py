@@ -1,6 +1,7 @@
 """Whether the cuts and overlaps of a layout fit a shape on a mesh.
 
-Decides which given sizes, widths per part and poles are refused. `layout.py` checks the names of axes.
+Decides which given sizes, widths per part, poles and boundaries of empty dims are refused. `layout.py`
+checks the names of axes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
             overlap = unfolded(dim.overlap)
             if isinstance(overlap, Halo):
                 _check_widths(dim, overlap, mesh)
-            for end in (overlap.before, overlap.after):
+            widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
+            for end, width in zip((overlap.before, overlap.after), widths, strict=True):
+                reaches_out = any(n > 0 for n in ((width,) if isinstance(width, int) else width))
+                if not length and reaches_out and end.fill is None and end.kind != "none":
+                    raise ShapeError(
+                        f"dim {dim.name!r} has no rows that '{end.kind}' could copy",
+                        text=str(dim),
+                        hint="an empty dim has zero, constant(c) or none beyond its ends",
+                    )
                 if end.kind == "pole":
                     rolled_dim(dims, at, end, shape)
 

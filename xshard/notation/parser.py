@@ -174,12 +174,11 @@ class _Parser(Scanner):
             tags.append(self.tag())
             while self.kind == "name":
                 tags.append(self.tag())
-        elif not dims and self.kind in ("end", ARROW) and not self._is_scalar():
+        elif (
+            not dims and self.kind in ("end", ARROW) and not self.text[: self.span[0]].rstrip().endswith(")")
+        ):
             raise self.error("an empty layout", hint="a scalar is written ()")
         return tuple(dims), tuple(tags)
-
-    def _is_scalar(self) -> bool:
-        return self.text[: self.span[0]].rstrip().endswith(")")
 
     def dim(self) -> Dim:
         name, span = self.value, self.span

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from xshard.arguments import shown
 from xshard.errors import NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
-from xshard.layout.block_rows import length_of_equal_blocks
+from xshard.layout.block_rows import inferred_length
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
@@ -65,12 +65,12 @@ def sides(expression: Expression) -> Sides:
 
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
-    """Global shape, assuming all blocks are equal. Raises ShapeError if that does not determine it."""
+    """Global shape: what cuts say in numbers, else that of equal blocks. Raises ShapeError if unknown."""
     with mark_errors(text):
         found = layout.resolved(len(local_shape)).dims
     lengths = []
     for dim, rows in zip(found, local_shape, strict=True):
-        length = length_of_equal_blocks(dim, rows, mesh.size(*dim.axes))
+        length = inferred_length(dim, rows, mesh.sizes_of(dim.axes))
         if length is None:
             raise ShapeError(
                 f"{rows} rows do not say how long dim {dim.name!r} is",

@@ -28,7 +28,7 @@ from xshard.plans.explain import explain
 from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import transfer_ways
-from xshard.search.request import BOTH, FORWARD, Devices, Request, check_objective, device_numbers
+from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step
 from xshard.steps.base import REDUCERS
@@ -77,7 +77,8 @@ class Plan:
     devices: Devices = ()
 
     def __post_init__(self) -> None:
-        check_objective(self.objective)
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"no objective {self.objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
         reached = self.stages[-1].after if self.stages else self._start
         if not reached.means_the_same_as(_factored(self.target, reached.mesh)):
             raise PlanError(f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'")

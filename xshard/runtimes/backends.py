@@ -6,7 +6,7 @@ Decides the environment of a process. What it is asked is in `registry`, `calibr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -14,6 +14,8 @@ from xshard.errors import MeshError, XshardError
 from xshard.runtimes.processes import Process, running
 
 HOST_DEVICES = "XSHARD_HOST_DEVICES"  # environment: the most devices that a mesh of the kit has
+
+_IMPORT_S = 300.0  # the longest time in which an import makes no progress
 
 # Programs of the kit run once or twice: there the compiler takes more time than it saves.
 QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -80,9 +82,15 @@ def backend_named(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def torch_process() -> Process:
-    """The process of the kit that forks gloo ranks. Raises NoRuntimeError."""
-    return BACKENDS["torch"].process(host_devices())
+def torch_process(preload: Sequence[str] = ()) -> Process:
+    """The process of the kit that forks gloo ranks, which then have the modules `preload` imported.
+
+    Raises NoRuntimeError; FunctionError for a module that cannot be imported.
+    """
+    process = BACKENDS["torch"].process(host_devices())
+    if preload:
+        process.ask("torch_bridge.testing.equivalence.preload", tuple(preload), timeout_s=_IMPORT_S)
+    return process
 
 
 def jax_process() -> Process:

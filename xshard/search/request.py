@@ -14,7 +14,7 @@ from functools import cached_property
 from xshard.arguments import shown, whole_numbers
 from xshard.cost.device_links import located, refined
 from xshard.cost.model import Profile
-from xshard.errors import MeshError, PlanError
+from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import refine
 from xshard.notation.parser import Dim
@@ -119,12 +119,6 @@ class Request:
             dst_mesh=common.mesh,
             profile=refined(self.profile, common),
         )
-
-
-def check_objective(objective: str) -> None:
-    """Raise PlanError for an unknown objective."""
-    if objective not in OBJECTIVES:
-        raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
 
 
 def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devices:

@@ -16,6 +16,7 @@ from xshard.testing.problem import Meshes, problem
 from xshard.testing.report import EquivalenceError
 from xshard.testing.runs import Asked, Function, Side, updates_of
 from xshard.testing.trees import Tree
+from xshard.testing.trials import explained
 
 
 def assert_equivalent(
@@ -31,6 +32,7 @@ def assert_equivalent(
     optimisers: tuple[Function, Function] | None = None,
     tol: float | None = None,
     check_vma: bool = True,
+    preload: Sequence[str] = (),
     timeout_s: float = 120.0,
 ) -> None:
     """Run both functions sharded, and raise EquivalenceError unless all results are equal.
@@ -46,7 +48,12 @@ def assert_equivalent(
     parameters, optimisers: positions of the arguments that take one optimiser step, and the optimisers:
     for torch a list of tensors -> `torch.optim.Optimizer`, for JAX (values, gradients) -> values.
     tol: relative to the largest value of an array; None goes by dtype (2e-5 for float32).
-    check_vma: as for `jax.shard_map`. timeout_s: the longest time in which a run makes no progress.
+    check_vma: as for `jax.shard_map`.
+    preload: modules that torch_fn imports, as in ["transformers"]: they are imported once, before ranks are
+    forked, and not by each rank of each run. Importing them must start no threads.
+    timeout_s: the longest time in which a run makes no progress.
+
+    A side that was run before, with the same function, arrays, layouts and mesh, is not run again.
 
     On every mesh the outputs, the gradients of all arguments for random cotangents (under the dual layouts)
     and the updated parameters are compared: both runtimes with the reference, then with each other.
@@ -63,7 +70,8 @@ def assert_equivalent(
     given = problem(torch_fn, args, layouts, mesh)
     functions = {"torch": torch_fn, "jax": jax_fn}
     update = updates_of(given, args, parameters, optimisers)
-    asked = Asked(given, {r: packed(f) for r, f in functions.items()}, update, check_vma, timeout_s)
+    sent = {runtime: packed(function) for runtime, function in functions.items()}
+    asked = Asked(given, sent, update, check_vma, timeout_s, tuple(preload))
     alone = Mesh({axis: 1 for each in given.meshes for axis in each.axes})
     if reference is None:
         truth, meshes = asked.truth("torch", asked.functions["torch"], alone), (alone, *given.meshes)
@@ -75,4 +83,4 @@ def assert_equivalent(
         runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
     found, compared = mismatches(given, truth, runs, tol)
     if found:
-        raise EquivalenceError(found, compared)
+        raise EquivalenceError(list(explained(found, asked, truth, tol)), compared)

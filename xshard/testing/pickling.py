@@ -9,6 +9,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
     """
     cloudpickle = _needed("cloudpickle")
     module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
-    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module.__name__)
+    by_value = module is not None and module.__name__ != "__main__" and not is_installed(module.__name__)
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -50,7 +51,9 @@ def _needed(name: str) -> Any:
     return import_module(name)
 
 
-def _is_installed(module: str) -> bool:
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module is imported wherever it is needed, as this package and the installed ones are."""
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
     places = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")]

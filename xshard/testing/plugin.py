@@ -6,7 +6,7 @@ processes of their own when a test first asks for them, and stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,15 +59,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def torch_ranks() -> Callable[[int], OnRanks]:
+def torch_ranks() -> Callable[..., OnRanks]:
     """`torch_ranks(n)(function, *args)`: the results of the function on n forked gloo ranks, by rank.
 
     A failure in one is raised here with the rank's own traceback; closures are allowed.
+    `torch_ranks(n, preload=["transformers"])`: ranks begin with these modules imported.
     """
 
-    def ranks(n: int) -> OnRanks:
+    def ranks(n: int, preload: Sequence[str] = ()) -> OnRanks:
         check_size(n)
-        return partial(_on_ranks, n)
+        return partial(_on_ranks, n, preload=preload)
 
     return ranks
 
@@ -87,9 +88,9 @@ def jax_devices() -> Callable[[int], OnDevices]:
     return devices
 
 
-def _on_ranks(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def _on_ranks(n: int, function: Callable[..., Any], *args: Any, preload: Sequence[str] = ()) -> list[Any]:
     sent = packed(function, *args)
-    asked = torch_process()
+    asked = torch_process(preload)
     found: list[Any] = asked.ask("torch_bridge.testing.equivalence.call_packed", n, sent, timeout_s=TIMEOUT_S)
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from xshard import reference
@@ -15,7 +16,9 @@ from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.plans.expression import whole_shape
 from xshard.runtimes.backends import jax_process, torch_process
+from xshard.runtimes.processes import Process
 from xshard.steps.base import Block
+from xshard.testing.answers import remembered
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
 from xshard.testing.question import Answer, Devices, Question, Result, Update
@@ -53,6 +56,7 @@ class Asked:
     updates: dict[str, Update]
     typed: bool
     timeout_s: float
+    preload: tuple[str, ...]
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """Results of a function on one device: of whole arrays, or of blocks on a mesh of ones."""
@@ -65,7 +69,8 @@ class Asked:
             raise StructureError(
                 f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
             ) from None
-        answer = self._ask(runtime, function, mesh, given.inputs(shardings), shardings, None)
+        question = self._question(runtime, function, mesh, shardings, None)
+        answer = remembered(runtime, question, partial(self._ask, runtime, question))
         declared = given.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
@@ -82,42 +87,57 @@ class Asked:
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
         """Results of a runtime's function on the blocks of a mesh."""
+        question = self._on_blocks(runtime, mesh, truth)
+        return TaskRun(runtime, mesh, remembered(runtime, question, partial(self._ask, runtime, question)))
+
+    def replica_fault(self, runtime: Side, mesh: Mesh, truth: Truth) -> str | None:
+        """What differs in such a run where a redistribution means one value, or None."""
+        question = self._on_blocks(runtime, mesh, truth)
+        found: str | None = self._process(runtime).ask(
+            f"{runtime}_bridge.testing.equivalence.replica_fault",
+            question,
+            timeout_s=self.timeout_s,
+            quiet=True,
+        )
+        return found
+
+    def _on_blocks(self, runtime: Side, mesh: Mesh, truth: Truth) -> Question:
         results = {}
         for i, (name, output) in enumerate(truth.outputs.items()):
             sharding = Sharding(truth.layouts[name], mesh, output.shape)
             cotangent = truth.cotangents.get(name)
             blocks = None if cotangent is None else cotangents_of(cotangent, sharding, i)
             results[name] = Result(sharding, blocks)
-        given = self.problem
-        shardings = given.shardings(mesh)
-        function = self.functions[runtime]
-        return TaskRun(
-            runtime, mesh, self._ask(runtime, function, mesh, given.inputs(shardings), shardings, results)
-        )
+        shardings = self.problem.shardings(mesh)
+        return self._question(runtime, self.functions[runtime], mesh, shardings, results)
 
-    def _ask(
+    def _question(
         self,
         runtime: Side,
         function: bytes,
         mesh: Mesh,
-        inputs: tuple[Devices, ...],
         shardings: tuple[Sharding, ...],
         results: dict[str, Result] | None,
-    ) -> Answer:
-        wide = any(x.dtype.name in ("float64", "complex128") for x in self.problem.values)
-        question = Question(
+    ) -> Question:
+        given = self.problem
+        wide = any(x.dtype.name in ("float64", "complex128") for x in given.values)
+        return Question(
             function,
             mesh,
-            self.problem.arguments,
-            inputs,
+            given.arguments,
+            given.inputs(shardings),
             shardings,
             results,
             self.updates.get(runtime),
             wide,
             self.typed,
         )
-        process = torch_process() if runtime == "torch" else jax_process()
-        answer: Answer = process.ask(
+
+    def _process(self, runtime: Side) -> Process:
+        return torch_process(self.preload) if runtime == "torch" else jax_process()
+
+    def _ask(self, runtime: Side, question: Question) -> Answer:
+        answer: Answer = self._process(runtime).ask(
             f"{runtime}_bridge.testing.equivalence.answer", question, timeout_s=self.timeout_s
         )
         return answer

@@ -1,0 +1,99 @@
+"""spmd_types' own `redistribute` beside ours, for every pair of types; layouts as types and back."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import xshard as xs
+from tests.torch_bridge.helpers import error_of, on_ranks
+from torch_bridge.compat import spmd_types as ours
+from xshard import compat
+
+WHOLE = ("R", "I", "P")  # types of which every rank has all elements
+
+
+def _block(src: str, dst: str) -> Tensor:
+    """Integers, which differ between ranks unless the type says otherwise."""
+    n = dist.get_world_size()
+    shape = (n, 4, 6) if dst == "V" and src in WHOLE else (4, 6)  # what becomes V is taken apart
+    x = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+    return x if src in ("R", "I") else x + 100 * dist.get_rank()
+
+
+def _transitions() -> None:
+    import spmd_types as theirs
+    from spmd_types import I, P, R, S, V, checker
+
+    types = {repr(type_): type_ for type_ in (R, I, V, P, S(0), S(-1))}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    group = mesh.get_group("tp")
+    for src, dst in itertools.permutations(types, 2):
+        x, found = _block(src, dst), []
+        for function, ends in (
+            (theirs.redistribute, (types[src], types[dst])),
+            (ours.redistribute, (types[src], types[dst])),
+            (ours.redistribute, (src, dst)),
+        ):
+            leaf = x.clone().requires_grad_()
+            y = function(leaf, group, src=ends[0], dst=ends[1])
+            w = torch.arange(y.numel()).reshape(y.shape) + (0 if dst in ("I", "P") else 7.0 * dist.get_rank())
+            (gradient,) = torch.autograd.grad(y, leaf, w)
+            found.append((y, gradient))
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other)), (src, dst)
+    x = _block("P", "R")
+    for options in ({"op_dtype": torch.bfloat16}, {"op_dtype": torch.float64, "out_dtype": torch.float32}):
+        a, b = (f(x, group, src=P, dst=R, **options) for f in (theirs.redistribute, ours.redistribute))
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    with theirs.set_current_mesh(mesh), checker.typecheck(local=False):
+        theirs.assert_type(x, ours.to_types("n d/tp", mesh))
+        assert str(ours.from_types(theirs.get_local_type(x), 2, theirs.get_partition_spec(x))) == "d0 d1/tp"
+        typed = theirs.no_typecheck(out_types={"tp": R})(
+            lambda x: ours.redistribute(x, "tp", src="S(1)", dst="R")
+        )
+        assert torch.equal(typed(x), theirs.redistribute(x, "tp", src=S(1), dst=R))
+    uneven = torch.arange(5.0).chunk(2)[dist.get_rank()]
+    assert ours.redistribute(uneven, None, src="S(0)", dst="R", shape=(5,)).tolist() == list(range(5))
+
+
+def _without_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs calls what torch renames
+        _transitions()
+
+
+def test_every_transition_has_their_values_and_gradients() -> None:
+    on_ranks(2, _without_warnings)
+
+
+MESH = xs.Mesh(dp=2, cp=2, tp=2)
+
+
+@pytest.mark.parametrize("layout", ["d0 d1", "d0/dp/tp d1", "d0/tp/dp d1/cp", "d0/cp d1 | sum(tp) copy(dp)"])
+def test_layouts_are_types_and_back(layout: str) -> None:
+    assert str(ours.from_types(ours.to_types(layout, MESH), 2)) == layout
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: ours.to_types("n/zigzag(cp) d", MESH), "no type for 'n/zigzag(cp)'"),
+        (lambda: ours.to_types("n d | mean(dp)", MESH), "no type for 'mean(dp)'"),
+        (lambda: ours.from_types({"dp": "S(0)", "tp": "S(0)"}, 2), "'dp' and 'tp' cut dim 0"),
+        (lambda: ours.from_types({"dp": "V"}, 2), "V of axis 'dp' cuts no dim"),
+        (lambda: ours.from_types({"dp": "S(2)"}, 2), "S(2) of axis 'dp' cuts no dim"),
+        (lambda: ours.from_types({}, 1, (None, "dp")), "cuts 2 dims, the array has 1"),
+        (lambda: compat.spmd_transition("R", "Q", (4,), 2, "tp"), "unknown type 'Q'"),
+        (lambda: compat.spmd_transition("R", "V", (3, 2), 2, "tp"), "no element for each of 2 devices"),
+    ],
+)  # fmt: skip
+def test_what_is_no_type_or_no_layout(call: object, told: str) -> None:
+    kind, text = error_of(call)  # type: ignore[arg-type]
+    assert kind in ("PlanError", "XshardError", "ShapeError") and told in text

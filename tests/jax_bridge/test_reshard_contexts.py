@@ -1,0 +1,175 @@
+"""Moves where JAX has changed the mesh around them (vmap, axis types, manual axes), and moves of keys."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, auto_axes, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from tests.jax_bridge.helpers import in_jax
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+X = np.arange(4 * 8 * 4, dtype=np.float32).reshape(4, 8, 4)
+W = X[0] % 5 - 2
+
+
+def mesh(kind: AxisType, sizes=(2, 2), names=("dp", "cp")) -> jax.sharding.Mesh:
+    return jax.make_mesh(sizes, names, (kind,) * 2, devices=jax.devices()[:4])
+
+
+def on(kind: AxisType, *spec, x=X) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec)))
+
+
+def weighted(x):
+    """Of one row of the batch; half the sum of squares, each with its weight."""
+    return (xj.reshard(x, "s/cp c -> s c") ** 2 * W).sum() / 2
+
+
+BATCHES = {
+    "vmap": (jax.vmap(lambda x: xj.reshard(x, "s/cp c -> s c/cp")), X, P("dp", None, "cp")),
+    "vmap of grad": (jax.vmap(jax.grad(weighted)), X * W, P("dp", "cp", None)),
+    "grad of vmap": (jax.grad(lambda x: jax.vmap(weighted)(x).sum()), X * W, P("dp", "cp", None)),
+    "vmap of jvp of grad": (
+        jax.vmap(lambda x: jax.jvp(jax.grad(weighted), (x,), (x,))[1]),
+        X * W,
+        P("dp", "cp", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@in_jax
+def test_a_batch_that_is_cut_over_an_explicit_axis(name) -> None:
+    run, expected, spec = BATCHES[name]
+    with jax.set_mesh(mesh(EXPLICIT)):
+        found = jax.jit(run)(on(EXPLICIT, "dp", "cp"))
+    assert np.array_equal(found, expected) and found.sharding == NamedSharding(mesh(EXPLICIT), spec)
+
+
+@in_jax
+def test_what_the_axes_of_a_batch_are_used_for() -> None:
+    """The plan borrows `dp` for a sum, outside of vmap; an expression cannot name it inside."""
+    with jax.set_mesh(mesh(EXPLICIT)):
+        x = jax.reshard(X, P("dp"))
+
+        def added(x):
+            return xj.reshard(
+                xj.reshard(x, "s c -> s c | sum(cp)"), "s c | sum(cp) -> s c", profile="bandwidth"
+            )
+
+        assert np.array_equal(jax.jit(jax.vmap(added))(x), X)
+        with pytest.raises(xs.MeshError, match="mesh axis 'dp' cuts the batch of vmap"):
+            jax.vmap(lambda x: xj.reshard(x, "s c -> s/dp c"))(x)
+    spread = jax.vmap(lambda x: xj.reshard(x, "s/cp c -> s c", mesh(AUTO)), spmd_axis_name="dp")
+    moved = jax.jit(spread)(on(AUTO, "dp", "cp"))
+    assert np.array_equal(moved, X) and moved.sharding.is_equivalent_to(on(AUTO, "dp").sharding, 3)
+
+
+@in_jax
+def test_the_context_has_other_types_of_axes() -> None:
+    move, whole = "b/dp s/cp c -> b/dp s c", P("dp", None, None)
+    x = on(EXPLICIT, "dp", "cp")
+
+    def half_of_squares(y):
+        return (y**2).sum() / 2
+
+    def within(x):
+        with use_abstract_mesh(mesh(AUTO).abstract_mesh):
+            return xj.reshard(x, move)
+
+    with jax.set_mesh(mesh(EXPLICIT)):
+        for given in (None, mesh(EXPLICIT)):
+            inside = auto_axes(lambda x, m=given: xj.reshard(x, move, m), out_sharding=whole)
+            assert np.array_equal(jax.grad(lambda x, f=inside: half_of_squares(f(x)))(x), X)
+        assert np.array_equal(auto_axes(lambda: xj.reshard(x, move), out_sharding=whole)(), X)
+        gradient = jax.jit(jax.grad(lambda x: half_of_squares(jax.reshard(within(x), whole))))(x)
+        assert np.array_equal(gradient, X) and gradient.sharding.is_equivalent_to(x.sharding, 3)
+        with pytest.raises(xs.ShapeError, match="not sharded as 'b/dp s c' says"):
+            jax.jit(lambda x: auto_axes(lambda: xj.reshard(x, "b/dp s c -> b s c"), out_sharding=whole)())(x)
+    with jax.set_mesh(mesh(AUTO)):
+        moved = xj.reshard(x, move)
+        assert np.array_equal(moved, X) and moved.sharding.is_equivalent_to(on(AUTO, "dp").sharding, 3)
+    with (
+        jax.set_mesh(mesh(EXPLICIT, names=("a", "b"))),
+        pytest.raises(
+            xs.MeshError, match=r"of the array is .*\(dp=2, cp=2\), that of the context .*a=2, b=2"
+        ),
+    ):
+        xj.reshard(x, move)
+
+
+@in_jax
+def test_among_manual_axes() -> None:
+    def mapped(local):
+        return jax.shard_map(local, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+
+    with jax.set_mesh(mesh(EXPLICIT)):
+        x = on(EXPLICIT, "dp", "cp")
+        moved = jax.jit(mapped(lambda x: xj.reshard(x, "b s/cp c -> b s c/cp")))(x)
+        assert np.array_equal(moved, X) and moved.sharding.spec == P("dp", None, "cp")
+        with pytest.raises(xs.MeshError, match="mesh axis 'dp' is manual here"):
+            jax.eval_shape(mapped(lambda x: xj.reshard(x, "b/dp s/cp c -> b s/cp c")), x)
+
+
+BESIDE_EXPLICIT = [
+    ("b s/cp c -> b s c", P(None, "cp"), P()),
+    ("b s c | copy(cp) -> b s/cp c", P(), P(None, "cp")),
+    ("b s/cp c -> b s/cp:halo(1,0,periodic) c", P(None, "cp"), P(None, "cp")),
+]
+
+
+@pytest.mark.parametrize(("expression", "before", "after"), BESIDE_EXPLICIT)
+@in_jax
+def test_blocks_that_are_cut_over_explicit_axes_besides(expression, before, after) -> None:
+    """A `shard_map` over `cp` alone, where `dp` stays Explicit and cuts the blocks: as with both manual."""
+
+    def half(local_spec):
+        def local(x):
+            return xj.redistribute(x, expression)
+
+        specs = [P(local_spec, *spec[1:]) for spec in (before, after)]
+        axes = {"cp"} if local_spec is None else {"dp", "cp"}
+        mapped = jax.shard_map(local, in_specs=specs[0], out_specs=specs[1], axis_names=axes)
+        return jax.value_and_grad(lambda x: (mapped(x) ** 2).sum() / 2)
+
+    with jax.set_mesh(mesh(EXPLICIT)):
+        x = on(EXPLICIT, "dp", *before[1:])
+        (loss, gradient), wanted = jax.jit(half(None))(x), jax.jit(half("dp"))(x)
+        assert loss == wanted[0] and np.array_equal(gradient, wanted[1])
+        cut = jax.shard_map(
+            lambda x: xj.redistribute(x, "b s/cp c -> b/cp s c"),
+            in_specs=P(None, "cp"),
+            out_specs=P("cp"),
+            axis_names={"cp"},
+        )
+        with pytest.raises(xs.ShapeError, match="dim 'b' of the block is cut over the Explicit axis 'dp'"):
+            jax.eval_shape(cut, on(EXPLICIT, "dp", "cp"))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@in_jax
+def test_keys_travel(kind) -> None:
+    words = np.arange(16, dtype=np.uint32).reshape(8, 2)
+    with jax.set_mesh(mesh(kind)):
+        keys = jax.device_put(jax.random.wrap_key_data(words), NamedSharding(mesh(kind), P("dp")))
+        moved = xj.reshard({"k": keys, "w": on(kind)}, {"k": "n/dp -> n/cp", "w": "... -> ..."})["k"]
+        assert moved.dtype == keys.dtype and moved.sharding.spec == P("cp")
+        gathered = jax.jit(
+            jax.shard_map(
+                lambda k: xj.redistribute(k, "n/dp -> n", shape=(8,)), in_specs=P("dp"), out_specs=P()
+            )
+        )(keys)
+        for found in (moved, gathered):
+            assert np.array_equal(jax.random.key_data(found), words)
+        for wrong in ("n/dp -> n/dp:halo(1,1)", "n | sum(dp) -> n/dp"):
+            with pytest.raises(xs.DtypeError, match="keys are moved as they are"):
+                xj.reshard(keys, wrong)
+        with pytest.raises(xs.DtypeError, match="the array is key<fry>, the plan is for float32"):
+            xj.reshard(keys, xs.plan("n/dp -> n", xs.Mesh(dp=2, cp=2), (8,)))
+        xj.reshard(keys, "n/dp -> n", donate=True)
+        assert keys.is_deleted()

@@ -1,0 +1,164 @@
+"""Drop-in for `spmd_types.redistribute`, and layouts as types of spmd_types and back.
+
+Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend, S(i) a cut
+along dim i, and V a value of its own, which is stacked. Types are those of the package, or their names:
+"R", "S(0)". The package is imported only where a result has its types, or an axis is given by name.
+
+Better here: blocks of different sizes, forward mode and derivatives of any order; a layout moves along
+several axes at once, and knows means, orders and halos, which no type does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
+from torch_bridge.redistribution import redistribute as moved
+from xshard import Layout, PlanError, compat
+from xshard.layout.layout import check_axes
+from xshard.notation.parser import Dim
+from xshard.notation.parser import Shard as Cut
+
+AXIS = "axis"
+_TAGS = {"sum": "P", "copy": "R"}
+
+
+def redistribute(
+    x: Tensor,
+    axis: Any,
+    *,
+    src: Any,
+    dst: Any,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+    backward_options: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """A block of type `src` along an axis -> the block of type `dst`, with the gradient of those types.
+
+    axis: a process group, None for all processes, or an axis of the current mesh of spmd_types. V on the
+    left adds a leading dim, of the axis' length; V on the right takes it away: [n, ...] -> [...]. op_dtype:
+    what travels and, unless `out_dtype`, comes out; in `backward_options`, what travels back. async_op:
+    accepted and not used. shape: the global shape, where blocks of a cut differ in size. The checker of
+    spmd_types takes it inside `no_typecheck(out_types=...)`.
+    Raises XshardError for unknown types, ShapeError, MeshError.
+
+    >>> import torch, torch_bridge as xt
+    >>> from torch_bridge.compat import spmd_types
+    >>> def turn():
+    ...     x = torch.ones(2, requires_grad=True)
+    ...     y = spmd_types.redistribute(x, None, src="S(0)", dst="R")
+    ...     y.sum().backward()
+    ...     return y.tolist(), x.grad.tolist()
+    >>> xt.run_ranks(2, turn)[0]
+    ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
+    """
+    group = axis if axis is None or isinstance(axis, dist.ProcessGroup) else _group_named(axis)
+    mesh, before, after = group_mesh(group, AXIS), _name(src), _name(dst)
+    text = compat.spmd_transition(before, after, tuple(x.shape), mesh_of(mesh).n_devices, AXIS)
+    if text is not None:
+        back = (backward_options or {}).get("op_dtype")
+        travels = (op_dtype, back) if op_dtype or back else None
+        x = moved(x.unsqueeze(0) if before == "V" else x, text, mesh, shape=shape, comm_dtype=travels)
+        x = x.squeeze(0) if after == "V" else x
+        dtype = out_dtype or op_dtype
+        x = x if dtype is None else x.to(dtype)
+    return x
+
+
+def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
+    """A layout -> the `SpmdType` of its blocks: a type per axis of the mesh, and which axes cut which dim.
+
+    Raises PlanError for what spmd_types cannot say: zigzag and other orders, sizes, overlaps, means, maxima.
+
+    >>> from xshard import Mesh
+    >>> to_types("s/cp c | sum(tp)", Mesh(dp=2, cp=2, tp=2))
+    SpmdType(local_type={'dp': I, 'cp': V, 'tp': P}, partition_spec=PartitionSpec('cp', None))
+    """
+    from spmd_types import types
+
+    layout, axes = Layout.parse(layout), mesh_of(mesh)
+    check_axes(layout, axes)
+    found: dict[str, str] = {}
+    for dim in layout.dims:
+        if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
+            raise PlanError(f"no type for '{dim}'", text=str(layout), hint="spmd_types has contiguous cuts")
+        found |= dict.fromkeys(dim.axes, "V")
+    for kind, tagged in layout.tags:
+        if kind not in _TAGS:
+            raise PlanError(
+                f"no type for '{kind}({','.join(tagged)})'",
+                text=str(layout),
+                hint=f"P is a sum: end it first, as in {kind}(dp) ->",
+            )
+        found |= dict.fromkeys(tagged, _TAGS[kind])
+    entries = (dim.axes if len(dim.axes) > 1 else (*dim.axes, None)[0] for dim in layout.dims)
+    kinds: Any = {name: getattr(types, found.get(name, "I")) for name in axes.axes}
+    return types.SpmdType(kinds, types.PartitionSpec(*entries))
+
+
+def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = None) -> Layout:
+    """Types per axis, for an array of `ndim` dims -> the layout, its dims named d0, d1, ...
+
+    types: an `SpmdType`, or a dict from an axis or its name to its type. partition_spec: the axes that cut
+    each dim, as there. Raises PlanError for a V that cuts no dim, and for two axes that cut the same dim in
+    an unknown order.
+
+    >>> str(from_types({"dp": "S(0)", "tp": "P", "cp": "R"}, 2))
+    'd0/dp d1 | sum(tp) copy(cp)'
+    >>> str(from_types({}, 2, [("dp", "tp")]))
+    'd0/dp/tp d1'
+    """
+    kinds = {_axis_name(axis): _name(kind) for axis, kind in getattr(types, "local_type", types).items()}
+    spec = getattr(types, "partition_spec", partition_spec) or ()
+    if len(spec) > ndim:
+        raise PlanError(f"{spec!r} cuts {len(spec)} dims, the array has {ndim}")
+    cuts = [[_axis_name(axis) for axis in (e if isinstance(e, tuple) else (e,)) if axis] for e in spec]
+    cuts += [[] for _ in range(ndim - len(spec))]
+    cutting = {name for names in cuts for name in names}
+    for name, kind in kinds.items():
+        d = None if name in cutting else compat.spmd_cut(kind)
+        if d is None:
+            continue
+        if kind == "V" or not -ndim <= d < ndim:
+            raise PlanError(f"{kind} of axis '{name}' cuts no dim", hint="S(0), or a partition_spec")
+        if cuts[d]:
+            other = cuts[d][-1]
+            raise PlanError(
+                f"'{other}' and '{name}' cut dim {d} in an unknown order",
+                hint=f'a partition_spec has it, as in PartitionSpec(("{other}", "{name}"))',
+            )
+        cuts[d].append(name)
+    dims = tuple(Dim(f"d{d}", tuple(Cut((name,)) for name in names)) for d, names in enumerate(cuts))
+    tagged = {tag: tuple(name for name in kinds if kinds[name] == kind) for tag, kind in _TAGS.items()}
+    return Layout(dims, tuple((tag, names) for tag, names in tagged.items() if names))
+
+
+def _name(type_: Any) -> str:
+    return type_ if isinstance(type_, str) else repr(type_)
+
+
+def _group_named(axis: Any) -> dist.ProcessGroup:
+    from spmd_types._mesh import _pg_for_axis
+
+    return _pg_for_axis(axis)
+
+
+def _axis_name(axis: Any) -> str:
+    """The name of an axis of the current mesh of spmd_types."""
+    if isinstance(axis, str):
+        return axis
+    from spmd_types._state import current_mesh_all_names
+    from spmd_types.types import normalize_axis
+
+    axis, names = normalize_axis(axis), current_mesh_all_names() or {}
+    found = next((name for name, its in names.items() if its == axis), None)
+    if found is None:
+        raise PlanError(f"{axis!r} has no name", hint="use it inside set_current_mesh(mesh)")
+    return found

@@ -1,0 +1,6 @@
+"""`python -m xshard`: the command line, where its script is not on the path."""
+
+from xshard.cli.main import main
+
+if __name__ == "__main__":
+    main()
