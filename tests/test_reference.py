@@ -102,7 +102,7 @@ def test_means_keep_the_dtype(dtype):
         ),
         ("max", "int4", "dtype int4 cannot be reduced\n  it can only be moved: cast before the reduction"),
         ("sum", "str", "unknown dtype 'str'\n  as in float32, bfloat16, int64, bool, complex64"),
-        ("sum", "float33", "unknown dtype 'float33'\n  as in float32, bfloat16, int64, bool, complex64"),
+        ("sum", "banana", "unknown dtype 'banana'\n  as in float32, bfloat16, int64, bool, complex64"),
     ],
 )
 def test_dtypes_that_cannot_be_reduced(tag, dtype, message):

@@ -1,8 +1,9 @@
 """An expression and a block -> the plan, and the executable of this process.
 
-Decides what is checked about a block, and over which part of a mesh a plan is made. Sends nothing, though it
-makes groups. It checks first the values that all processes have in common (expression, mesh, dtype,
-`shape=`), so that all of them raise or none; then the local block, whose shape only its own process knows.
+Decides what is checked about a block, over which part of a mesh a plan is made, and what is asked for
+between two meshes. Sends nothing, though it makes groups. It checks first the values that all processes have
+in common (expression, mesh, dtype, `shape=`), so that all of them raise or none; then the local block, whose
+shape only its own process knows.
 """
 
 from __future__ import annotations

@@ -150,9 +150,9 @@ def test_malformed_profiles(tmp_path, text, message):
 
 def test_an_unknown_profile_names_those_that_are_shipped():
     with pytest.raises(xs.ProfileError) as caught:
-        xs.load_profile("h1000")
+        xs.load_profile("abacus")
     shipped = sorted(path.stem for path in (Path(xs.__file__).parent / "cost" / "profiles").glob("*.json"))
-    assert str(caught.value) == (f"no profile 'h1000'\n  shipped are: {', '.join(shipped)}; or give a file")
+    assert str(caught.value) == (f"no profile 'abacus'\n  shipped are: {', '.join(shipped)}; or give a file")
 
 
 def test_on_a_ring_messages_pass_devices_on_their_way():

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
-from torch_bridge import RankError
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import RULES, lower
 from torch_bridge.lower.subarray import MAX_SLICES, Subarray, subarray
@@ -172,13 +171,3 @@ def test_the_meter_counts_what_arrives() -> None:
     first, *others = on_ranks(3, _counted)
     assert first == [32, 12, 64]
     assert all(found == [32, 0, 64] for found in others)
-
-
-def _broadcast() -> None:
-    with Meter():
-        dist.broadcast(torch.ones(1), 0)
-
-
-def test_the_meter_counts_nothing_by_guessing() -> None:
-    with pytest.raises(RankError, match="KeyError: 'broadcast_'"):
-        on_ranks(2, _broadcast)

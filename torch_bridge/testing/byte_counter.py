@@ -90,20 +90,16 @@ def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__
     return output.nbytes * (rows - own) // rows if rows else 0
 
 
-def _all_to_all_lists(outputs: Sequence[Tensor], _: Any, group: Any, *__: Any) -> int:
-    return _nbytes(outputs) - outputs[_group(group).rank()].nbytes
-
-
 def _functional_all_to_all(block: Tensor, received: Sequence[int], _: Any, group: Any) -> int:
     return (sum(received) - received[_group(group).rank()]) * block[:1].nbytes
 
 
-def _at_root(tensors: Any, group: Any, root: int) -> int:
-    return _nbytes(tensors) if _group(group).rank() == root else 0
-
-
 def _but_root(tensors: Any, group: Any, root: int) -> int:
     return 0 if _group(group).rank() == root else _nbytes(tensors)
+
+
+def _functional_all_reduce(tensors: Any, _: str, group: Any) -> int:
+    return _all_reduce(tensors, group)
 
 
 def _functional_gather(blocks: Any, n: int, *_: Any, **__: Any) -> int:
@@ -118,61 +114,39 @@ def _received(tensors: Any, *_: Any) -> int:
     return _nbytes(tensors)
 
 
-_Count = Callable[..., int] | None
-
-
-def _also(counts: dict[str, _Count], *endings: str) -> dict[str, _Count]:
-    """The same operations with names that end in another way, too."""
-    return {name + ending: count for name, count in counts.items() for ending in ("", *endings)}
-
+_Counts = dict[str, Callable[..., int] | None]
 
 # By namespace and operation; None for operations that carry no data.
-_COUNTS: dict[str, dict[str, _Count]] = {
+_COUNTS: dict[str, _Counts] = {
     "c10d": {
-        "_allgather_base_": _larger,
-        "allgather_": _larger,
-        "allgather_coalesced_": _larger,
-        "allgather_into_tensor_coalesced_": _larger,
-        "_reduce_scatter_base_": _larger,
-        "reduce_scatter_": _larger,
-        "reduce_scatter_tensor_coalesced_": _larger,
-        "allreduce_": _all_reduce,
-        "allreduce_coalesced_": _all_reduce,
-        "alltoall_": _all_to_all_lists,
+        **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_coalesced_"), _larger),
+        **dict.fromkeys(("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"), _larger),
+        **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_"), _larger),
+        **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), _all_reduce),
+        "alltoall_": lambda outs, _, group, *__: _nbytes(outs) - outs[_group(group).rank()].nbytes,
         "alltoall_base_": _all_to_all,
         "broadcast_": lambda tensors, group, root, *_: _but_root(tensors, group, root),
         "scatter_": lambda outputs, _, group, root, *__: _but_root(outputs, group, root),
-        "gather_": lambda outputs, own, group, root, *_: _larger(outputs, own) * bool(outputs),
-        "reduce_": lambda tensors, group, _, root, *__: _at_root(tensors, group, root),
-        "recv_": _received,
-        "recv_any_source_": _received,
-        "send": None,
-        "barrier": None,
-        "monitored_barrier_": None,
-        "check_for_nan": None,
+        "gather_": lambda outputs, own, *_: _larger(outputs, own) if outputs else 0,
+        "reduce_": lambda tensors, group, _, root, *__: _nbytes(tensors) * (_group(group).rank() == root),
+        **dict.fromkeys(("recv_", "recv_any_source_"), _received),
+        **dict.fromkeys(("send", "barrier", "monitored_barrier_", "check_for_nan")),
     },
     # Called by DTensor and torch.distributed._functional_collectives.
     "_c10d_functional": {
-        **_also({"all_gather_into_tensor": _functional_gather}, "_coalesced", "_out"),
-        **_also({"reduce_scatter_tensor": _functional_scatter}, "_coalesced", "_out"),
-        **_also(
-            {"all_reduce": lambda tensors, _, group: _all_reduce(tensors, group)},
-            *("_", "_coalesced", "_coalesced_"),
-        ),
-        **_also({"broadcast": lambda tensor, root, group: _but_root(tensor, group, root)}, "_"),
+        **{f"all_gather_into_tensor{end}": _functional_gather for end in ("", "_coalesced", "_out")},
+        **{f"reduce_scatter_tensor{end}": _functional_scatter for end in ("", "_coalesced", "_out")},
+        **{f"all_reduce{end}": _functional_all_reduce for end in ("", "_", "_coalesced", "_coalesced_")},
+        **dict.fromkeys(("broadcast", "broadcast_"), lambda x, root, group: _but_root(x, group, root)),
         "all_to_all_single": _functional_all_to_all,
         "irecv": _received,
-        "isend": None,
         "batch_p2p_ops": lambda kinds, _, __, tensors, ___: sum(
-            t.nbytes for kind, t in zip(kinds, tensors, strict=True) if "recv" in kind
+            x.nbytes for kind, x in zip(kinds, tensors, strict=True) if "recv" in kind
         ),
-        "wait_tensor": None,
-        "_wrap_tensor_autograd": None,
+        **dict.fromkeys(("isend", "wait_tensor", "_wrap_tensor_autograd")),
     },
     "_dtensor": {
-        "shard_dim_alltoall": lambda block, _, __, group: _functional_scatter(
-            block, "", _group(group).size()
-        ),
+        "shard_dim_alltoall": lambda x, _, __, group: _functional_scatter(x, "", _group(group).size()),
         "mesh_get_process_group": None,
     },
     "symm_mem": {},  # between GPUs: what they receive is not known here
