@@ -167,7 +167,7 @@ LINE: list[tuple[Program, Ends]] = [
 ]
 # A few: on two axes torch enumerates its own strategies for long.
 GRID: list[tuple[Program, Ends]] = [
-    (matmul, [([S0, S1], [R, S0]), ([S1, S1], [S0, R])]),
+    (matmul, [([S0, S1], [R, S0])]),
     (pointwise, [([S0, S1], [S1, S0])]),
     (flattening, [([S1, S0], [R, R])]),
 ]
