@@ -169,8 +169,9 @@ def with_sums(layout: Layout) -> Layout:
 
 def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> dict[str, int]:
     """The axes that cut a dim, with their split factors. Raises PlanError for cuts that no DTensor has."""
-    dim = layout.dims[d]
-    normal = dim if shape is None else Sharding(layout, mesh, tuple(shape)).normal.dims[d]
+    dim = normal = layout.dims[d]
+    if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
+        normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
     found = factors_of(normal, mesh, None if shape is None else shape[d])
     if found is not None:
         return found

@@ -89,12 +89,14 @@ def redistribute_dtensor(
             f"{shown(dtensor)} is no DTensor", hint="redistribute(x, expression, mesh) moves tensors"
         )
     mesh = device_mesh or dtensor.device_mesh
-    kept = _kept(dtensor.placements, placements) if mesh == dtensor.device_mesh else frozenset()
-    reduced = tuple(
-        Replicate() if _has_no_tag(p) and at not in kept else p for at, p in enumerate(dtensor.placements)
-    )
-    if reduced != tuple(dtensor.placements):
-        dtensor = dtensor.redistribute(placements=reduced)
+    kept = frozenset[int]()
+    if any(map(_has_no_tag, dtensor.placements)):
+        kept = _kept(dtensor.placements, placements) if mesh == dtensor.device_mesh else kept
+        reduced = [
+            Replicate() if _has_no_tag(p) and at not in kept else p for at, p in enumerate(dtensor.placements)
+        ]
+        if reduced != list(dtensor.placements):
+            dtensor = dtensor.redistribute(placements=reduced)
 
     def prepared() -> DTensorMove:
         shape = tuple(dtensor.shape)
@@ -117,7 +119,7 @@ def redistribute_dtensor(
 
 
 def _has_no_tag(placement: Placement) -> bool:
-    return isinstance(placement, Partial) and tag_of(placement) is None
+    return placement.is_partial() and tag_of(placement) is None
 
 
 def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
@@ -152,8 +154,7 @@ def _end(
 
     kept: the axes whose blocks differ in a way that no layout has.
     """
-    axes, placements = dtensor_axes(mesh), tuple(_counted_from_0(p, len(shape)) for p in placements)
-    return End(mesh, placements, _blocks(axes, placements, shape, layout, kept))
+    return End(mesh, *_blocks(dtensor_axes(mesh), placements, shape, layout, kept))
 
 
 @lru_cache(maxsize=4096)
@@ -163,14 +164,15 @@ def _blocks(
     shape: tuple[int, ...],
     layout: Layout | str | None,
     kept: frozenset[int],
-) -> Layout:
-    """The layout of the blocks at one end. Raises as `_end` does."""
-    placements = tuple(Replicate() if at in kept else p for at, p in enumerate(placements))
-    inferred = layout_of(placements, axes, shape)
+) -> tuple[tuple[Placement, ...], Layout]:
+    """The placements at one end, with dims counted from 0, and the layout of the blocks. Raises as `_end`."""
+    placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
+    read = tuple(Replicate() if at in kept else p for at, p in enumerate(placements))
+    inferred = layout_of(read, axes, shape)
     if layout is None:
-        return inferred
+        return placements, inferred
     explicit = positional(Layout.parse(layout), len(shape))
-    for axis, placement in zip(axes.axes, placements, strict=True):
+    for axis, placement in zip(axes.axes, read, strict=True):
         cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
         tag = next((kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None)
         if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
@@ -178,7 +180,7 @@ def _blocks(
                 f"'{layout}' contradicts the placement {placement} of axis '{axis}'",
                 hint="a layout gives sizes and orders for the cuts that the placements name",
             )
-    return explicit
+    return placements, explicit
 
 
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:

@@ -47,7 +47,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
     """The cuts of a dim -> the split factors that make them, in any order; None where no DTensor has them.
 
-    dim: in its normal form where the length is known.
+    dim: in its normal form where the length is known and it has more than nested cuts.
     """
     plain = all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
     if dim.overlap is not None or (length is None and not plain):
