@@ -25,16 +25,18 @@ W = (X * 7) % 5 - 2
 
 @in_jax
 def test_every_case_of_one_axis() -> None:
-    """Values, and gradients inside, in both modes: as on devices without types."""
+    """Values, and gradients inside, as on devices without types; every third case in both modes."""
     assert len(ONE_AXIS) > 30
     for seed, case in enumerate(ONE_AXIS):
         plan = case.plan()
         task = make_task(plan, seed)
         expected = run_reference(task)
 
-        def local(x, g, plan=plan):
+        modes = ("linear",) if seed % 3 else ("linear", "custom_vjp")
+
+        def local(x, g, plan=plan, modes=modes):
             results = []
-            for ad in ("linear", "custom_vjp"):
+            for ad in modes:
                 y, pull = jax.vjp(lambda x, ad=ad: xj.redistribute(x, plan, ad=ad), x)
                 results.append((y, *pull(g)))
             return results
