@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks, still_connected
-from tests.torch_bridge.test_transforms import CHAINS, MESH, moves, shape_of
+from tests.torch_bridge.test_transforms import CHAINS, GRID, moves, shape_of
 
 
 def _alone() -> None:
@@ -22,12 +22,12 @@ def _alone() -> None:
             shape = shape_of(step)
             for text in moves(chain):
                 src, dst = (
-                    xs.Sharding(end, MESH, shape).local_shape(rank) for end in xs.parse_expression(text)
+                    xs.Sharding(end, GRID, shape).local_shape(rank) for end in xs.parse_expression(text)
                 )
                 x = torch.empty(src, device="meta", dtype=torch.bfloat16, requires_grad=True)
-                move = functools.partial(xt.redistribute, expression=text, mesh=MESH, shape=shape)
+                move = functools.partial(xt.redistribute, expression=text, mesh=GRID, shape=shape)
                 assert torch.func.vmap(move)(x.detach().expand(3, *src)).shape == (3, *dst)
-                many = xt.redistribute_many([x, x], text, MESH, shapes=[shape, shape])
+                many = xt.redistribute_many([x, x], text, GRID, shapes=[shape, shape])
                 for y in (move(x, async_op=True).wait(), move(x, check_replicated=True), *many):
                     assert y.is_meta and y.shape == dst and y.dtype == torch.bfloat16, text
                     (gradient,) = torch.autograd.grad(y.sum(), x)
@@ -41,13 +41,13 @@ def _alone() -> None:
     for text in ("n/a d -> n/a:halo(1,1,constant(2)) d", "n/a d -> n d/a", "n d | sum(a) -> n/a d"):
         with FakeTensorMode() as mode:
             x = torch.ones(4, 4, requires_grad=True)
-            fake = xt.redistribute(x, text, MESH)
+            fake = xt.redistribute(x, text, GRID)
             (gradient,) = torch.autograd.grad(fake.sum(), x)
         with mode:
             again = torch.ones(4, 4)
-        y = xt.redistribute(torch.ones(4, 4), text, MESH)  # nothing fake is left behind
+        y = xt.redistribute(torch.ones(4, 4), text, GRID)  # nothing fake is left behind
         assert type(y) is torch.Tensor and gradient.shape == (4, 4)
-        assert fake.shape == y.shape == xt.redistribute(again, text, MESH).shape, text
+        assert fake.shape == y.shape == xt.redistribute(again, text, GRID).shape, text
 
 
 def test_shapes_are_answered_without_communication() -> None:
