@@ -122,14 +122,10 @@ def outcomes():
     """The outcomes of every task, by mode; None where a mode does not run it."""
     found = {}
     plans = {i: task.plan for i, task in enumerate(TASKS)}
-    on_pmap = {i: plan for i, plan in plans.items() if MODES["pmap"].takes(plan.mesh)}
-    # Without types `pmap` and `shard_map` run the same rules: on one axis one case of each kind runs on both.
-    on_both = one_of_each(on_pmap)
+    # Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind.
+    kept = one_of_each(plans)
     for mode, runtime in MODES.items():
-        taken = [
-            runtime.takes(plan.mesh) and (mode != "novma" or i not in on_pmap or i in on_both)
-            for i, plan in plans.items()
-        ]
+        taken = [runtime.takes(plan.mesh) and (mode != "novma" or i in kept) for i, plan in plans.items()]
         answers = iter(
             runtime.run([task for task, is_taken in zip(TASKS, taken, strict=True) if is_taken], 300)
         )
