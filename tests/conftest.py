@@ -22,4 +22,4 @@ settings.load_profile("xshard")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--pairs", default="8", help="pairs of layouts per mesh of three axes, or: all")
+    parser.addoption("--pairs", default="5", help="pairs of layouts per mesh of three axes, or: all")
