@@ -25,8 +25,8 @@ RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
 def names_for(runtime):
     """The cases that a runtime runs.
 
-    Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind, and
-    half of the others on `pmap`.
+    Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind;
+    on `pmap` half of the others, too.
     """
     names = [case.name for case in CASES if runtime.takes(case.mesh)]
     if runtime.name not in ("jax-novma", "jax-pmap"):
