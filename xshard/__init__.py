@@ -1,6 +1,7 @@
 """xshard: write a sharding down, plan the cheapest way to another, derive the gradient."""
 
 from xshard import reference
+from xshard.contractions import einsum_type
 from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
@@ -42,6 +43,7 @@ __all__ = [
     "Transfer",
     "TransferPlan",
     "XshardError",
+    "einsum_type",
     "load_profile",
     "output_dim",
     "parse_expression",

@@ -68,9 +68,10 @@ Parsed = tuple[tuple[Dim, ...], Tags]
 class TextSpans:
     """Positions in a text, in reading order: of dim names, of axis names, and of full dims.
 
-    A full dim is its name with its cuts and its overlap.
+    A full dim is its name with its cuts and its overlap. layouts: of every layout, operands first.
     """
 
+    layouts: tuple[Span, ...]
     dims: tuple[tuple[str, Span], ...]
     axes: tuple[tuple[str, Span], ...]
     full_dims: tuple[tuple[Dim, Span], ...]
@@ -100,14 +101,27 @@ def parse_sides(text: str) -> tuple[Parsed, Parsed]:
     return src, dst
 
 
-def text_spans(text: str) -> TextSpans:
-    """Where dims and axes stand in a text that parses, so that later errors can mark them."""
+def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
+    """Text of `layout, layout -> layout` -> the operands and the result; nothing on the right is `()`.
+
+    Raises NotationError.
+    """
     parser = _Parser(text)
-    parser.layout()
-    if parser.kind == ARROW:
-        parser.expect(ARROW)
+    operands = parser.operands()
+    parser.expect(ARROW, hint="a contraction reads: layout, layout -> layout")
+    result: Parsed = ((), ()) if parser.kind == "end" else parser.layout()
+    parser.expect("end")
+    return operands, result
+
+
+def text_spans(text: str) -> TextSpans:
+    """Where layouts, dims and axes stand in a text that parses, so that later errors can mark them."""
+    parser = _Parser(text)
+    parser.operands()
+    if parser.take(ARROW) and parser.kind != "end":
         parser.layout()
-    return TextSpans(tuple(parser.dim_spans), tuple(parser.axis_spans), tuple(parser.whole_spans))
+    layouts, dims, axes = parser.layout_spans, parser.dim_spans, parser.axis_spans
+    return TextSpans(tuple(layouts), tuple(dims), tuple(axes), tuple(parser.whole_spans))
 
 
 @contextmanager
@@ -158,12 +172,21 @@ class _Parser(Scanner):
     """Recursive descent over the grammar; remembers where names stand in the text."""
 
     def __init__(self, text: str) -> None:
+        self.start = 0  # of the layout that is read
+        self.layout_spans: list[Span] = []
         self.dim_spans: list[tuple[str, Span]] = []
         self.axis_spans: list[tuple[str, Span]] = []
         self.whole_spans: list[tuple[Dim, Span]] = []
         super().__init__(text)
 
+    def operands(self) -> tuple[Parsed, ...]:
+        found = [self.layout()]
+        while self.take(","):
+            found.append(self.layout())
+        return tuple(found)
+
     def layout(self) -> Parsed:
+        self.start = self.span[0]
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS):
             dims.append(self.dim())
@@ -175,15 +198,18 @@ class _Parser(Scanner):
             while self.kind == "name":
                 tags.append(self.tag())
         elif (
-            not dims and self.kind in ("end", ARROW) and not self.text[: self.span[0]].rstrip().endswith(")")
+            not dims
+            and self.kind in ("end", ARROW, ",")
+            and not self.text[: self.span[0]].rstrip().endswith(")")
         ):
             raise self.error("an empty layout", hint="a scalar is written ()")
+        self.layout_spans.append((self.start, self.end))
         return tuple(dims), tuple(tags)
 
     def dim(self) -> Dim:
         name, span = self.value, self.span
         self.advance()
-        if any(name == known for known, _ in self._dims_of_this_layout()):
+        if any(known == name and at[0] >= self.start for known, at in self.dim_spans):
             raise self.error(f"dim {name!r} is named twice", span)
         self.dim_spans.append((name, span))
         shards: list[Shard] = []
@@ -205,11 +231,6 @@ class _Parser(Scanner):
         dim = Dim(name, tuple(shards), overlaps)
         self.whole_spans.append((dim, (span[0], self.end)))
         return dim
-
-    def _dims_of_this_layout(self) -> list[tuple[str, Span]]:
-        arrow = self.text.find(ARROW)
-        here = self.span[0]
-        return [d for d in self.dim_spans if (d[1][0] > arrow) == (here > arrow) or arrow < 0]
 
     def shard(self) -> Shard:
         if self.kind == "(":

@@ -1,0 +1,221 @@
+"""What devices get that each contract their own blocks, and that gradients are such contractions again."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from tests import oracle
+from xshard.contractions.types import local_type
+from xshard.notation.parser import Dim, Shard
+
+MESHES = (xs.Mesh(a=2), xs.Mesh(a=3, b=2), xs.Mesh(a=2, b=2, c=2))
+LENGTHS = {"i": 4, "j": 5, "k": 6, "l": 1, "m": 3}
+ORDERS = ("block", "block", "balanced", "zigzag", "cyclic")
+
+
+def einsum(operands: list[tuple[tuple[str, ...], np.ndarray]], names: tuple[str, ...]) -> np.ndarray:
+    """numpy's own, over the names of dims."""
+    numbers = {name: n for n, name in enumerate(LENGTHS)}
+    given = [part for dims, x in operands for part in (x, [numbers[name] for name in dims])]
+    return np.einsum(*given, [numbers[name] for name in names])
+
+
+def locally(operands, names, n_devices):
+    """Blocks of every operand -> the block that every device gets."""
+    return [
+        einsum([(layout.names, blocks[device]) for layout, blocks in operands], names)
+        for device in range(n_devices)
+    ]
+
+
+def drawn(rng: random.Random) -> tuple[xs.Mesh, list[xs.Layout], tuple[str, ...]]:
+    """A contraction in which each axis plays one part of the table."""
+    mesh = rng.choice(MESHES)
+    names = rng.sample(list(LENGTHS), rng.randint(1, len(LENGTHS)))
+    dims = [rng.sample(names, rng.randint(0, min(3, len(names)))) for _ in range(rng.randint(1, 3))]
+    used = sorted({name for some in dims for name in some})
+    result = tuple(rng.sample(used, rng.randint(0, len(used))))
+    cuts: dict[str, tuple[Shard, ...]] = dict.fromkeys(used, ())
+    tags: list[dict[str, tuple[str, ...]]] = [{} for _ in dims]
+
+    def tag(i: int, kind: str, axis: str) -> None:
+        tags[i][kind] = (*tags[i].get(kind, ()), axis)
+
+    for axis in rng.sample(mesh.axes, len(mesh.axes)):
+        part = rng.choice(["cut", "cut", "cut", "sum", "copy", "none"] if used else ["sum", "copy", "none"])
+        owner = rng.randrange(len(dims))
+        if part == "cut":
+            name = rng.choice(used)
+            cuts[name] += (Shard((axis,), rng.choice(ORDERS)),)
+        for i, some in enumerate(dims):
+            if part == "cut" and name not in some:
+                tag(i, "copy", axis)
+            elif part == "sum":
+                tag(i, "sum" if i == owner else "copy", axis)
+            elif part == "copy":
+                tag(i, "copy", axis)
+    layouts = [
+        xs.Layout(tuple(Dim(name, cuts[name]) for name in some), tuple(t.items()))
+        for some, t in zip(dims, tags, strict=True)
+    ]
+    return mesh, layouts, result
+
+
+def shape_of(layout: xs.Layout) -> tuple[int, ...]:
+    return tuple(LENGTHS[name] for name in layout.names)
+
+
+def check(mesh: xs.Mesh, layouts: list[xs.Layout], names: tuple[str, ...], seed: int) -> None:
+    """Values, types and dot products of a contraction, in whole numbers."""
+    rng = np.random.default_rng(seed)
+    found = local_type(layouts, names, "")
+    blocks = [oracle.random_blocks(layout, mesh, shape_of(layout), rng) for layout in layouts]
+    wholes = [
+        (layout.names, oracle.gather(x, layout, mesh, shape_of(layout)))
+        for layout, x in zip(layouts, blocks, strict=True)
+    ]
+    operands = list(zip(layouts, blocks, strict=True))
+    result = locally(operands, names, mesh.n_devices)
+    assert np.array_equal(oracle.gather(result, found, mesh, shape_of(found)), einsum(wholes, names))
+    cotangent = oracle.random_blocks(found.dual, mesh, shape_of(found), rng)
+    paired = oracle.paired(result, cotangent, found, mesh)
+    for i, layout in enumerate(layouts):
+        others = [(found.dual, cotangent), *(each for j, each in enumerate(operands) if j != i)]
+        known = {name for other, _ in others for name in other.names}
+        for dim in layout.dims:  # a dim of its own: the gradient is repeated along it, as beside ones
+            if dim.name not in known:
+                rest = tuple(axis for axis in found.dual.axes if axis not in dim.axes)
+                alone = xs.Layout((dim,), (("copy", rest),))
+                ones = xs.reference.scatter(np.ones(LENGTHS[dim.name]), alone, mesh)
+                others.append((alone, ones))
+        assert local_type([other for other, _ in others], layout.names, "") == layout.dual
+        gradient = locally(others, layout.names, mesh.n_devices)
+        assert oracle.paired(blocks[i], gradient, layout, mesh) == paired
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_type_is_that_of_the_values_and_closed_under_differentiation(part):
+    rng = random.Random(part)
+    for seed in range(250):
+        check(*drawn(rng), seed)
+
+
+def test_replicas_in_place_of_copies_would_have_wrong_gradients():
+    """The second column of the table, broken: a dot product counts one device of all that use an operand."""
+    mesh, names = xs.Mesh(a=2), ("i", "j")
+    x, w = xs.Layout.parse("i k | copy(a)"), xs.Layout.parse("k j/a")
+    check(mesh, [x, w], names, 0)
+    with pytest.raises(xs.PlanError, match="cuts 'j', which this operand lacks"):
+        local_type([xs.Layout.parse("i k"), w], names, "i k, k j/a -> i j")
+    rng = np.random.default_rng(0)
+    blocks = [oracle.random_blocks(layout, mesh, shape_of(layout), rng) for layout in (x, w)]
+    found = local_type([x, w], names, "")
+    cotangent = oracle.random_blocks(found.dual, mesh, shape_of(found), rng)
+    gradient = locally([(found.dual, cotangent), (w, blocks[1])], x.names, 2)
+    result = locally([(x, blocks[0]), (w, blocks[1])], names, 2)
+    wrong = oracle.paired(blocks[0], gradient, xs.Layout.parse("i k"), mesh)
+    assert wrong != oracle.paired(result, cotangent, found, mesh)
+
+
+FAMOUS = {
+    "b s d | copy(tp), d f/tp -> b s f": "b s f/tp",  # Megatron's first layer
+    "b s f/tp, f/tp d -> b s d": "b s d | sum(tp)",  # its second
+    "b/dp s d, d f | copy(dp) -> b s f": "b/dp s f",
+    "b s/dp d, d f/tp | copy(dp) -> b s f": None,  # every device of tp uses the same rows of x
+    "e/tp c d, e/tp d f -> e c f": "e/tp c f",  # experts
+    "b/dp s/tp d, b/dp s/tp d -> ": "() | sum(dp,tp)",
+    "b/dp s/tp d, b/dp s/tp d -> ()": "() | sum(dp,tp)",
+    "n | mean(dp), n | copy(dp) -> n": "n | mean(dp)",
+    "s h/tp k -> h k s": "h/tp k s",
+    "n/zigzag(dp) d, n/zigzag(dp) e -> d e | sum(dp)": "d e | sum(dp)",
+}
+
+
+@pytest.mark.parametrize("expression", FAMOUS)
+def test_schemes(expression):
+    mesh = xs.Mesh(dp=2, tp=4)
+    if FAMOUS[expression] is None:
+        with pytest.raises(xs.PlanError):
+            xs.einsum_type(expression, mesh)
+    else:
+        assert str(xs.einsum_type(expression, mesh)) == FAMOUS[expression]
+
+
+REFUSED = """
+NotationError: dim 'q' of the result is in no operand in
+    'b d, d f -> b q'
+                   ^
+  the operands have: b, d, f
+---
+NotationError: an overlap in a contraction in
+    'h/tp:halo(1,1) d, d f -> h f'
+     ^^^^^^^^^^^^^^
+  name every dim, and trim halos first
+---
+NotationError: 'b | max(tp)' in a contraction in
+    'b | max(tp), b -> b'
+     ^^^^^^^^^^^
+  max and min are not linear in each operand: reduce them first
+---
+NotationError: mesh axis 'tp' is used twice in
+    'b d, d/tp f/tp -> b f'
+                 ^^
+  an axis cuts one dim or carries one tag
+---
+NotationError: an empty layout in
+    'b d, , d f -> b f'
+          ^
+  a scalar is written ()
+---
+NotationError: expected '->', found the end in
+    'b d, d f'
+             ^
+  a contraction reads: layout, layout -> layout
+---
+NotationError: unknown mesh axis 'xp' in
+    'b d, d f/xp -> b f'
+              ^^
+  the mesh has: dp=2, tp=4
+---
+PlanError: mesh axis 'tp' cuts 'f', which this operand lacks in
+    'b s d, d f/tp -> b s f'
+     ^^^^^
+  move it first: b s d -> b s d | copy(tp)
+---
+PlanError: 'd' in one operand is 'd/tp' in another in
+    'b d, d/tp f -> b f'
+          ^^^^^^
+  move it first: d/tp f -> d f
+---
+PlanError: mesh axis 'tp' holds addends of another operand in
+    'b d | sum(tp), d f | sum(tp) -> b f'
+                    ^^^^^^^^^^^^^
+  move it first: d f | sum(tp) -> d f | copy(tp)
+---
+PlanError: mesh axis 'tp' holds copies of another operand, of this one replicas in
+    'b d | copy(tp), d f -> b f'
+                     ^^^
+  move it first: d f -> d f | copy(tp)
+---
+PlanError: mesh axis 'tp' cuts 'b' and 'f' in
+    'b/tp d, d f/tp -> b f'
+             ^^^^^^
+  move it first: d f/tp -> d f | copy(tp)
+---
+PlanError: the local contraction gives 'b f | sum(tp)' in
+    'b d/tp, d/tp f -> b f/tp'
+                       ^^^^^^
+  write that, or move it afterwards: b f | sum(tp) -> b f/tp
+"""
+
+
+@pytest.mark.parametrize("expected", REFUSED.strip("\n").split("\n---\n"))
+def test_errors_say_which_move_makes_it_one(expected):
+    text = expected.splitlines()[1].strip()[1:-1]
+    with pytest.raises(xs.XshardError) as caught:
+        xs.einsum_type(text, xs.Mesh(dp=2, tp=4))
+    assert f"{type(caught.value).__name__}: {caught.value}" == expected
