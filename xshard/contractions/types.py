@@ -9,9 +9,9 @@ Decides by one table. Every mesh axis plays one part, and the parts do not meet:
     copies                  copy                          copy              copy
     replicas                unnamed                       unnamed           unnamed
 
-An operand that lacks the dim is used apart by every device, so it is a copy: a replica would get the gradient of
-one device. The table is closed under differentiation: a cotangent under the dual of the result, contracted
-with the other operands, is under the dual of the operand that is left out. Knows no shape and no cost.
+An operand that lacks the dim is used apart by every device, so it is a copy: a replica would get the gradient
+of one. The table is closed under differentiation: a cotangent under the dual of the result, contracted with
+the other operands, is under the dual of the operand that is left out. Knows no shape and no cost.
 """
 
 from __future__ import annotations
