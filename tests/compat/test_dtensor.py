@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import torch_bridge as xt
@@ -478,6 +479,8 @@ def _refused() -> list[tuple[str, str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = dtensor(whole_array(8, 4), mesh, [S0, R])
     product = DTensor.from_local(whole_array(8, 4), mesh, [Partial("product"), R])
+    turned = dtensor(whole_array(8, 4), mesh, [S0, S0])
+    turned._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     wrong: list[Callable[[], Any]] = [
         lambda: xt.redistribute_dtensor(x, [Partial("product"), R]),
         lambda: xt.redistribute_dtensor(x, [R]),
@@ -487,6 +490,7 @@ def _refused() -> list[tuple[str, str]]:
         lambda: xt.redistribute_dtensor(product, [Partial("product"), P]),
         lambda: xt.redistribute_dtensor(x, [S0, R], dst_layout="n/b d"),
         lambda: xt.redistribute_dtensor(x, [S0, R], dst_layout="n/sizes(a,2,3) d"),
+        lambda: xt.redistribute_dtensor(turned, [R, R]),
     ]
     found = [error_of(function) for function in wrong]
     odd = dist.get_rank() == 3
@@ -512,6 +516,7 @@ def test_what_is_refused() -> None:
         ("PlanError", "keeps one reduction and has another"),
         ("PlanError", "'n/b d' contradicts the placement S(0) of axis 'a'"),
         ("ShapeError", "5"),
+        ("PlanError", "mesh dims (1, 0) cut dim 0 in that order"),
         ("DesyncError", "disagree about a redistribution: placements"),
         ("DesyncError", "no dim 5"),
         ("MeshError", "LocalTensorMode runs the program of rank 0"),

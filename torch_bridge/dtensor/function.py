@@ -34,7 +34,7 @@ from torch_bridge.mesh.process_mesh import (
     takes_part,
 )
 from torch_bridge.planning import executable_of, plan_between
-from xshard import Layout, Mesh, MeshError, Profile, ShapeError, Sharding, dtypes
+from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags
 
@@ -110,8 +110,17 @@ def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **opt
 
 
 def local_block(x: DTensor) -> Tensor:
-    """This process's block, without its history; waits until it has arrived."""
+    """This process's block, without its history; waits until it has arrived.
+
+    Raises PlanError if torch has cut the array in an order that placements do not say.
+    """
     check_world()
+    for entry in getattr(x._spec, "shard_order", None) or ():
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            raise PlanError(
+                f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, and placements say another",
+                hint="DTensor.redistribute(placements=...) brings it to the order of the mesh",
+            )
     with torch.no_grad():
         block = x.to_local()
     return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
