@@ -118,7 +118,7 @@ def local_block(x: DTensor) -> Tensor:
     for entry in getattr(x._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             raise PlanError(
-                f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, unlike the placements",
+                f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, unlike placements",
                 hint="DTensor.redistribute(placements=...) brings it to the order of the mesh",
             )
     with torch.no_grad():
