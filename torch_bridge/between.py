@@ -23,9 +23,11 @@ from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, mesh_of
 from torch_bridge.planning import plan_between, ranks_of
+from torch_bridge.replicas import Expect, comparisons_between
 from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes
 from xshard.arguments import lengths_of
 from xshard.plans.expression import Expression, sides
+from xshard.replicas import are_checked
 
 
 def redistribute_between(
@@ -41,6 +43,7 @@ def redistribute_between(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     debug: bool = False,
+    check_replicated: bool | None = None,
 ) -> Tensor | None:
     """This process's block on one mesh -> its block on another, differentiable.
 
@@ -58,11 +61,12 @@ def redistribute_between(
     device: where a process that has no block wants the result.
     requires_grad: whether the blocks get a gradient. Then processes outside the destination get an
     empty tensor instead of None, and all of them call `backward`: `y.sum().backward()` will do there.
-    relabel, profile: as in `xshard.plan`. debug: as in `redistribute`.
+    relabel, profile: as in `xshard.plan`. debug, check_replicated: as in `redistribute`, on all processes.
 
     Raises, before anything is sent, MeshError, NotationError, ShapeError, DtypeError, PlanError,
-    LinearityError (a gradient that is not defined), on all processes; ShapeError for a block that does not
-    fit or is missing, on its own process: the others then wait for the group's timeout, unless `debug`.
+    LinearityError (a gradient that is not defined), ReplicaError, on all processes; ShapeError for a block
+    that does not fit or is missing, on its own process: the others then wait for the group's timeout, unless
+    `debug`.
 
     >>> from xshard import Mesh
     >>> redistribute_between(torch.ones(4), "n/a -> n/b", Mesh(a=1), Mesh(b=1), shape=(4,))
@@ -99,7 +103,12 @@ def redistribute_between(
     # Every process has a node in the graph, or none has: what one sends back another waits for.
     if not requires_grad or not block.requires_grad:
         block = block.detach().requires_grad_(requires_grad)
-    y = Redistribute.apply(crossing, block)
+    entering = returning = None
+    if are_checked(check_replicated) and where.type != "meta":
+        text = f"{made.src} -> {made.dst}" if isinstance(expression, Plan) else sides(expression).text
+        entering, returning = comparisons_between(made, text)
+    y = Redistribute.apply(crossing, Expect.apply(block, entering, None) if entering else block)
+    y = Expect.apply(y, None, returning) if returning and requires_grad else y
     return y if requires_grad or dist.get_rank() in made.dst_devices else None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +20,8 @@ from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, takes_part
-from xshard import Sharding, dtypes
+from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, mesh_of_ranks, takes_part
+from xshard import Mesh, Plan, Sharding, dtypes
 from xshard.replicas import ReplicaCheck
 
 
@@ -52,6 +53,25 @@ def checked_dtensor(x: DTensor, run: Callable[[], DTensor], text: str, name: str
     return y
 
 
+def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
+    """What compares blocks before a plan between two meshes, and cotangents after it.
+
+    All processes of the world call both.
+    """
+    world = mesh_of_ranks(Mesh(world=dist.get_world_size()), range(dist.get_world_size()))
+
+    def comparison(sharding: Sharding, ranks: tuple[int, ...], cotangents: bool) -> Comparison | None:
+        check = ReplicaCheck(sharding, sharding.mesh, made.dtype, text, cotangents)
+        own = mesh_of_ranks(sharding.mesh, ranks) if dist.get_rank() in ranks else None
+        return Comparison(check, ranks, own, world) if check.axes else None
+
+    entering = comparison(made.source, made.src_devices, False)
+    if not made.dst.is_linear:
+        return entering, None
+    dual = made.target.with_layout(made.target.layout.dual)
+    return entering, comparison(dual, tuple(made.dst_devices), True)
+
+
 def _check_dtensor(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
     if not takes_part(x.device_mesh):
         return
@@ -66,45 +86,58 @@ def _check_dtensor(x: DTensor, text: str, name: str, *, cotangents: bool) -> Non
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Call it on a block: raises ReplicaError on all processes if replicas of the block differ."""
+    """Call it on a block: raises ReplicaError on all processes if replicas of the block differ.
+
+    ranks: of the devices that have blocks. processes: the same as a mesh; None on a process without a block,
+    whose tensor is not read. callers: all processes that call it.
+    """
 
     check: ReplicaCheck
-    processes: ProcessMesh
+    ranks: tuple[int, ...]
+    processes: ProcessMesh | None
+    callers: ProcessMesh
 
     def __post_init__(self) -> None:
-        for axes in (*((axis,) for axis in self.check.axes), self.processes.mesh.axes):
-            self.processes.group(axes)  # made now, while all processes are here
+        self.callers.group(self.callers.mesh.axes)  # made now, while all processes are here
+        if self.processes is not None:
+            for axis in self.check.axes:
+                self.processes.group((axis,))
 
     def __call__(self, block: Tensor) -> None:
+        shape = len(self.ranks), len(self.check.axes), 2
+        found = torch.zeros(shape, dtype=torch.float64, device=block.device)
+        if self.processes is not None:
+            found[self.processes.device] = self._own(block, self.processes)
+        everywhere = _largest(found, self.callers, self.callers.mesh.axes)
+        fault = self.check.fault(everywhere.cpu().numpy(), self.ranks)
+        if fault is not None:
+            raise fault
+
+    def _own(self, block: Tensor, processes: ProcessMesh) -> Tensor:
+        """`[axes, 2]`: by how much this process's block differs from others', and how large it is."""
         values = _comparable(block.detach())
         flipped = values.neg() if values.is_floating_point() else values.bitwise_not()
-        found = values.new_zeros(
-            (self.processes.mesh.n_devices, len(self.check.axes), 2), dtype=torch.float64
-        )
+        found = values.new_zeros((len(self.check.axes), 2), dtype=torch.float64)
         for i, axis in enumerate(self.check.axes):
-            both = self._largest(torch.stack([values, flipped]), (axis,))
+            both = _largest(torch.stack([values, flipped]), processes, (axis,))
             most, least = both[0], both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
             # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
             apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
             size = torch.maximum(most.double().abs(), least.double().abs())
             size = torch.where(size.isfinite(), size, torch.zeros_like(size))
             if values.numel():
-                found[self.processes.device, i] = torch.stack([apart.max(), size.max()])
-        everywhere = self._largest(found, self.processes.mesh.axes)
-        fault = self.check.fault(everywhere.cpu().numpy(), self.processes.ranks)
-        if fault is not None:
-            raise fault
+                found[i] = torch.stack([apart.max(), size.max()])
+        return found
 
-    def _largest(self, values: Tensor, axes: Sequence[str]) -> Tensor:
-        """The maximum along some axes, element by element."""
-        n = (values.numel(),)
-        return Collective("all_reduce", self.processes.group(axes), n, n, "max").run(
-            values.reshape(-1), values.shape
-        )
+
+def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:
+    """The maximum along some axes, element by element."""
+    n = (values.numel(),)
+    return Collective("all_reduce", processes.group(axes), n, n, "max").run(values.reshape(-1), values.shape)
 
 
 def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Comparison | None:
-    return Comparison(check, processes) if check.axes else None
+    return Comparison(check, processes.ranks, processes, processes) if check.axes else None
 
 
 def _comparable(block: Tensor) -> Tensor:

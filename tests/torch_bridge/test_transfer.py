@@ -182,6 +182,15 @@ def through_device_meshes():
     ):
         kind, told = error_of(wrong)
         assert kind == error and ("the DTensor" in told or "not a tensor" in told), told
+    # Replicas are compared, those of the gradient too; all ranks hear of it.
+    ends = {"src_mesh": src_mesh, "dst_mesh": dst_mesh, "shape": shape, "check_replicated": True}
+    rows = whole[2 * (rank // 2) :][:2].clone().requires_grad_()
+    y = redistribute_between(rows, "n/dp d -> n d", **ends, requires_grad=True)
+    assert rank in (0, 2) or torch.equal(y, whole)
+    kind, told = error_of(lambda: (y * (rank + 1)).sum().backward())
+    assert kind == "ReplicaError" and "cotangents differ along 'ep'" in told and "ranks 3, 1" in told, told
+    kind, told = error_of(lambda: redistribute_between(rows.detach() + rank, "n/dp d -> n d", **ends))
+    assert kind == "ReplicaError" and "blocks differ along 'tp'" in told and "ranks 0, 1" in told, told
     return still_connected()
 
 
