@@ -163,11 +163,12 @@ class Rows(nn.Module):
         self.apart, self.groups = nn.InstanceNorm2d(4, affine=True), nn.Unflatten(1, (2, 2))
         self.mix, self.shift = nn.Parameter(torch.rand(4, 3)), nn.Parameter(torch.rand(3))
         self.gates, self.scale = nn.GLU(1), nn.Parameter(torch.rand(4))
+        self.channels = nn.Sequential(nn.LocalResponseNorm(3), nn.ChannelShuffle(2))
 
     def forward(self, x: Tensor) -> Tensor:
         b, _, h, w = x.shape  # the block's
         x = x[:, 0:] + x[..., -99:, :][:, :, None, 0:99].squeeze(2)
-        x = self.gates(torch.cat([self.apart(x), x], 1))
+        x = self.gates(torch.cat([self.apart(x), self.channels(x)], 1))
         x = self.groups(x).flatten(1, 2).movedim(1, -1).reshape(b, h, w * 4).view(b, h, w, 4)
         x = self.norm(x) + self.tokens((x[..., 0] * 2).abs().clamp(max=4).long())
         x = F.rms_norm(F.layer_norm(x, [4], self.scale), [4], self.scale) @ self.mix + F.linear(x, self.mix.T)

@@ -35,7 +35,7 @@ LAYERS: dict[type[nn.Module], Any] = {
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
     nn.Flatten, nn.Unflatten, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
-    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.ELU, nn.Hardshrink,
+    nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
     nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
     nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
     nn.Tanh, nn.Tanhshrink, nn.Threshold, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,

@@ -32,8 +32,9 @@ _POINTWISE = frozenset((
 ))  # fmt: skip
 _RANDOM = ("dropout", "alpha_dropout")
 
-# Functions along dims -> the position of the dims among the arguments, and the dim if none is given; None:
-# all dims.
+# Functions along dims -> the position of the dims among the arguments (_NOWHERE: no argument has them), and the
+# dim if none is given; None: all dims.
+_NOWHERE = 9
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys((
         "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "flip",
@@ -41,6 +42,7 @@ _ALONG: dict[str, tuple[int, int | None]] = {
         "softmin", "std", "sum", "var",
     ), (1, None)),
     **dict.fromkeys(("argsort", "glu", "sort"), (1, -1)),
+    **dict.fromkeys(("channel_shuffle", "local_response_norm"), (_NOWHERE, 1)),
     "normalize": (2, 1), "roll": (2, None), "topk": (2, -1),
 }  # fmt: skip
 _DIMS = ("dim", "dims", "axis")
