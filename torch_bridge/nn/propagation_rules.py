@@ -32,8 +32,8 @@ _POINTWISE = frozenset((
 ))  # fmt: skip
 _RANDOM = ("dropout", "alpha_dropout")
 
-# Functions along dims -> the position of the dims among the arguments (_NOWHERE: no argument has them), and the
-# dim if none is given; None: all dims.
+# Functions along dims -> the position of the dims among the arguments (_NOWHERE: no argument has them), and
+# the dim if none is given; None: all dims.
 _NOWHERE = 9
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys((
