@@ -21,7 +21,7 @@ from torch_bridge.dtensor.placements import local_of
 from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, callers, mesh_of
+from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of
 from torch_bridge.planning import plan_between, ranks_of
 from torch_bridge.replicas import Expect, comparisons_between
 from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes
@@ -72,11 +72,7 @@ def redistribute_between(
     >>> redistribute_between(torch.ones(4), "n/a -> n/b", Mesh(a=1), Mesh(b=1), shape=(4,))
     tensor([1., 1., 1., 1.])
     """
-    if not dist.is_initialized():
-        raise MeshError(
-            "no process group is initialised",
-            hint="call torch.distributed.init_process_group() in every process, started by torchrun",
-        )
+    check_world()
     check_not_swapped()
 
     def prepared() -> tuple[Tensor | None, Plan]:

@@ -20,7 +20,7 @@ from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, mesh_of_ranks, takes_part
+from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, mesh_of_ranks, process_mesh, takes_part
 from xshard import Mesh, Plan, Sharding, dtypes
 from xshard.replicas import ReplicaCheck
 
@@ -58,7 +58,7 @@ def comparisons_between(made: Plan, text: str) -> tuple[Comparison | None, Compa
 
     All processes of the world call both.
     """
-    world = mesh_of_ranks(Mesh(world=dist.get_world_size()), range(dist.get_world_size()))
+    world = process_mesh(Mesh(world=dist.get_world_size()))
 
     def comparison(sharding: Sharding, ranks: tuple[int, ...], cotangents: bool) -> Comparison | None:
         check = ReplicaCheck(sharding, sharding.mesh, made.dtype, text, cotangents)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from xshard.cli.console import console
+from xshard.cli.console import console, headed_table
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
@@ -68,9 +67,7 @@ def _measured(backend: Backend, plans: list[Plan], rounds: int) -> dict[Plan, fl
 
 def _table(ways: tuple[Alternative, ...], seconds: dict[str, dict[Plan, float]]) -> Table:
     """A row per way."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for head in ("", "predicted", *seconds, "received", "steps"):
-        table.add_column(head, justify="left" if head in ("", "steps") else "right", overflow="fold")
+    table = headed_table("", "predicted", *seconds, "received", "steps", left=("", "steps"))
     for way in ways:
         if way.plan is None:
             table.add_row(way.name, *["-"] * (len(seconds) + 2), Text(way.why_not))

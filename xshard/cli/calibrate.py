@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from xshard.arguments import parse_bytes
-from xshard.cli.console import console
+from xshard.cli.console import console, headed_table
 from xshard.cli.options import MeshText
 from xshard.cost.model import Profile
 from xshard.errors import XshardError
@@ -25,6 +24,7 @@ from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.calibration_plans import SIZES
 from xshard.runtimes.fit import Sample, median_error
 
+_TEXTS = ("steps", "expression")
 _LEAST = 3  # sizes: a launch, a speed, and something to check them by
 
 
@@ -90,7 +90,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
     """A row for all plans with the same kinds of steps."""
-    table = _headed("steps", "plans", "median error", "lowest", "highest")
+    table = headed_table("steps", "plans", "median error", "lowest", "highest", left=_TEXTS)
     kinds: dict[str, list[Sample]] = {}
     for sample in samples:
         kinds.setdefault(_steps(sample), []).append(sample)
@@ -103,7 +103,7 @@ def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
 
 def _table(samples: Sequence[Sample], profile: Profile) -> Table:
     """A row per plan."""
-    table = _headed("steps", "expression", "local shape", "predicted", "measured", "error")
+    table = headed_table(*_TEXTS, "local shape", "predicted", "measured", "error", left=_TEXTS)
     for sample in samples:
         plan = sample.plan
         table.add_row(
@@ -114,14 +114,6 @@ def _table(samples: Sequence[Sample], profile: Profile) -> Table:
             format_seconds(sample.seconds),
             f"{sample.error(profile):+.0%}",
         )
-    return table
-
-
-def _headed(*heads: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for head in heads:
-        left = head in ("steps", "expression")
-        table.add_column(head, justify="left" if left else "right", overflow="fold")
     return table
 
 

@@ -6,8 +6,11 @@ Decides how text reaches a terminal or a pipe. Knows no command.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from xshard.errors import XshardError
@@ -22,6 +25,14 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = PIPE_WIDTH
     return made
+
+
+def headed_table(*heads: str, left: Sequence[str]) -> Table:
+    """A table without rows. left: the heads of columns of text; numbers stand on the right."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
+    return table
 
 
 def print_error(error: XshardError) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from xshard.cli.console import console
+from xshard.cli.console import console, headed_table
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
 from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
@@ -80,10 +79,7 @@ def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
 
 
 def _rich_table(made: Plan) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in table.HEAD:
-        numeric = name in ("local shape", "received", "time", "peak")
-        out.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    out = headed_table(*table.HEAD, left=("step", "layout after"))
     for row in table.rows(made):
         out.add_row(*row)
     return out
