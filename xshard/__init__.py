@@ -2,6 +2,7 @@
 
 from xshard import reference
 from xshard.contractions import einsum_type
+from xshard.contractions.plan import ContractionPlan
 from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 TransferPlan = Plan  # a plan between two meshes had a class of its own, whose name stays importable
 
 __all__ = [
+    "ContractionPlan",
     "DtypeError",
     "Layout",
     "LinearityError",

@@ -1,4 +1,4 @@
-"""The planner: `plan`, the cheapest steps between two layouts on one mesh or two.
+"""The planner: `plan`, the cheapest steps between two layouts on one mesh or two, or of a contraction.
 
 Decides what the arguments mean and refuses those that do not fit; `search` finds the steps. Sees names
 and shapes, never data; the same input gives the same plan in every process.
@@ -6,15 +6,18 @@ and shapes, never data; the same input gives the same plan in every process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from xshard import dtypes
 from xshard.arguments import lengths_of, limit_of
+from xshard.contractions.expression import contraction, is_contraction, shapes_of
+from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.model import Profile, load_profile
-from xshard.errors import MeshError, NotationError, ShapeError
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
@@ -22,9 +25,10 @@ from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
-from xshard.search.request import FORWARD, Request, device_numbers
+from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Request, device_numbers
 
 
+@overload
 def plan(
     expression: LayoutPair,
     mesh: Mesh | None = None,
@@ -38,15 +42,50 @@ def plan(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
-    objective: str = FORWARD,
-) -> Plan:
-    """`"layout -> layout"` for an array of global `shape` -> the cheapest plan.
+    objective: str | None = None,
+) -> Plan: ...
+@overload
+def plan(
+    expression: str,
+    mesh: Mesh,
+    shape: Sequence[Sequence[int]] | None = None,
+    dtype: object = "float32",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    profile: str | Path | Profile = "h100",
+    memory_limit: int | str | None = None,
+    flops_limit: int | None = None,
+    objective: str | None = None,
+) -> ContractionPlan: ...
+def plan(
+    expression: Any,
+    mesh: Mesh | None = None,
+    shape: Any = None,
+    dtype: object = "float32",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    src_mesh: Mesh | None = None,
+    dst_mesh: Mesh | None = None,
+    src_devices: Sequence[int] | None = None,
+    dst_devices: Sequence[int] | None = None,
+    relabel: bool = False,
+    profile: str | Path | Profile = "h100",
+    memory_limit: int | str | None = None,
+    flops_limit: int | None = None,
+    objective: str | None = None,
+) -> Plan | ContractionPlan:
+    """`"layout -> layout"` for an array of global `shape`, or a contraction of several -> the cheapest plan.
+
+    A contraction, `"layout, layout -> layout"`, sums the dims that the result lacks; its plan says where it
+    is computed. sizes: the length of every dim, by name; or shape: the global shape of every operand.
+    flops_limit: floating point operations that no device may exceed for the result.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
     memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".
-    objective: "forward" plans the move; its gradient is planned on its own when it is asked for.
-    "forward+backward" plans both now: `cost` is the seconds of both, both obey the limit, and what they share
-    (how devices are relabelled) is decided by the sum.
+    objective: "forward", the default for a move, plans the move; its gradient is planned on its own when it
+    is asked for. "forward+backward", the default for a contraction, plans both now: `cost` is the seconds of
+    both, for a move both obey the limit, and what they share (how devices are relabelled, where a contraction
+    is computed) is decided by the sum.
 
     src_mesh, dst_mesh, instead of `mesh`: the left layout is on the one, the right on the other.
     src_devices, dst_devices: the number of every device, in the order of its mesh; 0, 1, 2, ... by default,
@@ -64,21 +103,58 @@ def plan(
     >>> both = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8), objective="forward+backward")
     >>> both.cost == p.cost + p.backward.cost
     True
+    >>> layer = plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
+    >>> layer.local, layer.bytes_received, [str(step) for step in layer.moves[0].backward.steps]
+    ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce tp'])
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
-    expression = as_expression(expression)
     for given in (mesh, src_mesh, dst_mesh):
         if given is not None:
             check_mesh(given)
-    options = dtype, profile, limit_of(memory_limit), objective
-    if mesh is None or relabel or (src_mesh, dst_mesh, src_devices, dst_devices) != (None,) * 4:
+    two = src_mesh, dst_mesh, src_devices, dst_devices
+    if is_contraction(expression):
+        if mesh is None or relabel or two != (None,) * 4:
+            raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
+        machine = dtypes.name_of(dtype), load_profile(profile)
+        return _plan_contraction(
+            expression, mesh, sizes, shape, *machine, limit_of(memory_limit), flops_limit, objective or BOTH
+        )
+    expression = as_expression(expression)
+    if sizes is not None or flops_limit is not None:
+        hint = "shape= is the shape of the array"
+        raise ShapeError("sizes and flops_limit are for contractions", hint=hint)
+    options = dtype, profile, limit_of(memory_limit), objective or FORWARD
+    if mesh is None or relabel or two != (None,) * 4:
         meshes = _two_meshes(mesh, src_mesh, dst_mesh)
         return _plan_between(
             expression, meshes, _lengths(shape), (src_devices, dst_devices), relabel, *options
         )
     lengths = _lengths(shape)
     return _plan(expression, mesh, lengths, tuple(map(type, lengths)), *options)
+
+
+def _plan_contraction(
+    text: str,
+    mesh: Mesh,
+    sizes: Mapping[str, int] | None,
+    shape: Any,
+    dtype: str,
+    profile: Profile,
+    memory_limit: int | None,
+    flops_limit: int | None,
+    objective: str,
+) -> ContractionPlan:
+    given = contraction(text)
+    if objective not in OBJECTIVES:
+        raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
+    for layout in (*given.operands, given.result):
+        check_axes(layout, mesh, text)
+    ends = given, mesh, shapes_of(given, sizes, shape)
+    request = ContractionRequest(*ends, dtype, profile, memory_limit, flops_limit, objective)
+    with mark_errors(text):
+        _ = request.ends  # a wrong shape is found before the cache of plans is asked
+    return find_contraction(request)
 
 
 @lru_cache(maxsize=4096)

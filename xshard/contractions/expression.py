@@ -5,10 +5,14 @@ Decides which expressions are contractions. Knows no mesh and no shape.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from xshard.errors import NotationError
+from xshard.arguments import lengths_of, shown, whole_number
+from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR, check_form
 from xshard.notation.parser import ELLIPSIS, check_text, parse_operands, text_spans
@@ -21,6 +25,24 @@ class Contraction:
     operands: tuple[Layout, ...]
     result: Layout
     text: str
+
+
+def is_contraction(expression: Any) -> bool:
+    """Whether an expression has several operands, or one with dims that the result lacks."""
+    return isinstance(expression, str) and _is_contraction(expression)
+
+
+@lru_cache(maxsize=4096)
+def _is_contraction(text: str) -> bool:
+    depths = itertools.accumulate((char in "([") - (char in ")]") for char in text)
+    if any(char == "," and not depth for char, depth in zip(text, depths, strict=True)):
+        return True  # or meant as one, so that errors speak of operands
+    try:
+        (dims, _), (kept, _) = *parse_operands(text)[0], parse_operands(text)[1]
+    except NotationError:
+        return False
+    names = {dim.name for dim in kept}
+    return ELLIPSIS not in names and any(dim.name not in names for dim in dims)
 
 
 def contraction(text: str) -> Contraction:
@@ -64,3 +86,71 @@ def _parsed(text: str) -> Contraction:
                 hint=f"the operands have: {', '.join(sorted(known))}",
             )
     return made
+
+
+def shapes_of(given: Contraction, sizes: Any, shape: Any) -> tuple[tuple[int, ...], ...]:
+    """The global shape of every operand, from the lengths of dims by name, or from all shapes.
+
+    Raises ShapeError, marking the dim, for lengths that disagree, for one that is missing or one too many.
+    """
+    if (sizes is None) == (shape is None):
+        what = "no shapes" if sizes is None else "sizes and shapes"
+        first = next((name for layout in given.operands for name in layout.names), "b")
+        hint = f'sizes={{"{first}": 8, ...}}, or shape=[(8, ...), ...] with one shape per operand'
+        raise ShapeError(what, text=given.text, hint=hint)
+    if sizes is not None:
+        return _from_sizes(given, sizes)
+    shapes = [shape] if len(given.operands) == 1 and _is_flat(shape) else list(shape)
+    if len(shapes) != len(given.operands):
+        what = f"{len(shapes)} shapes for {len(given.operands)} operands"
+        raise ShapeError(what, text=given.text, hint="one shape per operand")
+    lengths: dict[str, int] = {}
+    made = tuple(map(lengths_of, shapes))
+    for i, (layout, found) in enumerate(zip(given.operands, made, strict=True)):
+        if len(found) != len(layout.names):
+            raise ShapeError(
+                f"shape {found} for {len(layout.names)} dims",
+                text=given.text,
+                span=text_spans(given.text).layouts[i],
+                hint="one length per dim",
+            )
+        for name, length in zip(layout.names, found, strict=True):
+            if lengths.setdefault(name, length) != length:
+                raise ShapeError(
+                    f"dim {name!r} is {lengths[name]} long in one operand and {length} in another",
+                    text=given.text,
+                    span=_dim_span(given, i, name),
+                    hint="a name stands for one length",
+                )
+    return made
+
+
+def _from_sizes(given: Contraction, sizes: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(sizes, Mapping):
+        raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
+    for i, layout in enumerate(given.operands):
+        for name in layout.names:
+            if whole_number(sizes.get(name)) is None:
+                have = ", ".join(f"{key}={value}" for key, value in sizes.items())
+                raise ShapeError(
+                    f"sizes has no length for dim {name!r}",
+                    text=given.text,
+                    span=_dim_span(given, i, name),
+                    hint=f"sizes has: {have}",
+                )
+    known = {name for layout in given.operands for name in layout.names}
+    if extra := [name for name in sizes if name not in known]:
+        hint = f"dims are: {', '.join(sorted(known))}"
+        raise ShapeError(f"sizes has dim {extra[0]!r}", text=given.text, hint=hint)
+    return tuple(lengths_of([sizes[name] for name in layout.names]) for layout in given.operands)
+
+
+def _dim_span(given: Contraction, operand: int, name: str) -> tuple[int, int]:
+    """Where a dim of an operand stands in the text."""
+    spans = text_spans(given.text)
+    start, end = spans.layouts[operand]
+    return next(at for found, at in spans.dims if found == name and start <= at[0] < end)
+
+
+def _is_flat(shape: Sequence[Any]) -> bool:
+    return all(whole_number(n) is not None for n in shape)

@@ -62,6 +62,8 @@ class Profile:
     inside: for axes named there, how many consecutive positions share a node, if not all do.
     launch_s: seconds to start a collective, by the kind of step ("other" for kinds not named).
     copy_bytes_per_s: local packing speed.
+    flops_per_s: floating point operations per second of one device in matrix products, by dtype; a dtype
+    that is not named has those of float32.
     rounds: whether an exchange runs as one permutation per message, each with its own launch; what a device
     keeps is then not packed.
     """
@@ -76,6 +78,7 @@ class Profile:
     copy_bytes_per_s: float = math.inf
     inside: tuple[tuple[str, int], ...] = ()
     rounds: bool = False
+    flops_per_s: tuple[tuple[str, float], ...] = ()
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
         """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
@@ -134,6 +137,11 @@ class Profile:
         """Elements that a step copies locally."""
         return traffic.copied - traffic.kept if self.rounds else traffic.copied
 
+    def flops(self, dtype: str) -> float:
+        """Floating point operations per second in matrix products of a dtype; infinite if none is known."""
+        known = dict(self.flops_per_s)
+        return known.get(dtype, known.get("float32", math.inf))
+
     def fabric(self, mesh: Mesh) -> Fabric:
         """The links of a mesh."""
         return _fabric(self, mesh)
@@ -159,6 +167,7 @@ class Profile:
             "axes": {axis: asdict(link) for axis, link in self.axes},
             "inside": dict(self.inside),
             "rounds": self.rounds,
+            "flops_per_s": dict(self.flops_per_s),
         }
         return json.dumps(data, indent=2) + "\n"
 
@@ -272,6 +281,7 @@ def _load(name: str) -> Profile:
             copy_bytes_per_s=data["copy_bytes_per_s"] or math.inf,
             inside=tuple(sorted(data.get("inside", {}).items())),
             rounds=data.get("rounds", False),
+            flops_per_s=tuple(sorted(data.get("flops_per_s", {}).items())),
         )
     except ProfileError:
         raise

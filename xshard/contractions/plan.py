@@ -1,0 +1,231 @@
+"""A plan of a contraction: the moves of its operands, the local contractions, the move of its result.
+
+Decides what makes it right: what devices get is the type of what they contract, and the moves lead from
+where the operands are to where the result is to be. Every gradient of a local contraction is a contraction
+again, in the same place, unless it has a plan of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from xshard import dtypes
+from xshard.contractions import serialize, table
+from xshard.contractions.expression import Contraction
+from xshard.contractions.types import local_type
+from xshard.cost.model import Profile, load_profile
+from xshard.errors import PlanError
+from xshard.layout import Mesh, Sharding
+from xshard.plans.plan import Plan
+from xshard.plans.serialize import reading_plan
+from xshard.search.request import BOTH
+
+
+@dataclass(frozen=True)
+class Part:
+    """One local contraction, with the moves before it and after it.
+
+    takes: which operands, counted among those that are left; the result goes behind them.
+    gradients: for every operand taken, its gradient as a contraction of the cotangent with the other
+    operands, if that has a place of its own; None where it is contracted where the operands were.
+    """
+
+    takes: tuple[int, ...]
+    moves: tuple[Plan, ...]
+    result: Plan
+    gradients: tuple[ContractionPlan | None, ...]
+
+    @cached_property
+    def used(self) -> tuple[Sharding, ...]:
+        """The operands where they are contracted."""
+        return tuple(move.target for move in self.moves)
+
+    @cached_property
+    def local(self) -> str:
+        """`"layout, layout -> layout"`: what every device contracts, and what it gets."""
+        return f"{', '.join(str(move.dst) for move in self.moves)} -> {self.result.src}"
+
+    @cached_property
+    def dims(self) -> str:
+        """`"b s d, d f -> b s f"`: the local contraction without its cuts."""
+        left = ", ".join(" ".join(move.dst.names) for move in self.moves)
+        return f"{left} -> {' '.join(self.result.src.names)}"
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating point operations of the busiest device: two per element of all dims."""
+        lengths = {
+            name: n
+            for operand in self.used
+            for name, n in zip(operand.layout.names, operand.max_local_shape, strict=True)
+        }
+        return 2 * math.prod(lengths.values())
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """The operands whose gradients are contracted where the operands were."""
+        return tuple(i for i, own in enumerate(self.gradients) if own is None)
+
+    @cached_property
+    def pulled(self) -> tuple[Plan, ...]:
+        """The moves of the backward pass, without those of gradients that have a place of their own."""
+        result = (self.result.backward,) if self.shared else ()
+        return (*result, *(self.moves[i].backward for i in self.shared))
+
+
+@dataclass(frozen=True)
+class ContractionPlan:
+    """Where a contraction is computed on `mesh`, and the moves before and after, for operands of `shapes`.
+
+    parts: one local contraction, or with three and more operands one for every pair.
+    objective: with "forward+backward", `cost` is the seconds of the forward pass and of all gradients.
+    Raises PlanError where the parts do not lead from the operands to the result.
+
+    >>> from xshard import plan
+    >>> sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
+    >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes, profile="bandwidth")
+    >>> [str(step) for move in p.moves for step in move.steps], p.local
+    (['retag copy(tp)'], 'b s/tp d, d f -> b s/tp f')
+    """
+
+    contraction: Contraction
+    mesh: Mesh
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    parts: tuple[Part, ...]
+    profile: Profile = field(default_factory=lambda: load_profile("h100"), repr=False)
+    memory_limit: int | None = None
+    objective: str = BOTH
+
+    def __post_init__(self) -> None:
+        left = list(self.contraction.operands)
+        for part in self.parts:
+            for i, move in zip(part.takes, part.moves, strict=True):
+                if move.src != left[i]:
+                    raise PlanError(f"an operand is under '{left[i]}', its plan is for '{move.src}'")
+            found = local_type([move.dst for move in part.moves], part.result.src.names, part.local)
+            if found != part.result.src:
+                raise PlanError(f"devices get '{found}', the plan goes on from '{part.result.src}'")
+            left = [layout for i, layout in enumerate(left) if i not in part.takes] + [part.result.dst]
+        if left != [self.contraction.result]:
+            raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
+        if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
+            raise PlanError(f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}")
+
+    @property
+    def text(self) -> str:
+        """The expression, as the user wrote it."""
+        return self.contraction.text
+
+    @cached_property
+    def moves(self) -> tuple[Plan, ...]:
+        """For every operand, the plan that leads it to where it is contracted."""
+        left, found = list(range(len(self.shapes))), dict[int, Plan]()
+        for part in self.parts:
+            found |= {left[i]: move for i, move in zip(part.takes, part.moves, strict=True)}
+            left = [n for i, n in enumerate(left) if i not in part.takes] + [-1]
+        return tuple(found[i] for i in range(len(self.shapes)))
+
+    @property
+    def result(self) -> Plan:
+        """The plan from what the last local contraction gives to the result."""
+        return self.parts[-1].result
+
+    @property
+    def local(self) -> str:
+        """The local contractions, between the layouts in which they are computed."""
+        return "; ".join(part.local for part in self.parts)
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.dtype)
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of the busiest device, forward."""
+        return sum(part.flops for part in self.parts)
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating point operations of the busiest device for all gradients."""
+        return sum(part.flops if own is None else own.flops for part in self.parts for own in part.gradients)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that the busiest device receives, forward, summed over the moves."""
+        return sum(move.bytes_received for part in self.parts for move in (*part.moves, part.result))
+
+    @property
+    def backward_bytes_received(self) -> int:
+        """Bytes that it receives for all gradients, with the operands kept where they were contracted."""
+        shared = sum(move.bytes_received for part in self.parts for move in part.pulled)
+        return shared + sum(own.bytes_received for part in self.parts for own in part.gradients if own)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds, of all that the objective counts."""
+        return self.forward_cost + (self.backward_cost if self.objective == BOTH else 0.0)
+
+    @cached_property
+    def forward_cost(self) -> float:
+        """Predicted seconds of the forward pass."""
+        moves = sum(move.cost for part in self.parts for move in (*part.moves, part.result))
+        return moves + self.flops / self.profile.flops(self.dtype)
+
+    @cached_property
+    def backward_cost(self) -> float:
+        """Predicted seconds of all gradients."""
+        rate = self.profile.flops(self.dtype)
+        total = 0.0
+        for part in self.parts:
+            total += sum(move.cost for move in part.pulled) + len(part.shared) * part.flops / rate
+            total += sum(own.forward_cost for own in part.gradients if own)
+        return total
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Bytes that the busiest device holds at the worst moment of the forward pass.
+
+        The operands as they are given, and as they are used, are held to the end.
+        """
+        held = sum(_bytes(move.source, self.itemsize) for move in self.moves)
+        peak = held
+        for part in self.parts:
+            for move in part.moves:
+                peak = max(peak, held - _bytes(move.source, self.itemsize) + move.peak_bytes)
+                held += _bytes(move.target, self.itemsize) if move.bytes_received else 0
+            peak = max(peak, held + part.result.peak_bytes)
+            held += _bytes(part.result.target, self.itemsize)
+        return peak
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+    def to_json(self) -> str:
+        """The plan as text, with all that is needed to check and run it elsewhere."""
+        return json.dumps(serialize.to_plain(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
+        """Text of `to_json` -> the plan, checked again. Raises PlanError for malformed or wrong text.
+
+        profile: the machine to price it for, where the text names one that is not shipped.
+        """
+        with reading_plan():
+            return _from_values(serialize.from_plain(json.loads(text), profile))
+
+
+def _from_values(values: dict[str, Any]) -> ContractionPlan:
+    parts = [
+        Part(**{**part, "gradients": tuple(own and _from_values(own) for own in part["gradients"])})
+        for part in values["parts"]
+    ]
+    return ContractionPlan(**{**values, "parts": tuple(parts)})
+
+
+def _bytes(sharding: Sharding, itemsize: int) -> int:
+    return sharding.max_local_size * itemsize

@@ -1,0 +1,64 @@
+"""A plan of a contraction as JSON, and back.
+
+Decides the keys; its moves are written as plans are. Whether what was read is right, the plan decides.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from xshard import dtypes
+from xshard.contractions.expression import contraction
+from xshard.cost.model import Profile, load_profile
+from xshard.layout import Mesh
+from xshard.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from xshard.contractions.plan import ContractionPlan, Part  # which writes itself by this
+
+
+def to_plain(plan: ContractionPlan) -> dict[str, Any]:
+    """A plan -> what JSON knows."""
+    return {
+        "contraction": plan.text,
+        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True)),
+        "shapes": [list(shape) for shape in plan.shapes],
+        "dtype": plan.dtype,
+        "profile": plan.profile.name,
+        "memory_limit": plan.memory_limit,
+        "objective": plan.objective,
+        "parts": [_part_to_plain(part) for part in plan.parts],
+    }
+
+
+def _part_to_plain(part: Part) -> dict[str, Any]:
+    return {
+        "takes": list(part.takes),
+        "moves": [json.loads(move.to_json()) for move in part.moves],
+        "result": json.loads(part.result.to_json()),
+        "gradients": [own and to_plain(own) for own in part.gradients],
+    }
+
+
+def from_plain(data: dict[str, Any], profile: Profile | str | None) -> dict[str, Any]:
+    """What `to_plain` gives -> the arguments of the plan, its parts as dicts of theirs."""
+    machine = load_profile(data["profile"] if profile is None else profile)
+    return {
+        "contraction": contraction(data["contraction"]),
+        "mesh": Mesh(data["mesh"]),
+        "shapes": tuple(map(tuple, data["shapes"])),
+        "dtype": dtypes.name_of(data["dtype"]),
+        "profile": machine,
+        "memory_limit": data["memory_limit"],
+        "objective": data["objective"],
+        "parts": [
+            {
+                "takes": tuple(part["takes"]),
+                "moves": tuple(Plan.from_json(json.dumps(move), machine) for move in part["moves"]),
+                "result": Plan.from_json(json.dumps(part["result"]), machine),
+                "gradients": [own and from_plain(own, machine) for own in part["gradients"]],
+            }
+            for part in data["parts"]
+        ],
+    }
