@@ -301,8 +301,8 @@ NotationError: expected '->', found '=' in
   an expression reads: layout -> layout
 ---
 NotationError: an empty layout in
-    'n ->'
-         ^
+    '-> n'
+     ^^
   a scalar is written ()
 ---
 NotationError: mesh axis 'a' is used twice in
