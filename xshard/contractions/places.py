@@ -137,10 +137,10 @@ class Ends:
     def local(self, place: Place) -> Layout:
         """The layout of what devices get there."""
         names = self.result.layout.names
-        kinds = {a: k for o in self.operands for k, axes in o.layout.tags for a in axes if k != "copy"}
+        tags = [{a: kind for kind, axes in o.layout.tags for a in axes} for o in self.operands]
         pairs = zip(self.lengths, place.cuts, strict=True)
         summed = tuple(a for name, cut in pairs if name not in names for a in axes_of(cut))
-        sums = [("sum", summed), *((kinds[axis], (axis,)) for axis, _ in place.sums)]
+        sums = [("sum", summed), *((tags[owner][axis], (axis,)) for axis, owner in place.sums)]
         dims = tuple(Dim(name, self._cut(place, name)) for name in names)
         return Layout(dims, (*sums, ("copy", place.copies)))
 
