@@ -158,7 +158,9 @@ def _own_gradient(ends: Ends, found: Found, i: int, prices: Prices, below: float
     operand, cotangent = ends.operands[i], ends.result.with_layout(found.result.dst.dual)
     rest = [j for j in range(len(ends.operands)) if j != i]
     known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
-    if below <= work or not set(operand.layout.names) <= known:
+    # A mean has the dual of a sum: its scale would be lost, which moves carry.
+    has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
+    if below <= work or has_scale or not set(operand.layout.names) <= known:
         return None
     # The other operands are still where they were given, and where they were used.
     places = [dict.fromkeys((found.moves[j].src, found.moves[j].dst)) for j in rest]
