@@ -310,13 +310,20 @@ NotationError: mesh axis 'a' is used twice in
                     ^
   an axis cuts one dim or carries one tag
 ---
-NotationError: dim names differ across the arrow in
+NotationError: dim 'q' of the result is in no operand in
     'b s c -> b q c'
                 ^
-  left: b s c   right: b q c   (same names, same order)
+  the operands have: b, c, s
 ---
-NotationError: dim names differ across the arrow in 'b s -> s b'
-  left: b s   right: s b   (same names, same order)
+NotationError: dim names differ across the arrow in
+    'b s -> s b c'
+                ^
+  left: b s   right: s b c   (the same names, in any order; einsum sums dims)
+---
+NotationError: a pole rolls the next dim, and the order of dims changes in
+    'b/dp s -> s b/dp:halo(1,1,pole)'
+                 ^^^^^^^^^^^^^^^^^^^
+  name the dim, as in pole(w)
 ---
 NotationError: unknown mesh axis 'cq' in
     'b s/cq -> b s'

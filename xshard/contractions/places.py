@@ -144,8 +144,8 @@ class Ends:
         summed = frozenset(a for d, cut in enumerate(place.cuts) if d not in kept for a in axes_of(cut))
         key = -1, cuts, summed, frozenset((*place.sums, *place.copies))
         if key not in self._layouts:
-            kinds = {a: k for o in self.operands for k, axes in o.layout.tags for a in axes if k != "copy"}
-            sums = [("sum", tuple(summed)), *((kinds[axis], (axis,)) for axis, _ in place.sums)]
+            tags = [{a: kind for kind, axes in o.layout.tags for a in axes} for o in self.operands]
+            sums = [("sum", tuple(summed)), *((tags[owner][axis], (axis,)) for axis, owner in place.sums)]
             dims = tuple(map(Dim, self.result.layout.names, cuts))
             self._layouts[key] = Layout(dims, (*sums, ("copy", place.copies)))
         return self._layouts[key]

@@ -204,7 +204,9 @@ class _Solver:
         rest = [j for j in range(len(ends.operands)) if j != i]
         known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
         work = step.found.flops / self.prices.profile.flops(self.prices.dtype)
-        if below <= work or not set(operand.layout.names) <= known:
+        # A mean has the dual of a sum: its scale would be lost, which moves carry.
+        has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
+        if below <= work or has_scale or not set(operand.layout.names) <= known:
             return None
         best: _Way | None = None
         # The other operands are still where they were given, and where they were used.
