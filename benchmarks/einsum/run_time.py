@@ -1,0 +1,87 @@
+"""The time of planned contractions on host devices, by turns with XLA's own einsum.
+
+Decides what is timed: jitted programs that take and give the same sharded arrays; forward, and forward with
+all gradients, for a cotangent under the sharding of the result. Ours is planned for these devices.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_bridge as xj
+from benchmarks import by_turns
+from benchmarks.einsum import xla
+from benchmarks.einsum.cases import Case
+from benchmarks.einsum.measures import BOTH, FORWARD, Row
+
+HOST = "host"
+
+
+def timed(case: Case, rounds: int) -> list[Row]:
+    """A row per objective: the median seconds of both, and the median ratio of a round.
+
+    noise: the same ratio between XLA's program and itself.
+    """
+    layouts = case.contraction.operands, case.contraction.result
+    operands, result = tuple(xla.sharding(case, layout) for layout in layouts[0]), xla.sharding(case, layouts[1])
+    rng = np.random.default_rng(0)
+    given = [
+        jax.device_put(rng.standard_normal(case.shape(layout), np.float32), where)
+        for layout, where in zip(layouts[0], operands, strict=True)
+    ]
+    cotangent = jax.device_put(rng.standard_normal(case.shape(layouts[1]), np.float32), result)
+    plain = xla.program(case)
+
+    def ours(*arrays: Any) -> Any:
+        return xj.einsum(case.expression, *arrays, profile=HOST)
+
+    rows = []
+    for objective, arrays, wrap, ends in (
+        (FORWARD, given, lambda einsum: einsum, (operands, result)),
+        (BOTH, [cotangent, *given], _with_gradients, ((result, *operands), (result, operands))),
+    ):
+        programs = {
+            name: jax.jit(wrap(einsum), in_shardings=ends[0], out_shardings=ends[1])
+            for name, einsum in (("ours", ours), ("xla", plain), ("xla again", plain))
+        }
+        _check(programs, arrays)
+        calls = {name: _call(program, arrays) for name, program in programs.items()}
+        mine, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
+        plan = case.plan(BOTH, None, HOST)
+        rows.append({
+            "case": f"{case.name}, {objective}",
+            "expression": case.expression,
+            "sizes": dict(case.sizes),
+            "local": plan.local,
+            "ours_s": statistics.median(mine),
+            "xla_s": statistics.median(theirs),
+            "faster": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+            "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
+        })
+    return rows
+
+
+def _with_gradients(einsum: Callable[..., Any]) -> Callable[..., Any]:
+    def both(cotangent: Any, *operands: Any) -> Any:
+        made, pull = jax.vjp(einsum, *operands)
+        return made, pull(cotangent)
+
+    return both
+
+
+def _call(program: Any, arrays: list[Any]) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(program(*arrays))
+
+
+def _check(programs: dict[str, Any], arrays: list[Any]) -> None:
+    """Both give the same values."""
+    mine, theirs = (jax.tree.leaves(programs[name](*arrays)) for name in ("ours", "xla"))
+    for a, b in zip(mine, theirs, strict=True):
+        scale = float(jnp.abs(b).max())
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4 * scale)
