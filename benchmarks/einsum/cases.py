@@ -54,7 +54,7 @@ class Case:
         """Of two operands the share: where nothing is summed, XLA counts no additions. Of more, unknown: 0."""
         return self.share if len(self.contraction.operands) <= 2 else 0.0
 
-    def plan(self, objective: str, flops_limit: int | None, profile: str = "bandwidth") -> xs.ContractionPlan:
+    def plan(self, objective: str, flops_limit: int | None, profile: str | xs.Profile = "bandwidth") -> xs.ContractionPlan:
         """Our plan."""
         return xs.plan(
             self.expression,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,15 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_bridge as xj
+import xshard as xs
 from benchmarks import by_turns
 from benchmarks.einsum import xla
 from benchmarks.einsum.cases import Case
 from benchmarks.einsum.measures import BOTH, FORWARD, Row
 
-HOST = "host"
+WIDTH = 512  # of the matrices whose product says how fast this machine multiplies
 
 
-def timed(case: Case, rounds: int) -> list[Row]:
+def here() -> xs.Profile:
+    """The profile of host devices, with the operations per second of one while all multiply."""
+    n = len(jax.devices())
+    x = jax.device_put(np.ones((n, WIDTH, WIDTH), np.float32), jax.sharding.NamedSharding(
+        jax.make_mesh((n,), ("x",)), jax.P("x")))
+    square = jax.jit(lambda x: x @ x)
+    seconds = by_turns.seconds({"": lambda: jax.block_until_ready(square(x))}, 9)[""]
+    rate = 2 * WIDTH**3 / statistics.median(seconds)
+    return replace(xs.load_profile("host"), flops_per_s=(("float32", rate),))
+
+
+def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
     """A row per objective: the median seconds of both, and the median ratio of a round.
 
     noise: the same ratio between XLA's program and itself.
@@ -39,7 +52,7 @@ def timed(case: Case, rounds: int) -> list[Row]:
     plain = xla.program(case)
 
     def ours(*arrays: Any) -> Any:
-        return xj.einsum(case.expression, *arrays, profile=HOST)
+        return xj.einsum(case.expression, *arrays, profile=profile)
 
     rows = []
     for objective, arrays, wrap, ends in (
@@ -53,7 +66,7 @@ def timed(case: Case, rounds: int) -> list[Row]:
         _check(programs, arrays)
         calls = {name: _call(program, arrays) for name, program in programs.items()}
         mine, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
-        plan = case.plan(BOTH, None, HOST)
+        plan = case.plan(BOTH, None, profile)
         rows.append({
             "case": f"{case.name}, {objective}",
             "expression": case.expression,
