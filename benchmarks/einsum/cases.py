@@ -51,10 +51,12 @@ class Case:
 
     @property
     def least_flops(self) -> float:
-        """Of two operands the share: where nothing is summed, XLA counts no additions. Of more, unknown: 0."""
+        """Of two operands the share: XLA counts no additions where nothing is summed. Of more, unknown: 0."""
         return self.share if len(self.contraction.operands) <= 2 else 0.0
 
-    def plan(self, objective: str, flops_limit: int | None, profile: str | xs.Profile = "bandwidth") -> xs.ContractionPlan:
+    def plan(
+        self, objective: str, flops_limit: int | None, profile: str | xs.Profile = "bandwidth"
+    ) -> xs.ContractionPlan:
         """Our plan."""
         return xs.plan(
             self.expression,
@@ -73,7 +75,7 @@ def load() -> tuple[Case, ...]:
 
 
 def scaled(case: Case, most_flops: float) -> Case:
-    """The case with its longest dims halved, as long as all devices may cut them, until it has `most_flops`."""
+    """The case with its longest dims halved, where all devices may cut them, until it has `most_flops`."""
     sizes, n = dict(case.sizes), case.mesh.n_devices
     while 2 * math.prod(sizes.values()) > most_flops:
         longest = max((name for name in sizes if sizes[name] % (2 * n) == 0), key=lambda name: sizes[name])

@@ -22,7 +22,9 @@ def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[C
     n, found = len(rows), []
     for objective, limit in ((FORWARD, 2.08), (BOTH, 2.67)):
         for peer, title in (("xla", "XLA"), ("plain", "the plain planner")):
-            more = [row["case"] for row in rows if _ours(row, objective, peer) > _theirs(row, objective, peer)]
+            more = [
+                row["case"] for row in rows if _ours(row, objective, peer) > _theirs(row, objective, peer)
+            ]
             found.append(none_of(f"{objective}: cases that receive more bytes than {title}", more, n))
         statement = f"{objective}: XLA's received bytes / ours, geometric mean"
         found.append(mean(statement, ratios(rows, objective, "xla"), limit, at_least=True))

@@ -83,7 +83,9 @@ def measured(case: Case) -> Row:
 
             def gradients() -> tuple[Any, ...]:
                 found = torch.autograd.grad(made, (a, b), cotangent)
-                return tuple(g.redistribute(placements=p) for g, p in zip(found, (first, second), strict=True))
+                return tuple(
+                    g.redistribute(placements=p) for g, p in zip(found, (first, second), strict=True)
+                )
 
             return figures(row, _counted(gradients)[0])
     except (RuntimeError, NotImplementedError, ValueError, TimeoutError) as error:
@@ -142,7 +144,9 @@ def _all_to_alls() -> Iterator[None]:
     """All-to-alls as on GPUs."""
     usual = placement_types.shard_dim_alltoall
 
-    def sent(x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+    def sent(
+        x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+    ) -> torch.Tensor:
         group = mesh.get_group(mesh_dim).group_name
         return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
 

@@ -17,6 +17,7 @@ from benchmarks.planner.timing import LOOK_UPS, clear_caches, quickest
 
 Row = dict[str, Any]
 FORWARD, BOTH = "forward", "forward+backward"
+TIMED_DEVICES = 8
 SLACK = 1.002  # XLA counts the additions of its collectives, too
 
 

@@ -7,7 +7,7 @@ all gradients, for a cotangent under the sharding of the result. Ours is planned
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +20,25 @@ import xshard as xs
 from benchmarks import by_turns
 from benchmarks.einsum import xla
 from benchmarks.einsum.cases import Case
-from benchmarks.einsum.measures import BOTH, FORWARD, Row
+from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
 
 WIDTH = 512  # of the matrices whose product says how fast this machine multiplies
+
+
+def rows(cases: Sequence[Case], rounds: int) -> list[Row]:
+    """The rows of all cases; in a new process, which this makes host devices in."""
+    xla.configure(TIMED_DEVICES)
+    profile = here()
+    return [row for case in cases for row in timed(case, rounds, profile)]
 
 
 def here() -> xs.Profile:
     """The profile of host devices, with the operations per second of one while all multiply."""
     n = len(jax.devices())
-    x = jax.device_put(np.ones((n, WIDTH, WIDTH), np.float32), jax.sharding.NamedSharding(
-        jax.make_mesh((n,), ("x",)), jax.P("x")))
+    x = jax.device_put(
+        np.ones((n, WIDTH, WIDTH), np.float32),
+        jax.sharding.NamedSharding(jax.make_mesh((n,), ("x",)), jax.P("x")),
+    )
     square = jax.jit(lambda x: x @ x)
     seconds = by_turns.seconds({"": lambda: jax.block_until_ready(square(x))}, 9)[""]
     rate = 2 * WIDTH**3 / statistics.median(seconds)
@@ -42,7 +51,10 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
     noise: the same ratio between XLA's program and itself.
     """
     layouts = case.contraction.operands, case.contraction.result
-    operands, result = tuple(xla.sharding(case, layout) for layout in layouts[0]), xla.sharding(case, layouts[1])
+    operands, result = (
+        tuple(xla.sharding(case, layout) for layout in layouts[0]),
+        xla.sharding(case, layouts[1]),
+    )
     rng = np.random.default_rng(0)
     given = [
         jax.device_put(rng.standard_normal(case.shape(layout), np.float32), where)
@@ -67,16 +79,18 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
         calls = {name: _call(program, arrays) for name, program in programs.items()}
         mine, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
         plan = case.plan(BOTH, None, profile)
-        rows.append({
-            "case": f"{case.name}, {objective}",
-            "expression": case.expression,
-            "sizes": dict(case.sizes),
-            "local": plan.local,
-            "ours_s": statistics.median(mine),
-            "xla_s": statistics.median(theirs),
-            "faster": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
-            "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
-        })
+        rows.append(
+            {
+                "case": f"{case.name}, {objective}",
+                "expression": case.expression,
+                "sizes": dict(case.sizes),
+                "local": plan.local,
+                "ours_s": statistics.median(mine),
+                "xla_s": statistics.median(theirs),
+                "faster": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+                "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
+            }
+        )
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What XLA's partitioner makes of an einsum between two sets of shardings, and of its gradients: compiled, not run.
+"""What XLA's partitioner makes of an einsum between shardings, and of its gradients: compiled, not run.
 
 Decides what is compared: one program for the result, and one for all gradients from operands and cotangent,
 each gradient under the sharding of its operand. Traffic is read off the optimised HLO. XLA:CPU makes an
