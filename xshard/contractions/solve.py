@@ -18,7 +18,7 @@ import numpy as np
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.prices import BETTER_BOUND, Prices
+from xshard.contractions.prices import GUESS, Prices
 from xshard.contractions.search import Found, best_places, found_at
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
@@ -131,7 +131,7 @@ class _Solver:
 
     def _in_pairs(self) -> list[_Way]:
         """The best ways to contract pair by pair: found by bounds of their moves, ranked by prices."""
-        together = next(self._places(self.ends, flops_limit=None, level=BETTER_BOUND)).place
+        together = next(self._places(self.ends, flops_limit=None, level=GUESS)).place
         ways = [way for order in _orders(self.ends) for way in self._in_order(order, together)]
         if self.forward_limit is not None:
             ways = [way for way in ways if way.flops <= self.forward_limit]
@@ -155,7 +155,7 @@ class _Solver:
         """A way with one more contraction, in each of its best places."""
         pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
         limit = None if self.forward_limit is None else self.forward_limit - way.flops
-        places = self._places(pair, stays=not is_last, flops_limit=limit, level=BETTER_BOUND)
+        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS)
         for found in itertools.islice(places, 1 if is_last else WIDTH):
             yield way.then(takes, pair, found)
 
@@ -211,10 +211,12 @@ class _Solver:
         for layouts in itertools.product(*(dict.fromkeys((moves[j].src, moves[j].dst)) for j in rest)):
             others = [ends.operands[j].with_layout(layout) for j, layout in zip(rest, layouts, strict=True)]
             own = Ends((cotangent, *others), operand.with_layout(operand.layout.dual))
-            limit = self.backward_limit
-            found = next(best_places(own, self.prices, FORWARD, below=below, flops_limit=limit), None)
-            if found is not None:
-                below = found.seconds
+            places = self._places(
+                own, objective=FORWARD, flops_limit=self.backward_limit, below=below, level=GUESS
+            )
+            found = next(places, None)
+            if found is not None and (seconds := found.priced(self.prices)) < below:
+                below = seconds
                 best = _Way(0.0, 0, own.operands, ()).then(tuple(range(len(own.operands))), own, found)
         if best is None:
             return None
