@@ -108,12 +108,14 @@ def measure_runs(cases: Sequence[Case], extent: Extent) -> list[Row]:
     return [sorted(rows, key=itemgetter("faster"))[middle] for rows in zip(*runs, strict=True)]
 
 
- "version") else "right")
+def show_peers(rows: Sequence[Row], known: Row) -> None:
+    """How much more every peer receives than we do, at XLA's operations."""
+    table = Table(title="Received bytes of the busiest device / ours, geometric mean", title_justify="left")
+    for head in ("", "version", "cases", FORWARD, "cases", BOTH):
+        table.add_column(head, justify="left" if head in ("", "version") else "right")
     for peer in rows[0]["peers"]:
-        found = [
-            [value for _, value in claims.ratios(rows, objective, peer)] for objective in (FORWARD, BOTH)
-        ]
-        cells = [text for ratios in found for text in (str(len(ratios)), f"{geomean(ratios):.2f}")]
+        pairs = [claims.ratios(rows, objective, peer) for objective in (FORWARD, BOTH)]
+        cells = [text for found in pairs for text in (str(len(found)), f"{geomean(v for _, v in found):.2f}")]
         table.add_row(peer, known["versions"].get(peer, ""), *cells)
     Console().print(table)
 

@@ -23,15 +23,14 @@ SLACK = 1.002  # XLA counts the additions of its collectives, too
 
 def planned(case: Case, peers: Mapping[str, Row]) -> Row:
     """Our plans for the fewest bytes, with at most a peer's operations, beside the peers' figures."""
-    limits = {"xla": beside_xla(case, peers["xla"]), "plain": limited(case.share, peers["xla"])}
+    limits = {"xla": beside_xla(case, peers["xla"]), "plain": _limits(case, case.share, peers["xla"])}
     return {
         "case": case.name,
         "expression": case.expression,
         "mesh": str(case.mesh),
         "sizes": dict(case.sizes),
         "dtype": case.dtype,
-        "n_operands": len(case.contraction.operands),
-        "least_flops": case.least_flops,
+        "flops_limits": limits,
         "ours": {
             peer: {objective: _facts(case.plan(objective, limit), objective) for objective in (FORWARD, BOTH)}
             for peer, limit in limits.items()
@@ -40,14 +39,16 @@ def planned(case: Case, peers: Mapping[str, Row]) -> Row:
     }
 
 
-def beside_xla(case: Case, xla: Row) -> int:
-    """XLA's operations of the forward pass, as a limit for ours."""
-    return limited(case.least_flops, xla)
+def beside_xla(case: Case, xla: Row) -> tuple[int, int]:
+    """XLA's operations, forward and backward, as limits for ours."""
+    return _limits(case, case.least_flops, xla)
 
 
-def limited(least: float, xla: Row) -> int:
-    """A peer's operations as a limit for ours."""
-    return math.ceil(SLACK * max(least, xla["flops"]["forward"]))
+def _limits(case: Case, least: float, xla: Row) -> tuple[int, int]:
+    """Where XLA repeats work in either pass, so may we in the backward pass."""
+    forward = SLACK * max(least, xla["flops"]["forward"])
+    both = len(case.contraction.operands) * forward, SLACK * xla["flops"]["backward"]
+    return math.ceil(forward), math.ceil(max(both))
 
 
 def _facts(plan: xs.ContractionPlan, objective: str) -> Row:
@@ -60,7 +61,7 @@ def _facts(plan: xs.ContractionPlan, objective: str) -> Row:
     }
 
 
-def cold_s(case: Case, flops_limit: int) -> dict[str, float]:
+def cold_s(case: Case, flops_limit: tuple[int, int]) -> dict[str, float]:
     """Seconds to plan with every cache of the package empty, by objective."""
     return {
         objective: quickest(lambda objective=objective: case.plan(objective, flops_limit), clear_caches)
