@@ -310,10 +310,10 @@ NotationError: mesh axis 'a' is used twice in
                     ^
   an axis cuts one dim or carries one tag
 ---
-NotationError: dim 'q' of the result is in no operand in
+NotationError: dim names differ across the arrow in
     'b s c -> b q c'
                 ^
-  the operands have: b, c, s
+  left: b s c   right: b q c   (the same names, in any order; einsum sums dims)
 ---
 NotationError: dim names differ across the arrow in
     'b s -> s b c'

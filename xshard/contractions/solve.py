@@ -141,12 +141,13 @@ class _Solver:
     def _in_order(self, order: Order, together: Place) -> Iterator[_Way]:
         """The best ways in one order, and the way on which all pairs are contracted in one place."""
         ways = [_Way(0.0, 0, self.ends.operands, ())]
-        one_place = ways[0]
+        one_place, numbers = ways[0], list(range(len(self.ends.operands)))
         for takes in order:
             longer = [way for known in ways for way in self._longer(known, takes)]
             ways = sorted(longer, key=lambda way: way.seconds)[:WIDTH]
             pair = self._pair(one_place, takes)
-            place = _narrowed(self.ends, together, pair)
+            place = _narrowed(self.ends, together, pair, [numbers[i] for i in takes])
+            numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
             found = found_at(pair, place, self.prices, self.request.objective, stays=len(one_place.left) > 2)
             one_place = one_place.then(takes, pair, found)
         yield from (*ways, one_place)
@@ -230,15 +231,23 @@ class _Solver:
         return _Solver(ContractionRequest(*given, *limits))._plan(best)
 
 
-def _narrowed(ends: Ends, place: Place, pair: Ends) -> Place:
-    """What the axes do in a place of all operands, seen by two of them: those that cut no dim hold copies."""
+def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> Place:
+    """What the axes do in a place of all operands, seen by two of them: those that cut no dim hold copies.
+
+    numbers: which of the operands the two are; -1 for what a pair before them gives.
+    """
     cuts = dict(zip(ends.lengths, place.cuts, strict=True))
     mine = tuple(cuts[name] for name in pair.lengths)
     cut = {axis for shards in mine for axis in axes_of(shards)}
     busy = [axis for axis in place.busy if axis not in cut]
-    holders = [set(operand.layout.tagged("sum", "mean")) & set(busy) for operand in pair.operands]
-    sums = tuple((axis, i) for i, held in enumerate(holders) for axis in held)
-    return Place(mine, sums, tuple(axis for axis in busy if all(axis not in held for held in holders)))
+    sums = tuple(
+        (axis, i)
+        for i, (n, operand) in enumerate(zip(numbers, pair.operands, strict=True))
+        for axis in operand.layout.tagged("sum", "mean")
+        if axis in busy and (n < 0 or (axis, n) in place.sums)
+    )
+    held = {axis for axis, _ in sums}
+    return Place(mine, sums, tuple(axis for axis in busy if axis not in held))
 
 
 def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:
