@@ -15,6 +15,7 @@ from typing import Any
 
 from xshard import dtypes
 from xshard.contractions import serialize, table
+from xshard.contractions.explain import explain
 from xshard.contractions.expression import Contraction
 from xshard.contractions.types import local_type
 from xshard.cost.model import Profile, load_profile
@@ -205,6 +206,10 @@ class ContractionPlan:
 
     def __str__(self) -> str:
         return table.text(self)
+
+    def explain(self) -> str:
+        """What every mesh axis does, by the names that schemes have, and what other places would cost."""
+        return explain(self)
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
