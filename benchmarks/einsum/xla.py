@@ -69,7 +69,7 @@ def _figures(case: Case, run: Callable[..., Any], given: list[xs.Layout], made: 
     as_compiled = received.copy()
     for line in text.splitlines():
         for found in collectives(line, case.mesh.n_devices):
-            scattered = found.op == "all-reduce" and _is_sliced(text, line)
+            scattered = found.op == "all-reduce" and is_sliced(text, line)
             counts["reduce-scatter" if scattered else found.op] += 1
             as_compiled += found.received
             received += np.array(found.received) / (2 if scattered else 1)
@@ -81,7 +81,7 @@ def _figures(case: Case, run: Callable[..., Any], given: list[xs.Layout], made: 
     }
 
 
-def _is_sliced(text: str, line: str) -> bool:
+def is_sliced(text: str, line: str) -> bool:
     """Whether all that reads the result of a line takes, in sum, a part of it."""
     made = _MADE.match(line)
     if made is None:  # several arrays, reduced together
