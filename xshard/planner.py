@@ -111,10 +111,11 @@ def plan(
     True
     >>> layer = plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
     >>> layer.local, layer.bytes_received, [str(step) for step in layer.moves[0].backward.steps]
-    ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce tp'])
+    ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce sum(tp)'])
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
+    expression = as_expression(expression)
     for given in (mesh, src_mesh, dst_mesh):
         if given is not None:
             check_mesh(given)
@@ -134,7 +135,6 @@ def plan(
             objective or BOTH,
             overlap,
         )
-    expression = as_expression(expression)
     if sizes is not None or flops_limit is not None:
         hint = "shape= is the shape of the array"
         raise ShapeError("sizes and flops_limit are for contractions", hint=hint)

@@ -99,9 +99,9 @@ class ContractionPlan:
 
     >>> from xshard import plan
     >>> sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
-    >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes, profile="bandwidth")
-    >>> [str(step) for move in p.moves for step in move.steps], p.local
-    (['retag copy(tp)'], 'b s/tp d, d f -> b s/tp f')
+    >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
+    >>> p.local, [str(step) for move in p.moves for step in move.steps]
+    ('b s d | copy(tp), d f/tp -> b s f/tp', ['all_gather s/tp'])
     """
 
     contraction: Contraction
