@@ -36,6 +36,9 @@ class Moved:
 
     def op(self, x):
         """On one device's block."""
+        if "," in self.expression:
+            identity = xj.redistribute(np.eye(4, dtype=np.float32), "d f -> d f/a")
+            return xj.einsum(self.expression, x, identity, profile="bandwidth")
         return xj.redistribute(x, self.expression, ad=self.ad)
 
     def spread(self, local, in_specs, out_specs):
@@ -242,6 +245,7 @@ MOVES = {
     "exchange": ("n/b d/a -> n/a d/b", P("b", "a"), P("a", "b"), True),
     "exchange-untyped": ("n/b d/a -> n/a d/b", P("b", "a"), P("a", "b"), False),
     "gather": ("n/a d -> n d", P("a"), P(), True),
+    "einsum": ("n/b d, d f/a -> n/a f", P("b"), P("a"), True),  # the gradient of x has a place of its own
     "gather-untyped": ("n/a d -> n d | copy(a)", P("a"), P(), False),
 }
 # Every device has a loss of its own there, of its own copy: their gradients add up.
