@@ -1,4 +1,4 @@
-"""`einsum` in JAX: the table of contractions, its traffic, gradients in places of their own, and what is refused.
+"""`einsum` in JAX: the table of contractions, its traffic, gradients in places of their own, and errors.
 
 A mesh has one program for all of its contractions, since compiling is what takes time.
 """
@@ -156,3 +156,142 @@ def test_without_types(mode) -> None:
             run_along_one_axis(along_tp[::7] + [c for c in along_tp if c.name == "uneven_summed"], on_devices)
         else:
             run_along_one_axis(along_tp[::12], lambda f: jax.jit(jax.vmap(f, axis_name="tp")))
+
+
+X = (np.arange(64 * 8, dtype=np.float32) % 7 - 3).reshape(64, 8)
+W = (np.arange(8 * 16, dtype=np.float32) % 5 - 2).reshape(8, 16)
+LAYER = "n d, d f -> n f/tp"
+BOTH = xs.Mesh(dp=2, tp=4)
+
+
+@pytest.mark.parametrize("where", ["blocks", "arrays"])
+@in_jax
+def test_gradients_in_places_of_their_own_have_derivatives(where) -> None:
+    """Of both operands, by one another; blocks differ along an axis that the expression does not name."""
+    plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
+    assert all(plan.parts[0].gradients)
+    if where == "blocks":
+        given, specs = np.concatenate([X, X - 1]), {"in_specs": (P("dp"), P()), "out_specs": P("dp", "tp")}
+        einsum = jax.shard_map(functools.partial(xj.einsum, plan), mesh=jax_mesh(BOTH), **specs)
+    else:
+        given, einsum = X, functools.partial(xj.einsum, plan, mesh=jax_mesh(plan.mesh))
+
+    def derivatives(product, x, w):
+        first = jax.grad(lambda x, w: (product(x, w) ** 2).sum(), argnums=(0, 1))
+        return jax.jvp(first, (x, w), (x % 3, w % 2))
+
+    found = jax.jit(functools.partial(derivatives, einsum))(given, W)
+    expected = jax.jit(functools.partial(derivatives, jnp.dot))(given, W)
+    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(got, right)
+
+
+@in_jax
+def test_operands_without_a_gradient_cost_nothing() -> None:
+    """What is not differentiated has no tangent, so that none is moved."""
+    plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
+    gradient = jax.jit(jax.grad(lambda x: (xj.einsum(plan, x, W, mesh=jax_mesh(plan.mesh)) ** 2).sum()))
+    own = plan.parts[0].gradients[0]
+    assert (
+        received_bytes(gradient.lower(X).compile().as_text(), 4) == plan.bytes_received + own.bytes_received
+    )
+
+
+@in_jax
+def test_global_arrays() -> None:
+    mesh = jax_mesh(BOTH)
+    x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((X, P("dp")), (W, P(None, "tp"))))
+    y = xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w)
+    assert y.sharding == NamedSharding(mesh, P("dp", "tp")) and np.array_equal(y, X @ W)
+    stored = xj.einsum("n/dp d, d f/tp -> n f/zigzag(tp)", x, w)
+    assert np.array_equal(xj.reshard(stored, "n f/zigzag(tp) -> n f"), X @ W)
+    with pytest.raises(xs.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"):
+        xj.einsum("n f/tp, d f/tp -> n d", stored, w)
+    batches = jnp.stack([X, 2 * X])
+    batched = jax.jit(jax.vmap(lambda x: xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w, mesh=mesh)))(batches)
+    assert np.array_equal(batched, batches @ W)
+
+
+@in_jax
+def test_on_explicit_axes_addends_are_unreduced() -> None:
+    mesh = jax_mesh(BOTH, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P("dp", "tp")), jax.device_put(W, P("tp"))
+        y = xj.einsum("n/dp d/tp, d/tp f -> n/dp f | sum(tp)", x, w)
+        assert jax.typeof(y).sharding.spec == P("dp", None, unreduced={"tp"})
+        assert np.array_equal(xj.einsum("n/dp f | sum(tp), d f -> n/dp d", y, jnp.asarray(W)), X @ W @ W.T)
+        # One operand is traced there, the other is on devices.
+        loss = lambda x: (xj.einsum("n/dp d/tp, d/tp f -> n/dp f/tp", x, w) ** 2).sum()  # noqa: E731
+        assert np.array_equal(jax.grad(loss)(x), 2 * X @ W @ W.T)
+
+
+@in_jax
+def test_what_the_local_products_are_told() -> None:
+    x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+    expression, mesh = "n d/tp, d/tp f -> n f", jax_mesh(xs.Mesh(tp=4))
+    call = functools.partial(xj.einsum, expression, mesh=mesh)
+    jaxpr = str(
+        jax.make_jaxpr(functools.partial(call, preferred_element_type="float32", precision="highest"))(x, w)
+    )
+    assert "preferred_element_type=float32" in jaxpr and "precision=(Precision.HIGHEST" in jaxpr
+    assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
+    assert jax.eval_shape(call, x, W).dtype == np.float32
+    assert (
+        jax.eval_shape(
+            functools.partial(call, preferred_element_type=np.int32), *(a.astype(np.int8) for a in (x, w))
+        ).dtype
+        == np.int32
+    )
+
+
+LAYOUTS = "n/dp d, d f/tp -> n/dp f/tp"
+PLAN = xs.plan(LAYOUTS, BOTH, sizes={"n": 64, "d": 8, "f": 16})
+SIZES = {"n": 64, "d": 8, "f": 16}
+# The expression, the shapes, options; the kind of error, what it says, and what it marks in the text.
+WRONG = [
+    ("n/dp d -> n d", [(64, 8)], {}, xs.NotationError, "no contraction", None),
+    ("n/dp d, d f -> n f g", [(64, 8), (8, 16)], {}, xs.NotationError, "in no operand", "g"),
+    ("n/cp d, d f -> n f", [(64, 8), (8, 16)], {}, xs.NotationError, "unknown mesh axis 'cp'", "cp"),
+    (LAYOUTS, [(64, 8)], {}, xs.ShapeError, "1 arrays for 2 operands", None),
+    (LAYOUTS, [(64, 8), (8, 16, 1)], {}, xs.ShapeError, "an array of 3 dims", "d f/tp"),
+    (LAYOUTS, [(64, 8), (4, 16)], {}, xs.ShapeError, "8 long in one operand and 4 in another", "d"),
+    (PLAN, [(64, 8), (8, 16)], {"dtype": "float16"}, xs.DtypeError, "float16, the plan is for float32", None),
+    (PLAN, [(64, 8), (8, 32)], {}, xs.ShapeError, "(8, 32), not (8, 16)", "d f/tp"),
+    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": {"n": 64, "d": 8}}, xs.ShapeError, "no length for dim 'f'", "f"),
+    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": SIZES | {"f": 20}}, xs.ShapeError, "(8, 16)", "d f/tp"),
+]
+
+
+@in_jax
+def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
+    mesh = jax_mesh(BOTH)
+    for expression, shapes, options, kind, reason, marked in WRONG:
+        given = [np.ones(shape, options.get("dtype", "float32")) for shape in shapes]
+        with pytest.raises(kind) as caught:
+            xj.einsum(expression, *given, mesh=mesh, sizes=options.get("sizes"))
+        assert reason in str(caught.value)
+        span = caught.value.span
+        assert (span and caught.value.text[slice(*span)]) == marked, str(caught.value)
+
+
+@in_jax
+def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
+    def message(expression, x, w, specs, **options) -> list[str]:
+        call = functools.partial(xj.einsum, expression, **options)
+        program = jax.shard_map(call, mesh=jax_mesh(BOTH), in_specs=specs, out_specs=P())
+        with pytest.raises(xs.XshardError) as caught:
+            jax.eval_shape(program, x, w)
+        return str(caught.value).splitlines()
+
+    assert message("n d/dp, d f -> n f", X, W, (P(None, "dp"), P("dp")), sizes=SIZES) == [
+        "the block has shape (4, 16), not (8, 16) in",
+        "    'n d/dp, d f -> n f'",
+        "             ^",
+        "  that is the largest block of a (8, 16) array on Mesh(dp=2)",
+    ]
+    assert message("n d/tp, d f -> n f", X, W, (P(None, "tp"), P(None, "tp"))) == [
+        "the block varies along 'tp', where the source holds one value in",
+        "    'n d/tp, d f -> n f'",
+        "             ^^^",
+        "  if each device has its own copy, write copy(tp) on the left",
+    ]
