@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
@@ -45,6 +46,14 @@ def contraction_of(expression: Any) -> Contraction:
         hint = "redistribute and reshard move one array"
         raise NotationError("no contraction: one operand, no dim summed", text=expression, hint=hint)
     return contraction(expression)
+
+
+def plan_for(
+    text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile
+) -> ContractionPlan:
+    """The cheapest plan: for whole numbers, which have no gradients, of the result alone."""
+    objective = "forward+backward" if jnp.issubdtype(dtype, jnp.inexact) else "forward"
+    return planner.plan(text, mesh, shapes, dtype.name, profile=profile, objective=objective)
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
@@ -79,15 +88,15 @@ def einsum_blocks(
 
     shapes: global, of the operands; None to infer them from the blocks.
     """
-    given, dtype = contraction_of(expression), jnp.result_type(*blocks).name
+    given, dtype = contraction_of(expression), jnp.result_type(*blocks)
     if isinstance(expression, ContractionPlan):
         plan = expression
         here = given_mesh_here(mesh, plan.mesh, axes_of(plan), given.text)
-        check_given(plan, shapes or plan.shapes, dtype)
+        check_given(plan, shapes or plan.shapes, dtype.name)
     else:
         here, machine = machine_here(mesh, (*given.operands, given.result), given.text, profile)
         whole = shapes or whole_shapes(given, here, [x.shape for x in blocks])
-        plan = planner.plan(given.text, here, whole, dtype, profile=machine)
+        plan = plan_for(given.text, here, whole, dtype, machine)
     entries = zip(blocks, plan.moves, text_spans(given.text).layouts, strict=False)
     typed = []
     for x, move, span in entries:
@@ -166,8 +175,7 @@ def _with_own_gradients(
             others = [given[j] if layout == part.moves[j].src else used[j] for layout, j in at]
 
             def pulled(cotangent: jax.Array, own=own, i=i, others=others) -> jax.Array:
-                wide = Product(None, product.precision)
-                return _contracted(own, [cotangent, *others], here, wide).astype(given[i].dtype)
+                return _contracted(own, [cotangent, *others], here, product).astype(given[i].dtype)
 
             tangent += jax.linear_transpose(pulled, y)(tangents[0][i])[0]
         return y, tangent

@@ -21,10 +21,18 @@ from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import LOG, check_even
-from jax_bridge.einsum import Product, axes_of, check_given, check_shapes, contraction_of, einsum_blocks
+from jax_bridge.einsum import (
+    Product,
+    axes_of,
+    check_given,
+    check_shapes,
+    contraction_of,
+    einsum_blocks,
+    plan_for,
+)
 from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
 from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
-from xshard import ContractionPlan, Profile, planner
+from xshard import ContractionPlan, Profile
 from xshard.contractions.blocks import Shapes, check_operands
 from xshard.contractions.expression import shapes_of
 from xshard.formatting import format_bytes
@@ -108,7 +116,7 @@ def _program(
         with mark_errors(text):
             check_given_mesh(axes_of(plan), plan.mesh, here)
     else:
-        plan = planner.plan(text, here, shapes, dtype.name, profile=profile)
+        plan = plan_for(text, here, shapes, dtype, profile)
     arrays = [*(move.source for move in plan.moves), plan.result.target]
     check_even(arrays, text)
     with mark_errors(text):

@@ -244,6 +244,20 @@ def test_what_the_local_products_are_told() -> None:
     )
 
 
+@in_jax
+def test_whole_numbers_are_contracted_where_the_result_alone_is_cheapest() -> None:
+    """They have no gradients, and need not be where those are cheap."""
+    _, _, sizes, expression = next(case for case in CASES if case[0] == "logits_vocab")
+    mesh = xs.Mesh(tp=4)
+    forward, both = (
+        xs.plan(expression, mesh, sizes=sizes, dtype="int32", profile="bandwidth", objective=objective)
+        for objective in ("forward", "forward+backward")
+    )
+    program = jax.jit(functools.partial(xj.einsum, expression, mesh=jax_mesh(mesh), profile="bandwidth"))
+    text = program.lower(*(np.ones(shape, np.int32) for shape in both.shapes)).compile().as_text()
+    assert received_bytes(text, 4) == forward.bytes_received < both.bytes_received
+
+
 LAYOUTS = "n/dp d, d f/tp -> n/dp f/tp"
 PLAN = xs.plan(LAYOUTS, BOTH, sizes={"n": 64, "d": 8, "f": 16})
 SIZES = {"n": 64, "d": 8, "f": 16}
