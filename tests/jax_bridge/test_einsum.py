@@ -69,11 +69,13 @@ class Case:
             )
         return found
 
-    def on_device(self, *blocks: jax.Array, plans: bool) -> list[jax.Array]:
-        """Blocks of the operands and of the cotangent -> the block of the result, and of the gradients."""
-        made = functools.partial(xj.einsum, self.plan)  # planning once takes less time
-        planned = functools.partial(xj.einsum, self.expression, sizes=self.lengths, profile="bandwidth")
-        y, pull = jax.vjp(planned if plans else made, *blocks[:-1])
+    def on_device(self, *blocks: jax.Array, expression=None) -> list[jax.Array]:
+        """Blocks of the operands and of the cotangent -> the block of the result, and of the gradients.
+
+        expression: text; by default the plan, which is made by then.
+        """
+        options = {} if expression is None else {"sizes": self.lengths, "profile": "bandwidth"}
+        y, pull = jax.vjp(functools.partial(xj.einsum, expression or self.plan, **options), *blocks[:-1])
         return [y, *pull(blocks[-1])]
 
     def check(self, found: Sequence[Sequence[np.ndarray]]) -> None:
@@ -94,10 +96,7 @@ def run_in_shard_map(cases: Sequence[Case], check_vma: bool) -> int:
 
     def one_device(arrays):
         each = zip(cases, arrays, strict=True)
-        return [
-            [lead(y, axes) for y in c.on_device(*(local(x, axes) for x in xs), plans=not check_vma)]
-            for c, xs in each
-        ]
+        return [[lead(y, axes) for y in c.on_device(*(local(x, axes) for x in xs))] for c, xs in each]
 
     specs = [[[spec(end) for end in ends] for ends in (c.taken, c.made)] for c in cases]
     taken, made = ([pair[i] for pair in specs] for i in range(2))
@@ -115,7 +114,10 @@ def run_along_one_axis(cases: Sequence[Case], mapped) -> None:
     """Check all cases, of one mesh, in one program of `pmap` or `vmap`; NaN in all padding."""
 
     def one_device(arrays):
-        return [case.on_device(*blocks, plans=True) for case, blocks in zip(cases, arrays, strict=True)]
+        return [
+            case.on_device(*blocks, expression=case.expression)
+            for case, blocks in zip(cases, arrays, strict=True)
+        ]
 
     arrays = [
         [padded(b, end, np.nan) for b, end in zip(case.blocks(), case.taken, strict=True)] for case in cases
