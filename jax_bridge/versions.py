@@ -76,11 +76,12 @@ def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:
     return batching.bdim_at_front(x, dim, size)
 
 
-def with_sharding(aval: Any, sharding: NamedSharding) -> Any:
-    """The aval of an array with another sharding. A type tells Explicit axes only."""
+def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None) -> Any:
+    """The aval of an array with another sharding, and shape. A type tells Explicit axes only."""
     context = jax.sharding.get_abstract_mesh()
     mesh = sharding.mesh.abstract_mesh if context.empty else context
-    return aval.update(sharding=NamedSharding(mesh, sharding.spec))
+    shape = aval.shape if shape is None else shape
+    return aval.update(shape=shape, sharding=NamedSharding(mesh, sharding.spec))
 
 
 def manual_type(x: Any) -> Any:

@@ -172,6 +172,13 @@ CASES = (
     Case("three-axes-sum", "x y | sum(a,b,c) -> x/b y/(c,a)", "a=2,b=2,c=2", (4, 8)),
     Case("three-axes-uneven", "x/(a,b) y/c -> x/c y/b/a", "a=2,b=2,c=2", (7, 5)),
     Case("gather-one-of-three", "x/a/b y/c -> x/a y/c | copy(b)", "a=2,b=2,c=2", (8, 4)),
+    # Dims in another order: a view of what the other steps give.
+    Case("permuted", "n/a d -> d n/a", "a=4", (8, 3)),
+    Case("permuted-gather", "s/a h k -> h s k", "a=4", (8, 2, 3)),
+    Case("permuted-ulysses", "b/dp s/cp h d -> b/dp h/cp s d", "dp=2,cp=4", (2, 8, 4, 2)),
+    Case("permuted-mean-uneven", "n/a d | mean(b) -> d/b n | copy(a)", "a=2,b=2", (5, 4)),
+    Case("permuted-max", "n d | max(a) -> d/a n", "a=4", (3, 8)),
+    Case("permuted-halo", "h/a w/b -> w h/a:halo(1,1)", "a=2,b=2", (8, 4)),
     # Overlaps: every boundary, one dim and several, alone and with collectives.
     Case("halo", "b h/a w -> b h/a:halo(1,1) w", "a=4", (2, 8, 3)),
     Case("halo-periodic", "h/a w -> h/a:halo(2,1,periodic) w", "a=4", (12, 3)),

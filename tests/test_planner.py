@@ -310,7 +310,7 @@ def test_a_slow_axis_is_spared():
         ),
         ("n/a -> n", {"objective": "backward"}, xs.PlanError, "no objective 'backward'"),
         ("n/a -> n", {"memory_limit": 0}, xs.PlanError, "no plan stays within 0 B per device"),
-        (("n/a", "m/a"), {}, xs.NotationError, "dim names differ: 'n/a' and 'm/a'"),
+        (("n/a", "m/a"), {}, xs.NotationError, "dim names differ across the arrow in\n    'n/a -> m/a'"),
         (("n/a", "n/q"), {}, xs.NotationError, "unknown mesh axis 'q' in\n    'n/a -> n/q'"),
         ((Layout.parse("n/a"), "n | max(a)"), {}, xs.PlanError, "'n | max(a)' holds a max over a that"),
     ],

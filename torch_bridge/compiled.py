@@ -158,11 +158,12 @@ def traced_executable(
             plan, processes = plan_of(request, processes, lengths, travels.forward, whole, profile)
             executable = lower(plan, processes, x.device).casting(x.dtype, travels.backward)
             plans = _plans(executable, differentiated)
-        cut = {d for d in free if not all(_is_whole(p, d) for p in plans)}
+        names = plan.source.layout.names
+        cut = {d for d in free if not all(_is_whole(p, names[d]) for p in plans)}
         if not cut:
             break
         free -= cut
-    symbols = {d - x.ndim: x.shape[d] for d in free}
+    symbols = {names[d]: x.shape[d] for d in free}
     return lower_traced(plan, processes, x.device, symbols).casting(x.dtype, travels.backward)
 
 
@@ -179,9 +180,10 @@ def _plans(executable: Executable, differentiated: bool) -> list[Plan]:
     return [executable.plan, *(found.plan for found in derived)]
 
 
-def _is_whole(plan: Plan, d: int) -> bool:
+def _is_whole(plan: Plan, name: str) -> bool:
     """Whether no step cuts a dim, widens it or reads it backwards."""
     layouts = [plan.source.layout, plan.target.layout, *(stage.after.layout for stage in plan.stages)]
     if any("pole" in str(layout) for layout in layouts):  # rows beyond a pole depend on another dim
         return False
-    return all(not layout.dims[d].shards and layout.dims[d].overlap is None for layout in layouts)
+    dims = (layout.dim(name) for layout in layouts)
+    return all(not dim.shards and dim.overlap is None for dim in dims)

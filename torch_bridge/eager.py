@@ -57,7 +57,7 @@ def redistribute_eagerly(
         ends = sides(expression)
         move = dtensor_move(x, ends, mesh, shape, profile, comm_dtype)
         run = functools.partial(RedistributeDTensor.apply, x, move)
-        return checked_dtensor(x, run, ends.text, name) if compares else run()
+        return permuted(checked_dtensor(x, run, ends.text, name) if compares else run(), ends)
     executable = executable_for(x, expression, mesh, shape, profile, comm_dtype)
     if compares:
         y = checked(x, executable, process_mesh(require_mesh(mesh)), sides(expression).text, name)
@@ -76,13 +76,13 @@ def dtensor_move(
     profile: str | Path | Profile,
     comm_dtype: CommDtypeLike,
 ) -> DTensorMove:
-    """The move of a DTensor that is placed as the left side says."""
+    """The move of a DTensor that is placed as the left side says, its dims in their order there."""
     if mesh is not None and mesh != x.device_mesh:
         raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
     if shape is not None and lengths_of(shape) != tuple(x.shape):
         raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {lengths_of(shape)}")
     check_placed(x, ends.src, ends.text)
-    src, dst = (positional(side, x.ndim) for side in (ends.src, ends.dst))
+    src, dst = (positional(side, x.ndim) for side in (ends.src, ends.dst.in_order(ends.src.names)))
     travels = comm_dtype_of(comm_dtype, x.dtype)
     return move_of(
         x,
@@ -93,6 +93,12 @@ def dtensor_move(
         backward_dtype=travels.backward,
         gradient=to_placements(layout_of_gradient(src), x.device_mesh, x.shape),
     )
+
+
+def permuted(y: DTensor, ends: Sides) -> Tensor:
+    """A DTensor with its dims in the order of the right side."""
+    names, order = (side.resolved(y.ndim).names for side in (ends.src, ends.dst))
+    return y if names == order else y.permute([names.index(name) for name in order])
 
 
 def compare_calls(

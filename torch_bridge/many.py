@@ -23,7 +23,7 @@ from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.dtensor.function import executables, local_block
 from torch_bridge.dtensor.placements import dtensor_of
-from torch_bridge.eager import compare_calls, dtensor_move, redistribute_eagerly
+from torch_bridge.eager import compare_calls, dtensor_move, permuted, redistribute_eagerly
 from torch_bridge.lower.buckets import BucketedExecutable
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
@@ -152,14 +152,15 @@ def _prepared(
     if not isinstance(x, DTensor):
         executable = executable_for(x, leaf.expression, mesh, leaf.shape, profile, comm_dtype)
         return Joint(x, executable, lambda y: y) if executable.is_linear else None
-    move = dtensor_move(x, sides(leaf.expression), None, leaf.shape, profile, comm_dtype)
+    ends = sides(leaf.expression)
+    move = dtensor_move(x, ends, None, leaf.shape, profile, comm_dtype)
     block = local_block(x)
     legs = executables(move, tuple(x.shape), tuple(block.shape), block.device)
     if _records(x) or len(legs) != 1 or not isinstance(legs[0], Executable) or not legs[0].is_linear:
         return None
 
     def finish(y: Tensor) -> Tensor:
-        return dtensor_of(y, x.device_mesh, move.dst.placements, x.shape)
+        return permuted(dtensor_of(y, x.device_mesh, move.dst.placements, x.shape), ends)
 
     return Joint(block, legs[0].casting(x.dtype, move.op_dtype), finish)
 

@@ -65,8 +65,9 @@ def redistribute(
     """This process's block under the left layout -> its block under the right one, differentiable.
 
     All processes of the mesh call it, with equal arguments except the values of `x`, and with
-    equal `requires_grad`. The result is a new tensor, contiguous; `x` is left as it is. On `meta` it is the
-    shape and dtype alone, and nothing is sent.
+    equal `requires_grad`. The result is a new tensor, contiguous unless dims change their order, as in
+    `n/dp d -> d n`: that is a view of what arrives. `x` is left as it is. On `meta` the result is the shape
+    and dtype alone, and nothing is sent.
 
     expression: `"layout -> layout"`, a pair of layouts, or a plan (`x` must have its dtype), which is run
     as it is. Axes that the layouts do not name are left alone: blocks may differ along them.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xshard import dtypes
 from xshard.arguments import lengths_of
+from xshard.contractions.plan import ContractionPlan, Part
 from xshard.errors import DtypeError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
@@ -84,10 +85,11 @@ def gather(
     return out
 
 
-def run(plan: Plan, blocks: Sequence[ArrayLike]) -> list[Block]:
+def run(plan: Plan | ContractionPlan, *operands: Sequence[ArrayLike]) -> list[Block]:
     """Blocks under `plan.src` -> blocks under `plan.dst`; the input is left as it is.
 
-    Between two meshes: a block per device of the source -> a block per device of the destination.
+    Between two meshes: a block per device of the source -> a block per device of the destination. A
+    contraction takes the blocks of every operand.
     Raises ShapeError for a wrong number of blocks or a block of the wrong shape, DtypeError
     where blocks differ in dtype or it cannot be reduced.
 
@@ -95,7 +97,13 @@ def run(plan: Plan, blocks: Sequence[ArrayLike]) -> list[Block]:
     >>> p = plan("n/dp -> n", Mesh(dp=2), shape=(4,), dtype="int64")
     >>> [b.tolist() for b in run(p, [np.arange(2), np.arange(2, 4)])]
     [[0, 1, 2, 3], [0, 1, 2, 3]]
+    >>> dot = plan("n/dp, n/dp -> ()", Mesh(dp=2), sizes={"n": 4}, dtype="int64")
+    >>> [b.tolist() for b in run(dot, [np.arange(2), np.arange(2, 4)], [np.ones(2, int)] * 2)]
+    [6, 6]
     """
+    if isinstance(plan, ContractionPlan):
+        return _contracted(plan, operands)[0]
+    [blocks] = operands
     current = [np.array(b) for b in checked_blocks(blocks, plan.source)]
     name = dtypes.name_of(current[0].dtype)
     for kind, axes in plan.src.tags:
@@ -106,22 +114,105 @@ def run(plan: Plan, blocks: Sequence[ArrayLike]) -> list[Block]:
     return current
 
 
-def pullback(plan: Plan, blocks: Sequence[ArrayLike], cotangents: Sequence[ArrayLike]) -> list[Block]:
-    """Cotangents of the outputs of `run(plan, blocks)` -> cotangents of `blocks`.
+@overload
+def pullback(plan: Plan, given: Sequence[ArrayLike], cotangents: Sequence[ArrayLike]) -> list[Block]: ...
+@overload
+def pullback(
+    plan: ContractionPlan, given: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
+) -> list[list[Block]]: ...
+def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Sequence[ArrayLike]) -> Any:
+    """Cotangents of the outputs of `run(plan, given)` -> cotangents of the blocks `given`.
 
     cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan
     runs its backward plan; a max or min sends the cotangent to the winners in equal shares, which
     a plan between two meshes cannot: LinearityError.
+    A contraction takes a list of the operands' blocks and gives a list of theirs; complex numbers are not
+    conjugated.
     """
+    if isinstance(plan, ContractionPlan):
+        return _pulled(plan, given, cotangents)
     if plan.src.is_linear or plan.transfer:
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
-    xs = checked_blocks(blocks, plan.source)
+    xs = checked_blocks(given, plan.source)
     best = run(plans.result, run(plan, xs))
     won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
     counts = run(plans.count, won)
     pulled = run(plans.cotangent, cotangents)
     return [g * w / n for g, w, n in zip(pulled, won, counts, strict=True)]
+
+
+Operand = list[Block]  # its blocks
+
+
+def _contracted(
+    plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]]
+) -> tuple[Operand, list[tuple[list[Operand], list[Operand]]]]:
+    """The result, and for every part its operands as they came and as they were contracted."""
+    if len(operands) != len(plan.shapes):
+        raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
+    left = [checked_blocks(x, move.source) for x, move in zip(operands, plan.moves, strict=True)]
+    held = []
+    for part in plan.parts:
+        came = [left[i] for i in part.takes]
+        used = [run(move, x) for move, x in zip(part.moves, came, strict=True)]
+        held.append((came, used))
+        names = [move.dst.names for move in part.moves]
+        made = run(part.result, _einsum(list(zip(names, used, strict=True)), part.result.src.names))
+        left = [x for i, x in enumerate(left) if i not in part.takes] + [made]
+    return left[0], held
+
+
+def _pulled(
+    plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
+) -> list[Operand]:
+    """The cotangents of all operands: those of every part, the last part first."""
+    held, left = _contracted(plan, operands)[1], [list(map(np.asarray, cotangents))]
+    for part, (came, used) in zip(reversed(plan.parts), reversed(held), strict=True):
+        found = dict(zip(part.takes, _gradients(part, came, used, left.pop()), strict=True))
+        rest = iter(left)
+        left = [found[i] if i in found else next(rest) for i in range(len(found) + len(left))]
+    return left
+
+
+def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
+    """The cotangents of a part's operands, each where the plan has it contracted."""
+    shared = run(part.result.backward, cotangent) if part.shared else []
+    for i, (own, move) in enumerate(zip(part.gradients, part.moves, strict=True)):
+        others = [j for j in range(len(used)) if j != i]
+        if own is None:
+            operands = [
+                (part.result.src.names, shared),
+                *((part.moves[j].dst.names, used[j]) for j in others),
+            ]
+            known = {name for names, _ in operands for name in names}
+            # Dims of its own, that the result lacks, are summed in it alone: the rest, repeated along them.
+            alone = tuple(d for d, name in enumerate(move.dst.names) if name not in known)
+            ones = [np.ones([x.shape[d] for d in alone], x.dtype) for x in used[i]]
+            operands.append((tuple(move.dst.names[d] for d in alone), ones))
+            yield run(move.backward, _einsum(operands, move.dst.names))
+        else:
+            layouts = own.contraction.operands[1:]
+            given = [
+                came[j] if layout == part.moves[j].src else used[j]
+                for j, layout in zip(others, layouts, strict=True)
+            ]
+            yield run(own, cotangent, *given)
+
+
+def _einsum(operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]) -> Operand:
+    """Every operand's dims with its blocks -> what every device gets; numpy has no einsum of bfloat16."""
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(name for dims, _ in operands for name in dims))}
+    result = []
+    for device, first in enumerate(operands[0][1]):
+        given: list[Any] = []
+        for dims, blocks in operands:
+            block = blocks[device]
+            wide = np.float32 if block.dtype.kind == "V" else block.dtype
+            given += [block.astype(wide), [numbers[name] for name in dims]]
+        made = np.asarray(np.einsum(*given, [numbers[name] for name in names]))
+        result.append(made.astype(first.dtype) if first.dtype.kind == "V" else made)
+    return result
 
 
 def checked_blocks(blocks: Sequence[ArrayLike], sharding: Sharding) -> list[Block]:

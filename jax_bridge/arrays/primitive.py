@@ -77,7 +77,7 @@ def _batched(
 _move: Callable[..., jax.Array] = linear_primitive(
     "xshard_reshard",
     run=_carried_out,
-    abstract_eval=lambda x, *, plan, mesh: (with_sharding(x, ends(plan, mesh)[1]), set()),
+    abstract_eval=lambda x, *, plan, mesh: (with_sharding(x, ends(plan, mesh)[1], plan.target.shape), set()),
     transpose=lambda cotangent, *, plan, mesh: _move(cotangent, plan=plan.backward, mesh=mesh),
     batch=_batched,
 )

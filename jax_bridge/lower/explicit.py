@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jax_bridge.versions import cuts_of
 from xshard import Plan, ShapeError
@@ -28,19 +29,20 @@ def part_by_part(run: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax
     """
     sizes = jax.typeof(x).sharding.mesh.shape
     lengths = []
-    for axes, length, *ends in zip(
-        _cuts(x), plan.shape, plan.source.layout.dims, plan.target.layout.dims, strict=True
-    ):
-        if axes and any(dim.shards for dim in ends):
+    target = plan.target.layout
+    for axes, length, dim in zip(_cuts(x), plan.shape, plan.source.layout.dims, strict=True):
+        if axes and (dim.shards or target.dim(dim.name).shards):
             raise ShapeError(
-                f"dim {ends[0].name!r} of the block is cut over the Explicit axis {axes[0]!r} besides",
+                f"dim {dim.name!r} of the block is cut over the Explicit axis {axes[0]!r} besides",
                 text=f"{plan.src} -> {plan.dst}",
                 hint="make that axis manual as well, and name it in the expression",
             )
         lengths.append(length // math.prod(sizes[axis] for axis in axes))
     within, spec = replace(plan, shape=tuple(lengths)), jax.typeof(x).sharding.spec
+    entries = [cuts_of(spec)[plan.source.dim_index(name)] for name in target.names]
+    after = PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
     move = jax.shard_map(
-        lambda part: run(within, part), in_specs=spec, out_specs=spec, axis_names=explicit_axes(x)
+        lambda part: run(within, part), in_specs=spec, out_specs=after, axis_names=explicit_axes(x)
     )
     return move(x)
 

@@ -42,6 +42,7 @@ from xshard.steps import (
     Scale,
     Slice,
     Step,
+    Transpose,
 )
 from xshard.steps.base import axes_of, even_parts, own_part
 from xshard.steps.permute import senders
@@ -141,6 +142,10 @@ def _retag(_: Retag, x: jax.Array, __: Sharding, ___: Sharding) -> jax.Array:
     return x
 
 
+def _transpose(step: Transpose, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+    return jnp.transpose(x, step.order(before))
+
+
 def _scale(step: Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
     n = step.factor.denominator
     x = x * np.array(step.factor.numerator, x.dtype)
@@ -199,4 +204,5 @@ RULES: dict[type[Step], Rule] = {
     Retag: _retag,
     Scale: _scale,
     Slice: _moves(_slice),
+    Transpose: _transpose,
 }

@@ -66,6 +66,20 @@ def test_under_jit_and_differentiated(kind) -> None:
     assert np.array_equal(gradient, 2 * (X % 7))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@in_jax
+def test_dims_in_another_order(kind) -> None:
+    def turned(x):
+        return xj.reshard(x, "n/a d/b -> d/a n/b", mesh(kind))
+
+    x = on(kind, "a", "b")
+    y, pull = jax.vjp(turned, x)
+    assert np.array_equal(y, X.T) and y.sharding.spec == P("a", "b")
+    assert np.array_equal(pull(y)[0], X)
+    both = jax.vmap(turned)(jnp.stack([x, 2 * x]))
+    assert np.array_equal(both, np.stack([X.T, 2 * X.T]))
+
+
 @in_jax
 def test_storage_order() -> None:
     """A zigzag dim is held as the devices keep it: rank 0 has the first and the last of 8 chunks."""

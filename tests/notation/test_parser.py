@@ -301,8 +301,8 @@ NotationError: expected '->', found '=' in
   an expression reads: layout -> layout
 ---
 NotationError: an empty layout in
-    'n ->'
-         ^
+    '-> n'
+     ^^
   a scalar is written ()
 ---
 NotationError: mesh axis 'a' is used twice in
@@ -313,10 +313,17 @@ NotationError: mesh axis 'a' is used twice in
 NotationError: dim names differ across the arrow in
     'b s c -> b q c'
                 ^
-  left: b s c   right: b q c   (same names, same order)
+  left: b s c   right: b q c   (the same names, in any order; einsum sums dims)
 ---
-NotationError: dim names differ across the arrow in 'b s -> s b'
-  left: b s   right: s b   (same names, same order)
+NotationError: dim names differ across the arrow in
+    'b s -> s b c'
+                ^
+  left: b s   right: s b c   (the same names, in any order; einsum sums dims)
+---
+NotationError: a pole rolls the next dim, and the order of dims changes in
+    'b/dp s -> s b/dp:halo(1,1,pole)'
+                 ^^^^^^^^^^^^^^^^^^^
+  name the dim, as in pole(w)
 ---
 NotationError: unknown mesh axis 'cq' in
     'b s/cq -> b s'

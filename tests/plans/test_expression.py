@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import xshard as xs
-from xshard.plans.expression import whole_shape
+from xshard.plans.expression import sides, whole_shape
 
 MESH = xs.Mesh(dp=2, tp=2)
 
@@ -34,3 +34,17 @@ def test_a_block_of_any_device_gives_the_shape(layout: str, shape: tuple[int, ..
 def test_what_does_not_say_it() -> None:
     with pytest.raises(xs.ShapeError, match="4 rows do not say how long dim 'h' is"):
         whole_shape(xs.Layout.parse("h/tp:window(k=3)"), MESH, (4,), "h/tp:window(k=3)")
+
+
+def test_both_sides_have_the_same_dims() -> None:
+    """In any order; a sum over dims is another verb."""
+    src, dst, _ = sides("n/dp d -> d n")
+    assert (src.names, dst.names) == (("n", "d"), ("d", "n"))
+    with pytest.raises(xs.NotationError) as caught:
+        sides("b s/tp c -> c b")
+    assert str(caught.value).splitlines() == [
+        "dim names differ across the arrow in",
+        "    'b s/tp c -> c b'",
+        "       ^",
+        "  left: b s c   right: c b   (the same names, in any order; einsum sums dims)",
+    ]

@@ -1,7 +1,7 @@
 """What holds for any mesh, shape and pair of layouts."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xshard as xs
@@ -48,6 +48,29 @@ def test_the_backward_plan_is_the_adjoint(move, profile, seed):
     forward = oracle.paired(xs.reference.run(plan, x), y, dst, mesh)
     backward = oracle.paired(x, xs.reference.run(plan.backward, y), src, mesh)
     assert forward == backward
+
+
+@settings(max_examples=50)
+@given(st.data(), moves(), profiles, seeds)
+def test_dims_in_another_order_are_a_view(data, move, profile, seed):
+    """The plan is the one in the old order, with nothing more to send; so is that of its gradient."""
+    mesh, shape, src, dst = move
+    turned = dst.in_order(data.draw(st.permutations(dst.names)))
+    plain, plan = (xs.plan((src, end), mesh, shape, "float64", profile=profile) for end in (dst, turned))
+    assert plan.bytes_received == plain.bytes_received
+    assert (plan.cost, plan.peak_bytes) == (plain.cost, plain.peak_bytes)
+    order, rng = [dst.names.index(name) for name in turned.names], np.random.default_rng(seed)
+    x = oracle.random_blocks(src, mesh, shape, rng, UNIT)
+    result = xs.reference.run(plan, x)
+    for found, block in zip(result, xs.reference.run(plain, x), strict=True):
+        assert np.array_equal(found, block.transpose(order))
+    if not src.is_linear:
+        return
+    y = oracle.random_blocks(turned.dual, mesh, plan.target.shape, rng, UNIT)
+    gradient = xs.reference.run(plan.backward, y)
+    assert plan.backward.bytes_received == plain.backward.bytes_received
+    assert oracle.paired(result, y, turned, mesh) == oracle.paired(x, gradient, src, mesh)
+    assert xs.Plan.from_json(plan.to_json(), profile) == plan
 
 
 @given(moves(kinds=("linear",)), profiles, seeds)

@@ -145,7 +145,8 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
         (
             {"expression": ("n/a", "m/b")},
             xs.NotationError,
-            "dim names differ: 'n/a' and 'm/b'\n  same names, same order",
+            "dim names differ across the arrow in\n    'n/a -> m/b'\n            ^\n  left: n   right: m   "
+            "(the same names, in any order; einsum sums dims)",
         ),
         (
             {"expression": "n/a -> n/b:halo(1,1)", "dst_devices": (2, 3)},

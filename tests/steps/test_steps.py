@@ -22,6 +22,7 @@ from xshard.steps import (
     Scale,
     Slice,
     Step,
+    Transpose,
 )
 from xshard.steps.traffic import LinkSpan
 
@@ -68,6 +69,8 @@ STEPS = [
     (Retag(copies=("a",)), "n/b d", "n/b d | copy(a)"),
     (Retag(copies=("b",), replicas=("a",)), "n d | copy(a)", "n d | copy(b)"),
     (Scale(Fraction(3, 7)), "n/a d", "n/a d"),
+    (Transpose(("d", "n")), "n/a d/b", "d/b n/a"),
+    (Transpose(("d",)), "n d/zigzag(a) | sum(b)", "n d/zigzag(a) | sum(b)"),
     (exchange("n/b d/a"), "n/a d/b", "n/b d/a"),
     (exchange("n d/a/b"), "n/a/b d", "n d/a/b"),
     (exchange("n/zigzag(a) d | copy(b)"), "n/a d | sum(b)", "n/zigzag(a) d | copy(b)"),
@@ -100,7 +103,9 @@ def test_it_keeps_the_global_array(step, before, after):
     value = oracle.gather(blocks, here.layout, MESH, here.shape)
     factor = step.factor if isinstance(step, Scale) else Fraction(1)
     expected = value * factor.numerator / factor.denominator
-    assert np.array_equal(oracle.gather(result, there.layout, MESH, there.shape), expected)
+    order = [here.layout.names.index(name) for name in there.layout.names]
+    there = sharding(after, expected.transpose(order).shape)
+    assert np.array_equal(oracle.gather(result, there.layout, MESH, there.shape), expected.transpose(order))
     assert all(np.array_equal(a, b) for a, b in zip(blocks, given, strict=True))
 
 
@@ -183,6 +188,8 @@ WRONG_USE = [
     (Mask(("a",)), "n/a d", "axis 'a' is not replicated in 'n/a d'"),
     (Retag(copies=("a",)), "n d | copy(a)", "'retag -> copy(a)' does not apply to 'n d | copy(a)'"),
     (Retag(replicas=("a",)), "n d", "'retag -> replica(a)' does not apply to 'n d'"),
+    (Transpose(("n", "b")), "n d/a", "'transpose -> n b' does not apply to 'n d/a'"),
+    (Transpose(("n",)), "n d", "'transpose -> n' does not apply to 'n d'"),
     (permute("n d/a"), "n/a d", "no permutation of blocks leads from 'n/a d' to 'n d/a'"),
     (permute("n d"), "n d | sum(a)", "a permutation keeps sums: 'n d | sum(a)' -> 'n d'"),
     (exchange("n d | max(a)"), "n/a d", "'n/a d' has no max or min that 'n d | max(a)' could keep"),

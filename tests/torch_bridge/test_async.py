@@ -24,6 +24,7 @@ EXPRESSIONS = [
     "n d | mean(a) -> n d",
     "n d -> n/a d",
     "n d | max(a) -> n d",
+    "n/a d -> d/a n",
 ]
 
 

@@ -32,6 +32,7 @@ EVERY_STEP = [  # with a leading dim that is whole
     "s n d -> s n d | sum(a)",
     "s n d | mean(a) -> s n d | copy(a)",
     "s n d | max(a) -> s n d",
+    "s n/a d -> d/a n s",
 ]
 TWO_AXES = [
     "s n d | sum(a,b) -> s n d",

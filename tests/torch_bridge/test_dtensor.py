@@ -159,6 +159,17 @@ def _redistributed() -> None:
         assert x.grad is not None and x.grad.placements == x.placements
         assert torch.equal(x.grad.full_tensor(), whole), expression
 
+    # Dims in another order, alone and with others.
+    for expression in ("n/a d/b -> d/a n/b", "n/b d -> d n/b", "n/a d -> d n | copy(a)"):
+        src, dst = xs.parse_expression(expression)
+        x = distribute_tensor(whole, mesh, xt.to_placements(src, mesh, whole.shape), src_data_rank=None)
+        x.requires_grad_()
+        for y in (xt.redistribute(x, expression), xt.redistribute_many([x.detach()] * 2, expression)[0]):
+            assert y.placements == xt.to_placements(dst, mesh) and torch.equal(y.full_tensor(), whole.mT)
+        y = xt.redistribute(x, expression.replace(" | copy(a)", ""))
+        (y * distribute_tensor(whole.mT, mesh, y.placements, src_data_rank=None)).sum().backward()
+        assert torch.equal(x.grad.full_tensor(), whole) and x.grad.placements == x.placements
+
     # Partials: a sum, and a mean, whose gradient is divided.
     for reduction, share in (("sum", 1.0), ("avg", 0.5)):
         local = ((rank // 2 + 1) * whole).requires_grad_()

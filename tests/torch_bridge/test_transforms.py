@@ -49,6 +49,7 @@ CHAINS = {
     "Mask": "n d > n d | sum(b) > n d",
     "Retag": "n d > n d | copy(a) > n d",
     "Scale": "n d > n d | mean(a) > n d",
+    "Transpose": "n d > d/a n > n/a d > n d",
     "max": "n d > n d | copy(a) = n d | max(a) > n d",
     "min, scattered": "n d > n d | copy(a) = n d | min(a) > n/a d > n d",
 }
@@ -74,8 +75,10 @@ def moved(chain: str, shape: tuple[int, ...] = SHAPE) -> Map:
     mesh = mesh_of(chain)
 
     def whole(x: Tensor) -> Tensor:
+        lengths = dict(zip("nd", shape, strict=True))
         for expression in moves(chain):
-            x = xt.redistribute(x, expression, mesh, shape=shape)
+            src, _ = xs.parse_expression(expression)
+            x = xt.redistribute(x, expression, mesh, shape=[lengths[name] for name in src.names])
         return x
 
     return whole

@@ -35,6 +35,7 @@ from xshard.steps import (
     Scale,
     Slice,
     Step,
+    Transpose,
 )
 from xshard.steps.base import DimCut, axes_of, even_parts, own_part
 from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to
@@ -53,9 +54,9 @@ _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 class Site(NamedTuple):
     """The context of one step: the shardings around it, this process, the device and dtype of its tensors.
 
-    lengths: the symbols of a compiler for the lengths of dims that no step cuts, by dims counted from the
-    last (-1); None where nothing is traced.
-    is_last: whether the output of the step is the result.
+    lengths: the symbols of a compiler for the lengths of dims that no step cuts, by the names of dims; None
+    where nothing is traced.
+    is_last: whether the output of the step is the result. is_given: whether its input may be the plan's.
     """
 
     before: Sharding
@@ -63,8 +64,9 @@ class Site(NamedTuple):
     processes: ProcessMesh
     tensor_device: torch.device
     dtype: str
-    lengths: Mapping[int, int] | None = None
+    lengths: Mapping[str, int] | None = None
     is_last: bool = True
+    is_given: bool = True
 
     @property
     def device(self) -> int:
@@ -73,11 +75,12 @@ class Site(NamedTuple):
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This process's block before and after the step."""
-        before, after = (self._named(end.local_shape(self.device)) for end in (self.before, self.after))
+        before, after = map(self._shape, (self.before, self.after))
         return before, after
 
-    def _named(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple((self.lengths or {}).get(d - len(shape), n) for d, n in enumerate(shape))
+    def _shape(self, end: Sharding) -> tuple[int, ...]:
+        lengths = zip(end.layout.names, end.local_shape(self.device), strict=True)
+        return tuple((self.lengths or {}).get(name, n) for name, n in lengths)
 
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""
@@ -88,7 +91,8 @@ class Site(NamedTuple):
         return self.processes.group(axes)
 
     def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
-        named = {d: runs for d, runs in rows.items() if d - len(shape) not in (self.lengths or {})}
+        names = self.before.layout.names
+        named = {d: runs for d, runs in rows.items() if names[d] not in (self.lengths or {})}
         return subarray(shape, named, self.tensor_device)
 
     def whole(self, end: int) -> Packing:
@@ -135,7 +139,7 @@ def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) ->
 
 
 def lower_traced(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[int, int]
+    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int]
 ) -> Executable:
     """As `lower`, for one trace of a compiler: tensors made here become part of the trace.
 
@@ -146,12 +150,11 @@ def lower_traced(
 
 
 def _moves(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[int, int] | None = None
+    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int] | None = None
 ) -> Iterable[Move]:
     on_sub_axes = processes.factored(plan.split)
-    last = max(
-        (i for i, step in enumerate(plan.steps) if not isinstance(step, Slice | Retag | Mask)), default=-1
-    )
+    views = Slice | Retag | Mask | Transpose
+    last = max((i for i, step in enumerate(plan.steps) if not isinstance(step, views)), default=-1)
     for i, (step, before, after) in enumerate(plan.stages):
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
             raise DtypeError(
@@ -164,7 +167,9 @@ def _moves(
                 f"torch_bridge has no rule for the step '{step}'",
                 hint="add it to torch_bridge.lower.rules.RULES",
             )
-        yield rule(step, Site(before, after, on_sub_axes, tensor_device, plan.dtype, lengths, i >= last))
+        context = on_sub_axes, tensor_device, plan.dtype, lengths
+        is_given = all(isinstance(s, Retag | Mask) for s in plan.steps[:i])
+        yield rule(step, Site(before, after, *context, i >= last, is_given))
 
 
 def _computes(step: Step, before: Sharding) -> bool:
@@ -351,6 +356,20 @@ def _retag(step: Retag, site: Site) -> Move:
     return lambda block: block
 
 
+def _transpose(step: Transpose, site: Site) -> Move:
+    order = step.order(site.before)
+
+    def turned(block: Tensor) -> Tensor:
+        # The result is the caller's to write to: no view of what was given, and none to autograd.
+        own = block.clone(memory_format=torch.contiguous_format) if site.is_given else block
+        out = own.permute(order)
+        if site.lengths is not None:
+            return out
+        return own.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
+
+    return turned
+
+
 def _scale(step: Scale, site: Site) -> Move:
     numerator, denominator = step.factor.numerator, step.factor.denominator
 
@@ -375,4 +394,5 @@ RULES: dict[type[Step], Callable[[Any, Site], Move]] = {
     Retag: _retag,
     Scale: _scale,
     Slice: _slice,
+    Transpose: _transpose,
 }

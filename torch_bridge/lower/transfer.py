@@ -158,7 +158,7 @@ def _at_end(
     mesh, ends = stages[0].before.mesh, (stages[0].before.layout, stages[-1].after.layout)
     steps = tuple(stage.step for stage in stages)
     scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
-    part = Plan(*ends, mesh, made.shape, made.dtype, steps, scale, made.profile)
+    part = Plan(*ends, mesh, stages[0].before.shape, made.dtype, steps, scale, made.profile)
     return lower(part, _processes(mesh, ranks, dist.group.WORLD), tensor_device)
 
 

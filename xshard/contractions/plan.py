@@ -15,6 +15,7 @@ from typing import Any
 
 from xshard import dtypes
 from xshard.contractions import serialize, table
+from xshard.contractions.explain import explain
 from xshard.contractions.expression import Contraction
 from xshard.contractions.types import local_type
 from xshard.cost.model import Profile, load_profile
@@ -57,13 +58,14 @@ class Part:
 
     @cached_property
     def flops(self) -> int:
-        """Floating point operations of the busiest device: two per element of all dims."""
+        """Floating point operations of the busiest device: a product per element, and an addition in sums."""
         lengths = {
             name: n
             for operand in self.used
             for name, n in zip(operand.layout.names, operand.max_local_shape, strict=True)
         }
-        return 2 * math.prod(lengths.values())
+        sums = set(lengths) - set(self.result.src.names)
+        return (2 if sums else 1) * math.prod(lengths.values())
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -204,6 +206,10 @@ class ContractionPlan:
 
     def __str__(self) -> str:
         return table.text(self)
+
+    def explain(self) -> str:
+        """What every mesh axis does, by the names that schemes have, and what other places would cost."""
+        return explain(self)
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""

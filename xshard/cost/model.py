@@ -24,7 +24,8 @@ from xshard.steps.traffic import LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
 TOPOLOGIES = ("switch", "ring")
-LOCAL = ("slice", "embed", "mask", "retag", "scale")  # kinds of steps that send nothing
+FREE = ("retag", "transpose")  # kinds of local steps whose result is a view
+LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
 
 class ProfileError(XshardError):
@@ -241,7 +242,7 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     fabric = profile.fabric(before.mesh)
     traffic = step.traffic(before, fabric.spans)
     buffer = traffic.copied if traffic.hops else 0
-    made = 0 if step.kind == "retag" else after.max_local_size  # a block renamed is the same block
+    made = 0 if step.kind in FREE else after.max_local_size
     held = before.max_local_size + made + buffer
     seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held * itemsize)

@@ -20,7 +20,7 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_fit
 from xshard.notation import parser
-from xshard.notation.overlap import Fold, Halo, Overlap, Window
+from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
 
 NONLINEAR = ("max", "min")
@@ -102,7 +102,7 @@ class Layout:
     def is_linear(self) -> bool:
         return not self.tagged(*NONLINEAR)
 
-    @property
+    @cached_property
     def dual(self) -> Layout:
         """Layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
 
@@ -127,6 +127,10 @@ class Layout:
         if not any(dim.overlap for dim in self.dims):
             return self
         return replace(self, dims=tuple(replace(d, overlap=_tangent_overlap(d.overlap)) for d in self.dims))
+
+    def in_order(self, names: Sequence[str]) -> Layout:
+        """The layout of the array with its dims in the order of `names`."""
+        return self if names == self.names else replace(self, dims=tuple(map(self.dim, names)))
 
     def resolved(self, ndim: int) -> Layout:
         """The layout with `...` replaced by dims `_0`, `_1`, ... for an array of `ndim` dims."""
@@ -195,7 +199,7 @@ class Layout:
 
 
 def parse_expression(text: str) -> tuple[Layout, Layout]:
-    """`"layout -> layout"` -> (src, dst) over the same dim names. Raises NotationError."""
+    """`"layout -> layout"` -> (src, dst) over the same dims, in any order. Raises NotationError."""
     parser.check_text("an expression", text)
     return _parse_expression(text)
 
@@ -269,15 +273,34 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
     for parsed, side in zip(sides, (slice(arrow), slice(arrow, None)), strict=True):
         check_form(*parsed, text, side)
     src, dst = (Layout(*parsed) for parsed in sides)
-    if src.names != dst.names:
-        odd = [s for name, s in parser.text_spans(text).dims if s[0] > arrow and name not in src.names]
+    check_dims(src, dst, text)
+    return src, dst
+
+
+def check_dims(src: Layout, dst: Layout, text: str) -> None:
+    """Raise NotationError unless both sides of `text` have the same dims; their order may differ."""
+    if src.names == dst.names:
+        return
+    spans = parser.text_spans(text)
+    if sorted(src.names) != sorted(dst.names):
+        arrow = text.index(parser.ARROW)
+        odd = [s for n, s in spans.dims if n not in (src.names if s[0] > arrow else dst.names)]
         raise NotationError(
             "dim names differ across the arrow",
             text=text,
-            span=odd[0] if odd else None,
-            hint=f"left: {' '.join(src.names)}   right: {' '.join(dst.names)}   (same names, same order)",
+            span=odd[-1] if odd else None,
+            hint=f"left: {' '.join(src.names)}   right: {' '.join(dst.names)}   "
+            "(the same names, in any order; einsum sums dims)",
         )
-    return src, dst
+    for dim, span in spans.full_dims:
+        ends = () if dim.overlap is None else (unfolded(dim.overlap).before, unfolded(dim.overlap).after)
+        if any(end.kind == "pole" and not end.dim for end in ends):
+            raise NotationError(
+                "a pole rolls the next dim, and the order of dims changes",
+                text=text,
+                span=span,
+                hint="name the dim, as in pole(w)",
+            )
 
 
 def _dual_overlap(overlap: Overlap | None) -> Overlap | None:

@@ -68,6 +68,13 @@ class Sharding:
     def with_layout(self, layout: Layout) -> Sharding:
         return Sharding(layout, self.mesh, self.shape)
 
+    def in_order(self, names: Sequence[str]) -> Sharding:
+        """That of the array with its dims in the order of `names`."""
+        if tuple(names) == self.layout.names:
+            return self
+        lengths = dict(zip(self.layout.names, self.shape, strict=True))
+        return Sharding(self.layout.in_order(names), self.mesh, tuple(lengths[name] for name in names))
+
     def dim_index(self, name: str) -> int:
         return self.layout.names.index(name)
 

@@ -47,14 +47,16 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         raise PlanError(
             f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}", hint="they are ways on one mesh"
         )
-    start, goal = (s.with_layout(s.normal) for s in (plan.source, plan.target))
+    target = plan.target.in_order(plan.source.layout.names)
+    start, goal = (s.with_layout(s.normal) for s in (plan.source, target))
+    last = plan.steps[-1:] if target is not plan.target else ()  # the transposition
     ends = without_copies(start), without_copies(goal)
     ways = alternative_steps(*ends, plan.dtype, plan.request.machine, plan.split)
     found: list[Alternative] = [Alternative("the plan", plan)]
     for name, steps in ways.items():
         try:
             scaled = with_scale(with_copies(steps(), start, goal), plan.scale, start, goal)
-            found.append(Alternative(name, replace(plan, steps=scaled, split=())))
+            found.append(Alternative(name, replace(plan, steps=(*scaled, *last), split=())))
         except PlanError as error:
             found.append(Alternative(name, None, error.reason))
     return tuple(found)

@@ -12,7 +12,7 @@ from xshard.arguments import shown
 from xshard.errors import NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.block_rows import inferred_length
-from xshard.layout.layout import parse_expression
+from xshard.layout.layout import check_dims, parse_expression
 from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 
@@ -46,8 +46,8 @@ def as_expression(expression: Any) -> Any:
 def sides(expression: Expression) -> Sides:
     """Parse an expression; a parsed one is returned as it is.
 
-    Raises NotationError unless both sides name the same dims in the same order, PlanError for a plan between
-    two meshes.
+    Raises NotationError unless both sides name the same dims, in any order, PlanError for a plan between two
+    meshes.
     """
     if isinstance(expression, Sides):
         return expression
@@ -59,9 +59,8 @@ def sides(expression: Expression) -> Sides:
             raise PlanError(why, hint="torch_bridge.redistribute_between runs it")
         expression = expression.src, expression.dst
     src, dst = as_expression(expression)
-    if src.names != dst.names:
-        raise NotationError(f"dim names differ: '{src}' and '{dst}'", hint="same names, same order")
-    return Sides(src, dst, f"{src} -> {dst}")
+    check_dims(src, dst, text := f"{src} -> {dst}")
+    return Sides(src, dst, text)
 
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         )
 
     def find(src: Layout, dst: Layout) -> Plan:
-        return find_plan(replace(plan.request, src=src, dst=dst, scale=None, memory_limit=None))
+        shape = plan.shape if src.names == plan.src.names else plan.target.shape
+        return find_plan(replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None))
 
     addends = _with_kind(plan.src, "sum")
     return MaxMinPlans(

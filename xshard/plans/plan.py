@@ -28,9 +28,9 @@ from xshard.plans.explain import explain
 from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import transfer_ways
-from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers
+from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers, target_of
 from xshard.search.solve import solve
-from xshard.steps import Scale, Step
+from xshard.steps import Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
 
 
@@ -143,7 +143,7 @@ class Plan:
     @cached_property
     def target(self) -> Sharding:
         """Where the plan ends."""
-        return Sharding(self.dst, self.dst_mesh, self.shape)
+        return target_of(self.source, self.dst, self.dst_mesh)
 
     @cached_property
     def steps_mesh(self) -> Mesh:
@@ -220,7 +220,8 @@ class Plan:
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
-        src, dst = (sharding.with_layout(sharding.normal) for sharding in (self.source, self.target))
+        ends = self.source, self.target.in_order(self.source.layout.names)
+        src, dst = (sharding.with_layout(sharding.normal) for sharding in ends)
         if self.transfer is None:
             return bounds.received_elements(src, dst) * self.itemsize
         devices = self.src_devices, self.dst_devices
@@ -299,6 +300,9 @@ def find_plan(request: Request, objective: str = FORWARD) -> Plan:
     def aimed(plan: Plan) -> Plan:
         return plan if objective == FORWARD else replace(plan, objective=objective)
 
+    if request.dst.names != request.src.names:
+        inner, transpose = find_plan(request.in_order, objective), Transpose(request.target.layout.names)
+        return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
     one = request.on_one_mesh
     found = _cheapest(request, relabel=False) if one is None else _made(one, *solve(one))
     if found is None:

@@ -53,8 +53,8 @@ def make_task(plan: Plan, seed: int = 0) -> Task:
     unit = plan.mesh.n_devices if plan.scale != 1 else 1
     dual = plan.dst.dual if plan.dst.is_linear else plan.dst
     inputs, cotangents = (
-        tuple(random_blocks(rng, layout, plan.mesh, plan.shape, plan.dtype, unit))
-        for layout in (plan.src, dual)
+        tuple(random_blocks(rng, layout, plan.mesh, shape, plan.dtype, unit))
+        for layout, shape in ((plan.src, plan.shape), (dual, plan.target.shape))
     )
     return Task(plan, inputs, cotangents)
 

@@ -11,9 +11,8 @@ from fractions import Fraction
 import numpy as np
 
 from xshard import reference
-from xshard.layout import Layout
+from xshard.layout import Sharding
 from xshard.notation.overlap import Fold
-from xshard.plans.plan import Plan
 from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps import Scale
 from xshard.steps.base import Blocks
@@ -45,24 +44,27 @@ def audit(task: Task, outcome: Outcome) -> Verdict:
     scale. The gradient of a max depends on its winners, so nothing is compared there.
     """
     plan = task.plan
-    forward = _moved(plan, task.inputs, plan.src, outcome.outputs, plan.dst, Fraction(1))
+    source, target = plan.source, plan.target
+    forward = _moved(task.inputs, source, outcome.outputs, target, Fraction(1))
     if not plan.src.is_linear:
         return Verdict(forward, None)
-    backward = _moved(plan, task.cotangents, plan.dst.dual, outcome.gradients, plan.src.dual, plan.scale)
+    dual, there = (end.with_layout(end.layout.dual) for end in (target, source))
+    backward = _moved(task.cotangents, dual, outcome.gradients, there, plan.scale)
     return Verdict(forward, backward)
 
 
-def _moved(plan: Plan, before: Blocks, src: Layout, after: Blocks, dst: Layout, scale: Fraction) -> float:
+def _moved(before: Blocks, source: Sharding, after: Blocks, target: Sharding, scale: Fraction) -> float:
     """Largest difference between the array in `after` and `scale` times the array in `before`.
 
     Blocks are compared where the array determines them; of addends and contributions only the sum is.
     """
-    value = reference.gather(before, src, plan.mesh, plan.shape)
+    value, dst = reference.gather(before, source.layout, source.mesh, source.shape), target.layout
     if scale != 1:
-        value = Scale(scale).run([value], plan.source)[0]
-    expected = reference.scatter(value, dst, plan.mesh)
+        value = Scale(scale).run([value], source)[0]
+    value = value.transpose([source.dim_index(name) for name in dst.names])
+    expected = reference.scatter(value, dst, target.mesh)
     if dst.tagged("sum", "mean", "max", "min") or any(isinstance(dim.overlap, Fold) for dim in dst.dims):
-        sums = (reference.gather(blocks, dst, plan.mesh, plan.shape) for blocks in (after, expected))
+        sums = (reference.gather(blocks, dst, target.mesh, target.shape) for blocks in (after, expected))
         return difference([next(sums)], [next(sums)])
     return difference(after, expected)
 

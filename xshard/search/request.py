@@ -59,8 +59,8 @@ class Request:
 
     @cached_property
     def target(self) -> Sharding:
-        """Where it is to be."""
-        return Sharding(self.dst, self.dst_mesh, self.shape)
+        """Where it is to be; its dims may be in another order."""
+        return target_of(self.source, self.dst, self.dst_mesh)
 
     @property
     def factor(self) -> Fraction:
@@ -83,7 +83,13 @@ class Request:
             dst_mesh=self.src_mesh,
             src_devices=self.dst_devices,
             dst_devices=self.src_devices,
+            shape=self.target.shape,
         )
+
+    @property
+    def in_order(self) -> Request:
+        """The same, with the dims of the destination in the order of the source."""
+        return replace(self, dst=self.dst.in_order(self.src.names))
 
     @property
     def tangent(self) -> Request:
@@ -119,6 +125,15 @@ class Request:
             dst_mesh=common.mesh,
             profile=refined(self.profile, common),
         )
+
+
+def target_of(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
+    """The destination of an array that is at `source`."""
+    if dst.names == source.layout.names:
+        return Sharding(dst, mesh, source.shape)
+    dst = dst.resolved(len(source.shape))
+    lengths = dict(zip(source.layout.names, source.shape, strict=True))
+    return Sharding(dst, mesh, tuple(lengths[name] for name in dst.names))
 
 
 def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devices:

@@ -9,6 +9,7 @@ from xshard.steps.permute import Permute
 from xshard.steps.reduce import AllReduce, ReduceScatter
 from xshard.steps.retag import Retag, Scale
 from xshard.steps.traffic import Traffic
+from xshard.steps.transpose import Transpose
 
 __all__ = [
     "AllGather",
@@ -24,4 +25,5 @@ __all__ = [
     "Slice",
     "Step",
     "Traffic",
+    "Transpose",
 ]
