@@ -54,7 +54,7 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
-    flops_limit: int | None = None,
+    flops_limit: int | tuple[int, int] | None = None,
     objective: str | None = None,
 ) -> ContractionPlan: ...
 def plan(
@@ -71,14 +71,15 @@ def plan(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
-    flops_limit: int | None = None,
+    flops_limit: int | tuple[int, int] | None = None,
     objective: str | None = None,
 ) -> Plan | ContractionPlan:
     """`"layout -> layout"` for an array of global `shape`, or a contraction of several -> the cheapest plan.
 
     A contraction, `"layout, layout -> layout"`, sums the dims that the result lacks; its plan says where it
     is computed. sizes: the length of every dim, by name; or shape: the global shape of every operand.
-    flops_limit: floating point operations that no device may exceed for the result.
+    flops_limit: floating point operations that no device may exceed for the result; a pair: for the result,
+    and for gradients in places of their own.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
     memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".
@@ -142,7 +143,7 @@ def _plan_contraction(
     dtype: str,
     profile: Profile,
     memory_limit: int | None,
-    flops_limit: int | None,
+    flops_limit: int | tuple[int, int] | None,
     objective: str,
 ) -> ContractionPlan:
     given = contraction(text)

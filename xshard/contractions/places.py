@@ -32,7 +32,7 @@ class Place:
     sums: tuple[tuple[str, int], ...] = ()
     copies: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def busy(self) -> tuple[str, ...]:
         """The axes that are not idle."""
         cut = (axis for shards in self.cuts for axis in axes_of(shards))
@@ -126,35 +126,51 @@ class Ends:
 
     def used(self, place: Place, i: int) -> Layout:
         """The layout under which operand `i` is used there."""
-        layout = self.operands[i].layout
-        dims = tuple(Dim(name, self._cut(place, name)) for name in layout.names)
-        kinds = {axis: kind for kind, axes in layout.tags for axis in axes}
-        sums = [(kinds[axis], (axis,)) for axis, owner in place.sums if owner == i]
-        cut = {axis for dim in dims for axis in dim.axes}
-        held = {axis for axis, owner in place.sums if owner == i} | cut
-        return Layout(dims, (*sums, ("copy", tuple(a for a in place.busy if a not in held))))
+        cuts = tuple(place.cuts[d] for d in self._positions[i])
+        sums = frozenset(axis for axis, owner in place.sums if owner == i)
+        copies = frozenset(place.busy).difference(sums, *map(axes_of, cuts))
+        key = i, cuts, sums, copies
+        if key not in self._layouts:
+            given = self.operands[i].layout
+            kinds = {axis: kind for kind, axes in given.tags for axis in axes}
+            tags = [("copy", tuple(copies)), *((kinds[axis], (axis,)) for axis in sums)]
+            self._layouts[key] = Layout(tuple(map(Dim, given.names, cuts)), tuple(tags))
+        return self._layouts[key]
 
     def local(self, place: Place) -> Layout:
         """The layout of what devices get there."""
-        names = self.result.layout.names
-        tags = [{a: kind for kind, axes in o.layout.tags for a in axes} for o in self.operands]
-        pairs = zip(self.lengths, place.cuts, strict=True)
-        summed = tuple(a for name, cut in pairs if name not in names for a in axes_of(cut))
-        sums = [("sum", summed), *((tags[owner][axis], (axis,)) for axis, owner in place.sums)]
-        dims = tuple(Dim(name, self._cut(place, name)) for name in names)
-        return Layout(dims, (*sums, ("copy", place.copies)))
-
-    def _cut(self, place: Place, name: str) -> Cut:
-        return place.cuts[self._position[name]]
+        kept = self._positions[-1]
+        cuts = tuple(place.cuts[d] for d in kept)
+        summed = frozenset(a for d, cut in enumerate(place.cuts) if d not in kept for a in axes_of(cut))
+        key = -1, cuts, summed, frozenset((*place.sums, *place.copies))
+        if key not in self._layouts:
+            tags = [{a: kind for kind, axes in o.layout.tags for a in axes} for o in self.operands]
+            sums = [("sum", tuple(summed)), *((tags[owner][axis], (axis,)) for axis, owner in place.sums)]
+            dims = tuple(map(Dim, self.result.layout.names, cuts))
+            self._layouts[key] = Layout(dims, (*sums, ("copy", place.copies)))
+        return self._layouts[key]
 
     @cached_property
-    def _position(self) -> dict[str, int]:
-        return {name: d for d, name in enumerate(self.lengths)}
+    def _positions(self) -> list[list[int]]:
+        """Where the dims of every operand, and then of the result, are among all dims."""
+        names = list(self.lengths)
+        return [[names.index(name) for name in end.layout.names] for end in (*self.operands, self.result)]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[object, ...], Layout]:
+        return {}  # places share them
 
     def flops(self, place: Place) -> int:
-        """Floating point operations of the busiest device: a multiplication and an addition per element."""
-        n = 2
-        for (name, length), cut in zip(self.lengths.items(), place.cuts, strict=True):
-            sizes = self.result.mesh.sizes_of(axes_of(cut))
-            n *= block_length(Dim(name, cut), length, sizes)[0]
+        """Floating point operations of the busiest device: a product per element, and an addition in sums."""
+        n = 1 if len(self.result.shape) == len(self.lengths) else 2
+        for length, cut in zip(self.lengths.values(), place.cuts, strict=True):
+            rows = self._rows.get((length, cut))
+            if rows is None:
+                sizes = self.result.mesh.sizes_of(axes_of(cut))
+                rows = self._rows[length, cut] = block_length(Dim("", cut), length, sizes)[0]
+            n *= rows
         return n
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, Cut], int]:
+        return {}

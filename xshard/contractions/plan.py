@@ -57,13 +57,14 @@ class Part:
 
     @cached_property
     def flops(self) -> int:
-        """Floating point operations of the busiest device: two per element of all dims."""
+        """Floating point operations of the busiest device: a product per element, and an addition in sums."""
         lengths = {
             name: n
             for operand in self.used
             for name, n in zip(operand.layout.names, operand.max_local_shape, strict=True)
         }
-        return 2 * math.prod(lengths.values())
+        sums = set(lengths) - set(self.result.src.names)
+        return (2 if sums else 1) * math.prod(lengths.values())
 
     @cached_property
     def shared(self) -> tuple[int, ...]:

@@ -14,19 +14,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xshard.contractions.places import MAX_PLACES, Ends, Place
-from xshard.contractions.prices import Move, Prices
+from xshard.contractions.prices import PRICE, Move, Prices
 from xshard.search.request import BOTH
+
+# After as many looks at moves the places whose moves are priced come first, the best of them first.
+MAX_LOOKS = 64
 
 
 @dataclass(frozen=True)
 class Found:
-    """A place with the moves to it and from it to the result, its operations, and the seconds of all."""
+    """A place with the moves to it and from it to the result, its operations, and the seconds of all.
+
+    counted: the moves whose seconds count, with those of gradients if they do. work: seconds of operations.
+    """
 
     place: Place
     moves: tuple[Move, ...]
     result: Move
     flops: int
-    seconds: float
+    counted: tuple[Move, ...]
+    work: float
+    seconds: float = 0.0
+
+    def least(self, prices: Prices) -> float:
+        """Seconds, at least."""
+        return round(self.work + sum(map(prices.least, self.counted)), 15)
+
+    def priced(self, prices: Prices) -> float:
+        """Seconds, by the prices of all moves."""
+        for move in self.counted:
+            while prices.least(move) and prices.level(move) < PRICE:
+                prices.look_closer(move)
+        return self.least(prices)
 
 
 def best_places(
@@ -37,28 +56,24 @@ def best_places(
     stays: bool = False,
     flops_limit: int | None = None,
     below: float = math.inf,
+    level: int = PRICE,
 ) -> Iterator[Found]:
     """Places, the best first.
 
     stays: the result may stay where it is contracted. flops_limit: operations of the forward pass that no
-    device may exceed. below: only places of fewer seconds.
+    device may exceed. below: only places of fewer seconds. level: what has to be known of their moves.
     """
-    search = _Search(ends, prices, objective, stays, below)
+    search = _Search(ends, prices, objective, stays, below, level)
     places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
     if len(places) > MAX_PLACES:
         places = search.climbed()
     yield from search.ordered(p for p in places if flops_limit is None or ends.flops(p) <= flops_limit)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    found: Found
-    priced: tuple[Move, ...]  # with the gradients' moves, if they count
-    work: float  # seconds of operations
-
-    def least(self, prices: Prices) -> float:
-        """Seconds, at least."""
-        return round(self.work + sum(map(prices.least, self.priced)), 15)
+def found_at(ends: Ends, place: Place, prices: Prices, objective: str, *, stays: bool) -> Found:
+    """A given place, with bounds of its seconds. stays: the result stays where it is contracted."""
+    found = _Search(ends, prices, objective, stays, math.inf, PRICE)._found(place)
+    return replace(found, seconds=found.least(prices))
 
 
 @dataclass(frozen=True)
@@ -68,25 +83,40 @@ class _Search:
     objective: str
     stays: bool
     below: float
+    level: int
 
     def ordered(self, places: Iterable[Place]) -> Iterator[Found]:
         """Places by their seconds, then their operations, then what is held there; the best first."""
         queue: list[Any] = []
         for n, place in enumerate(places):
-            one = self._candidate(place)
-            queue.append((one.least(self.prices), one.found.flops, self._held(one), n, one))
+            one = self._found(place)
+            queue.append((one.least(self.prices), one.flops, self._held(one), n, one))
         heapq.heapify(queue)
+        looks, later = 0, list[Any]()
         while queue and queue[0][0] < self.below:
             seconds, *rest, one = queue[0]
             if (now := one.least(self.prices)) > seconds:
                 heapq.heapreplace(queue, (now, *rest, one))
                 continue
-            unknown = [move for move in one.priced if not self.prices.is_known(move)]
-            if unknown:
-                self.prices.plan(max(unknown, key=self.prices.least))
-                continue
-            heapq.heappop(queue)
-            yield replace(one.found, seconds=seconds)
+            if unknown := self._unknown(one):
+                self.prices.look_closer(max(unknown, key=self.prices.least))
+                looks += 1
+            else:
+                heapq.heappop(queue)
+                yield replace(one, seconds=seconds)
+            if looks == MAX_LOOKS:
+                looks += 1
+                known = [entry for entry in queue if not self._unknown(entry[-1])] or queue[:1]
+                later = [entry for entry in queue if entry not in known]
+                queue = known
+                heapq.heapify(queue)
+            if not queue and later:
+                queue, later, looks = later, [], 0
+                heapq.heapify(queue)
+
+    def _unknown(self, one: Found) -> list[Move]:
+        """The moves of which too little is known."""
+        return [move for move in one.counted if self.prices.level(move) < self.level]
 
     def climbed(self) -> list[Place]:
         """Places reached from those of the ends by changes of one axis, each for the better by the bounds."""
@@ -104,21 +134,20 @@ class _Search:
         return list(dict.fromkeys(found))
 
     def _rank(self, place: Place) -> tuple[float, int]:
-        one = self._candidate(place)
-        return one.least(self.prices), one.found.flops
+        one = self._found(place)
+        return one.least(self.prices), one.flops
 
-    def _candidate(self, place: Place) -> _Candidate:
+    def _found(self, place: Place) -> Found:
         ends = self.ends
         moves = tuple(Move(o.layout, ends.used(place, i), o.shape) for i, o in enumerate(ends.operands))
         local = ends.local(place)
         result = Move(local, local if self.stays else ends.result.layout, ends.result.shape)
-        flops, priced = ends.flops(place), (*moves, result)
-        passes = 1
+        flops, counted, passes = ends.flops(place), (*moves, result), 1
         if self.objective == BOTH:
-            priced, passes = (*priced, *(move.dual for move in priced)), 1 + len(moves)
+            counted, passes = (*counted, *(move.dual for move in counted)), 1 + len(moves)
         work = passes * flops / self.prices.profile.flops(self.prices.dtype)
-        return _Candidate(Found(place, moves, result, flops, 0.0), priced, work)
+        return Found(place, moves, result, flops, counted, work)
 
-    def _held(self, one: _Candidate) -> int:
+    def _held(self, one: Found) -> int:
         """Elements of all that is moved, where it is contracted."""
-        return sum(self.prices.elements(move.dst, move.shape) for move in one.found.moves)
+        return sum(self.prices.elements(move.dst, move.shape) for move in one.moves)

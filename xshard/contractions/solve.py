@@ -7,24 +7,26 @@ four operands, then the one that numpy finds for whole arrays.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xshard.contractions.expression import Contraction, contraction
-from xshard.contractions.places import Ends
+from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.prices import Prices
-from xshard.contractions.search import Found, best_places
+from xshard.contractions.prices import BETTER_BOUND, Prices
+from xshard.contractions.search import Found, best_places, found_at
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
+from xshard.steps.base import axes_of
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
 WIDTH = 4  # places of a pair that are followed up, the best first
@@ -43,7 +45,7 @@ class ContractionRequest:
     dtype: str
     profile: Profile
     memory_limit: int | None
-    flops_limit: int | None
+    flops_limit: int | tuple[int, int] | None
     objective: str
 
     @property
@@ -60,9 +62,7 @@ class ContractionRequest:
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
     """The cheapest plan. Raises PlanError where none keeps to the limits."""
     limit, least = request.memory_limit, None
-    for parts in _ways(request):
-        ends = request.contraction, request.mesh, request.shapes, request.dtype
-        made = ContractionPlan(*ends, parts, request.profile, None, request.objective)
+    for made in _Solver(request).plans():
         if limit is None or made.peak_bytes <= limit:
             return replace(made, memory_limit=limit)
         least = made.peak_bytes if least is None else min(least, made.peak_bytes)
@@ -76,36 +76,167 @@ def find_contraction(request: ContractionRequest) -> ContractionPlan:
     )
 
 
-def _ways(request: ContractionRequest) -> Iterator[tuple[Part, ...]]:
-    """The parts of a plan, the cheapest first."""
-    ends, prices = request.ends, Prices(request.mesh, request.dtype, request.profile)
-    if len(ends.operands) <= 2:
-        for found in best_places(ends, prices, request.objective, flops_limit=request.flops_limit):
-            yield (_part(tuple(range(len(ends.operands))), ends, found, prices, request.objective),)
-        return
-    ways = [way for order in _orders(ends) for way in _in_pairs(ends, order, prices, request.objective)]
-    for _, parts in sorted(ways, key=lambda way: way[0]):
-        if request.flops_limit is None or sum(part.flops for part in parts) <= request.flops_limit:
-            yield parts
+class _Step(NamedTuple):
+    """One contraction of a way: which of the operands left it takes, what they are, and where."""
+
+    takes: tuple[int, ...]
+    ends: Ends
+    found: Found
 
 
-def _in_pairs(
-    ends: Ends, order: Order, prices: Prices, objective: str
-) -> list[tuple[float, tuple[Part, ...]]]:
-    """The best ways to contract pair by pair in this order, with their seconds."""
-    ways: list[tuple[float, tuple[Sharding, ...], tuple[Part, ...]]] = [(0.0, ends.operands, ())]
-    for takes in order:
-        longer = []
-        for seconds, left, parts in ways:
-            rest = tuple(one for i, one in enumerate(left) if i not in takes)
-            taken, is_last = tuple(left[i] for i in takes), not rest
-            pair = Ends(taken, ends.result if is_last else _whole(taken, (*rest, ends.result)))
-            found = best_places(pair, prices, objective, stays=not is_last)
-            for one in itertools.islice(found, 1 if is_last else WIDTH):
-                part = _part(takes, pair, one, prices, objective)
-                longer.append((seconds + one.seconds, (*rest, part.result.target), (*parts, part)))
-        ways = sorted(longer, key=lambda way: way[0])[:WIDTH]
-    return [(seconds, parts) for seconds, _, parts in ways]
+class _Way(NamedTuple):
+    """Contractions one after the other, what is left, and the seconds and operations of what is done."""
+
+    seconds: float
+    flops: int
+    left: tuple[Sharding, ...]
+    steps: tuple[_Step, ...]
+
+    def then(self, takes: tuple[int, ...], ends: Ends, found: Found) -> _Way:
+        """With one more; what it gives goes behind the operands that are left."""
+        rest = tuple(one for i, one in enumerate(self.left) if i not in takes)
+        result = ends.result.with_layout(found.result.dst)
+        total = self.seconds + found.seconds, self.flops + found.flops
+        return _Way(*total, (*rest, result), (*self.steps, _Step(takes, ends, found)))
+
+
+class _Solver:
+    """The plans for one request, the cheapest first."""
+
+    def __init__(self, request: ContractionRequest) -> None:
+        self.request, self.ends = request, request.ends
+        self.prices = Prices(request.mesh, request.dtype, request.profile)
+        limit = request.flops_limit
+        self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
+        self.backward_limit: int | None = limit[1] if isinstance(limit, tuple) else None
+
+    def plans(self) -> Iterator[ContractionPlan]:
+        """Plans, the cheapest first."""
+        if len(self.ends.operands) > 2:
+            yield from map(self._plan, self._in_pairs())
+            return
+        none, takes = _Way(0.0, 0, self.ends.operands, ()), tuple(range(len(self.ends.operands)))
+        plans = (self._plan(none.then(takes, self.ends, found)) for found in self._places(self.ends))
+        if self.request.objective == BOTH and (first := next(plans, None)):
+            # With gradients in places of their own, the best place of the forward pass may be the best.
+            found = next(self._places(self.ends, objective=FORWARD))
+            if first.moves != tuple(map(self.prices.plan, found.moves)):
+                first = min(first, self._plan(none.then(takes, self.ends, found)), key=lambda plan: plan.cost)
+            yield first
+        yield from plans
+
+    def _places(self, ends: Ends, *, objective: str | None = None, **options: Any) -> Iterator[Found]:
+        options = {"flops_limit": self.forward_limit, **options}
+        return best_places(ends, self.prices, objective or self.request.objective, **options)
+
+    def _in_pairs(self) -> list[_Way]:
+        """The best ways to contract pair by pair: found by bounds of their moves, ranked by prices."""
+        together = next(self._places(self.ends, flops_limit=None, level=BETTER_BOUND)).place
+        ways = [way for order in _orders(self.ends) for way in self._in_order(order, together)]
+        if self.forward_limit is not None:
+            ways = [way for way in ways if way.flops <= self.forward_limit]
+        finalists = sorted(ways, key=lambda way: way.seconds)[:WIDTH]
+        return sorted(finalists, key=lambda way: sum(step.found.priced(self.prices) for step in way.steps))
+
+    def _in_order(self, order: Order, together: Place) -> Iterator[_Way]:
+        """The best ways in one order, and the way on which all pairs are contracted in one place."""
+        ways = [_Way(0.0, 0, self.ends.operands, ())]
+        one_place = ways[0]
+        for takes in order:
+            longer = [way for known in ways for way in self._longer(known, takes)]
+            ways = sorted(longer, key=lambda way: way.seconds)[:WIDTH]
+            pair = self._pair(one_place, takes)
+            place = _narrowed(self.ends, together, pair)
+            found = found_at(pair, place, self.prices, self.request.objective, stays=len(one_place.left) > 2)
+            one_place = one_place.then(takes, pair, found)
+        yield from (*ways, one_place)
+
+    def _longer(self, way: _Way, takes: tuple[int, ...]) -> Iterator[_Way]:
+        """A way with one more contraction, in each of its best places."""
+        pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
+        limit = None if self.forward_limit is None else self.forward_limit - way.flops
+        places = self._places(pair, stays=not is_last, flops_limit=limit, level=BETTER_BOUND)
+        for found in itertools.islice(places, 1 if is_last else WIDTH):
+            yield way.then(takes, pair, found)
+
+    def _pair(self, way: _Way, takes: tuple[int, ...]) -> Ends:
+        """Some of the operands that are left, and what they are contracted to."""
+        rest = tuple(one for i, one in enumerate(way.left) if i not in takes)
+        taken = tuple(way.left[i] for i in takes)
+        return Ends(taken, _whole(taken, (*rest, self.ends.result)) if rest else self.ends.result)
+
+    def _plan(self, way: _Way) -> ContractionPlan:
+        r = self.request
+        parts = tuple(self._part(step) for step in way.steps)
+        return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
+
+    def _part(self, step: _Step) -> Part:
+        moves, result = tuple(map(self.prices.plan, step.found.moves)), self.prices.plan(step.found.result)
+        own: tuple[ContractionPlan | None, ...] = (None,) * len(moves)
+        if self.request.objective == BOTH:
+            own = self._gradients(step)
+        return Part(step.takes, moves, result, own)
+
+    def _gradients(self, step: _Step) -> tuple[ContractionPlan | None, ...]:
+        """For every operand its gradient in a place of its own, if all gradients together are cheaper so."""
+        found, rate = step.found, self.prices.profile.flops(self.prices.dtype)
+        pulled = self.prices.plan(found.result.dual).cost
+        shared = [self.prices.plan(move.dual).cost + found.flops / rate for move in found.moves]
+        own = [self._own_gradient(step, i, cost + pulled) for i, cost in enumerate(shared)]
+        most = self.backward_limit and max(self.backward_limit, found.flops * len(shared))
+
+        def cost(alone: tuple[bool, ...]) -> tuple[float, int]:
+            seconds, flops = 0.0 if all(alone) else pulled, 0
+            for i, plan in enumerate(own):
+                apart = plan if alone[i] else None
+                seconds += apart.forward_cost if apart else shared[i]
+                flops += apart.flops if apart else found.flops
+            return (math.inf if most and flops > most else round(seconds, 15)), flops
+
+        choices = itertools.product(*((False, True) if plan else (False,) for plan in own))
+        best = min(choices, key=cost)  # among equals the first: all in one place
+        return tuple(plan if alone else None for plan, alone in zip(own, best, strict=True))
+
+    def _own_gradient(self, step: _Step, i: int, below: float) -> ContractionPlan | None:
+        """The gradient of operand `i` as a contraction of its own, if it takes fewer seconds than `below`."""
+        ends, moves = step.ends, step.found.moves
+        operand, cotangent = ends.operands[i], ends.result.with_layout(step.found.result.dst.dual)
+        rest = [j for j in range(len(ends.operands)) if j != i]
+        known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
+        work = step.found.flops / self.prices.profile.flops(self.prices.dtype)
+        # A mean has the dual of a sum: its scale would be lost, which moves carry.
+        has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
+        if below <= work or has_scale or not set(operand.layout.names) <= known:
+            return None
+        best: _Way | None = None
+        # The other operands are still where they were given, and where they were used.
+        for layouts in itertools.product(*(dict.fromkeys((moves[j].src, moves[j].dst)) for j in rest)):
+            others = [ends.operands[j].with_layout(layout) for j, layout in zip(rest, layouts, strict=True)]
+            own = Ends((cotangent, *others), operand.with_layout(operand.layout.dual))
+            limit = self.backward_limit
+            found = next(best_places(own, self.prices, FORWARD, below=below, flops_limit=limit), None)
+            if found is not None:
+                below = found.seconds
+                best = _Way(0.0, 0, own.operands, ()).then(tuple(range(len(own.operands))), own, found)
+        if best is None:
+            return None
+        own = best.steps[0].ends
+        text = f"{', '.join(str(end.layout) for end in own.operands)} -> {own.result.layout}"
+        shapes = tuple(end.shape for end in own.operands)
+        given = contraction(text), self.request.mesh, shapes, self.request.dtype
+        limits = self.request.profile, None, None, FORWARD
+        return _Solver(ContractionRequest(*given, *limits))._plan(best)
+
+
+def _narrowed(ends: Ends, place: Place, pair: Ends) -> Place:
+    """What the axes do in a place of all operands, seen by two of them: those that cut no dim hold copies."""
+    cuts = dict(zip(ends.lengths, place.cuts, strict=True))
+    mine = tuple(cuts[name] for name in pair.lengths)
+    cut = {axis for shards in mine for axis in axes_of(shards)}
+    busy = [axis for axis in place.busy if axis not in cut]
+    holders = [set(operand.layout.tagged("sum", "mean")) & set(busy) for operand in pair.operands]
+    sums = tuple((axis, i) for i, held in enumerate(holders) for axis in held)
+    return Place(mine, sums, tuple(axis for axis in busy if all(axis not in held for held in holders)))
 
 
 def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:
@@ -128,53 +259,3 @@ def _orders(ends: Ends) -> Iterator[Order]:
         return
     pairs = [list(itertools.combinations(range(left), 2)) for left in range(n, 1, -1)]
     yield from itertools.product(*pairs)
-
-
-def _part(takes: tuple[int, ...], ends: Ends, found: Found, prices: Prices, objective: str) -> Part:
-    gradients = _gradients(ends, found, prices) if objective == BOTH else (None,) * len(takes)
-    return Part(takes, tuple(map(prices.plan, found.moves)), prices.plan(found.result), gradients)
-
-
-def _gradients(ends: Ends, found: Found, prices: Prices) -> tuple[ContractionPlan | None, ...]:
-    """For every operand its gradient in a place of its own, if that makes all gradients together cheaper."""
-    work = found.flops / prices.profile.flops(prices.dtype)
-    pulled = prices.plan(found.result.dual).cost
-    shared = [prices.plan(move.dual).cost + work for move in found.moves]
-    own = [_own_gradient(ends, found, i, prices, cost + pulled) for i, cost in enumerate(shared)]
-
-    def cost(is_own: tuple[bool, ...]) -> float:
-        apart = sum(plan.forward_cost for plan, alone in zip(own, is_own, strict=True) if plan and alone)
-        together = sum(c for c, alone in zip(shared, is_own, strict=True) if not alone)
-        return apart + together + (0.0 if all(is_own) else pulled)
-
-    choices = itertools.product(*((False, True) if plan else (False,) for plan in own))
-    best = min(choices, key=lambda is_own: round(cost(is_own), 15))  # the first: all in one place
-    return tuple(plan if alone else None for plan, alone in zip(own, best, strict=True))
-
-
-def _own_gradient(ends: Ends, found: Found, i: int, prices: Prices, below: float) -> ContractionPlan | None:
-    """The gradient of operand `i` as a contraction of its own, if it takes fewer seconds than `below`."""
-    work = found.flops / prices.profile.flops(prices.dtype)
-    operand, cotangent = ends.operands[i], ends.result.with_layout(found.result.dst.dual)
-    rest = [j for j in range(len(ends.operands)) if j != i]
-    known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
-    # A mean has the dual of a sum: its scale would be lost, which moves carry.
-    has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
-    if below <= work or has_scale or not set(operand.layout.names) <= known:
-        return None
-    # The other operands are still where they were given, and where they were used.
-    places = [dict.fromkeys((found.moves[j].src, found.moves[j].dst)) for j in rest]
-    best: ContractionPlan | None = None
-    for layouts in itertools.product(*places):
-        others = tuple(ends.operands[j].with_layout(layout) for j, layout in zip(rest, layouts, strict=True))
-        own = Ends((cotangent, *others), operand.with_layout(operand.layout.dual))
-        one = next(best_places(own, prices, FORWARD, below=below), None)
-        if one is None:
-            continue
-        below = one.seconds
-        text = f"{', '.join(str(end.layout) for end in own.operands)} -> {own.result.layout}"
-        part = _part(tuple(range(len(own.operands))), own, one, prices, FORWARD)
-        shapes = tuple(end.shape for end in own.operands)
-        given = contraction(text), ends.result.mesh, shapes, prices.dtype
-        best = ContractionPlan(*given, (part,), prices.profile, None, FORWARD)
-    return best

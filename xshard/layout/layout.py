@@ -102,7 +102,7 @@ class Layout:
     def is_linear(self) -> bool:
         return not self.tagged(*NONLINEAR)
 
-    @property
+    @cached_property
     def dual(self) -> Layout:
         """Layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, Span, XshardError
@@ -54,7 +55,7 @@ class Dim:
         text = "".join([self.name, *(f"/{shard}" for shard in self.shards)])
         return text if self.overlap is None else f"{text}:{self.overlap}"
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis that cuts this dim, outermost first."""
         return tuple(axis for shard in self.shards for axis in shard.axes)

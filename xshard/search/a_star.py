@@ -64,12 +64,14 @@ class Search:
 
     memory_limit: bytes that no device may exceed at any moment. exchanges: whether they may be used.
     scaled: elements held by the step that multiplies by the plan's constant, which no path shows.
+    directed: look at few paths, even in a small space; the best of them is seldom worse than the best of all.
     """
 
     space: Space
     memory_limit: int | None
     exchanges: bool = True
     scaled: int = 0
+    directed: bool = False
 
     def best_path(self) -> tuple[Step, ...]:
         """The steps of the cheapest path. Raises PlanError where none stays within the memory limit."""
@@ -91,6 +93,10 @@ class Search:
                 hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
             )
         return path
+
+    def least_seconds(self) -> float:
+        """Seconds that any path takes, at least."""
+        return self._remaining(self.space.state(self.space.start.layout))
 
     @cached_property
     def _largest(self) -> int:
@@ -122,7 +128,7 @@ class Search:
         return max((link.bytes_per_s for link in self.space.fabric.links), default=1.0)
 
     def _search(self) -> Path | None:
-        moves = Moves(self.space)
+        moves = Moves(self.space, directed=self.directed)
         # A path that comes nearer to the goal with every step is found soon, and bounds the others.
         near = None if moves.complete else self._explored(moves, None, nearest=True)
         return self._explored(moves, near)

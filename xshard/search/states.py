@@ -157,12 +157,23 @@ class Space:
         """
         goal = self.goal_state
         if state.sums != goal.sums:
-            return 0, False
+            return self._least_reduced(state), False
         even = self._even_exchange(state, goal)
         if even is not None:
             return even.received, True
         # Uneven blocks have to be looked at one by one: too slow for a bound.
         return max(0, self.block(goal) - self.block(state)), False
+
+    def _least_reduced(self, state: State) -> int:
+        """What devices must receive on average where a sum ends: see `bounds.total_elements`."""
+        goal, n = self.goal_state, self.start.mesh.n_devices
+        ended = math.prod(self.sizes[a] for a in state.sums if a not in goal.sums)
+        if ended == 1:
+            return 0
+        kept = math.prod(self.sizes[a] for a in goal.sums)
+        copies = n // (kept * math.prod(self.sizes[a] for cut in goal.cuts for a in self.axes_in(cut)))
+        stay = math.prod(self.sizes[a] for a in goal.sums if a in state.sums)
+        return -(-math.prod(self.start.shape) * (ended + copies - 2) * stay // n)
 
     def least_crossing(self, state: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
