@@ -234,9 +234,11 @@ def _narrowed(ends: Ends, place: Place, pair: Ends) -> Place:
     mine = tuple(cuts[name] for name in pair.lengths)
     cut = {axis for shards in mine for axis in axes_of(shards)}
     busy = [axis for axis in place.busy if axis not in cut]
-    holders = [set(operand.layout.tagged("sum", "mean")) & set(busy) for operand in pair.operands]
-    sums = tuple((axis, i) for i, held in enumerate(holders) for axis in held)
-    return Place(mine, sums, tuple(axis for axis in busy if all(axis not in held for held in holders)))
+    # Of several operands with addends over an axis one keeps them.
+    tagged = [operand.layout.tagged("sum", "mean") for operand in pair.operands]
+    sums = {axis: next((i for i, held in enumerate(tagged) if axis in held), None) for axis in busy}
+    held = tuple((axis, i) for axis, i in sums.items() if i is not None)
+    return Place(mine, held, tuple(axis for axis, i in sums.items() if i is None))
 
 
 def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:
