@@ -7,7 +7,9 @@ contracted there. Padding is zero after a move, so it adds nothing to a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,45 +17,43 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
 from jax_bridge.redistribution import carry_out
 from xshard import ContractionPlan, DtypeError, Mesh, NotationError, Plan, Profile, ShapeError, planner
-from xshard.contractions.expression import Contraction, contraction, is_contraction, shapes_of
+from xshard.contractions.blocks import Shapes, whole_shapes
+from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import Part
 from xshard.notation.parser import text_spans
-from xshard.plans.expression import whole_shape
-
-Sizes = Mapping[str, int] | None
-Shapes = Sequence[Sequence[int]]
 
 
 class Product(NamedTuple):
-    """How local products are made; a dtype is what they give."""
+    """How local products are made: `preferred_element_type` and `precision` of `jnp.einsum`."""
 
     dtype: Any
     precision: Any
 
 
-def contraction_of(expression: Any, operands: Sequence[jax.Array]) -> Contraction:
-    """The layouts of operands and result. Raises NotationError, and ShapeError unless the operands fit."""
+def contraction_of(expression: Any) -> Contraction:
+    """The layouts of operands and result. Raises NotationError."""
     if isinstance(expression, ContractionPlan):
-        given = expression.contraction
-    else:
-        given = contraction(expression)
-        if not is_contraction(expression):
-            hint = "redistribute and reshard move one array"
-            raise NotationError("no contraction: one operand, no dim summed", text=expression, hint=hint)
-    if len(operands) != len(given.operands):
-        what = f"{len(operands)} arrays for {len(given.operands)} operands"
-        raise ShapeError(what, text=given.text, hint="einsum(expression, array, array, ...)")
-    for i, (x, layout) in enumerate(zip(operands, given.operands, strict=True)):
-        if x.ndim != len(layout.dims):
-            what = f"an array of shape {x.shape} for {len(layout.dims)} dims"
-            raise ShapeError(what, text=given.text, span=text_spans(given.text).layouts[i])
-    return given
+        return expression.contraction
+    if not is_contraction(expression):
+        contraction(expression)  # raises for what does not parse
+        hint = "redistribute and reshard move one array"
+        raise NotationError("no contraction: one operand, no dim summed", text=expression, hint=hint)
+    return contraction(expression)
+
+
+def plan_for(
+    text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile
+) -> ContractionPlan:
+    """The cheapest plan: for whole numbers, which have no gradients, of the result alone."""
+    objective = "forward+backward" if jnp.issubdtype(dtype, jnp.inexact) else "forward"
+    return planner.plan(text, mesh, shapes, dtype.name, profile=profile, objective=objective)
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
@@ -69,40 +69,39 @@ def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
     check_shapes(plan.shapes, shapes, plan.text)
 
 
-def check_shapes(found: Shapes, said: Shapes, text: str) -> None:
-    """Raise ShapeError, marking the operand, where a shape is not what is said of it."""
-    for i, (one, other) in enumerate(zip(found, said, strict=True)):
+def check_shapes(said: Shapes, found: Shapes, text: str) -> None:
+    """Raise ShapeError, marking the operand, where a shape is not the one that is said."""
+    for one, other, span in zip(found, said, text_spans(text).layouts, strict=False):
         if one != other:
-            what, span = f"an operand of shape {one}, not {other}", text_spans(text).layouts[i]
-            raise ShapeError(what, text=text, span=span)
+            raise ShapeError(f"an operand of shape {one}, not {other}", text=text, span=span)
 
 
 def einsum_blocks(
     expression: str | ContractionPlan,
     blocks: Sequence[jax.Array],
     mesh: AnyMesh | None,
-    sizes: Sizes,
-    shape: Shapes | None,
+    shapes: Shapes | None,
     profile: str | Path | Profile,
     product: Product,
 ) -> jax.Array:
-    """This device's blocks of the operands -> its block of the result. Raises as `einsum` does."""
-    given, inferred = contraction_of(expression, blocks), sizes is None and shape is None
-    text, dtype = given.text, jnp.result_type(*blocks).name
+    """This device's blocks of the operands -> its block of the result. Raises as `einsum` does.
+
+    shapes: global, of the operands; None to infer them from the blocks.
+    """
+    given, dtype = contraction_of(expression), jnp.result_type(*blocks)
     if isinstance(expression, ContractionPlan):
         plan = expression
-        here = given_mesh_here(mesh, plan.mesh, axes_of(plan), text)
-        check_given(plan, plan.shapes if inferred else shapes_of(given, sizes, shape), dtype)
+        here = given_mesh_here(mesh, plan.mesh, axes_of(plan), given.text)
+        check_given(plan, shapes or plan.shapes, dtype.name)
     else:
-        here, machine = machine_here(mesh, (*given.operands, given.result), text, profile)
-        if inferred:
-            pairs = zip(given.operands, blocks, strict=True)
-            shape = [whole_shape(layout, here, x.shape, text) for layout, x in pairs]
-        plan = planner.plan(text, here, shape, dtype, sizes=sizes, profile=machine)
-    for i, (x, move) in enumerate(zip(blocks, plan.moves, strict=True)):
-        check_block_here(x.shape, move.source, text, inferred=inferred, operand=i)
-    entries = enumerate(zip(blocks, plan.moves, strict=True))
-    typed = [with_entry_type(x, move, text, here.axes, i) for i, (x, move) in entries]
+        here, machine = machine_here(mesh, (*given.operands, given.result), given.text, profile)
+        whole = shapes or whole_shapes(given, here, [x.shape for x in blocks])
+        plan = plan_for(given.text, here, whole, dtype, machine)
+    entries = zip(blocks, plan.moves, text_spans(given.text).layouts, strict=False)
+    typed = []
+    for x, move, span in entries:
+        check_block_here(x.shape, move.source, given.text, inferred=shapes is None, start=span[0])
+        typed.append(with_entry_type(x, move, given.text, here.axes, span))
     return _contracted(plan, typed, here, product)
 
 
@@ -137,11 +136,10 @@ def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text
 
 def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array:
     """Blocks under the layouts where they are contracted -> the block of the local result."""
-    names = [move.dst.names for move in part.moves]
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(name for each in names for name in each))}
+    numbers = defaultdict[str, int](itertools.count().__next__)
     given: list[Any] = []
-    for x, dims in zip(used, names, strict=True):
-        given += [x, [numbers[name] for name in dims]]
+    for x, move in zip(used, part.moves, strict=True):
+        given += [x, [numbers[name] for name in move.dst.names]]
     kept = [numbers[name] for name in part.result.src.names]
     return jnp.einsum(*given, kept, preferred_element_type=product.dtype, precision=product.precision)
 
@@ -177,8 +175,7 @@ def _with_own_gradients(
             others = [given[j] if layout == part.moves[j].src else used[j] for layout, j in at]
 
             def pulled(cotangent: jax.Array, own=own, i=i, others=others) -> jax.Array:
-                wide = Product(None, product.precision)
-                return _contracted(own, [cotangent, *others], here, wide).astype(given[i].dtype)
+                return _contracted(own, [cotangent, *others], here, product).astype(given[i].dtype)
 
             tangent += jax.linear_transpose(pulled, y)(tangents[0][i])[0]
         return y, tangent

@@ -34,6 +34,7 @@ from xshard import (
     planner,
 )
 from xshard.arguments import lengths_of
+from xshard.errors import Span
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
 from xshard.notation.parser import mark_errors
@@ -155,11 +156,11 @@ def block_sharding_here(
 
 
 def with_entry_type(
-    x: jax.Array, plan: Plan, text: str, axes: Sequence[str] | None = None, operand: int | None = None
+    x: jax.Array, plan: Plan, text: str, axes: Sequence[str] | None = None, layout: Span | None = None
 ) -> jax.Array:
     """The block, declared as `apply` needs it: varying along the source's axes, invariant along others.
 
-    axes: the others, by default the plan's. operand: the one of the text's layouts that errors mark.
+    axes: the others, by default the plan's. layout: the place in the text that errors mark, by default all.
     """
     found = manual_type(x)
     kind = unreduced_kind(found)
@@ -168,7 +169,7 @@ def with_entry_type(
             raise NotationError(
                 f"the block is unreduced along {axis!r}: its {kind} is still to be taken",
                 text=text,
-                span=axis_span(axis, text, operand),
+                span=axis_span(axis, text, layout),
                 hint=f"write it on the left: {kind}({axis})",
             )
         if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
@@ -177,7 +178,7 @@ def with_entry_type(
             raise NotationError(
                 f"the block varies along {axis!r}, where the source holds one value",
                 text=text,
-                span=axis_span(axis, text, operand),
+                span=axis_span(axis, text, layout),
                 hint=f"if each device has its own copy, write copy({axis}) on the left",
             )
         x = lax.psum(x, axis)  # over one device: changes the type only
@@ -264,9 +265,9 @@ def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:
 
 
 def check_block_here(
-    local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, operand: int = 0
+    local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, start: int = 0
 ) -> None:
-    """Raise ShapeError, marking a dim of the operand, for a block that its layout gives another shape."""
+    """Raise ShapeError, marking a dim, for a block that its layout, at `start`, gives another shape."""
     check_block(
         "the block",
         local_shape,
@@ -275,13 +276,12 @@ def check_block_here(
         text,
         f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}",
         inferred=inferred,
-        operand=operand,
+        start=start,
     )
 
 
-def axis_span(axis: str, text: str, operand: int | None = None) -> tuple[int, int] | None:
-    """Where an axis stands first: in the text, or in an operand, which is all marked if it lacks the axis."""
-    spans = parser.text_spans(text)
-    whole = (0, len(text)) if operand is None else spans.layouts[operand]
-    found = (span for name, span in spans.axes if name == axis and whole[0] <= span[0] < whole[1])
-    return next(found, None if operand is None else whole)
+def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
+    """Where an axis stands first: in the text, or in a layout, which is all marked if it lacks the axis."""
+    start, stop = layout or (0, len(text))
+    found = (at for name, at in parser.text_spans(text).axes if name == axis and start <= at[0] < stop)
+    return next(found, layout)

@@ -6,7 +6,7 @@ contraction of their blocks, kept for the next call like it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,18 +23,18 @@ from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import LOG, check_even
 from jax_bridge.einsum import (
     Product,
-    Shapes,
-    Sizes,
     axes_of,
     check_given,
     check_shapes,
     contraction_of,
     einsum_blocks,
+    plan_for,
 )
 from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
 from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
-from xshard import ContractionPlan, Profile, planner
-from xshard.contractions.expression import contraction, shapes_of
+from xshard import ContractionPlan, Profile
+from xshard.contractions.blocks import Shapes, check_operands
+from xshard.contractions.expression import shapes_of
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 
@@ -43,7 +43,7 @@ def einsum(
     expression: str | ContractionPlan,
     *operands: Any,
     mesh: AnyMesh | None = None,
-    sizes: Sizes = None,
+    sizes: Mapping[str, int] | None = None,
     shape: Shapes | None = None,
     profile: str | Path | Profile = "h100",
     preferred_element_type: Any = None,
@@ -68,19 +68,21 @@ def einsum(
     >>> y.sharding.spec, float(y[0, 0])
     (P(None, 'tp'), 4.0)
     """
-    text = expression.text if isinstance(expression, ContractionPlan) else str(expression)
+    given = contraction_of(expression)
+    text = given.text
     arrays = tuple(as_array(x, text) for x in operands)
-    given = contraction_of(expression, arrays)
-    dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
-    product = Product(jnp.result_type(*arrays) if dtype is None else dtype, precision)
-    named = [axis for layout in (*given.operands, given.result) for axis in layout.axes]
-    if bound_sizes(named) and not (named and set(named) <= set(free_axes(jax.sharding.get_abstract_mesh()))):
-        return einsum_blocks(expression, arrays, mesh, sizes, shape, profile, product)
+    found = tuple(x.shape for x in arrays)
+    check_operands(given, found)
+    shapes = None if sizes is None and shape is None else shapes_of(given, sizes, shape)
+    dtype = jnp.result_type(*arrays)
+    product = Product(np.dtype(preferred_element_type or dtype), precision)
+    axes = {axis for layout in (*given.operands, given.result) for axis in layout.axes}
+    if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
+        return einsum_blocks(expression, arrays, mesh, shapes, profile, product)
     mesh = mesh_of(arrays, [text] * len(arrays)) if mesh is None else jax_mesh(mesh)
-    shapes, here = tuple(x.shape for x in arrays), mesh_here(mesh, text)
-    if not (sizes is None and shape is None):
-        check_shapes(shapes, shapes_of(given, sizes, shape), text)
-    program = _program(expression, here, shapes, jnp.result_type(*arrays), profile, product)
+    here = mesh_here(mesh, text)
+    check_shapes(shapes or found, found, text)
+    program = _program(expression, here, found, dtype, profile, product)
     for x, move, source in zip(arrays, program.plan.moves, program.sources, strict=True):
         check_sharding(x, move.src, text, source.spec, mesh)
         check_order(x, move.source, text)
@@ -105,7 +107,7 @@ def _program(
     profile: str | Path | Profile,
     product: Product,
 ) -> _Program:
-    given = expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
+    given = contraction_of(expression)
     text, layouts = given.text, (*given.operands, given.result)
     here = free_mesh(mesh, [axis for layout in layouts for axis in layout.axes], text)
     if isinstance(expression, ContractionPlan):
@@ -114,7 +116,7 @@ def _program(
         with mark_errors(text):
             check_given_mesh(axes_of(plan), plan.mesh, here)
     else:
-        plan = planner.plan(text, here, shapes, dtype.name, profile=profile)
+        plan = plan_for(text, here, shapes, dtype, profile)
     arrays = [*(move.source for move in plan.moves), plan.result.target]
     check_even(arrays, text)
     with mark_errors(text):
@@ -123,7 +125,7 @@ def _program(
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
 
     def local(*blocks: jax.Array) -> jax.Array:
-        y = einsum_blocks(plan, blocks, None, None, None, profile, product)
+        y = einsum_blocks(plan, blocks, None, None, profile, product)
         return as_reduced(as_unreduced(y, given.result.tagged("sum")), given.result.tagged("copy"))
 
     specs = tuple(at.spec for at in sources), target.spec

@@ -86,18 +86,25 @@ def mesh_of(leaves: Sequence[jax.Array], texts: Sequence[str]) -> Mesh:
     found: Mesh | None = None
     for x, text in zip(leaves, texts, strict=True):
         mesh = _own_mesh(x)
-        if mesh is not None and found is not None and mesh != found:
+        if mesh is None:
+            continue
+        if found is not None and not _are_one(mesh, found):
             raise MeshError(
                 f"the arrays are on several meshes: {found} and {mesh}",
                 text=text,
                 hint="one call moves the arrays of one mesh",
             )
-        found = mesh or found
+        found = mesh if found is None or isinstance(found, AbstractMesh) else found
     if found is not None:
         return found
     if not (context := jax.sharding.get_abstract_mesh()).empty:
         return context
     raise MeshError("JAX does not say on which mesh the array is", text=texts[0], hint="pass mesh=")
+
+
+def _are_one(a: Mesh, b: Mesh) -> bool:
+    """Of a traced array JAX knows the mesh without its devices."""
+    return a == b or (a.abstract_mesh == b.abstract_mesh and AbstractMesh in (type(a), type(b)))
 
 
 def mesh_here(mesh: Mesh, text: str) -> Mesh:

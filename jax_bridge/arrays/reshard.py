@@ -51,7 +51,7 @@ def reshard(
     not fit the pytree.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
-    >>> x = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("cp")))
+    >>> x = jax.device_put(jax.numpy.ones((4, 2)), jax.NamedSharding(mesh, jax.P("cp")))
     >>> reshard(x, "s/cp c -> s c/cp").sharding.spec
     P(None, 'cp')
     >>> moved = reshard({"w": x, "b": x}, {"w": "s/cp c -> s c/cp", "b": "s/cp c -> s c"})

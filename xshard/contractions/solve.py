@@ -19,6 +19,7 @@ from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.prices import GUESS, Prices
+from xshard.contractions.ring import ALWAYS, NEVER, best_ring
 from xshard.contractions.search import Found, best_places, found_at
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
@@ -47,6 +48,7 @@ class ContractionRequest:
     memory_limit: int | None
     flops_limit: int | tuple[int, int] | None
     objective: str
+    overlap: str = NEVER
 
     @property
     def ends(self) -> Ends:
@@ -106,6 +108,7 @@ class _Solver:
     def __init__(self, request: ContractionRequest) -> None:
         self.request, self.ends = request, request.ends
         self.prices = Prices(request.mesh, request.dtype, request.profile)
+        self.rate = request.profile.flops(request.dtype)
         limit = request.flops_limit
         self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
         self.backward_limit: int | None = limit[1] if isinstance(limit, tuple) else None
@@ -176,13 +179,21 @@ class _Solver:
         own: tuple[ContractionPlan | None, ...] = (None,) * len(moves)
         if self.request.objective == BOTH:
             own = self._gradients(step)
-        return Part(step.takes, moves, result, own)
+        part = Part(step.takes, moves, result, own)
+        if self.request.overlap == NEVER or (found := best_ring(part, part.flops / self.rate)) is None:
+            return part
+        ring, seconds = found
+        return (
+            replace(part, ring=ring)
+            if self.request.overlap == ALWAYS or seconds < part.seconds(self.rate)
+            else part
+        )
 
     def _gradients(self, step: _Step) -> tuple[ContractionPlan | None, ...]:
         """For every operand its gradient in a place of its own, if all gradients together are cheaper so."""
-        found, rate = step.found, self.prices.profile.flops(self.prices.dtype)
+        found = step.found
         pulled = self.prices.plan(found.result.dual).cost
-        shared = [self.prices.plan(move.dual).cost + found.flops / rate for move in found.moves]
+        shared = [self.prices.plan(move.dual).cost + found.flops / self.rate for move in found.moves]
         own = [self._own_gradient(step, i, cost + pulled) for i, cost in enumerate(shared)]
         most = self.backward_limit and max(self.backward_limit, found.flops * len(shared))
 
@@ -204,7 +215,7 @@ class _Solver:
         operand, cotangent = ends.operands[i], ends.result.with_layout(step.found.result.dst.dual)
         rest = [j for j in range(len(ends.operands)) if j != i]
         known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
-        work = step.found.flops / self.prices.profile.flops(self.prices.dtype)
+        work = step.found.flops / self.rate
         # A mean has the dual of a sum: its scale would be lost, which moves carry.
         has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
         if below <= work or has_scale or not set(operand.layout.names) <= known:

@@ -89,19 +89,18 @@ def check_block(
     hint: str,
     *,
     inferred: bool,
-    operand: int = 0,
+    start: int = 0,
 ) -> None:
     """Raise ShapeError, marking the first wrong dim, if a block does not have the shape its layout gives it.
 
     what: whose block it is. names: of its dims. inferred: whether the array's shape was inferred from it.
-    operand: which of the text's layouts is marked.
+    start: where its layout begins in the text.
     """
     if local_shape == expected:
         return
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    spans = text_spans(text)
-    start, stop = spans.layouts[operand]
-    where = {name: span for name, span in spans.dims if start <= span[0] < stop}
+    # A dim is marked where it comes first.
+    where = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
     raise ShapeError(
         f"{what} has shape {local_shape}, not {expected}",
         text=text,
