@@ -34,7 +34,7 @@ from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
 from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
 from xshard import ContractionPlan, Profile
 from xshard.contractions.blocks import Shapes, check_operands
-from xshard.contractions.expression import shapes_of
+from xshard.contractions.expression import shapes_of, whole_lengths
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 
@@ -73,7 +73,7 @@ def einsum(
     arrays = tuple(as_array(x, text) for x in operands)
     found = tuple(x.shape for x in arrays)
     check_operands(given, found)
-    shapes = None if sizes is None and shape is None else shapes_of(given, sizes, shape)
+    shapes = None if sizes is None and shape is None else shapes_of(given, *whole_lengths(sizes, shape))
     dtype = jnp.result_type(*arrays)
     product = Product(np.dtype(preferred_element_type or dtype), precision)
     axes = {axis for layout in (*given.operands, given.result) for axis in layout.axes}
