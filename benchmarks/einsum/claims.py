@@ -47,7 +47,7 @@ def judge(rows: Sequence[Row], cached_s: float, timed: Sequence[Row]) -> tuple[C
 
 def ratios(rows: Sequence[Row], objective: str, peer: str) -> Named:
     """A peer's received bytes over ours, of the cases in which both receive any."""
-    known = [row for row in rows if "received_bytes" in row["peers"][peer]]
+    known = [row for row in rows if objective in row["peers"][peer].get("received_bytes", ())]
     pairs = [(row["case"], _theirs(row, objective, peer), _ours(row, objective, "xla")) for row in known]
     return [(case, a / b) for case, a, b in pairs if a and b]
 

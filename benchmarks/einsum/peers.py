@@ -2,7 +2,8 @@
 
 Decides where a figure comes from. "plain" is the plainest planner: every place in which all devices contract
 their blocks was tried, and the moves before and after it were planned for the fewest bytes, with at most
-XLA's operations, or an even share where that is more. Three operands it contracts at once.
+XLA's operations, or an even share where that is more. Three operands it contracts at once. torch-einshard
+was counted forward only: its gradients are each device's own, for the caller to add.
 """
 
 from __future__ import annotations

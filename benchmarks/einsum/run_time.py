@@ -64,7 +64,7 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
     plain = xla.program(case)
 
     def ours(*arrays: Any) -> Any:
-        return xj.einsum(case.expression, *arrays, profile=profile)
+        return xj.einsum(case.expression, *arrays, mesh=result.mesh, profile=profile)
 
     rows = []
     for objective, arrays, wrap, ends in (
