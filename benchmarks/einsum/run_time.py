@@ -25,11 +25,11 @@ from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
 WIDTH = 512  # of the matrices whose product says how fast this machine multiplies
 
 
-def rows(cases: Sequence[Case], rounds: int) -> list[Row]:
-    """The rows of all cases; in a new process, which this makes host devices in."""
+def rows(cases: Sequence[Case], rounds: int) -> list[list[Row]]:
+    """The rows of every case; to be called in a new process, which gets host devices."""
     xla.configure(TIMED_DEVICES)
     profile = here()
-    return [row for case in cases for row in timed(case, rounds, profile)]
+    return [timed(case, rounds, profile) for case in cases]
 
 
 def here() -> xs.Profile:
