@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jax_bridge.arrays.einsum import einsum
 from jax_bridge.arrays.order import stored_as
 from jax_bridge.arrays.partition_spec import from_partition_spec, to_named_sharding, to_partition_spec
 from jax_bridge.arrays.reshard import reshard
@@ -28,6 +29,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "copy_to",
+    "einsum",
     "from_partition_spec",
     "from_torch",
     "halo_exchange",

@@ -34,6 +34,7 @@ from xshard import (
     planner,
 )
 from xshard.arguments import lengths_of
+from xshard.errors import Span
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
 from xshard.notation.parser import mark_errors
@@ -112,52 +113,19 @@ def plan_here(
     src, dst, text = parsed
     with mark_errors(text):
         if isinstance(expression, Plan):
-            named = expression.axes
-            if mesh is not None:
-                _named_mesh(xshard_mesh(mesh), named, text)
-            plan = replace(expression, mesh=_named_mesh(expression.mesh, named, text), devices=())
-            _check_given(plan, "the block", shape, x.dtype.name)
+            here = given_mesh_here(mesh, expression.mesh, expression.axes, text)
+            plan = replace(expression, mesh=here, devices=())
+            check_given(plan, "the block", shape, x.dtype.name)
         else:
-            context = _context(mesh, (src, dst), text)
-            here = _named_mesh(context, _named((src, dst)), text)
+            here, machine = machine_here(mesh, (src, dst), text, profile)
             whole = whole_shape(src, here, x.shape, text) if shape is None else shape
-            # On a part of the mesh devices are renumbered; the links between them stay the same.
-            profile = load_profile(profile).along(here.axes, context)
-            plan = planner.plan(parsed, here, whole, x.dtype.name, profile=profile)
-    _check_block(x.shape, plan.source, text, inferred=shape is None)
+            plan = planner.plan(parsed, here, whole, x.dtype.name, profile=machine)
+    check_block_here(x.shape, plan.source, text, inferred=shape is None)
     return plan
 
 
-def plan_for_whole(
-    expression: Expression,
-    text: str,
-    mesh: JaxMesh | AbstractMesh,
-    shape: tuple[int, ...],
-    dtype: str,
-    profile: str | Path | Profile,
-) -> Plan:
-    """The plan for a global array: a new one, or the given one after a check. Raises as `reshard` does."""
-    src, dst, _ = sides(expression)
-    here = Mesh(free_axes(mesh))
-    for axis in (*src.axes, *dst.axes):
-        if axis in mesh.shape and axis not in here.axes:
-            raise MeshError(
-                f"mesh axis {axis!r} is manual here",
-                text=text,
-                span=_axis_span(axis, text),
-                hint="reshard moves an array along the other axes, redistribute its blocks along this one",
-            )
-    if not isinstance(expression, Plan):
-        return planner.plan(expression, here, shape, dtype, profile=profile)
-    with mark_errors(text):
-        _check_given(expression, "the array", shape, dtype)
-        for axis in expression.axes:
-            if axis not in here.axes or here.size(axis) != expression.mesh.size(axis):
-                raise MeshError(f"the plan is for {expression.mesh!r}, the array is on {here!r}")
-    return expression
-
-
-def _check_given(plan: Plan, what: str, shape: Sequence[int] | None, dtype: str) -> None:
+def check_given(plan: Plan, what: str, shape: Sequence[int] | None, dtype: str) -> None:
+    """Raise for an array of another shape or dtype than a given plan is for."""
     if dtype != plan.dtype:
         raise DtypeError(f"{what} is {dtype}, the plan is for {plan.dtype}")
     if shape is not None and (lengths := lengths_of(shape)) != plan.shape:
@@ -183,21 +151,25 @@ def block_sharding_here(
         here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
         whole = whole_shape(layout, here, x.shape, text) if shape is None else shape
     sharding = sharding_here(layout, whole, here)
-    _check_block(x.shape, sharding, text, inferred=shape is None)
+    check_block_here(x.shape, sharding, text, inferred=shape is None)
     return sharding
 
 
-def with_entry_type(x: jax.Array, plan: Plan, text: str) -> jax.Array:
-    """The block, declared as `apply` needs it: varying along the source's axes, invariant along the plan's
-    other axes."""
+def with_entry_type(
+    x: jax.Array, plan: Plan, text: str, axes: Sequence[str] | None = None, layout: Span | None = None
+) -> jax.Array:
+    """The block, declared as `apply` needs it: varying along the source's axes, invariant along others.
+
+    axes: the others, by default the plan's. layout: the place in the text that errors mark, by default all.
+    """
     found = manual_type(x)
     kind = unreduced_kind(found)
-    for axis in plan.axes:
+    for axis in plan.axes if axes is None else axes:
         if kind != "sum" and axis in found.unreduced and axis not in plan.src.tagged(kind):
             raise NotationError(
                 f"the block is unreduced along {axis!r}: its {kind} is still to be taken",
                 text=text,
-                span=_axis_span(axis, text),
+                span=axis_span(axis, text, layout),
                 hint=f"write it on the left: {kind}({axis})",
             )
         if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
@@ -206,11 +178,28 @@ def with_entry_type(x: jax.Array, plan: Plan, text: str) -> jax.Array:
             raise NotationError(
                 f"the block varies along {axis!r}, where the source holds one value",
                 text=text,
-                span=_axis_span(axis, text),
+                span=axis_span(axis, text, layout),
                 hint=f"if each device has its own copy, write copy({axis}) on the left",
             )
         x = lax.psum(x, axis)  # over one device: changes the type only
     return as_varying(x, plan.src.axes)
+
+
+def machine_here(
+    mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: str | Path | Profile
+) -> tuple[Mesh, Profile]:
+    """The axes that the layouts name, on the mesh given or the one of the context, and the machine there."""
+    context = _context(mesh, layouts, text)
+    here = _named_mesh(context, _named(layouts), text)
+    # On a part of the mesh devices are renumbered; the links between them stay the same.
+    return here, load_profile(profile).along(here.axes, context)
+
+
+def given_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str) -> Mesh:
+    """The part of the mesh of a given plan with the axes that it uses, all of them manual here."""
+    if mesh is not None:
+        _named_mesh(xshard_mesh(mesh), axes, text)
+    return _named_mesh(planned, axes, text)
 
 
 def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
@@ -250,7 +239,7 @@ def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
             raise MeshError(
                 f"axis {axis!r} has size {size} in {mesh!r}, and {here[axis]} here",
                 text=text,
-                span=_axis_span(axis, text),
+                span=axis_span(axis, text),
             )
     found = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
     long = [axis for axis in found.axes if found.size(axis) > 1]
@@ -259,7 +248,7 @@ def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
             raise MeshError(
                 f"axis {axis!r} is a batch of vmap, and the expression names {len(long)} axes",
                 text=text,
-                span=_axis_span(axis, text),
+                span=axis_span(axis, text),
                 hint="JAX has no collectives over several axes under vmap; jax.shard_map has",
             )
     return found
@@ -269,13 +258,16 @@ def _not_manual(axis: str, here: Mapping[str, int], text: str) -> MeshError:
     return MeshError(
         f"mesh axis {axis!r} is not manual here",
         text=text,
-        span=_axis_span(axis, text),
+        span=axis_span(axis, text),
         hint=f"manual are: {Mesh(here).describe()}; redistribute works inside jax.shard_map or jax.pmap "
         "over the axis, reshard works outside",
     )
 
 
-def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool) -> None:
+def check_block_here(
+    local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, start: int = 0
+) -> None:
+    """Raise ShapeError, marking a dim, for a block that its layout, at `start`, gives another shape."""
     check_block(
         "the block",
         local_shape,
@@ -284,8 +276,12 @@ def _check_block(local_shape: tuple[int, ...], sharding: Sharding, text: str, *,
         text,
         f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}",
         inferred=inferred,
+        start=start,
     )
 
 
-def _axis_span(axis: str, text: str) -> tuple[int, int] | None:
-    return next((span for name, span in parser.text_spans(text).axes if name == axis), None)
+def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
+    """Where an axis stands first: in the text, or in a layout, which is all marked if it lacks the axis."""
+    start, stop = layout or (0, len(text))
+    found = (at for name, at in parser.text_spans(text).axes if name == axis and start <= at[0] < stop)
+    return next(found, layout)

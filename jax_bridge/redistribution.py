@@ -65,7 +65,13 @@ def redistribute(
         options: Any = {"shape": whole, "profile": profile, "check_replicated": check_replicated, "ad": ad}
         return keys_of(redistribute(words, wider, mesh, **options))
     plan = plan_here(x, expression, parsed, mesh, shape, profile)
-    x = with_entry_type(x, plan, text)
+    return carry_out(plan, with_entry_type(x, plan, text), text, check_replicated, ad)
+
+
+def carry_out(
+    plan: Plan, x: jax.Array, text: str, check_replicated: bool | None = None, ad: Derivatives = "linear"
+) -> jax.Array:
+    """A block of the type that `with_entry_type` gives it, under `plan.src` -> the block under `plan.dst`."""
     return apply_checked(plan, x, text, ad) if are_checked(check_replicated) else apply(plan, x, ad)
 
 

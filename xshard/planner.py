@@ -15,6 +15,7 @@ from xshard import dtypes
 from xshard.arguments import lengths_of, limit_of
 from xshard.contractions.expression import contraction, is_contraction, shapes_of
 from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
@@ -56,6 +57,7 @@ def plan(
     memory_limit: int | str | None = None,
     flops_limit: int | tuple[int, int] | None = None,
     objective: str | None = None,
+    overlap: str = NEVER,
 ) -> ContractionPlan: ...
 def plan(
     expression: Any,
@@ -73,13 +75,16 @@ def plan(
     memory_limit: int | str | None = None,
     flops_limit: int | tuple[int, int] | None = None,
     objective: str | None = None,
+    overlap: str = NEVER,
 ) -> Plan | ContractionPlan:
     """`"layout -> layout"` for an array of global `shape`, or a contraction of several -> the cheapest plan.
 
     A contraction, `"layout, layout -> layout"`, sums the dims that the result lacks; its plan says where it
     is computed. sizes: the length of every dim, by name; or shape: the global shape of every operand.
     flops_limit: floating point operations that no device may exceed for the result; a pair: for the result,
-    and for gradients in places of their own.
+    and for gradients in places of their own. overlap: whether a gather may run while its parts are
+    contracted, and a reduce-scatter while its addends are (`contractions.ring`): "never", "auto", where it
+    is predicted to be faster, or "always", where it can be.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
     memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".
@@ -106,10 +111,11 @@ def plan(
     True
     >>> layer = plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
     >>> layer.local, layer.bytes_received, [str(step) for step in layer.moves[0].backward.steps]
-    ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce tp'])
+    ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce sum(tp)'])
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
+    expression = as_expression(expression)
     for given in (mesh, src_mesh, dst_mesh):
         if given is not None:
             check_mesh(given)
@@ -119,9 +125,16 @@ def plan(
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
         machine = dtypes.name_of(dtype), load_profile(profile)
         return _plan_contraction(
-            expression, mesh, sizes, shape, *machine, limit_of(memory_limit), flops_limit, objective or BOTH
+            expression,
+            mesh,
+            sizes,
+            shape,
+            *machine,
+            limit_of(memory_limit),
+            flops_limit,
+            objective or BOTH,
+            overlap,
         )
-    expression = as_expression(expression)
     if sizes is not None or flops_limit is not None:
         hint = "shape= is the shape of the array"
         raise ShapeError("sizes and flops_limit are for contractions", hint=hint)
@@ -145,14 +158,17 @@ def _plan_contraction(
     memory_limit: int | None,
     flops_limit: int | tuple[int, int] | None,
     objective: str,
+    overlap: str,
 ) -> ContractionPlan:
     given = contraction(text)
+    if overlap not in OVERLAPS:
+        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
     for layout in (*given.operands, given.result):
         check_axes(layout, mesh, text)
     ends = given, mesh, shapes_of(given, sizes, shape)
-    request = ContractionRequest(*ends, dtype, profile, memory_limit, flops_limit, objective)
+    request = ContractionRequest(*ends, dtype, profile, memory_limit, flops_limit, objective, overlap)
     with mark_errors(text):
         _ = request.ends  # a wrong shape is found before the cache of plans is asked
     return find_contraction(request)

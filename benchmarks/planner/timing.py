@@ -32,7 +32,7 @@ LARGE_MOVES = (
 
 def cold_s(case: Case, profile: xs.Profile) -> float:
     """Seconds to plan a case with every cache of the package empty."""
-    return _quickest(lambda: case.plan(profile), before=clear_caches)
+    return quickest(lambda: case.plan(profile), before=clear_caches)
 
 
 def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
@@ -43,7 +43,7 @@ def cached_s(cases: Sequence[Case], profile: xs.Profile) -> float:
 def large_mesh_s(profile: xs.Profile) -> dict[str, float]:
     """Seconds to plan even layouts on LARGE_MESH, cold, by expression."""
     return {
-        move: _quickest(
+        move: quickest(
             lambda move=move: xs.plan(move, LARGE_MESH, LARGE_SHAPE, "bfloat16", profile=profile),
             before=clear_caches,
         )
@@ -69,7 +69,8 @@ def _look_up_s(case: Case, profile: xs.Profile) -> float:
     return (time.process_time() - start) / LOOK_UPS
 
 
-def _quickest(work: Callable[[], object], before: Callable[[], object]) -> float:
+def quickest(work: Callable[[], object], before: Callable[[], object]) -> float:
+    """Processor seconds of the quickest of some calls. before: runs before each, not timed."""
     seconds = []
     for _ in range(REPEATS):
         before()

@@ -40,7 +40,7 @@ def scores(weights: Weights, characters: jax.Array) -> jax.Array:
     for i, kind in enumerate(LAYERS):
         layer = {name.removeprefix(f"{i}."): value for name, value in w.items() if name.startswith(f"{i}.")}
         x = x + mixed(norm(x, layer["norm1"]), kind, layer) @ layer["out"]
-        x = x + jax.nn.gelu(norm(x, layer["norm2"]) @ layer["up"], approximate=False) @ layer["down"]
+        x = x + jax.nn.gelu(norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
     return norm(x, w["norm"]) @ w["scores"]
 
 

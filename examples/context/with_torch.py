@@ -46,7 +46,8 @@ def scores(weights: Weights, characters: Tensor, context: Context) -> Tensor:
     for i, kind in enumerate(LAYERS):
         layer = {name.removeprefix(f"{i}."): value for name, value in w.items() if name.startswith(f"{i}.")}
         x = x + mixed(norm(x, layer["norm1"]), kind, layer, context) @ layer["out"]
-        x = x + F.gelu(norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+        inner = norm(x, layer["norm2"]) @ layer["up"]
+        x = x + F.gelu(inner, approximate="tanh") @ layer["down"]  # JAX's default
     return norm(x, w["norm"]) @ w["scores"]
 
 

@@ -45,7 +45,7 @@ def attention(x: jax.Array, w_qkv: jax.Array, w_out: jax.Array) -> jax.Array:
 
 
 def feed_forward(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x @ w_up, approximate=False) @ w_down
+    return jax.nn.gelu(x @ w_up) @ w_down
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:

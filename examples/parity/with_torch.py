@@ -51,7 +51,7 @@ def attention(x: Tensor, w_qkv: Tensor, w_out: Tensor, move: Move) -> Tensor:
 
 
 def feed_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-    return F.gelu(x @ w_up) @ w_down
+    return F.gelu(x @ w_up, approximate="tanh") @ w_down  # JAX's default
 
 
 def norm(x: Tensor, scale: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def block(weights: Weights, x: jax.Array) -> jax.Array:
     w = {name: xj.redistribute(value, TO_COPIES[name]) for name, value in weights.items()}
     x = attend(w, x)
     tokens = xj.redistribute(norm(x, w["norm2"]), GATHER)
-    hidden = jax.nn.gelu(tokens @ w["up"] + w["up_bias"], approximate=False)
+    hidden = jax.nn.gelu(tokens @ w["up"] + w["up_bias"])
     return x + xj.redistribute(hidden @ w["down"], SCATTER) + w["down_bias"]
 
 

@@ -21,11 +21,16 @@ def block(weights: Weights, x: Tensor, mesh: Mesh) -> Tensor:
 
 def layers(w: Weights, x: Tensor, mesh: Mesh) -> Tensor:
     """The block, on each device's copies of the weights."""
-    tokens = xt.redistribute(norm(x, w["norm1"]), GATHER, mesh)
-    x = x + xt.redistribute(attention(tokens, w["qkv"], w["out"]), SCATTER, mesh)
+    x = attend(w, x, mesh)
     tokens = xt.redistribute(norm(x, w["norm2"]), GATHER, mesh)
-    hidden = F.gelu(tokens @ w["up"] + w["up_bias"])
+    hidden = F.gelu(tokens @ w["up"] + w["up_bias"], approximate="tanh")
     return x + xt.redistribute(hidden @ w["down"], SCATTER, mesh) + w["down_bias"]
+
+
+def attend(w: Weights, x: Tensor, mesh: Mesh) -> Tensor:
+    """The first half: attention and its residual."""
+    tokens = xt.redistribute(norm(x, w["norm1"]), GATHER, mesh)
+    return x + xt.redistribute(attention(tokens, w["qkv"], w["out"]), SCATTER, mesh)
 
 
 def attention(x: Tensor, w_qkv: Tensor, w_out: Tensor) -> Tensor:

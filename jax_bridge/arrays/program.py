@@ -7,7 +7,7 @@ the log "xshard.reshard".
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
+from jax_bridge.arrays.given import check_given_mesh, free_mesh
 from jax_bridge.arrays.primitive import Mesh, ends, move
-from jax_bridge.planning import plan_for_whole
-from xshard import Plan, Profile, ShapeError
+from jax_bridge.planning import check_given
+from xshard import Plan, Profile, ShapeError, Sharding, planner
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides
@@ -48,7 +49,7 @@ def make_program(
     plans, shardings = [], []
     for i, (expression, shape, dtype) in enumerate(zip(expressions, shapes, dtypes, strict=True), 1):
         text = sides(expression).text
-        plan = plan_for_whole(expression, text, mesh, shape, dtype.name, profile)
+        plan = _plan_for_whole(expression, text, mesh, shape, dtype.name, profile)
         plans.append(plan)
         shardings.append(_ends(plan, text, mesh))
         LOG.info(
@@ -73,13 +74,37 @@ def make_program(
     return Program(tuple(plans), sources, run, jitted)
 
 
+def _plan_for_whole(
+    expression: Expression,
+    text: str,
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    profile: str | Path | Profile,
+) -> Plan:
+    """The plan for a global array: a new one, or the given one after a check. Raises as `reshard` does."""
+    src, dst, _ = sides(expression)
+    here = free_mesh(mesh, (*src.axes, *dst.axes), text)
+    if not isinstance(expression, Plan):
+        return planner.plan(expression, here, shape, dtype, profile=profile)
+    with mark_errors(text):
+        check_given(expression, "the array", shape, dtype)
+        check_given_mesh(expression.axes, expression.mesh, here)
+    return expression
+
+
 def _ends(plan: Plan, text: str, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
-    for side in (plan.source, plan.target):
+    check_even((plan.source, plan.target), text)
+    with mark_errors(text):
+        return ends(plan, mesh)
+
+
+def check_even(arrays: Sequence[Sharding], text: str) -> None:
+    """Raise ShapeError unless all devices have blocks of one size."""
+    for side in arrays:
         if not side.is_even:
             raise ShapeError(
-                f"a jax.Array has no uneven blocks: {plan.shape} does not divide under '{side.layout}'",
+                f"a jax.Array has no uneven blocks: {side.shape} does not divide under '{side.layout}'",
                 text=text,
                 hint="pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks",
             )
-    with mark_errors(text):
-        return ends(plan, mesh)

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
+from jax_bridge.arrays.given import brought, check_sharding, mesh_here, mesh_of
 from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.keys import are_keys, as_words
-from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call, xshard_mesh
-from jax_bridge.versions import unreduced_kind, with_sharding
-from xshard import Layout, MeshError, Plan, Profile, ShapeError, XshardError
+from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call
+from xshard import Layout, Plan, Profile, XshardError
 from xshard.plans.expression import Expression, Sides
 
 
@@ -52,7 +51,7 @@ def reshard(
     not fit the pytree.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
-    >>> x = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("cp")))
+    >>> x = jax.device_put(jax.numpy.ones((4, 2)), jax.NamedSharding(mesh, jax.P("cp")))
     >>> reshard(x, "s/cp c -> s c/cp").sharding.spec
     P(None, 'cp')
     >>> moved = reshard({"w": x, "b": x}, {"w": "s/cp c -> s c/cp", "b": "s/cp c -> s c"})
@@ -66,15 +65,15 @@ def reshard(
     parsed = tuple(map(parse_call, given, expressions))
     entries = [_entry(x, e, p) for x, e, p in zip(given, expressions, parsed, strict=True)]
     leaves, moves = [entry.x for entry in entries], tuple(entry.move for entry in entries)
-    mesh = _mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
+    mesh = mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
-    here = _mesh_here(mesh, parsed[0].text)
+    here = mesh_here(mesh, parsed[0].text)
     program = make_program(moves, here, shapes, dtypes, donate, profile)
     checked = zip(leaves, given, parsed, program.plans, program.sources, strict=True)
     for x, array, p, plan, source in checked:
-        _check(x, p, source.spec, mesh, donate)
+        check_sharding(x, p.src, p.text, source.spec, mesh, donate)
         check_order(array, plan.source, p.text)
-    leaves = [_brought(x, at, here is not mesh) for x, at in zip(leaves, program.sources, strict=True)]
+    leaves = [brought(x, at, here is not mesh) for x, at in zip(leaves, program.sources, strict=True)]
     moved = zip(_run(program, leaves, donate), entries, program.plans, strict=True)
     results = ((y if entry.back is None else entry.back(y), plan) for y, entry, plan in moved)
     return jax.tree.unflatten(tree, [remember(y, plan.target) for y, plan in results])
@@ -128,99 +127,3 @@ def _is_expression(value: Any) -> bool:
             for side in value
         )
     return isinstance(value, str | Plan | NotLayout)
-
-
-def _check(x: jax.Array, parsed: Sides, spec: PartitionSpec, mesh: Mesh, donate: bool) -> None:
-    """Raise if the array is known to be sharded differently from the left side."""
-    if isinstance(x, Tracer):
-        if donate:
-            raise XshardError(
-                "a traced array cannot be donated",
-                text=parsed.text,
-                hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
-            )
-        found = jax.typeof(x).sharding
-        if found.mesh.empty or any(kind != AxisType.Explicit for kind in found.mesh.axis_types):
-            return
-        source = NamedSharding(found.mesh, spec, memory_kind=found.memory_kind)
-    elif not x.committed:
-        return
-    elif isinstance(mesh, AbstractMesh):
-        raise MeshError(
-            "the array is on devices, the mesh given has none",
-            text=parsed.text,
-            hint="pass the jax.Mesh, or nothing",
-        )
-    else:
-        found, source = x.sharding, NamedSharding(mesh, spec)
-    if not are_the_same(found, source, x.ndim):
-        raise ShapeError(
-            f"the array is not sharded as '{parsed.src}' says", text=parsed.text, hint=f"it has {found}"
-        )
-
-
-def are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
-    """True if every device has the same part of the array, under the same tags."""
-    # JAX's own comparison ignores which axes are unreduced or reduced.
-    return found == source or (_tags(found) == _tags(source) and found.is_equivalent_to(source, ndim))
-
-
-def _tags(sharding: Sharding) -> tuple[frozenset[str], frozenset[str], str]:
-    if isinstance(sharding, NamedSharding):
-        spec = sharding.spec
-        return frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec)
-    return frozenset(), frozenset(), "sum"
-
-
-def _mesh_of(leaves: Sequence[jax.Array], texts: Sequence[str]) -> Mesh:
-    """The mesh of the arrays; that of the context if the arrays have none."""
-    found: Mesh | None = None
-    for x, text in zip(leaves, texts, strict=True):
-        mesh = _own_mesh(x)
-        if mesh is not None and found is not None and mesh != found:
-            raise MeshError(
-                f"the arrays are on several meshes: {found} and {mesh}",
-                text=text,
-                hint="one call moves the arrays of one mesh",
-            )
-        found = mesh or found
-    if found is not None:
-        return found
-    if not (context := jax.sharding.get_abstract_mesh()).empty:
-        return context
-    raise MeshError(
-        "JAX does not say on which mesh the array is", text=texts[0], hint="reshard(array, expression, mesh)"
-    )
-
-
-def _mesh_here(mesh: Mesh, text: str) -> Mesh:
-    """The mesh with the types that its axes have in the context: `auto_axes` and `shard_map` change them."""
-    context = jax.sharding.get_abstract_mesh()
-    if context.empty or mesh.abstract_mesh == context:
-        return mesh
-    if tuple(mesh.shape.items()) != tuple(context.shape.items()):
-        raise MeshError(
-            f"the mesh of the array is {xshard_mesh(mesh)!r}, that of the context {xshard_mesh(context)!r}",
-            text=text,
-            hint="leave the context, or let jax.reshard take the array to its mesh first",
-        )
-    return context
-
-
-def _brought(x: jax.Array, source: NamedSharding, retyped: bool) -> jax.Array:
-    """The array with the type of its source. One on devices keeps its place, in the types of the axes here;
-    one that is nowhere yet is put on a mesh with Explicit axes as the source says."""
-    if isinstance(x, Tracer) or x.committed:
-        mesh = jax.typeof(x).sharding.mesh
-        if not retyped or mesh.empty or mesh == source.mesh:
-            return x
-    elif AxisType.Explicit not in source.mesh.axis_types:
-        return x
-    spec = with_sharding(jax.typeof(x), source).sharding.spec  # of the Explicit axes alone
-    return jax.reshard(x, NamedSharding(source.mesh, spec))
-
-
-def _own_mesh(x: jax.Array) -> Mesh | None:
-    if not isinstance(x, Tracer):
-        return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-    return None if jax.typeof(x).sharding.mesh.empty else jax.typeof(x).sharding.mesh

@@ -11,8 +11,8 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 
+from jax_bridge.arrays.given import are_the_same
 from jax_bridge.arrays.order import check_order
-from jax_bridge.arrays.reshard import are_the_same
 from jax_bridge.torch_interop import buffers, handover
 from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
 from jax_bridge.torch_interop.execute import blocks_of, by_jax, by_torch

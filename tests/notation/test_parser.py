@@ -300,15 +300,20 @@ NotationError: expected '->', found '=' in
             ^
   an expression reads: layout -> layout
 ---
+NotationError: an empty layout in
+    '-> n'
+     ^^
+  a scalar is written ()
+---
 NotationError: mesh axis 'a' is used twice in
     'n/a d -> n/a d/a'
                     ^
   an axis cuts one dim or carries one tag
 ---
-NotationError: dim 'q' of the result is in no operand in
+NotationError: dim names differ across the arrow in
     'b s c -> b q c'
                 ^
-  the operands have: b, c, s
+  left: b s c   right: b q c   (the same names, in any order; einsum sums dims)
 ---
 NotationError: dim names differ across the arrow in
     'b s -> s b c'

@@ -250,7 +250,8 @@ def convert_to_domain_parallel(
         sum_gradients=False,
         converters=custom_converters,
     )
-    model.__class__, model.__dict__ = type(parallel), parallel.__dict__
+    # A dict of its own: Python 3.13 empties a shared one when the other module is collected.
+    model.__class__, model.__dict__ = type(parallel), dict(parallel.__dict__)
     return model
 
 

@@ -46,6 +46,7 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
     """Cached by the world too: its groups end with it, and threads may each have their own."""
     backend, store = c10d._world.pg_map[world]
     name: Any = f"xshard/{ranks_digest(ranks)}"
+    made: Any  # a group, since this process is one of its ranks
     with _without_device(world):
         made, _ = c10d._new_process_group_helper(
             len(ranks),

@@ -41,8 +41,7 @@ def _is_contraction(text: str) -> bool:
         (dims, _), (kept, _) = *parse_operands(text)[0], parse_operands(text)[1]
     except NotationError:
         return False
-    names = {dim.name for dim in kept}
-    return ELLIPSIS not in names and any(dim.name not in names for dim in dims)
+    return {dim.name for dim in kept} < {dim.name for dim in dims} - {ELLIPSIS}
 
 
 def contraction(text: str) -> Contraction:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from xshard import dtypes
 from xshard.contractions import serialize, table
+from xshard.contractions.explain import explain
 from xshard.contractions.expression import Contraction
+from xshard.contractions.ring import Ring, rings
 from xshard.contractions.types import local_type
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import PlanError
@@ -32,12 +34,21 @@ class Part:
     takes: which operands, counted among those that are left; the result goes behind them.
     gradients: for every operand taken, its gradient as a contraction of the cotangent with the other
     operands, if that has a place of its own; None where it is contracted where the operands were.
+    ring: how a move and the contraction run at the same time, in rounds; None: one after the other.
     """
 
     takes: tuple[int, ...]
     moves: tuple[Plan, ...]
     result: Plan
     gradients: tuple[ContractionPlan | None, ...]
+    ring: Ring | None = None
+
+    def seconds(self, rate: float) -> float:
+        """Predicted seconds of the forward pass; rate: operations per second."""
+        work = self.flops / rate
+        if self.ring:
+            return self.ring.seconds(self, work)
+        return work + sum(move.cost for move in (*self.moves, self.result))
 
     @cached_property
     def used(self) -> tuple[Sharding, ...]:
@@ -88,9 +99,9 @@ class ContractionPlan:
 
     >>> from xshard import plan
     >>> sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
-    >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes, profile="bandwidth")
-    >>> [str(step) for move in p.moves for step in move.steps], p.local
-    (['retag copy(tp)'], 'b s/tp d, d f -> b s/tp f')
+    >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
+    >>> p.local, [str(step) for move in p.moves for step in move.steps]
+    ('b s d | copy(tp), d f/tp -> b s f/tp', ['all_gather s/tp'])
     """
 
     contraction: Contraction
@@ -174,8 +185,8 @@ class ContractionPlan:
     @cached_property
     def forward_cost(self) -> float:
         """Predicted seconds of the forward pass."""
-        moves = sum(move.cost for part in self.parts for move in (*part.moves, part.result))
-        return moves + self.flops / self.profile.flops(self.dtype)
+        rate = self.profile.flops(self.dtype)
+        return sum(part.seconds(rate) for part in self.parts)
 
     @cached_property
     def backward_cost(self) -> float:
@@ -206,6 +217,10 @@ class ContractionPlan:
     def __str__(self) -> str:
         return table.text(self)
 
+    def explain(self) -> str:
+        """What every mesh axis does, by the names that schemes have, and what other places would cost."""
+        return explain(self)
+
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
         return json.dumps(serialize.to_plain(self), indent=1)
@@ -221,11 +236,16 @@ class ContractionPlan:
 
 
 def _from_values(values: dict[str, Any]) -> ContractionPlan:
-    parts = [
-        Part(**{**part, "gradients": tuple(own and _from_values(own) for own in part["gradients"])})
-        for part in values["parts"]
-    ]
-    return ContractionPlan(**{**values, "parts": tuple(parts)})
+    return ContractionPlan(**{**values, "parts": tuple(map(_part_from_values, values["parts"]))})
+
+
+def _part_from_values(values: dict[str, Any]) -> Part:
+    gradients, wanted = tuple(own and _from_values(own) for own in values["gradients"]), values["ring"]
+    part = Part(**{**values, "gradients": gradients, "ring": None})
+    found = [ring for ring in rings(part) if wanted == (ring.operand, ring.dim, ring.axis)]
+    if wanted and not found:
+        raise PlanError(f"no part of '{part.local}' can be a ring of {wanted}")
+    return replace(part, ring=found[0]) if found else part
 
 
 def _bytes(sharding: Sharding, itemsize: int) -> int:

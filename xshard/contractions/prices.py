@@ -1,4 +1,4 @@
-"""What moves cost, as cheaply as the question allows: a bound from numbers alone, a better one, or a price.
+"""What moves cost, as cheaply as the question allows: a bound from numbers alone, a guess, or a price.
 
 Decides nothing about contractions. A move is between two layouts of one array on one mesh. Its price is that
 of the best of a few paths, which is seldom above the plan's own.
@@ -21,7 +21,7 @@ from xshard.search.request import Request
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
 
-BOUND, BETTER_BOUND, PRICE = range(3)  # what is known of a move
+BOUND, GUESS, PRICE = range(3)  # what is known of a move
 
 
 class Move(NamedTuple):
@@ -60,7 +60,7 @@ class Prices:
         return find_plan(Request(*ends, move.shape, self.dtype, self.profile))
 
     def least(self, move: Move) -> float:
-        """Seconds that a move takes, or as long as its price is not known, that it takes at least."""
+        """Seconds that a move takes, by all that is known: its bound, the guess, or the price."""
         found = self._known.get(move)
         if found is None:
             received = 0 if move.src == move.dst else self._received(move)
@@ -69,23 +69,24 @@ class Prices:
         return found.seconds
 
     def level(self, move: Move) -> int:
-        """What is known of a move: BOUND, BETTER_BOUND or PRICE."""
+        """What is known of a move: BOUND, GUESS or PRICE."""
         return self._known[move].level
 
-    def look_closer(self, move: Move) -> None:
-        """Find a better bound of a move, or its price."""
+    def look_closer(self, move: Move) -> int:
+        """Guess what a move costs after its bound, find its price after the guess; returns its new level."""
         start, goal = self._end(move.src, move.shape), self._end(move.dst, move.shape)
         key = Move(start.layout, goal.layout, move.shape)  # copies and replicas cost the same
         if self._known.get(key, _Known(BOUND, 0.0)).level <= self._known[move].level:
             self._known[key] = self._closer(start, goal, self._known[move])
         self._known[move] = self._known[key]
+        return self._known[move].level
 
     def _closer(self, start: Sharding, goal: Sharding, known: _Known) -> _Known:
         if start.layout == goal.layout:
             return _Known(PRICE, 0.0)
         search = Search(Space(start, goal, self.dtype, self.profile), None, directed=True)
         if known.level == BOUND:
-            return _Known(BETTER_BOUND, max(known.seconds, search.least_seconds()))
+            return _Known(GUESS, max(known.seconds, search.guess()))
         return _Known(PRICE, search.path().seconds)
 
     def _end(self, layout: Layout, shape: tuple[int, ...]) -> Sharding:

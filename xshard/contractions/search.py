@@ -17,8 +17,8 @@ from xshard.contractions.places import MAX_PLACES, Ends, Place
 from xshard.contractions.prices import PRICE, Move, Prices
 from xshard.search.request import BOTH
 
-# After as many looks at moves the places whose moves are priced come first, the best of them first.
-MAX_LOOKS = 64
+# After as many new prices the places whose moves are all priced come first, the best of them first.
+MAX_PRICED = 64
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,25 @@ class _Search:
             one = self._found(place)
             queue.append((one.least(self.prices), one.flops, self._held(one), n, one))
         heapq.heapify(queue)
-        looks, later = 0, list[Any]()
+        n_priced, later = 0, list[Any]()
         while queue and queue[0][0] < self.below:
             seconds, *rest, one = queue[0]
             if (now := one.least(self.prices)) > seconds:
                 heapq.heapreplace(queue, (now, *rest, one))
                 continue
             if unknown := self._unknown(one):
-                self.prices.look_closer(max(unknown, key=self.prices.least))
-                looks += 1
+                n_priced += self.prices.look_closer(max(unknown, key=self.prices.least)) == PRICE
             else:
                 heapq.heappop(queue)
                 yield replace(one, seconds=seconds)
-            if looks == MAX_LOOKS:
-                looks += 1
+            if n_priced == MAX_PRICED:
+                n_priced += 1
                 known = [entry for entry in queue if not self._unknown(entry[-1])] or queue[:1]
                 later = [entry for entry in queue if entry not in known]
                 queue = known
                 heapq.heapify(queue)
             if not queue and later:
-                queue, later, looks = later, [], 0
+                queue, later, n_priced = later, [], 0
                 heapq.heapify(queue)
 
     def _unknown(self, one: Found) -> list[Move]:

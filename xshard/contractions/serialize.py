@@ -38,6 +38,7 @@ def _part_to_plain(part: Part) -> dict[str, Any]:
         "moves": [json.loads(move.to_json()) for move in part.moves],
         "result": json.loads(part.result.to_json()),
         "gradients": [own and to_plain(own) for own in part.gradients],
+        "ring": part.ring and [part.ring.operand, part.ring.dim, part.ring.axis],
     }
 
 
@@ -58,6 +59,7 @@ def from_plain(data: dict[str, Any], profile: Profile | str | None) -> dict[str,
                 "moves": tuple(Plan.from_json(json.dumps(move), machine) for move in part["moves"]),
                 "result": Plan.from_json(json.dumps(part["result"]), machine),
                 "gradients": [own and from_plain(own, machine) for own in part["gradients"]],
+                "ring": part["ring"] and tuple(part["ring"]),
             }
             for part in data["parts"]
         ],

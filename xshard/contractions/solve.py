@@ -18,7 +18,8 @@ import numpy as np
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.prices import BETTER_BOUND, Prices
+from xshard.contractions.prices import GUESS, Prices
+from xshard.contractions.ring import ALWAYS, NEVER, best_ring
 from xshard.contractions.search import Found, best_places, found_at
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
@@ -47,6 +48,7 @@ class ContractionRequest:
     memory_limit: int | None
     flops_limit: int | tuple[int, int] | None
     objective: str
+    overlap: str = NEVER
 
     @property
     def ends(self) -> Ends:
@@ -106,6 +108,7 @@ class _Solver:
     def __init__(self, request: ContractionRequest) -> None:
         self.request, self.ends = request, request.ends
         self.prices = Prices(request.mesh, request.dtype, request.profile)
+        self.rate = request.profile.flops(request.dtype)
         limit = request.flops_limit
         self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
         self.backward_limit: int | None = limit[1] if isinstance(limit, tuple) else None
@@ -131,7 +134,7 @@ class _Solver:
 
     def _in_pairs(self) -> list[_Way]:
         """The best ways to contract pair by pair: found by bounds of their moves, ranked by prices."""
-        together = next(self._places(self.ends, flops_limit=None, level=BETTER_BOUND)).place
+        together = next(self._places(self.ends, flops_limit=None, level=GUESS)).place
         ways = [way for order in _orders(self.ends) for way in self._in_order(order, together)]
         if self.forward_limit is not None:
             ways = [way for way in ways if way.flops <= self.forward_limit]
@@ -141,12 +144,13 @@ class _Solver:
     def _in_order(self, order: Order, together: Place) -> Iterator[_Way]:
         """The best ways in one order, and the way on which all pairs are contracted in one place."""
         ways = [_Way(0.0, 0, self.ends.operands, ())]
-        one_place = ways[0]
+        one_place, numbers = ways[0], list(range(len(self.ends.operands)))
         for takes in order:
             longer = [way for known in ways for way in self._longer(known, takes)]
             ways = sorted(longer, key=lambda way: way.seconds)[:WIDTH]
             pair = self._pair(one_place, takes)
-            place = _narrowed(self.ends, together, pair)
+            place = _narrowed(self.ends, together, pair, [numbers[i] for i in takes])
+            numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
             found = found_at(pair, place, self.prices, self.request.objective, stays=len(one_place.left) > 2)
             one_place = one_place.then(takes, pair, found)
         yield from (*ways, one_place)
@@ -155,7 +159,7 @@ class _Solver:
         """A way with one more contraction, in each of its best places."""
         pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
         limit = None if self.forward_limit is None else self.forward_limit - way.flops
-        places = self._places(pair, stays=not is_last, flops_limit=limit, level=BETTER_BOUND)
+        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS)
         for found in itertools.islice(places, 1 if is_last else WIDTH):
             yield way.then(takes, pair, found)
 
@@ -175,13 +179,21 @@ class _Solver:
         own: tuple[ContractionPlan | None, ...] = (None,) * len(moves)
         if self.request.objective == BOTH:
             own = self._gradients(step)
-        return Part(step.takes, moves, result, own)
+        part = Part(step.takes, moves, result, own)
+        if self.request.overlap == NEVER or (found := best_ring(part, part.flops / self.rate)) is None:
+            return part
+        ring, seconds = found
+        return (
+            replace(part, ring=ring)
+            if self.request.overlap == ALWAYS or seconds < part.seconds(self.rate)
+            else part
+        )
 
     def _gradients(self, step: _Step) -> tuple[ContractionPlan | None, ...]:
         """For every operand its gradient in a place of its own, if all gradients together are cheaper so."""
-        found, rate = step.found, self.prices.profile.flops(self.prices.dtype)
+        found = step.found
         pulled = self.prices.plan(found.result.dual).cost
-        shared = [self.prices.plan(move.dual).cost + found.flops / rate for move in found.moves]
+        shared = [self.prices.plan(move.dual).cost + found.flops / self.rate for move in found.moves]
         own = [self._own_gradient(step, i, cost + pulled) for i, cost in enumerate(shared)]
         most = self.backward_limit and max(self.backward_limit, found.flops * len(shared))
 
@@ -203,7 +215,7 @@ class _Solver:
         operand, cotangent = ends.operands[i], ends.result.with_layout(step.found.result.dst.dual)
         rest = [j for j in range(len(ends.operands)) if j != i]
         known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
-        work = step.found.flops / self.prices.profile.flops(self.prices.dtype)
+        work = step.found.flops / self.rate
         # A mean has the dual of a sum: its scale would be lost, which moves carry.
         has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
         if below <= work or has_scale or not set(operand.layout.names) <= known:
@@ -213,10 +225,12 @@ class _Solver:
         for layouts in itertools.product(*(dict.fromkeys((moves[j].src, moves[j].dst)) for j in rest)):
             others = [ends.operands[j].with_layout(layout) for j, layout in zip(rest, layouts, strict=True)]
             own = Ends((cotangent, *others), operand.with_layout(operand.layout.dual))
-            limit = self.backward_limit
-            found = next(best_places(own, self.prices, FORWARD, below=below, flops_limit=limit), None)
-            if found is not None:
-                below = found.seconds
+            places = self._places(
+                own, objective=FORWARD, flops_limit=self.backward_limit, below=below, level=GUESS
+            )
+            found = next(places, None)
+            if found is not None and (seconds := found.priced(self.prices)) < below:
+                below = seconds
                 best = _Way(0.0, 0, own.operands, ()).then(tuple(range(len(own.operands))), own, found)
         if best is None:
             return None
@@ -228,17 +242,23 @@ class _Solver:
         return _Solver(ContractionRequest(*given, *limits))._plan(best)
 
 
-def _narrowed(ends: Ends, place: Place, pair: Ends) -> Place:
-    """What the axes do in a place of all operands, seen by two of them: those that cut no dim hold copies."""
+def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> Place:
+    """What the axes do in a place of all operands, seen by two of them: those that cut no dim hold copies.
+
+    numbers: which of the operands the two are; -1 for what a pair before them gives.
+    """
     cuts = dict(zip(ends.lengths, place.cuts, strict=True))
     mine = tuple(cuts[name] for name in pair.lengths)
     cut = {axis for shards in mine for axis in axes_of(shards)}
     busy = [axis for axis in place.busy if axis not in cut]
-    # Of several operands with addends over an axis one keeps them.
-    tagged = [operand.layout.tagged("sum", "mean") for operand in pair.operands]
-    sums = {axis: next((i for i, held in enumerate(tagged) if axis in held), None) for axis in busy}
-    held = tuple((axis, i) for axis, i in sums.items() if i is not None)
-    return Place(mine, held, tuple(axis for axis, i in sums.items() if i is None))
+    sums = tuple(
+        (axis, i)
+        for i, (n, operand) in enumerate(zip(numbers, pair.operands, strict=True))
+        for axis in operand.layout.tagged("sum", "mean")
+        if axis in busy and (n < 0 or (axis, n) in place.sums)
+    )
+    held = {axis for axis, _ in sums}
+    return Place(mine, sums, tuple(axis for axis in busy if axis not in held))
 
 
 def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:

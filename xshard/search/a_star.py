@@ -21,10 +21,11 @@ from xshard.search.move_costs import move_cost, step_of
 from xshard.search.states import Cut, Move, Space, State
 from xshard.search.successors import Moves
 from xshard.steps import Step
+from xshard.steps.permute import permute_traffic
 
 # How many states of a directed space are settled before the best path found so far is taken: once by what
 # leads to the goal soonest, once by what is cheapest. Complete spaces are searched to the end.
-MAX_SETTLED = 32
+MAX_SETTLED, FEW_SETTLED = 32, 8
 
 Rank = tuple[float, float, int]  # seconds, elements held, plainness: what paths are compared by
 _WORST: Rank = (math.inf, 0, 0)
@@ -94,9 +95,42 @@ class Search:
             )
         return path
 
-    def least_seconds(self) -> float:
-        """Seconds that any path takes, at least."""
-        return self._remaining(self.space.state(self.space.start.layout))
+    def guess(self) -> float:
+        """Seconds of the best path, roughly: no path is looked at, and no bound is kept.
+
+        The direct exchange, or one collective for all axes that gather, one for those that change places and
+        one for the sums that end, each with a message to every other device along its axes.
+        """
+        space = self.space
+        fabric, state, goal = space.fabric, space.state(space.start.layout), space.goal_state
+        left, old, new = self._left(state), space.roles(state), space.roles(goal)
+        kinds: dict[str, list[int]] = {}
+        for axis, role in old.items():
+            if role != new.get(axis) and axis not in goal.sums:
+                kinds.setdefault("all_to_all" if axis in new else "all_gather", []).append(axis)
+        ended = [a for a in state.sums if a not in goal.sums]
+        if ended:
+            kinds["reduce_scatter"] = ended
+        seconds = left.arrives
+        if ended:
+            slowest = fabric.links[space.group(ended)[0].level]
+            seconds = left.received * space.itemsize / slowest.bytes_per_s
+        for kind, axes in kinds.items():
+            seconds += space.profile.launch(kind)
+            seconds += sum((span.size - 1) * fabric.links[span.level].latency_s for span in space.group(axes))
+        if not set(goal.sums) - set(state.sums):
+            direct = space.even_received(state, goal)
+            if direct is not None:
+                seconds = min(seconds, fabric.seconds("exchange", direct, space.itemsize))
+            if state.sums == goal.sums and space.block(goal) <= space.block(state):
+                moving = space.group(a for a in {**old, **new} if old.get(a) != new.get(a))
+                one = permute_traffic(space.block(goal), moving)
+                seconds = min(seconds, fabric.seconds("permute", one, space.itemsize))
+        return max(left.seconds, seconds)
+
+    @property
+    def _most(self) -> int:
+        return FEW_SETTLED if self.directed else MAX_SETTLED
 
     @cached_property
     def _largest(self) -> int:
@@ -159,7 +193,7 @@ class Search:
             if state in settled:
                 continue
             settled.add(state)
-            if (nearest or best is not None) and not moves.complete and len(settled) > MAX_SETTLED:
+            if (nearest or best is not None) and not moves.complete and len(settled) > self._most:
                 break
             for move in self._moves(moves, state, path, best, nearest):
                 longer = self._extended(path, state, move, best)

@@ -1,0 +1,1 @@
+"""Planned contractions beside XLA's own partitioner and DTensor."""

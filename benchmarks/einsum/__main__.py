@@ -1,0 +1,124 @@
+"""Planned contractions beside XLA, DTensor and the plainest planner: bytes, planning time, run time.
+
+    python -m benchmarks.einsum             # all cases, peers' bytes as recorded
+    python -m benchmarks.einsum --live      # XLA and DTensor asked anew: both compile or count, neither runs
+    python -m benchmarks.einsum --quick     # a few cases, one small timing
+
+Prints tables and writes a JSON file. Run times are taken by turns with XLA's own einsum between the same
+shardings, in several processes one after the other; for each case the middle one counts. Exit status 1 if a
+claim of `einsum.claims` fails; the cases are named.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from operator import itemgetter
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import claim, record
+from benchmarks.einsum import claims, measures, peers
+from benchmarks.einsum.cases import Case, load, scaled
+from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
+from benchmarks.planner.ratios import geomean
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much a run measures.
+
+    stride: of the cases. flops: of all devices, in a case that is timed. most_timed: cases.
+    rounds: of each, in every one of the `processes`.
+    """
+
+    stride: int
+    flops: float
+    most_timed: int | None
+    rounds: int
+    processes: int
+
+
+FULL = Extent(1, 1e9, None, 7, 3)
+QUICK = Extent(16, 1e7, 1, 3, 1)  # eight cases
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    extent = QUICK if options.quick else FULL
+    cases = load()[:: extent.stride]
+    known = peers.recorded()
+    # Planning times come first: live peers load torch and JAX into this process.
+    rows = measure_plans(cases, known)
+    cached_s = measures.cached_s(cases[::10])
+    if options.live:
+        known = peers.live(cases)
+        peers.save(known)
+        rows = [
+            row | measures.planned(case, peers.of(case, known)) for row, case in zip(rows, cases, strict=True)
+        ]
+    timed = measure_runs([case for case in cases if case.mesh.n_devices == TIMED_DEVICES], extent)
+    judged = claims.judge(rows, cached_s, timed)
+    claim.show("Planned contractions", judged)
+    show_peers(rows, known)
+    about = record.about(options.command, "jax", "jaxlib", peers=known["versions"], cached_s=cached_s)
+    found = {"claims": [each.to_dict() for each in judged], "cases": rows, "timed": timed}
+    print(record.write(options.output / "einsum.json", about, **found))
+    return int(not all(each.holds for each in judged))
+
+
+def parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = record.options(__doc__, quick="every sixteenth case, one small timing")
+    parser.add_argument("--live", action="store_true", help="measure the peers' bytes anew, and record them")
+    options = parser.parse_args(arguments)
+    if options.live and options.quick:
+        parser.error("--live needs a full run")
+    options.command = record.command("einsum", options) + " --live" * options.live
+    return options
+
+
+def measure_plans(cases: Sequence[Case], known: Row) -> list[Row]:
+    """Our plans of every case beside the peers', and the seconds to find them."""
+    rows = []
+    for case in record.shown(cases, "plans"):
+        beside = peers.of(case, known)
+        cold_s = measures.cold_s(case, measures.beside_xla(case, beside["xla"]))
+        rows.append(measures.planned(case, beside) | {"cold_s": cold_s})
+    return rows
+
+
+def measure_runs(cases: Sequence[Case], extent: Extent) -> list[Row]:
+    """The run times of scaled cases, of each those of the middle process."""
+    # XLA's threads: with fewer than devices, programs that wait for each other can wait for ever.
+    os.environ.setdefault("PJRT_NPROC", str(8 * TIMED_DEVICES))
+    from benchmarks.einsum import run_time  # imports JAX
+
+    chosen = [scaled(case, extent.flops) for case in cases[: extent.most_timed]]
+    runs: list[list[Row]] = []
+    for _ in record.shown(range(extent.processes), "timing"):
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            runs.append(process.submit(run_time.rows, chosen, extent.rounds).result())
+    middle = extent.processes // 2
+    return [sorted(rows, key=itemgetter("faster"))[middle] for rows in zip(*runs, strict=True)]
+
+
+def show_peers(rows: Sequence[Row], known: Row) -> None:
+    """How much more every peer receives than we do, at XLA's operations."""
+    table = Table(title="Received bytes of the busiest device / ours, geometric mean", title_justify="left")
+    for head in ("", "version", "cases", FORWARD, "cases", BOTH):
+        table.add_column(head, justify="left" if head in ("", "version") else "right")
+    for peer in rows[0]["peers"]:
+        pairs = [claims.ratios(rows, objective, peer) for objective in (FORWARD, BOTH)]
+        cells = [text for found in pairs for text in (str(len(found)), f"{geomean(v for _, v in found):.2f}")]
+        table.add_row(peer, known["versions"].get(peer, ""), *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

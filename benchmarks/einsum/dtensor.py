@@ -1,0 +1,157 @@
+"""What DTensor does for an einsum of two operands, as its users write it: counted on a fake process group.
+
+    torch.einsum(equation, a, b).redistribute(placements=...)
+
+and `backward()` with a cotangent under the placements of the result; every gradient is then redistributed to
+the placements of its operand. Decides what counts: the bytes that one device receives by each collective, as
+in a ring. Arrays have no data. The device is as a GPU: an all-to-all is one, which DTensor gathers on CPUs.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._subclasses import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import xshard as xs
+from benchmarks.einsum.cases import Case
+from benchmarks.einsum.peers import Row, figures
+
+MOST_RANKS = 64
+MOST_S = 10.0  # processor seconds of a case: on meshes of three axes DTensor plans some for minutes
+NOTHING_SENT = ("wait_tensor", "_wrap_tensor_autograd")
+# (bytes given, bytes that come back, devices) -> bytes received.
+RECEIVED = {
+    "all_gather_into_tensor": lambda given, made, n: made - made // n,
+    "reduce_scatter_tensor": lambda given, made, n: given - given // n,
+    "all_reduce": lambda given, made, n: 2 * (given - given // n),
+    "all_to_all_single": lambda given, made, n: given - given // n,
+    "shard_dim_alltoall": lambda given, made, n: given - given // n,
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts what the functional collectives of one device receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received_bytes = self.flops = 0
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does with blocks comes here, too
+        made = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry and FakeTensor not in types:  # these are shapes only
+            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=made)
+        if func.namespace in ("_c10d_functional", "_dtensor") and (name := func._opname) not in NOTHING_SENT:
+            sizes = [x.numel() * x.element_size() for x in (args[0], made)]
+            n = distributed.distributed_c10d._resolve_process_group(args[-1]).size()
+            self.received_bytes += RECEIVED[name](*sizes, n)
+            self.counts[name] += 1
+        return made
+
+
+def measured(case: Case) -> Row:
+    """Bytes, collectives and operations of one device; or the reason why there are none."""
+    layouts = (*case.contraction.operands, case.contraction.result)
+    if len(layouts) != 3:
+        return {"reason": "not two operands"}
+    if not all(_is_in_order(layout, case.mesh) for layout in layouts):
+        return {"reason": "axes that cut a dim in another order than the mesh's"}
+    mesh = _device_mesh(case.mesh)
+    first, second, result = (_placements(layout, case.mesh) for layout in layouts)
+    try:
+        with _all_to_alls(), _ended_after(MOST_S):
+            a, b = (_array(case, layout, mesh).requires_grad_() for layout in layouts[:2])
+            cotangent = _array(case, layouts[2], mesh)
+            row, (made,) = _counted(
+                lambda: (torch.einsum(case.equation, a, b).redistribute(placements=result),)
+            )
+
+            def gradients() -> tuple[Any, ...]:
+                found = torch.autograd.grad(made, (a, b), cotangent)
+                return tuple(
+                    g.redistribute(placements=p) for g, p in zip(found, (first, second), strict=True)
+                )
+
+            return figures(row, _counted(gradients)[0])
+    except (RuntimeError, NotImplementedError, ValueError, TimeoutError) as error:
+        return {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+
+
+def _counted(work: Any) -> tuple[Row, tuple[Any, ...]]:
+    with Counted() as counted:
+        made = work()
+    facts = {"received_bytes": counted.received_bytes, "counts": dict(sorted(counted.counts.items()))}
+    return {**facts, "flops": counted.flops}, made
+
+
+def _is_in_order(layout: xs.Layout, mesh: xs.Mesh) -> bool:
+    return all(list(dim.axes) == sorted(dim.axes, key=mesh.position) for dim in layout.dims)
+
+
+def _placements(layout: xs.Layout, mesh: xs.Mesh) -> tuple[Any, ...]:
+    cut = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
+    return tuple(Shard(cut[axis]) if axis in cut else Replicate() for axis in mesh.axes)
+
+
+def _array(case: Case, layout: xs.Layout, mesh: DeviceMesh) -> DTensor:
+    shape = xs.Sharding(layout, case.mesh, case.shape(layout)).max_local_shape
+    block = torch.empty(shape, dtype=getattr(torch, case.dtype), device="meta")
+    return DTensor.from_local(block, mesh, _placements(layout, case.mesh), run_check=False)
+
+
+def _device_mesh(mesh: xs.Mesh) -> DeviceMesh:
+    if not distributed.is_initialized():
+        distributed.init_process_group("fake", rank=0, world_size=MOST_RANKS, store=FakeStore())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ranks = torch.arange(mesh.n_devices).reshape(mesh.sizes)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axes)
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many processor seconds."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} processor seconds")
+
+    usual = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, usual)
+
+
+@contextmanager
+def _all_to_alls() -> Iterator[None]:
+    """All-to-alls as on GPUs."""
+    usual = placement_types.shard_dim_alltoall
+
+    def sent(
+        x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+    ) -> torch.Tensor:
+        group = mesh.get_group(mesh_dim).group_name
+        return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
+
+    placement_types.shard_dim_alltoall = sent
+    try:
+        yield
+    finally:
+        placement_types.shard_dim_alltoall = usual

@@ -1,0 +1,60 @@
+"""The peers' figures for every case, as recorded, or measured anew where the peer is installed.
+
+Decides where a figure comes from. "plain" is the plainest planner: every place in which all devices contract
+their blocks was tried, and the moves before and after it were planned for the fewest bytes, with at most
+XLA's operations, or an even share where that is more. Three operands it contracts at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from benchmarks import record
+from benchmarks.cases import DATA
+from benchmarks.einsum.cases import Case
+
+FILE = DATA / "einsum_peers.json"
+MOST_DEVICES = 64
+
+Row = dict[str, Any]
+
+
+def figures(forward: Row, backward: Row) -> Row:
+    """What a peer does in each pass -> its row; bytes by objective, the rest by pass."""
+    received = forward.pop("received_bytes"), backward.pop("received_bytes")
+    row = {"received_bytes": {"forward": received[0], "forward+backward": sum(received)}}
+    return row | {key: {"forward": forward[key], "backward": backward[key]} for key in forward}
+
+
+def recorded() -> Row:
+    """`{"versions": {peer: text}, peer: {case: row}}`."""
+    return json.loads(FILE.read_text())
+
+
+def live(cases: Sequence[Case]) -> Row:
+    """The same, with what can be measured here measured anew."""
+    from benchmarks.einsum import dtensor, xla  # import JAX, which reads its environment first, and torch
+
+    xla.configure(MOST_DEVICES)
+    found = recorded()
+    for name, package, measured in (("xla", "jax", xla.measured), ("dtensor", "torch", dtensor.measured)):
+        found["versions"][name] = f"{package} {metadata.version(package)}"
+        found[name] |= {case.name: measured(case) for case in record.shown(cases, name)}
+    return found
+
+
+def save(found: Row) -> None:
+    """Record what was measured; a line per case."""
+    parts = [f'"versions": {json.dumps(found["versions"])}']
+    for peer in (key for key in found if key != "versions"):
+        rows = [f"{json.dumps(case)}: {json.dumps(row)}" for case, row in found[peer].items()]
+        parts.append(f"{json.dumps(peer)}: {{\n" + ",\n".join(rows) + "\n}")
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def of(case: Case, known: Row) -> Row:
+    """The row of every peer for a case."""
+    return {peer: rows[case.name] for peer, rows in known.items() if peer != "versions"}

@@ -1,0 +1,114 @@
+"""The time of planned contractions on host devices, by turns with XLA's own einsum.
+
+Decides what is timed: jitted programs that take and give the same sharded arrays; forward, and forward with
+all gradients, for a cotangent under the sharding of the result. Ours is planned for these devices.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_bridge as xj
+import xshard as xs
+from benchmarks import by_turns
+from benchmarks.einsum import xla
+from benchmarks.einsum.cases import Case
+from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
+
+WIDTH = 512  # of the matrices whose product says how fast this machine multiplies
+
+
+def rows(cases: Sequence[Case], rounds: int) -> list[Row]:
+    """The rows of all cases; in a new process, which this makes host devices in."""
+    xla.configure(TIMED_DEVICES)
+    profile = here()
+    return [row for case in cases for row in timed(case, rounds, profile)]
+
+
+def here() -> xs.Profile:
+    """The profile of host devices, with the operations per second of one while all multiply."""
+    n = len(jax.devices())
+    x = jax.device_put(
+        np.ones((n, WIDTH, WIDTH), np.float32),
+        jax.sharding.NamedSharding(jax.make_mesh((n,), ("x",)), jax.P("x")),
+    )
+    square = jax.jit(lambda x: x @ x)
+    seconds = by_turns.seconds({"": lambda: jax.block_until_ready(square(x))}, 9)[""]
+    rate = 2 * WIDTH**3 / statistics.median(seconds)
+    return replace(xs.load_profile("host"), flops_per_s=(("float32", rate),))
+
+
+def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
+    """A row per objective: the median seconds of both, and the median ratio of a round.
+
+    noise: the same ratio between XLA's program and itself.
+    """
+    layouts = case.contraction.operands, case.contraction.result
+    operands, result = (
+        tuple(xla.sharding(case, layout) for layout in layouts[0]),
+        xla.sharding(case, layouts[1]),
+    )
+    rng = np.random.default_rng(0)
+    given = [
+        jax.device_put(rng.standard_normal(case.shape(layout), np.float32), where)
+        for layout, where in zip(layouts[0], operands, strict=True)
+    ]
+    cotangent = jax.device_put(rng.standard_normal(case.shape(layouts[1]), np.float32), result)
+    plain = xla.program(case)
+
+    def ours(*arrays: Any) -> Any:
+        return xj.einsum(case.expression, *arrays, profile=profile)
+
+    rows = []
+    for objective, arrays, wrap, ends in (
+        (FORWARD, given, lambda einsum: einsum, (operands, result)),
+        (BOTH, [cotangent, *given], _with_gradients, ((result, *operands), (result, operands))),
+    ):
+        programs = {
+            name: jax.jit(wrap(einsum), in_shardings=ends[0], out_shardings=ends[1])
+            for name, einsum in (("ours", ours), ("xla", plain), ("xla again", plain))
+        }
+        _check(programs, arrays)
+        calls = {name: _call(program, arrays) for name, program in programs.items()}
+        mine, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
+        plan = case.plan(BOTH, None, profile)
+        rows.append(
+            {
+                "case": f"{case.name}, {objective}",
+                "expression": case.expression,
+                "sizes": dict(case.sizes),
+                "local": plan.local,
+                "ours_s": statistics.median(mine),
+                "xla_s": statistics.median(theirs),
+                "faster": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+                "noise": statistics.median(b / a for a, b in zip(again, theirs, strict=True)),
+            }
+        )
+    return rows
+
+
+def _with_gradients(einsum: Callable[..., Any]) -> Callable[..., Any]:
+    def both(cotangent: Any, *operands: Any) -> Any:
+        made, pull = jax.vjp(einsum, *operands)
+        return made, pull(cotangent)
+
+    return both
+
+
+def _call(program: Any, arrays: list[Any]) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(program(*arrays))
+
+
+def _check(programs: dict[str, Any], arrays: list[Any]) -> None:
+    """Both give the same values."""
+    mine, theirs = (jax.tree.leaves(programs[name](*arrays)) for name in ("ours", "xla"))
+    for a, b in zip(mine, theirs, strict=True):
+        scale = float(jnp.abs(b).max())
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4 * scale)

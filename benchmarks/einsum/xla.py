@@ -1,0 +1,99 @@
+"""What XLA's partitioner makes of an einsum between shardings, and of its gradients: compiled, not run.
+
+Decides what is compared: one program for the result, and one for all gradients from operands and cotangent,
+each gradient under the sharding of its operand. Traffic is read off the optimised HLO. XLA:CPU makes an
+all-reduce and slices where XLA makes a reduce-scatter elsewhere: half of these bytes count.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding
+
+import xshard as xs
+from benchmarks.einsum.cases import Case
+from benchmarks.einsum.peers import Row, figures
+from jax_bridge.arrays.partition_spec import to_partition_spec
+from jax_bridge.testing.hlo import collectives
+
+_MADE = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])")
+
+
+def configure(devices: int) -> None:
+    """Make host devices; before JAX starts any."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def measured(case: Case) -> Row:
+    """Received bytes of the busiest device, collectives and operations of both programs."""
+    einsum = program(case)
+
+    def gradients(cotangent: Any, *operands: Any) -> Any:
+        return jax.vjp(einsum, *operands)[1](cotangent)
+
+    operands, result = list(case.contraction.operands), case.contraction.result
+    forward = _figures(case, einsum, operands, result)
+    backward = _figures(case, gradients, [result, *operands], tuple(operands))
+    return figures(forward, backward)
+
+
+def program(case: Case) -> Callable[..., Any]:
+    """JAX's own einsum."""
+    return lambda *operands: jnp.einsum(case.equation, *operands)
+
+
+def sharding(case: Case, layout: xs.Layout) -> NamedSharding:
+    """A layout on host devices."""
+    devices = np.array(jax.devices()[: case.mesh.n_devices]).reshape(case.mesh.sizes)
+    return NamedSharding(JaxMesh(devices, case.mesh.axes), to_partition_spec(layout))
+
+
+def _figures(case: Case, run: Callable[..., Any], given: list[xs.Layout], made: Any) -> Row:
+    arrays = [jax.ShapeDtypeStruct(case.shape(layout), case.dtype) for layout in given]
+    ends = [jax.tree.map(lambda layout: sharding(case, layout), end) for end in (tuple(given), made)]
+    compiled = jax.jit(run, in_shardings=ends[0], out_shardings=ends[1]).lower(*arrays).compile()
+    text, counts = compiled.as_text(), Counter[str]()
+    if " while(" in text:
+        raise ValueError(f"{case.name}: collectives in a loop would be counted once")
+    received = np.zeros(case.mesh.n_devices)
+    as_compiled = received.copy()
+    for line in text.splitlines():
+        for found in collectives(line, case.mesh.n_devices):
+            scattered = found.op == "all-reduce" and _is_sliced(text, line)
+            counts["reduce-scatter" if scattered else found.op] += 1
+            as_compiled += found.received
+            received += np.array(found.received) / (2 if scattered else 1)
+    return {
+        "received_bytes": int(received.max()),
+        "as_compiled_bytes": int(as_compiled.max()),
+        "counts": dict(sorted(counts.items())),
+        "flops": compiled.cost_analysis()["flops"],
+    }
+
+
+def _is_sliced(text: str, line: str) -> bool:
+    """Whether all that reads the result of a line takes, in sum, a part of it."""
+    made = _MADE.match(line)
+    if made is None:  # several arrays, reduced together
+        return False
+    reads = re.compile(rf"[(, ]%?{re.escape(made['name'])}[,)]")
+    users = [other for other in text.splitlines() if reads.search(other.partition(" = ")[2])]
+    if not users or not all(" fusion(" in user or " dynamic-slice(" in user for user in users):
+        return False
+    shapes = [found["shape"] for user in users if (found := _MADE.match(user))]
+    return len(shapes) == len(users) and sum(map(_elements, shapes)) < _elements(made["shape"])
+
+
+def _elements(shape: str) -> int:
+    """`"f32[8,16]"` -> 128."""
+    return math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))

@@ -1,0 +1,183 @@
+"""A planned contraction of blocks: its moves, and `jnp.einsum` on what every device then has.
+
+Decides how a contraction is carried out inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)`. Its
+derivatives are those of the moves and of `jnp.einsum`; a gradient that is planned in a place of its own is
+contracted there. Padding is zero after a move, so it adds nothing to a sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jax_bridge.mesh.axis_types import as_varying, varying_axes
+from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
+from jax_bridge.redistribution import carry_out
+from xshard import ContractionPlan, DtypeError, Mesh, NotationError, Plan, Profile, ShapeError, planner
+from xshard.contractions.blocks import Shapes, whole_shapes
+from xshard.contractions.expression import Contraction, contraction, is_contraction
+from xshard.contractions.plan import Part
+from xshard.notation.parser import text_spans
+
+
+class Product(NamedTuple):
+    """How local products are made: `preferred_element_type` and `precision` of `jnp.einsum`."""
+
+    dtype: Any
+    precision: Any
+
+
+def contraction_of(expression: Any) -> Contraction:
+    """The layouts of operands and result. Raises NotationError."""
+    if isinstance(expression, ContractionPlan):
+        return expression.contraction
+    if not is_contraction(expression):
+        contraction(expression)  # raises for what does not parse
+        hint = "redistribute and reshard move one array"
+        raise NotationError("no contraction: one operand, no dim summed", text=expression, hint=hint)
+    return contraction(expression)
+
+
+def plan_for(
+    text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile
+) -> ContractionPlan:
+    """The cheapest plan: for whole numbers, which have no gradients, of the result alone."""
+    objective = "forward+backward" if jnp.issubdtype(dtype, jnp.inexact) else "forward"
+    return planner.plan(text, mesh, shapes, dtype.name, profile=profile, objective=objective)
+
+
+def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
+    """The axes that the plan makes use of."""
+    moves = (move for part in plan.parts for move in (*part.moves, part.result))
+    return tuple(dict.fromkeys(axis for move in moves for axis in move.axes))
+
+
+def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
+    """Raise for operands of other shapes or another dtype than a given plan is for."""
+    if dtype != plan.dtype:
+        raise DtypeError(f"the operands are {dtype}, the plan is for {plan.dtype}", text=plan.text)
+    check_shapes(plan.shapes, shapes, plan.text)
+
+
+def check_shapes(said: Shapes, found: Shapes, text: str) -> None:
+    """Raise ShapeError, marking the operand, where a shape is not the one that is said."""
+    for one, other, span in zip(found, said, text_spans(text).layouts, strict=False):
+        if one != other:
+            raise ShapeError(f"an operand of shape {one}, not {other}", text=text, span=span)
+
+
+def einsum_blocks(
+    expression: str | ContractionPlan,
+    blocks: Sequence[jax.Array],
+    mesh: AnyMesh | None,
+    shapes: Shapes | None,
+    profile: str | Path | Profile,
+    product: Product,
+) -> jax.Array:
+    """This device's blocks of the operands -> its block of the result. Raises as `einsum` does.
+
+    shapes: global, of the operands; None to infer them from the blocks.
+    """
+    given, dtype = contraction_of(expression), jnp.result_type(*blocks)
+    if isinstance(expression, ContractionPlan):
+        plan = expression
+        here = given_mesh_here(mesh, plan.mesh, axes_of(plan), given.text)
+        check_given(plan, shapes or plan.shapes, dtype.name)
+    else:
+        here, machine = machine_here(mesh, (*given.operands, given.result), given.text, profile)
+        whole = shapes or whole_shapes(given, here, [x.shape for x in blocks])
+        plan = plan_for(given.text, here, whole, dtype, machine)
+    entries = zip(blocks, plan.moves, text_spans(given.text).layouts, strict=False)
+    typed = []
+    for x, move, span in entries:
+        check_block_here(x.shape, move.source, given.text, inferred=shapes is None, start=span[0])
+        typed.append(with_entry_type(x, move, given.text, here.axes, span))
+    return _contracted(plan, typed, here, product)
+
+
+def _contracted(
+    plan: ContractionPlan, blocks: Sequence[jax.Array], here: Mesh, product: Product
+) -> jax.Array:
+    left = list(blocks)
+    for part in plan.parts:
+        taken = [left[i] for i in part.takes]
+        rest = [x for i, x in enumerate(left) if i not in part.takes]
+        left = [*rest, _part(part, taken, here, product, plan.text)]
+    return left[0]
+
+
+def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text: str) -> jax.Array:
+    """The blocks that a part takes, under the layouts where they are -> the block of its result."""
+
+    def moved(x: jax.Array, plan: Plan) -> jax.Array:
+        fits = plan.mesh == here and plan.dtype == x.dtype.name
+        return carry_out(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
+
+    def result(*used: jax.Array) -> jax.Array:
+        return moved(_local(part, used, product), part.result)
+
+    if all(own is None for own in part.gradients):
+        return result(*map(moved, given, part.moves))
+    # What one operand varies along, the result does, and so does every gradient.
+    unnamed = frozenset[str]().union(*map(varying_axes, given)).difference(here.axes)
+    given = [as_varying(x, unnamed) for x in given]
+    return _with_own_gradients(part, result, here, product)(given, list(map(moved, given, part.moves)))
+
+
+def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array:
+    """Blocks under the layouts where they are contracted -> the block of the local result."""
+    numbers = defaultdict[str, int](itertools.count().__next__)
+    given: list[Any] = []
+    for x, move in zip(used, part.moves, strict=True):
+        given += [x, [numbers[name] for name in move.dst.names]]
+    kept = [numbers[name] for name in part.result.src.names]
+    return jnp.einsum(*given, kept, preferred_element_type=product.dtype, precision=product.precision)
+
+
+def _with_own_gradients(
+    part: Part, result: Callable[..., jax.Array], here: Mesh, product: Product
+) -> Callable[[list[jax.Array], list[jax.Array]], jax.Array]:
+    """The operands as they are given, and as they are used -> the result.
+
+    Where a gradient has a plan of its own, the tangent of that operand, as it is given, takes the transpose
+    of this plan; so its cotangent takes the plan itself, in every mode of differentiation.
+    """
+
+    @jax.custom_jvp
+    def contracted(_: list[jax.Array], used: list[jax.Array]) -> jax.Array:
+        return result(*used)
+
+    @partial(contracted.defjvp, symbolic_zeros=True)
+    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        given, used = primals
+        along = [i for i in part.shared if type(tangents[1][i]) is not SymbolicZero]
+
+        def shared(*some: jax.Array) -> jax.Array:
+            replaced = dict(zip(along, some, strict=True))
+            return result(*(replaced.get(i, x) for i, x in enumerate(used)))
+
+        y, tangent = jax.jvp(shared, [used[i] for i in along], [tangents[1][i] for i in along])
+        for i, own in enumerate(part.gradients):
+            if own is None or type(tangents[0][i]) is SymbolicZero:
+                continue
+            rest = [j for j in range(len(given)) if j != i]
+            at = zip(own.contraction.operands[1:], rest, strict=True)
+            others = [given[j] if layout == part.moves[j].src else used[j] for layout, j in at]
+
+            def pulled(cotangent: jax.Array, own=own, i=i, others=others) -> jax.Array:
+                return _contracted(own, [cotangent, *others], here, product).astype(given[i].dtype)
+
+            tangent += jax.linear_transpose(pulled, y)(tangents[0][i])[0]
+        return y, tangent
+
+    return contracted

@@ -1,0 +1,192 @@
+"""What the planner finds for the schemes that have names, what it says about them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import xshard as xs
+
+LENGTHS = {"b": 8, "s": 2048, "t": 2048, "d": 1024, "f": 4096, "e": 8, "c": 1024, "h": 16, "k": 64, "r": 16}
+
+
+def planned(expression: str, mesh: xs.Mesh, **options) -> xs.ContractionPlan:
+    names = {
+        name
+        for layout in xs.contractions.expression.contraction(expression).operands
+        for name in layout.names
+    }
+    return xs.plan(expression, mesh, sizes={n: LENGTHS[n] for n in names}, **options)
+
+
+# Expression: what is contracted, the steps of all moves forward, and a word of the explanation.
+SCHEMES = {
+    "b s d, d f/tp -> b s f/tp": (
+        "b s d | copy(tp), d f/tp -> b s f/tp",
+        ["retag -> copy(tp)"],
+        "column parallel (Megatron)",
+    ),
+    "b s f/tp, f/tp d -> b s d": (
+        "b s f/tp, f/tp d -> b s d | sum(tp)",
+        ["all_reduce sum(tp)"],
+        "row parallel (Megatron), the result reduced",
+    ),
+    "b s/tp d, d f/tp -> b s f/tp": (
+        "b s d | copy(tp), d f/tp -> b s f/tp",
+        ["all_gather s/tp"],
+        "the activations gathered (sequence parallel)",
+    ),
+    "b s f/tp, f/tp d -> b s/tp d": (
+        "b s f/tp, f/tp d -> b s d | sum(tp)",
+        ["reduce_scatter sum -> s/tp"],
+        "the result reduce-scattered",
+    ),
+    "b/tp s d, d f -> b/tp s f": (
+        "b/tp s d, d f | copy(tp) -> b/tp s f",
+        ["retag -> copy(tp)"],
+        "data parallel",
+    ),
+    "b/tp s d, d/tp f -> b/tp s f": (
+        "b/tp s d, d f | copy(tp) -> b/tp s f",
+        ["all_gather d/tp"],
+        "data parallel, the weight gathered (ZeRO-3)",
+    ),
+    "e c/tp d, e/tp d f -> e/tp c f": (
+        "e/tp c d, e/tp d f -> e/tp c f",
+        ["all_to_all c/tp -> e/tp"],
+        "some after a move (Ulysses, dispatch)",
+    ),
+    "b s/tp h k, b t/tp h k -> b h/tp s t": (
+        "b s h/tp k, b t h/tp k -> b h/tp s t",
+        ["all_to_all s/tp -> h/tp", "all_to_all t/tp -> h/tp"],
+        "every operand has it (experts, heads)",
+    ),
+    "b s d, d f -> b s f": ("b s d, d f -> b s f", [], "idle: replicas repeat the work"),
+    "b s/tp d, d r, r f/tp -> b s f/tp": (
+        "b s/tp d, d r | copy(tp) -> b s/tp r; r f/tp, b s r | copy(tp) -> b s f/tp",
+        ["retag -> copy(tp)", "all_gather s/tp"],
+        "data parallel",
+    ),
+}
+
+
+def steps(plan: xs.ContractionPlan) -> list[str]:
+    return [str(step) for part in plan.parts for move in (*part.moves, part.result) for step in move.steps]
+
+
+@pytest.mark.parametrize("expression", SCHEMES)
+def test_named_schemes_are_found(expression):
+    local, moves, words = SCHEMES[expression]
+    plan = planned(expression, xs.Mesh(tp=8))
+    assert (plan.local, steps(plan)) == (local, moves)
+    assert words in plan.explain()
+    assert xs.ContractionPlan.from_json(plan.to_json()) == plan
+    for row in ("contract", f"{plan.dtype} ", "backward: received"):
+        assert row in str(plan)
+
+
+def test_other_places_cost_more():
+    plan = planned("b s/tp d, d f/tp -> b s f/tp", xs.Mesh(tp=8))
+    (_, first), *others = xs.contractions.explain.alternatives(plan)
+    assert first is plan
+    assert len(others) == 2 and all(other.cost > plan.cost for _, other in others)
+
+
+def test_a_gradient_may_have_a_place_of_its_own():
+    """The weight is gathered for the gradient that is as large as nothing else, and not for the result."""
+    sizes = {"a": 128, "b": 512, "c": 256, "h": 128, "k": 4096}
+    plan = xs.plan(
+        "a b h k, a h c/x k -> a h b c",
+        xs.Mesh(x=8),
+        sizes=sizes,
+        profile="bandwidth",
+        flops_limit=(2 * 128 * 512 * 256 * 128 * 4096 // 8, 9 * 2 * 128 * 512 * 256 * 128 * 4096 // 8),
+    )
+    [part] = plan.parts
+    assert part.gradients[0] is not None and part.gradients[0].local == "a h b c, a h c k -> a b h k"
+    received = 7 * 128 * 128 * 512 * 32 * 4, 7 * 128 * 128 * 32 * 4096 * 4
+    assert (plan.bytes_received, plan.backward_bytes_received) == received
+    assert plan.backward_flops == 9 * plan.flops
+
+
+def test_limits():
+    expression, mesh = "b s f/tp, f/tp d -> b s/tp d", xs.Mesh(tp=8)
+    plan = planned(expression, mesh)
+    smaller = planned(expression, mesh, memory_limit=plan.peak_bytes - 1)
+    assert smaller.peak_bytes < plan.peak_bytes and smaller.cost >= plan.cost
+    with pytest.raises(xs.PlanError, match="the least of those weighed is"):
+        planned(expression, mesh, memory_limit=1000)
+    with pytest.raises(xs.PlanError, match="every way takes more than 1000 operations"):
+        planned(expression, mesh, flops_limit=1000)
+
+
+@pytest.mark.parametrize(
+    ("expression", "ring"),
+    [
+        ("b s/tp d, d f/tp -> b s f/tp", (0, "s", "tp")),
+        ("b/tp s d, d/tp f -> b/tp s f", (1, "d", "tp")),
+        ("b s f/tp, f/tp d -> b s/tp d", (None, "s", "tp")),
+        ("b s d, d f/tp -> b s f/tp", None),
+    ],
+)
+def test_a_gather_or_a_reduce_scatter_may_run_in_rounds(expression, ring):
+    mesh = xs.Mesh(tp=8)
+    plain, always = planned(expression, mesh), planned(expression, mesh, overlap="always")
+    [part] = always.parts
+    assert (part.ring and (part.ring.operand, part.ring.dim, part.ring.axis)) == ring
+    assert always.bytes_received == plain.bytes_received
+    if ring is not None:
+        assert [step.kind for step in part.ring.rotation.steps] == ["permute"]
+        rounds = part.ring.rotation.bytes_received * (part.ring.rounds - 1)
+        assert rounds == plain.bytes_received
+        assert f"in 8 rounds along {ring[2]}" in str(always)
+        assert xs.ContractionPlan.from_json(always.to_json()) == always
+        # Where operations take no time there is nothing to hide a message behind.
+        assert planned(expression, mesh, overlap="auto", profile="bandwidth").parts[0].ring is None
+        wrong = json.loads(always.to_json())
+        wrong["parts"][0]["ring"][1] = "nothing"
+        with pytest.raises(xs.PlanError, match="can be a ring"):
+            xs.ContractionPlan.from_json(json.dumps(wrong))
+
+
+REFUSED = """
+ShapeError: no shapes in 'b d, d f -> b f'
+  sizes={"b": 8, ...}, or shape=[(8, ...), ...] with one shape per operand
+--- {}
+ShapeError: sizes has no length for dim 'f' in
+    'b d, d f -> b f'
+            ^
+  sizes has: b=8, d=4
+--- {"sizes": {"b": 8, "d": 4}}
+ShapeError: sizes has dim 'q' in 'b d, d f -> b f'
+  dims are: b, d, f
+--- {"sizes": {"b": 8, "d": 4, "f": 4, "q": 1}}
+ShapeError: 1 shapes for 2 operands in 'b d, d f -> b f'
+  one shape per operand
+--- {"shape": [[8, 4]]}
+ShapeError: dim 'd' is 4 long in one operand and 6 in another in
+    'b d, d f -> b f'
+          ^
+  a name stands for one length
+--- {"shape": [[8, 4], [6, 4]]}
+ShapeError: shape (4,) for 2 dims in
+    'b d, d f -> b f'
+          ^^^
+  one length per dim
+--- {"shape": [[8, 4], [4]]}
+PlanError: no overlap 'often'
+  there are: never, auto, always
+--- {"sizes": {"b": 8, "d": 4, "f": 4}, "overlap": "often"}
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip("\n").split("}\n"))
+def test_wrong_lengths_are_marked(case):
+    expected, options = case.rstrip("\n").split("\n--- ")
+    options = json.loads(
+        options if options.endswith("}") and options.count("{") == options.count("}") else options + "}"
+    )
+    with pytest.raises(xs.XshardError) as caught:
+        xs.plan("b d, d f -> b f", xs.Mesh(tp=2), **options)
+    assert f"{type(caught.value).__name__}: {caught.value}" == expected

@@ -1,0 +1,313 @@
+"""`einsum` in JAX: the table of contractions, its traffic, gradients in places of their own, and errors.
+
+A mesh has one program for all of its contractions, since compiling is what takes time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.testing.hlo import received_bytes
+from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
+from tests.contractions.cases import CASES
+from tests.jax_bridge.helpers import in_jax
+
+MESHES = {str(xs.Mesh(mesh)): xs.Mesh(mesh) for _, mesh, _, _ in CASES}
+
+
+class Case:
+    """A contraction of whole numbers: what goes in, what comes out, and what is right."""
+
+    def __init__(self, name, mesh, lengths, expression) -> None:
+        self.name, self.mesh, self.lengths = name, xs.Mesh(mesh), lengths
+        self.plan = xs.plan(expression, self.mesh, sizes=lengths, dtype="float64", profile="bandwidth")
+        self.expression, given = expression, self.plan.contraction
+        ends = [self._sharding(layout) for layout in (*given.operands, given.result)]
+        draw = np.random.default_rng(len(expression))
+        self.arrays = [draw.integers(-4, 5, end.shape).astype(float) for end in ends]
+        duals = [end.with_layout(end.layout.dual) for end in ends]
+        self.taken, self.made = [*ends[:-1], duals[-1]], [ends[-1], *duals[:-1]]
+
+    def _sharding(self, layout) -> xs.Sharding:
+        return xs.Sharding(layout, self.mesh, tuple(self.lengths[name] for name in layout.names))
+
+    @property
+    def is_even(self) -> bool:
+        moves = [move for part in self.plan.parts for move in (*part.moves, part.result)]
+        return all(end.is_even for move in moves for end in (move.source, move.target))
+
+    def blocks(self) -> list[list[np.ndarray]]:
+        """Of all devices, of the operands and of the result's cotangent."""
+        taken = zip(self.arrays, self.taken, strict=True)
+        return [xs.reference.scatter(x, end.layout, self.mesh) for x, end in taken]
+
+    def expected(self) -> list[np.ndarray]:
+        """The result, and the gradients of blocks: under `mean`, a share of the array's."""
+        numbers = {name: i for i, name in enumerate(self.lengths)}
+        names = [[numbers[name] for name in end.layout.names] for end in (*self.taken[:-1], self.made[0])]
+        found = [
+            np.einsum(
+                *(each for pair in zip(self.arrays, names[:-1], strict=False) for each in pair), names[-1]
+            )
+        ]
+        for i, operand in enumerate(self.taken[:-1]):
+            pairs = [(x, at) for j, (x, at) in enumerate(zip(self.arrays, names, strict=True)) if j != i]
+            # A dim that the operand alone has: its gradient is repeated along it.
+            pairs += [(np.ones(self.lengths[name]), [numbers[name]]) for name in operand.layout.names]
+            found.append(
+                np.einsum(*(each for pair in pairs for each in pair), names[i]) * float(operand.scale)
+            )
+        return found
+
+    def on_device(self, *blocks: jax.Array, expression=None) -> list[jax.Array]:
+        """Blocks of the operands and of the cotangent -> the block of the result, and of the gradients.
+
+        expression: text; by default the plan, which is made by then.
+        """
+        options = {} if expression is None else {"sizes": self.lengths, "profile": "bandwidth"}
+        y, pull = jax.vjp(functools.partial(xj.einsum, expression or self.plan, **options), *blocks[:-1])
+        return [y, *pull(blocks[-1])]
+
+    def check(self, found: Sequence[Sequence[np.ndarray]]) -> None:
+        for i, (blocks, end, expected) in enumerate(zip(found, self.made, self.expected(), strict=True)):
+            value = xs.reference.gather(blocks, end.layout, self.mesh, end.shape)
+            assert np.array_equal(value, expected), (self.name, "value" if i == 0 else f"gradient {i}")
+
+
+def jax_mesh(mesh: xs.Mesh, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        mesh.sizes, mesh.axes, (kind,) * len(mesh.axes), devices=jax.devices()[: mesh.n_devices]
+    )
+
+
+def run_in_shard_map(cases: Sequence[Case], check_vma: bool) -> int:
+    """Check all cases, of one mesh, in one program; the bytes that its busiest device receives."""
+    axes, mesh = cases[0].mesh, jax_mesh(cases[0].mesh)
+
+    def one_device(arrays):
+        each = zip(cases, arrays, strict=True)
+        return [[lead(y, axes) for y in c.on_device(*(local(x, axes) for x in xs))] for c, xs in each]
+
+    specs = [[[spec(end) for end in ends] for ends in (c.taken, c.made)] for c in cases]
+    taken, made = ([pair[i] for pair in specs] for i in range(2))
+    program = jax.shard_map(one_device, mesh=mesh, in_specs=(taken,), out_specs=made, check_vma=check_vma)
+    arrays = [[stacked(b, e, mesh) for b, e in zip(c.blocks(), c.taken, strict=True)] for c in cases]
+    compiled = jax.jit(program).lower(arrays).compile()
+    for case, found in zip(cases, compiled(arrays), strict=True):
+        shapes = [y.shape[len(axes.axes) :] for y in found]
+        ends = zip(found, shapes, case.made, strict=True)
+        case.check([unstacked(y, shape, end, list(mesh.devices.flat)) for y, shape, end in ends])
+    return received_bytes(compiled.as_text(), axes.n_devices)
+
+
+def run_along_one_axis(cases: Sequence[Case], mapped) -> None:
+    """Check all cases, of one mesh, in one program of `pmap` or `vmap`; NaN in all padding."""
+
+    def one_device(arrays):
+        return [
+            case.on_device(*blocks, expression=case.expression)
+            for case, blocks in zip(cases, arrays, strict=True)
+        ]
+
+    arrays = [
+        [padded(b, end, np.nan) for b, end in zip(case.blocks(), case.taken, strict=True)] for case in cases
+    ]
+    for case, found in zip(cases, mapped(one_device)(arrays), strict=True):
+        blocks = [
+            [b[tuple(map(slice, e.local_shape(d)))] for d, b in enumerate(y)]
+            for y, e in zip(map(np.asarray, found), case.made, strict=True)
+        ]
+        case.check(blocks)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@in_jax
+def test_the_table_moves_what_is_planned(mesh) -> None:
+    """Values, all gradients, and bytes: exactly, where blocks are even; padding travels too."""
+    cases = [Case(*case) for case in CASES if xs.Mesh(case[1]) == MESHES[mesh]]
+    even = [case for case in cases if case.is_even]
+    with jax.enable_x64(True):
+        received = run_in_shard_map(even, check_vma=True)
+        if len(even) < len(cases):
+            run_in_shard_map([case for case in cases if not case.is_even], check_vma=True)
+    planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in even)
+    assert (
+        0 <= planned - received < 8 * len(even)
+    )  # XLA rounds up once for all scalars that it adds up at once
+
+
+@pytest.mark.parametrize("mode", ["novma", "pmap", "vmap"])
+@in_jax
+def test_without_types(mode) -> None:
+    along_tp = [Case(*case) for case in CASES if case[1] == {"tp": 4}]
+    with jax.enable_x64(True):
+        if mode == "novma":
+            run_in_shard_map([Case(*case) for case in CASES if "dp" in case[1]][:-1:2], check_vma=False)
+        elif mode == "pmap":
+            on_devices = functools.partial(jax.pmap, axis_name="tp", devices=jax.devices()[:4])
+            run_along_one_axis(along_tp[::7] + [c for c in along_tp if c.name == "uneven_summed"], on_devices)
+        else:
+            run_along_one_axis(along_tp[::12], lambda f: jax.jit(jax.vmap(f, axis_name="tp")))
+
+
+X = (np.arange(64 * 8, dtype=np.float32) % 7 - 3).reshape(64, 8)
+W = (np.arange(8 * 16, dtype=np.float32) % 5 - 2).reshape(8, 16)
+LAYER = "n d, d f -> n f/tp"
+BOTH = xs.Mesh(dp=2, tp=4)
+
+
+@pytest.mark.parametrize("where", ["blocks", "arrays"])
+@in_jax
+def test_gradients_in_places_of_their_own_have_derivatives(where) -> None:
+    """Of both operands, by one another; blocks differ along an axis that the expression does not name."""
+    plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
+    assert all(plan.parts[0].gradients)
+    if where == "blocks":
+        given, specs = np.concatenate([X, X - 1]), {"in_specs": (P("dp"), P()), "out_specs": P("dp", "tp")}
+        einsum = jax.shard_map(functools.partial(xj.einsum, plan), mesh=jax_mesh(BOTH), **specs)
+    else:
+        given, einsum = X, functools.partial(xj.einsum, plan, mesh=jax_mesh(plan.mesh))
+
+    def derivatives(product, x, w):
+        first = jax.grad(lambda x, w: (product(x, w) ** 2).sum(), argnums=(0, 1))
+        return jax.jvp(first, (x, w), (x % 3, w % 2))
+
+    found = jax.jit(functools.partial(derivatives, einsum))(given, W)
+    expected = jax.jit(functools.partial(derivatives, jnp.dot))(given, W)
+    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(got, right)
+
+
+@in_jax
+def test_operands_without_a_gradient_cost_nothing() -> None:
+    """What is not differentiated has no tangent, so that none is moved."""
+    plan = xs.plan(LAYER, xs.Mesh(tp=4), sizes={"n": 64, "d": 8, "f": 16}, profile="bandwidth")
+    gradient = jax.jit(jax.grad(lambda x: (xj.einsum(plan, x, W, mesh=jax_mesh(plan.mesh)) ** 2).sum()))
+    own = plan.parts[0].gradients[0]
+    assert (
+        received_bytes(gradient.lower(X).compile().as_text(), 4) == plan.bytes_received + own.bytes_received
+    )
+
+
+@in_jax
+def test_global_arrays() -> None:
+    mesh = jax_mesh(BOTH)
+    x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((X, P("dp")), (W, P(None, "tp"))))
+    y = xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w)
+    assert y.sharding == NamedSharding(mesh, P("dp", "tp")) and np.array_equal(y, X @ W)
+    stored = xj.einsum("n/dp d, d f/tp -> n f/zigzag(tp)", x, w)
+    assert np.array_equal(xj.reshard(stored, "n f/zigzag(tp) -> n f"), X @ W)
+    with pytest.raises(xs.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"):
+        xj.einsum("n f/tp, d f/tp -> n d", stored, w)
+    batches = jnp.stack([X, 2 * X])
+    batched = jax.jit(jax.vmap(lambda x: xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w, mesh=mesh)))(batches)
+    assert np.array_equal(batched, batches @ W)
+
+
+@in_jax
+def test_on_explicit_axes_addends_are_unreduced() -> None:
+    mesh = jax_mesh(BOTH, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P("dp", "tp")), jax.device_put(W, P("tp"))
+        y = xj.einsum("n/dp d/tp, d/tp f -> n/dp f | sum(tp)", x, w)
+        assert jax.typeof(y).sharding.spec == P("dp", None, unreduced={"tp"})
+        assert np.array_equal(xj.einsum("n/dp f | sum(tp), d f -> n/dp d", y, jnp.asarray(W)), X @ W @ W.T)
+        # One operand is traced there, the other is on devices.
+        loss = lambda x: (xj.einsum("n/dp d/tp, d/tp f -> n/dp f/tp", x, w) ** 2).sum()  # noqa: E731
+        assert np.array_equal(jax.grad(loss)(x), 2 * X @ W @ W.T)
+
+
+@in_jax
+def test_what_the_local_products_are_told() -> None:
+    x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+    expression, mesh = "n d/tp, d/tp f -> n f", jax_mesh(xs.Mesh(tp=4))
+    call = functools.partial(xj.einsum, expression, mesh=mesh)
+    jaxpr = str(
+        jax.make_jaxpr(functools.partial(call, preferred_element_type="float32", precision="highest"))(x, w)
+    )
+    assert "preferred_element_type=float32" in jaxpr and "precision=(Precision.HIGHEST" in jaxpr
+    assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
+    assert jax.eval_shape(call, x, W).dtype == np.float32
+    assert (
+        jax.eval_shape(
+            functools.partial(call, preferred_element_type=np.int32), *(a.astype(np.int8) for a in (x, w))
+        ).dtype
+        == np.int32
+    )
+
+
+@in_jax
+def test_whole_numbers_are_contracted_where_the_result_alone_is_cheapest() -> None:
+    """They have no gradients, and need not be where those are cheap."""
+    _, _, sizes, expression = next(case for case in CASES if case[0] == "logits_vocab")
+    mesh = xs.Mesh(tp=4)
+    forward, both = (
+        xs.plan(expression, mesh, sizes=sizes, dtype="int32", profile="bandwidth", objective=objective)
+        for objective in ("forward", "forward+backward")
+    )
+    program = jax.jit(functools.partial(xj.einsum, expression, mesh=jax_mesh(mesh), profile="bandwidth"))
+    text = program.lower(*(np.ones(shape, np.int32) for shape in both.shapes)).compile().as_text()
+    assert received_bytes(text, 4) == forward.bytes_received < both.bytes_received
+
+
+LAYOUTS = "n/dp d, d f/tp -> n/dp f/tp"
+PLAN = xs.plan(LAYOUTS, BOTH, sizes={"n": 64, "d": 8, "f": 16})
+SIZES = {"n": 64, "d": 8, "f": 16}
+# The expression, the shapes, options; the kind of error, what it says, and what it marks in the text.
+WRONG = [
+    ("n/dp d -> n d", [(64, 8)], {}, xs.NotationError, "no contraction", None),
+    ("n/dp d, d f -> n f g", [(64, 8), (8, 16)], {}, xs.NotationError, "in no operand", "g"),
+    ("n/cp d, d f -> n f", [(64, 8), (8, 16)], {}, xs.NotationError, "unknown mesh axis 'cp'", "cp"),
+    (LAYOUTS, [(64, 8)], {}, xs.ShapeError, "1 arrays for 2 operands", None),
+    (LAYOUTS, [(64, 8), (8, 16, 1)], {}, xs.ShapeError, "an array of 3 dims", "d f/tp"),
+    (LAYOUTS, [(64, 8), (4, 16)], {}, xs.ShapeError, "8 long in one operand and 4 in another", "d"),
+    (PLAN, [(64, 8), (8, 16)], {"dtype": "float16"}, xs.DtypeError, "float16, the plan is for float32", None),
+    (PLAN, [(64, 8), (8, 32)], {}, xs.ShapeError, "(8, 32), not (8, 16)", "d f/tp"),
+    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": {"n": 64, "d": 8}}, xs.ShapeError, "no length for dim 'f'", "f"),
+    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": SIZES | {"f": 20}}, xs.ShapeError, "(8, 16)", "d f/tp"),
+]
+
+
+@in_jax
+def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
+    mesh = jax_mesh(BOTH)
+    for expression, shapes, options, kind, reason, marked in WRONG:
+        given = [np.ones(shape, options.get("dtype", "float32")) for shape in shapes]
+        with pytest.raises(kind) as caught:
+            xj.einsum(expression, *given, mesh=mesh, sizes=options.get("sizes"))
+        assert reason in str(caught.value)
+        span = caught.value.span
+        assert (span and caught.value.text[slice(*span)]) == marked, str(caught.value)
+
+
+@in_jax
+def test_blocks_that_do_not_fit_are_marked_in_their_own_operand() -> None:
+    def message(expression, x, w, specs, **options) -> list[str]:
+        call = functools.partial(xj.einsum, expression, **options)
+        program = jax.shard_map(call, mesh=jax_mesh(BOTH), in_specs=specs, out_specs=P())
+        with pytest.raises(xs.XshardError) as caught:
+            jax.eval_shape(program, x, w)
+        return str(caught.value).splitlines()
+
+    assert message("n d/dp, d f -> n f", X, W, (P(None, "dp"), P("dp")), sizes=SIZES) == [
+        "the block has shape (4, 16), not (8, 16) in",
+        "    'n d/dp, d f -> n f'",
+        "             ^",
+        "  that is the largest block of a (8, 16) array on Mesh(dp=2)",
+    ]
+    assert message("n d/tp, d f -> n f", X, W, (P(None, "tp"), P(None, "tp"))) == [
+        "the block varies along 'tp', where the source holds one value in",
+        "    'n d/tp, d f -> n f'",
+        "             ^^^",
+        "  if each device has its own copy, write copy(tp) on the left",
+    ]

@@ -1,0 +1,47 @@
+"""What the blocks of operands say of a contraction: whether they fit it, and how long its dims are.
+
+Decides how long a dim is where nobody says: as long as an operand that has it whole, else as equal blocks.
+Knows no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from xshard.contractions.expression import Contraction, shapes_of
+from xshard.errors import ShapeError
+from xshard.layout import Mesh
+from xshard.notation.parser import Dim, text_spans
+from xshard.plans.expression import whole_shape
+
+Shapes = Sequence[Sequence[int]]
+
+
+def check_operands(given: Contraction, shapes: Shapes) -> None:
+    """Raise ShapeError unless there is an array for every operand, with a dim for every name."""
+    if len(shapes) != len(given.operands):
+        what = f"{len(shapes)} arrays for {len(given.operands)} operands"
+        raise ShapeError(what, text=given.text, hint="einsum(expression, x, w, ...), with one per operand")
+    spans = text_spans(given.text).layouts
+    for layout, shape, span in zip(given.operands, shapes, spans, strict=False):
+        if len(shape) != len(layout.names):
+            what = f"an array of {len(shape)} dims, {tuple(shape)}, for '{layout}'"
+            raise ShapeError(what, text=given.text, span=span, hint="one dim per name")
+
+
+def whole_shapes(given: Contraction, mesh: Mesh, blocks: Shapes) -> tuple[tuple[int, ...], ...]:
+    """The shape of every block -> the global shape of every operand. Raises ShapeError.
+
+    >>> from xshard.contractions.expression import contraction
+    >>> whole_shapes(contraction("n d/tp, d f/tp -> n f"), Mesh(tp=4), [(3, 2), (6, 5)])
+    ((3, 6), (6, 20))
+    """
+    pairs = [list(zip(at.dims, block, strict=True)) for at, block in zip(given.operands, blocks, strict=True)]
+    whole = {dim.name: rows for each in pairs for dim, rows in each if not dim.shards}
+    shapes = []
+    for layout, each in zip(given.operands, pairs, strict=True):
+        known = replace(layout, dims=tuple(Dim(d.name) if d.name in whole else d for d, _ in each))
+        rows = [whole.get(dim.name, rows) if dim.shards else rows for dim, rows in each]
+        shapes.append(whole_shape(known, mesh, rows, given.text))
+    return shapes_of(given, None, shapes)
