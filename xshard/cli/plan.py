@@ -13,14 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console, headed_table
-from xshard.cli.options import (
-    Dtype,
-    ExpressionText,
-    MeshText,
-    ShapeOrNone,
-    SizesOrNone,
-    lengths_of_arrays,
-)
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
 from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh
