@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,27 +51,20 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
 
     noise: the same ratio between XLA's program and itself.
     """
-    layouts = case.contraction.operands, case.contraction.result
-    operands, result = (
-        tuple(xla.sharding(case, layout) for layout in layouts[0]),
-        xla.sharding(case, layouts[1]),
-    )
+    layouts = *case.contraction.operands, case.contraction.result
+    *operands, result = [xla.sharding(case, layout) for layout in layouts]
     rng = np.random.default_rng(0)
-    given = [
+    *given, cotangent = [
         jax.device_put(rng.standard_normal(case.shape(layout), np.float32), where)
-        for layout, where in zip(layouts[0], operands, strict=True)
+        for layout, where in zip(layouts, (*operands, result), strict=True)
     ]
-    cotangent = jax.device_put(rng.standard_normal(case.shape(layouts[1]), np.float32), result)
-    plain = xla.program(case)
-
-    def ours(*arrays: Any) -> Any:
-        return xj.einsum(case.expression, *arrays, mesh=result.mesh, profile=profile)
-
     rows = []
     for objective, arrays, wrap, ends in (
-        (FORWARD, given, lambda einsum: einsum, (operands, result)),
-        (BOTH, [cotangent, *given], _with_gradients, ((result, *operands), (result, operands))),
+        (FORWARD, given, lambda einsum: einsum, (tuple(operands), result)),
+        (BOTH, [cotangent, *given], _with_gradients, ((result, *operands), (result, tuple(operands)))),
     ):
+        plan, plain = case.plan(objective, None, profile), xla.program(case)
+        ours = partial(xj.einsum, plan, mesh=result.mesh)
         programs = {
             name: jax.jit(wrap(einsum), in_shardings=ends[0], out_shardings=ends[1])
             for name, einsum in (("ours", ours), ("xla", plain), ("xla again", plain))
@@ -78,7 +72,6 @@ def timed(case: Case, rounds: int, profile: xs.Profile) -> list[Row]:
         _check(programs, arrays)
         calls = {name: _call(program, arrays) for name, program in programs.items()}
         mine, theirs, again = by_turns.seconds(calls, rounds, warm_up=1).values()
-        plan = case.plan(BOTH, None, profile)
         rows.append(
             {
                 "case": f"{case.name}, {objective}",
