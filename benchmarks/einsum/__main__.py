@@ -52,6 +52,7 @@ QUICK = Extent(28, 1e7, 1, 3, 1)  # five cases
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of every case that it replicates
     extent = QUICK if options.quick else FULL
     cases = load()[:: extent.stride]
     known = peers.recorded()
