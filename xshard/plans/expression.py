@@ -90,15 +90,18 @@ def check_block(
     hint: str,
     *,
     inferred: bool,
+    start: int = 0,
 ) -> None:
     """Raise ShapeError, marking the first wrong dim, if a block does not have the shape its layout gives it.
 
     what: whose block it is. names: of its dims. inferred: whether the array's shape was inferred from it.
+    start: where its layout begins in the text.
     """
     if local_shape == expected:
         return
     wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    where = dict(reversed(text_spans(text).dims))  # a dim is marked on the left, where it comes first
+    # A dim is marked where it comes first.
+    where = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
     raise ShapeError(
         f"{what} has shape {local_shape}, not {expected}",
         text=text,
