@@ -92,7 +92,7 @@ def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) 
     for x in blocks:
         check_dense(x)
     if torch._C._is_any_autocast_enabled():
-        blocks = list(map(_autocast, blocks))
+        blocks = list(map(autocast, blocks))
     key = asked, tuple((x.shape, x.dtype, x.device) for x in blocks), dist.group.WORLD
     fake = next((x.fake_mode for x in blocks if isinstance(x, FakeTensor)), None)
     if fake is None:
@@ -105,11 +105,12 @@ def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) 
     return executable(blocks, keeps, async_op)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """The block in the dtype in which autocast multiplies, cast before it travels."""
     kind = x.device.type
-    eligible = x.is_floating_point() and x.dtype != torch.float64 and torch.amp.is_autocast_available(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if eligible and torch.is_autocast_enabled(kind) else x
+    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _of_dtensors(asked: Asked, operands: list[Tensor], keeps: bool, async_op: bool) -> Tensor:

@@ -17,6 +17,8 @@ from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.contractions.part import Lent, Move, OwnGradient, PartExecutable
 from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, dtypes
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.plans.plan import find_plan
@@ -25,9 +27,13 @@ from xshard.steps import Retag
 
 @dataclass(frozen=True, eq=False)
 class ContractionExecutable:
-    """The blocks of the operands -> the block of the result."""
+    """The blocks of the operands -> the block of the result.
+
+    lowering: how it was made of the plan.
+    """
 
     plan: ContractionPlan
+    lowering: Lowering
     parts: tuple[PartExecutable, ...]
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
@@ -46,14 +52,18 @@ class ContractionExecutable:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowering:
-    """What is lowered, and how. lower: the plan of a move -> its executable. block: the dtype of operands."""
+    """How plans become executables, on which processes and for which blocks.
 
-    device: int
-    lower: Callable[[Plan], Executable]
+    lower: the plan of a move, the processes and the device of tensors -> the move's executable.
+    """
+
+    processes: ProcessMesh
     block: torch.dtype
+    tensor_device: torch.device
     travels: CommDtype
+    lower: Callable[[Plan, ProcessMesh, torch.device], Executable] = lower
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
@@ -62,7 +72,7 @@ class Lowering:
             self._part(part, [self.travels] * len(part.takes), self.travels, i == last)
             for i, part in enumerate(plan.parts)
         )
-        return ContractionExecutable(plan, tuple(parts))
+        return ContractionExecutable(plan, self, tuple(parts))
 
     def _part(
         self, part: Part, travel: Sequence[CommDtype], result: CommDtype, is_last: bool
@@ -71,7 +81,7 @@ class Lowering:
         return PartExecutable(
             part.takes,
             tuple(map(self._lent, part.moves, travel)),
-            LocalContraction.of(part, self.device),
+            LocalContraction.of(part, self.processes.device),
             self._move(part.result, result),
             tuple(own and self._own(part, i, own) for i, own in enumerate(part.gradients)),
             is_last,
@@ -95,4 +105,4 @@ class Lowering:
         name = dtypes.name_of(travels.forward)
         if plan.dtype != name:
             plan = find_plan(replace(plan.request, dtype=name, memory_limit=None))
-        return self.lower(plan).casting(self.block, travels.backward)
+        return self.lower(plan, self.processes, self.tensor_device).casting(self.block, travels.backward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
 from torch_bridge.planning import require_mesh
 from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, load_profile, plan
@@ -81,8 +80,7 @@ def executable_of(
     plan, processes = plan_of(asked, blocks)
     _, dtype, device = blocks[0]
     travels = comm_dtype_of(asked.comm_dtype, dtype)
-    lowering = partial(lower, processes=processes, tensor_device=device)
-    return Lowering(processes.device, lowering, dtype, travels).contraction(plan)
+    return Lowering(processes, dtype, device, travels).contraction(plan)
 
 
 def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
