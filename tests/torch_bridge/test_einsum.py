@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import torch_bridge as xt
 import xshard as xs
@@ -51,7 +50,9 @@ def _contracted(work: list[tuple[ContractionPlan, list[Any], Any]]) -> list[Any]
         assert y.is_contiguous() and y.data_ptr() not in [x.data_ptr() for x in blocks if x.numel()]
         with Meter() as backward:
             gradients = torch.autograd.grad(y, blocks, torch.as_tensor(cotangent[rank]))
-        found.append((y.detach().numpy(), [g.numpy() for g in gradients], forward.received, backward.received))
+        found.append(
+            (y.detach().numpy(), [g.numpy() for g in gradients], forward.received, backward.received)
+        )
     return found
 
 

@@ -19,13 +19,14 @@ from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.contractions.planning import Asked, asked_for, executable_of
+from torch_bridge.contractions.planning import Asked, check_number, executable_of
 from torch_bridge.dtensor.placements import as_dtensor, local_of, to_placements
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh.process_mesh import MeshLike, check_world
 from xshard import MeshError, PlanError, Profile, ShapeError
 from xshard.contractions.expression import shapes_of
 from xshard.contractions.plan import ContractionPlan
+from xshard.notation.parser import text_spans
 
 
 def einsum(
@@ -73,18 +74,19 @@ def einsum(
     """
     if save not in ("used", "given"):
         raise PlanError(f"save is {save!r}", hint='"used": operands where they are contracted, or "given"')
+    options: dict[str, Any] = {"mesh": mesh, "shape": shape, "sizes": sizes, "profile": profile}
+    options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype}
     if torch.compiler.is_compiling():
         from torch_bridge.contractions import compiled  # slow: it imports torch._dynamo, half a second
 
-        options = {"mesh": mesh, "shape": shape, "sizes": sizes, "profile": profile, "save": save}
-        options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype, "async_op": async_op}
-        return compiled.einsum_recorded(expression, operands, **options)
+        return compiled.einsum_recorded(expression, operands, save, async_op, options)
     check_not_swapped()
-    asked = asked_for(expression, mesh, shape, sizes, profile, memory_limit, comm_dtype)
-    blocks = [x if isinstance(x, Tensor) else as_tensor(x, f"tensor {i + 1}") for i, x in enumerate(operands)]
-    if any(isinstance(x, DTensor) for x in blocks):
-        return _of_dtensors(asked, blocks, save == "used", async_op)
-    return _of_blocks(asked, blocks, save == "used", async_op)
+    asked, blocks = Asked.of(expression, **options), list(operands)
+    if not all(isinstance(x, Tensor) for x in blocks):
+        check_number(asked.contraction, blocks)
+        blocks = [as_tensor(x, f"tensor {i + 1}") for i, x in enumerate(blocks)]
+    run = _of_dtensors if any(isinstance(x, DTensor) for x in blocks) else _of_blocks
+    return run(asked, blocks, save == "used", async_op)
 
 
 def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) -> Tensor | PendingTensor:
@@ -93,15 +95,13 @@ def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) 
         check_dense(x)
     if torch._C._is_any_autocast_enabled():
         blocks = list(map(autocast, blocks))
-    key = asked, tuple((x.shape, x.dtype, x.device) for x in blocks), dist.group.WORLD
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
+    facts = tuple((x.shape, x.dtype, x.device) for x in blocks)
     fake = next((x.fake_mode for x in blocks if isinstance(x, FakeTensor)), None)
     if fake is None:
-        executable = executable_of(*key)
-    else:
-        with fake:  # the tensors that an executable keeps are fake too: it is not cached
-            executable = executable_of.__wrapped__(*key)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in blocks):
-        _ = executable.has_gradients  # errors come early
+        return executable_of(asked, facts, differentiated, dist.group.WORLD)(blocks, keeps, async_op)
+    with fake:  # the tensors that an executable keeps are fake too: it is not cached
+        executable = executable_of.__wrapped__(asked, facts, differentiated, dist.group.WORLD)
     return executable(blocks, keeps, async_op)
 
 
@@ -114,22 +114,24 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def _of_dtensors(asked: Asked, operands: list[Tensor], keeps: bool, async_op: bool) -> Tensor:
+    given, placed = asked.contraction, [x for x in operands if isinstance(x, DTensor)]
+    mesh = placed[0].device_mesh
     if async_op:
         raise PlanError("async_op is for tensors", hint="a DTensor waits for its local block at once")
-    given = asked.contraction
-    placed = [x for x in operands if isinstance(x, DTensor)]
-    mesh = placed[0].device_mesh
+    check_number(given, operands)
     if len(placed) < len(operands) or any(x.device_mesh != mesh for x in placed):
-        raise MeshError("operands are DTensors of one mesh, or none is", text=given.text)
+        raise MeshError("not all operands are DTensors of one mesh", text=given.text, hint="all or none are")
     if asked.mesh not in (None, mesh):
         raise MeshError(f"the DTensors are on {mesh!r}, not on {asked.mesh!r}", hint="leave the mesh out")
     shapes = shapes_of(given, None, [tuple(x.shape) for x in placed])
     if asked.shapes not in (None, shapes):
         raise ShapeError(f"the DTensors have shapes {shapes}, not {asked.shapes}", text=given.text)
-    lengths = {n: k for o, s in zip(given.operands, shapes, strict=True) for n, k in zip(o.names, s, strict=True)}
+    ends = [*zip(given.operands, shapes, strict=True)]
+    lengths = {name: n for layout, shape in ends for name, n in zip(layout.names, shape, strict=True)}
     shape = tuple(lengths[name] for name in given.result.names)
-    to_placements(given.result, mesh, shape)  # raises where a DTensor cannot be so
-    pairs = zip(placed, given.operands, strict=True)
-    blocks = [local_of(x, layout, given.text) for x, layout in pairs]
+    to_placements(given.result, mesh, shape)  # raises where no DTensor is placed so
+    spans = text_spans(given.text).layouts
+    each = zip(placed, given.operands, spans, strict=False)
+    blocks = [local_of(x, layout, given.text, span) for x, layout, span in each]
     y = _of_blocks(asked._replace(mesh=mesh, shapes=shapes), blocks, keeps, False)
-    return as_dtensor(y, given.result, mesh, shape)
+    return as_dtensor(as_tensor(y), given.result, mesh, shape)

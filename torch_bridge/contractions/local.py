@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import string
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class LocalContraction:
         lengths = {n: k for dims, s in zip(names, shapes, strict=True) for n, k in zip(dims, s, strict=True)}
         return cls(names, part.result.src.names, tuple(lengths.items()))
 
+    @lru_cache(maxsize=256)  # noqa: B019 (a value, as its results)
     def gradient(self, i: int) -> LocalContraction:
         """That of operand `i`: of the cotangent and the other operands."""
         rest = (*self.operands[:i], *self.operands[i + 1 :])

@@ -1,8 +1,7 @@
 """One local contraction with the moves around it, as this process executes it.
 
-Decides what autograd records. Mostly that is redistributions and `torch.einsum`, whose derivatives are known.
-Where the plan has another place for a gradient, or nothing that was moved is to be kept, it is `Contract`,
-whose derivatives are contractions again, made of the same two.
+Decides what autograd records: redistributions and `torch.einsum`. Where a gradient has a place of its own, or
+nothing that was moved is to be kept, that is `Contract`, whose gradients are made of the same two.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torch_bridge.autodiff.function import apply, is_transformed
 from torch_bridge.autodiff.pending import PendingTensor
@@ -20,37 +20,18 @@ from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable
 
+Move = Executable | None  # None: nothing moves, and no gradient does
 Blocks = Sequence[Tensor | None]
 
 
-@dataclass(frozen=True, eq=False)
-class Lent:
-    """A plan that leaves the block as it is, without the copy that callers get: it is only read."""
-
-    executable: Executable
-    is_linear = True
-
-    def __call__(self, block: Tensor) -> Tensor:
-        return block.view_as(block)
-
-    @property
-    def backward(self) -> Executable:
-        return self.executable.backward
-
-    @property
-    def tangent(self) -> Lent:
-        return self
-
-    def batched(self, n: int) -> Lent:
-        return Lent(self.executable.batched(n))
-
-
-Move = Executable | Lent | None  # None: nothing moves, and no gradient does
-
-
-def moved(move: Move, block: Tensor) -> Tensor:
+def moved(move: Move, block: Any) -> Tensor:
     """A block after a move, differentiable."""
     return block if move is None else apply(move, block)
+
+
+def pulled(move: Move, cotangent: Tensor) -> Tensor:
+    """A cotangent before a move, differentiable."""
+    return cotangent if move is None else apply(move.backward, cotangent)
 
 
 class OwnGradient(NamedTuple):
@@ -70,14 +51,16 @@ class PartExecutable:
     takes: tuple[int, ...]
     moves: tuple[Move, ...]
     local: LocalContraction
-    result: Executable | None
+    result: Move
     own: tuple[OwnGradient | None, ...]
     is_last: bool = True
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool = True, async_op: bool = False) -> Any:
         """keeps: whether operands are kept where they are used; else gradients move them there again."""
         if self._is_special(blocks, keeps):
-            y = Contract.apply(self, *self._given(blocks, keeps), *self._kept(blocks, keeps))
+            each = zip(self.moves, blocks, self.own, strict=True)
+            kept = [moved(move, x.detach() if own else x) if keeps else None for move, x, own in each]
+            y = Contract.apply(self, *blocks, *kept)
         else:
             y = self.local(*map(moved, self.moves, blocks))
             if async_op and self.result is not None:
@@ -85,43 +68,27 @@ class PartExecutable:
             y = self.finish(y)
         return PendingTensor(y, y.shape, y) if async_op else y
 
-    def finish(self, y: Tensor) -> Tensor:
-        """What the local contraction gives -> the result: in the end contiguous, and no view of an operand."""
-        if self.result is not None:
-            return apply(self.result, y)
-        if not self.is_last:
-            return y
-        return y.contiguous() if len(self.moves) > 1 else y.clone(memory_format=torch.contiguous_format)
-
     def _is_special(self, blocks: Sequence[Tensor], keeps: bool) -> bool:
-        again = not keeps and any(isinstance(move, Executable) for move in self.moves)
-        if is_transformed():  # tensors do not say whether they have a gradient
-            return again or any(self.own)
-        if not torch.is_grad_enabled():
-            return False
-        return any(x.requires_grad and (again or own) for x, own in zip(blocks, self.own, strict=True))
-
-    def _given(self, blocks: Sequence[Tensor], keeps: bool) -> Blocks:
-        """The operands that gradients take as they are given."""
-        return [x if not keeps or i in self._taken_as_given else None for i, x in enumerate(blocks)]
-
-    def _kept(self, blocks: Sequence[Tensor], keeps: bool) -> Blocks:
-        """The operands where they are used, if they are kept; those with a gradient of their own detached."""
-        if not keeps:
-            return [None] * len(blocks)
-        return [
-            moved(move, x.detach() if own else x)
-            for move, x, own in zip(self.moves, blocks, self.own, strict=True)
-        ]
+        again = not keeps and self._sends
+        if forward_ad._current_level >= 0 or not (again or any(self.own)):
+            return False  # tangents go the plain way, and so do gradients beside them
+        if is_transformed():
+            return True
+        needed = (x.requires_grad and (again or own) for x, own in zip(blocks, self.own, strict=True))
+        return torch.is_grad_enabled() and any(needed)
 
     @computed_once
-    def _taken_as_given(self) -> set[int]:
-        found = set()
-        for i, own in enumerate(self.own):
-            if own is not None:
-                others = [j for j in range(len(self.own)) if j != i]
-                found |= {i, *(j for j, as_used in zip(others, own.as_used, strict=True) if not as_used)}
-        return found
+    def _sends(self) -> bool:
+        """Whether operands come from other processes."""
+        return any(move is not None and move.plan.bytes_received for move in self.moves)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """What the local contraction gives -> the result: at last contiguous, and no view of an operand."""
+        if self.result is not None:
+            return apply(self.result, y)
+        if len(self.moves) == 1:
+            return y.clone(memory_format=torch.contiguous_format)
+        return y.contiguous() if self.is_last else y
 
     def used(self, i: int, given: Blocks, kept: Blocks) -> Tensor:
         """An operand where it is used: as it is kept, or moved there again.
@@ -129,82 +96,51 @@ class PartExecutable:
         What is kept of one with a gradient of its own has no history, which higher derivatives need.
         """
         again = kept[i] is None or (self.own[i] is not None and torch.is_grad_enabled())
-        return moved(self.moves[i], given[i]) if again else kept[i]
+        return moved(self.moves[i], given[i]) if again else kept[i]  # type: ignore[return-value]
 
-    def pulled(self, cotangent: Tensor, given: Blocks, kept: Blocks, needed: Sequence[bool]) -> list[Any]:
-        """The gradients of what is given and of what is kept."""
+    def gradients(
+        self, cotangent: Tensor, given: Blocks, kept: Blocks, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Of what is given, and of what is kept."""
         n = len(self.moves)
-        found: list[Tensor | None] = [None] * 2 * n
+        found: list[Tensor | None] = [None for _ in (*given, *kept)]
         through: Tensor | None = None
         for i, own in enumerate(self.own):
             others = [j for j in range(n) if j != i]
             if own is not None and needed[i]:
                 pairs = zip(others, own.as_used, strict=True)
                 blocks = (self.used(j, given, kept) if as_used else given[j] for j, as_used in pairs)
-                found[i] = own.part([cotangent, *(x.conj() for x in blocks)])
-            elif own is None and (needed[i] or needed[n + i]):
-                if through is None:
-                    through = moved(self.result and self.result.backward, cotangent)
-                local = self.gradients[i](through, *(self.used(j, given, kept).conj() for j in others))
+                found[i] = own.part([cotangent, *(x.conj() for x in blocks)])  # type: ignore[union-attr]
+            elif own is None and needed[i if kept[i] is None else n + i]:
+                through = pulled(self.result, cotangent) if through is None else through
+                local = self.local.gradient(i)(through, *(self.used(j, given, kept).conj() for j in others))
                 if kept[i] is None:
-                    found[i] = moved((move := self.moves[i]) and move.backward, local)
+                    found[i] = pulled(self.moves[i], local)
                 else:
                     found[n + i] = local
         return found
-
-    def pushed(self, given: Blocks, kept: Blocks, tangents: Blocks) -> Tensor:
-        """The tangent of the result: the sum of what the tangent of each operand gives beside the others."""
-        terms, n = [], len(self.moves)
-        for i, own in enumerate(self.own):
-            by_given = kept[i] is None or own is not None
-            tangent = tangents[i if by_given else n + i]
-            if tangent is not None:
-                tangent = moved(self.moves[i], tangent) if by_given else tangent
-                blocks = (tangent if j == i else self.used(j, given, kept) for j in range(n))
-                terms.append(self.local(*blocks))
-        return self.finish(sum(terms[1:], terms[0]))
-
-    @computed_once
-    def gradients(self) -> tuple[LocalContraction, ...]:
-        """The local contraction of the gradient of every operand."""
-        return tuple(map(self.local.gradient, range(len(self.moves))))
-
-    def plan_gradients(self) -> None:
-        """Lower the plans of the backward pass."""
-        for move in (*self.moves, self.result):
-            _ = move and move.backward
 
 
 class Contract(torch.autograd.Function):
     """`Contract.apply(part, *given, *kept)`: the result of a part, differentiable.
 
-    given: the operands as they are given, None where no gradient takes them so. kept: where they are used;
-    None where gradients move them there again.
+    given: the operands. kept: the same where they are used; None where gradients move them there again.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(part: PartExecutable, *blocks: Tensor | None) -> Tensor:
-        given, kept = _halves(blocks)
-        return part.finish(part.local(*(part.used(i, given, kept) for i in range(len(given)))))
+        n = len(blocks) // 2
+        y = part.finish(part.local(*(part.used(i, blocks[:n], blocks[n:]) for i in range(n))))
+        return y.detach()  # callers may write to it, which autograd refuses for views
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.part = inputs[0]
         ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        return None, *ctx.part.pulled(cotangent, *_halves(ctx.saved_tensors), needed)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
-        return ctx.part.pushed(*_halves(ctx.saved_tensors), tangents)
-
-
-def _halves(both: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    n = len(both) // 2
-    return both[:n], both[n:]
+        blocks, n = ctx.saved_tensors, len(ctx.saved_tensors) // 2
+        return None, *ctx.part.gradients(cotangent, blocks[:n], blocks[n:], ctx.needs_input_grad[1:])

@@ -30,12 +30,14 @@ from xshard.notation.parser import Dim, text_spans
 from xshard.plans.expression import check_block, whole_shape
 from xshard.search.request import BOTH, FORWARD
 
-HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
 Shapes = tuple[tuple[int, ...], ...]
+Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a plan needs to know of a tensor
+
+HINT = "einsum(expression, x, w, mesh=mesh), with one tensor per operand"
 
 
 class Asked(NamedTuple):
-    """What a call asks for, but its blocks: the key of the plans. shapes: global, where they are given."""
+    """A call without its blocks. shapes: of the operands, where they are given."""
 
     expression: str | ContractionPlan
     mesh: MeshLike | None
@@ -44,103 +46,90 @@ class Asked(NamedTuple):
     memory_limit: int | str | None
     comm_dtype: CommDtypeLike
 
+    @classmethod
+    def of(
+        cls,
+        expression: str | ContractionPlan,
+        *,
+        profile: Any,
+        mesh: Any = None,
+        shape: Any = None,
+        sizes: Any = None,
+        memory_limit: Any = None,
+        comm_dtype: Any = None,
+    ) -> Asked:
+        """A call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
+        asked = cls(expression, mesh, None, profile, memory_limit, comm_dtype)
+        if shape is None and sizes is None:
+            return asked
+        return asked._replace(shapes=shapes_of(asked.contraction, sizes, shape))
+
     @property
     def contraction(self) -> Contraction:
+        """What it contracts."""
         given = self.expression
         return given.contraction if isinstance(given, ContractionPlan) else contraction(given)
 
 
-def asked_for(
-    expression: str | ContractionPlan,
-    mesh: MeshLike | None,
-    shape: Any,
-    sizes: Any,
-    profile: str | Path | Profile,
-    memory_limit: int | str | None,
-    comm_dtype: CommDtypeLike,
-) -> Asked:
-    """A call without its blocks. Raises NotationError for what is no contraction, ShapeError."""
-    asked = Asked(expression, mesh, None, profile, memory_limit, comm_dtype)
-    if shape is None and sizes is None:
-        return asked
-    return asked._replace(shapes=shapes_of(asked.contraction, sizes, shape))
-
-
-Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a plan needs to know of a tensor
-
-
 @lru_cache(maxsize=4096)
 def executable_of(
-    asked: Asked, blocks: tuple[Block, ...], world: dist.ProcessGroup | None
+    asked: Asked, blocks: tuple[Block, ...], differentiated: bool, world: dist.ProcessGroup | None
 ) -> ContractionExecutable:
     """The executable for such blocks. Raises as `einsum` does.
 
     world: a part of the cache's key, since an `xshard.Mesh` has other processes in another world.
     """
-    plan, processes = plan_of(asked, blocks)
-    _, dtype, device = blocks[0]
-    travels = comm_dtype_of(asked.comm_dtype, dtype)
-    return Lowering(processes, dtype, device, travels).contraction(plan)
-
-
-def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
-    """The plan for such blocks, and the processes that run it."""
     given, processes = asked.contraction, process_mesh(require_mesh(asked.mesh, HINT))
     layouts = (*given.operands, given.result)
     for layout in layouts:
         check_axes(layout, processes.mesh, given.text)
-    name = dtypes.name_of(comm_dtype_of(asked.comm_dtype, _one_kind(given, blocks)).forward)
-    named = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
+    _check_operands(given, blocks)
+    _, dtype, device = blocks[0]
+    travels = comm_dtype_of(asked.comm_dtype, dtype)
     if isinstance(asked.expression, ContractionPlan):
         found = asked.expression
-        _check_plan(found, processes.mesh, name, asked.shapes)
+        _check_plan(found, processes.mesh, dtypes.name_of(travels.forward), asked.shapes)
     else:
+        named = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
         # Devices have other numbers in a part of the mesh, but the same links.
         machine = load_profile(asked.profile).along(named, processes.mesh)
         processes = processes.along(named)
-        _check_dims(given, blocks)
-        shapes = asked.shapes or _shapes_of_whole(given, processes.mesh, [shape for shape, *_ in blocks])
         found = plan(
             given.text,
             processes.mesh,
-            shapes,
-            name,
+            asked.shapes or _whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks]),
+            travels.forward,
             profile=machine,
             memory_limit=asked.memory_limit,
-            objective=BOTH if blocks[0][1].is_floating_point or blocks[0][1].is_complex else FORWARD,
+            objective=BOTH if dtype.is_floating_point or dtype.is_complex else FORWARD,
         )
-    _check_local(found, blocks)
-    for i, (layout, shape, block) in enumerate(zip(given.operands, found.shapes, blocks, strict=True)):
-        source = Sharding(layout, processes.mesh, shape)
-        check_block(
-            f"the block of operand {i + 1} on rank {processes.ranks[processes.device]}",
-            tuple(block[0]),
-            source.local_shape(processes.device),
-            layout.names,
-            given.text,
-            f"under '{layout}' that is the part of device {processes.device} of {source.mesh!r} "
-            f"of a {shape} array",
-            inferred=asked.shapes is None,
-            start=text_spans(given.text).layouts[i][0],
-        )
-    return found, processes
+    _check_product(found, dtype, device)
+    _check_blocks(asked, found, processes, [shape for shape, *_ in blocks])
+    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
 
 
-def _one_kind(given: Contraction, blocks: Sequence[Block]) -> torch.dtype:
-    """The dtype of all operands. Raises NotationError, DtypeError, MeshError."""
-    if len(blocks) != len(given.operands):
-        what = f"{len(blocks)} tensors for {len(given.operands)} operands"
+def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
+    """Raise NotationError, DtypeError, MeshError, ShapeError unless blocks are alike, one per operand."""
+    check_number(given, blocks)
+    check_device(blocks[0][2])
+    spans = text_spans(given.text).layouts
+    for layout, (shape, *kind), span in zip(given.operands, blocks, spans, strict=False):
+        for error, one, other in zip((DtypeError, MeshError), blocks[0][1:], kind, strict=True):
+            if one != other:
+                what = f"one operand is {one}, another {other}"
+                raise error(
+                    what, text=given.text, span=span, hint="x.to(...): they are multiplied as they are"
+                )
+        if len(shape) != len(layout.names):
+            what = f"a block of shape {tuple(shape)} for '{layout}'"
+            raise ShapeError(what, text=given.text, span=span, hint="one name per dim")
+
+
+def check_number(given: Contraction, tensors: Sequence[object]) -> None:
+    """Raise NotationError unless there is one tensor per operand."""
+    if len(tensors) != len(given.operands):
+        what = f"{len(tensors)} tensors for {len(given.operands)} operands"
         raise NotationError(what, text=given.text, hint=HINT)
-    _, dtype, device = blocks[0]
-    for (_, other, where), span in zip(blocks, text_spans(given.text).layouts, strict=False):
-        if other != dtype:
-            what = f"one operand is {dtype}, another {other}"
-            raise DtypeError(what, text=given.text, span=span, hint="x.to(dtype): torch.einsum takes one dtype")
-        if where != device:
-            what = f"one operand is on '{device}', another on '{where}'"
-            raise MeshError(what, text=given.text, span=span, hint="move it: x.to(device)")
-    check_device(device)
-    return dtype
 
 
 def _check_plan(found: ContractionPlan, mesh: Mesh, dtype: str, shapes: Shapes | None) -> None:
@@ -152,32 +141,42 @@ def _check_plan(found: ContractionPlan, mesh: Mesh, dtype: str, shapes: Shapes |
         raise ShapeError(f"the plan is for {found.shapes} arrays, not {shapes}")
 
 
-def _check_local(found: ContractionPlan, blocks: Sequence[Block]) -> None:
+def _check_product(found: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
     """Raise DtypeError where torch has no product of such a dtype."""
-    _, dtype, device = blocks[0]
     for part in found.parts:
         local = LocalContraction.of(part, 0)
         try:
             local(*(torch.zeros((2,) * len(dims), dtype=dtype, device=device) for dims in local.operands))
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             why = str(error).partition("\n")[0]
             raise DtypeError(f"torch has no product of {dtype}: {why}", text=found.text) from None
 
 
-def _check_dims(given: Contraction, blocks: Sequence[Block]) -> None:
-    for layout, (shape, *_), span in zip(given.operands, blocks, text_spans(given.text).layouts, strict=False):
-        if len(shape) != len(layout.names):
-            what = f"a block of {len(shape)} dims, {tuple(shape)}, for '{layout}'"
-            raise ShapeError(what, text=given.text, span=span, hint="one dim per name")
+def _check_blocks(
+    asked: Asked, found: ContractionPlan, processes: ProcessMesh, blocks: Sequence[tuple[int, ...]]
+) -> None:
+    given, device = found.contraction, processes.device
+    for i, (layout, shape, block) in enumerate(zip(given.operands, found.shapes, blocks, strict=True)):
+        check_block(
+            f"the block of operand {i + 1} on rank {processes.ranks[device]}",
+            tuple(block),
+            Sharding(layout, processes.mesh, shape).local_shape(device),
+            layout.names,
+            given.text,
+            f"under '{layout}' that is the part of device {device} of {processes.mesh!r} of a {shape} array",
+            inferred=asked.shapes is None and asked.expression is not found,
+            start=text_spans(given.text).layouts[i][0],
+        )
 
 
-def _shapes_of_whole(given: Contraction, mesh: Mesh, blocks: Sequence[Sequence[int]]) -> Shapes:
-    """Global shapes: what blocks say of whole dims, then what cuts say in numbers, else that of equal blocks."""
-    each = [list(zip(layout.dims, block, strict=True)) for layout, block in zip(given.operands, blocks, strict=True)]
-    whole = {dim.name: rows for pairs in each for dim, rows in pairs if not dim.shards}
+def _whole_shapes(given: Contraction, mesh: Mesh, blocks: Sequence[tuple[int, ...]]) -> Shapes:
+    """Global shapes: a dim is as long as an operand says that has it whole, else as its cuts say."""
+    ends = list(zip(given.operands, blocks, strict=True))
+    known = {d.name: n for o, block in ends for d, n in zip(o.dims, block, strict=True) if not d.shards}
     shapes = []
-    for layout, pairs in zip(given.operands, each, strict=True):
-        known = replace(layout, dims=tuple(Dim(d.name) if d.name in whole else d for d, _ in pairs))
-        rows = [rows if not dim.shards else whole.get(dim.name, rows) for dim, rows in pairs]
-        shapes.append(whole_shape(known, mesh, rows, given.text))
+    for layout, block in ends:
+        dims = tuple(Dim(dim.name) if dim.name in known else dim for dim in layout.dims)
+        pairs = zip(layout.dims, block, strict=True)
+        rows = [known.get(dim.name, n) if dim.shards else n for dim, n in pairs]
+        shapes.append(whole_shape(replace(layout, dims=dims), mesh, rows, given.text))
     return shapes_of(given, None, shapes)
