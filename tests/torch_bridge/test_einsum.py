@@ -23,6 +23,7 @@ import xshard as xs
 from tests import oracle
 from tests.contractions.cases import CASES, Case
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
 from xshard.contractions.plan import ContractionPlan
 
@@ -337,6 +338,11 @@ def _refused() -> list[str]:
         lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP),
     ]
     found = [": ".join(error_of(call)) for call in calls]
+    with pytest.MonkeyPatch.context() as patch:  # as XSHARD_DEBUG=1
+        patch.setattr(desync, "ALWAYS", True)
+        assert xt.einsum(text, x, w, mesh=TP).shape == (4, 3)
+        kind, message = error_of(lambda: xt.einsum(text, x, w[:, dist.get_rank() :], mesh=TP))
+    assert kind == "DesyncError" and "rank 1: 's/tp d, d f/tp -> s f/tp', blocks [(2, 4), (4, 2)]" in message
     assert still_connected()
     return found
 

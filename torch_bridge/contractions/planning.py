@@ -81,6 +81,14 @@ def executable_of(
 
     world: a part of the cache's key, since an `xshard.Mesh` has other processes in another world.
     """
+    found, processes = plan_of(asked, blocks)
+    _, dtype, device = blocks[0]
+    travels = comm_dtype_of(asked.comm_dtype, dtype)
+    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
+
+
+def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
+    """The plan for such blocks, and the processes that run it."""
     given, processes = asked.contraction, process_mesh(require_mesh(asked.mesh, HINT))
     layouts = (*given.operands, given.result)
     for layout in layouts:
@@ -106,7 +114,7 @@ def executable_of(
         found = find_contraction(request)
     _check_product(found, dtype, device)
     _check_blocks(asked, found, processes, [shape for shape, *_ in blocks])
-    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
+    return found, processes
 
 
 def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
