@@ -388,16 +388,42 @@ def test_verify_all_asks_each_worker_once(monkeypatch):
 def test_the_examples_differ_and_each_is_canonical():
     assert len({e.expression for e in EXAMPLES}) == len(EXAMPLES) >= 13
     for example in EXAMPLES:
-        assert " -> ".join(map(str, xs.parse_expression(example.expression))) == example.expression
+        *given, result = (
+            xs.Layout.parse(text) for text in re.split(r", (?![^(]*\))| -> ", example.expression)
+        )
+        assert f"{', '.join(map(str, given))} -> {result}" == example.expression
         assert example.mesh.n_devices <= 4
 
 
-def test_verify_end_to_end():
+@pytest.mark.parametrize(
+    ("expression", "lengths"),
+    [
+        ("b s/zigzag(cp) c -> b s c/cp", ("--shape", "2,8,4")),
+        ("s/cp d, d f/cp -> f/cp s", ("--sizes", "s=4,d=3,f=2")),
+    ],
+)
+def test_verify_end_to_end(expression, lengths):
     """Every runtime in its own process, for real."""
-    result = xshard("verify", "b s/zigzag(cp) c -> b s c/cp", "--mesh", "cp=2", "--shape", "2,8,4")
+    result = xshard("verify", expression, "--mesh", "cp=2", *lengths)
     assert result.exit_code == 0, result.output
     for runtime in registry.RUNTIMES:
         assert f"{runtime.name} 0 0 " in words(result.stdout)
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_verify_compares_the_gradient_of_every_operand(monkeypatch, which):
+    def change(outcome):
+        gradients = list(outcome.gradients)
+        gradients[which] = gradients[which] + 1
+        return replace(outcome, gradients=tuple(gradients))
+
+    answer_with(monkeypatch, change)
+    contraction = ("s/cp d, d f/cp | mean(x) -> f/cp s", "--mesh", "cp=2,x=2", "--sizes", "s=4,d=3,f=2")
+    result = xshard("verify", *contraction, "--runtime", "numpy,torch")
+    assert result.exit_code == 1
+    assert "numpy 0 0 " in words(result.stdout) and "torch 0 1 " in words(result.stdout)
+    refused = xshard("verify", *contraction, "--dtype", "int32")
+    assert refused.exit_code == 2 and "no gradients of a contraction in int32" in refused.stderr
 
 
 # --- bench
