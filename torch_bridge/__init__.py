@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.between import redistribute_between
+from torch_bridge.contractions.einsum import einsum
 from torch_bridge.dtensor.placements import from_placements, to_placements
 from torch_bridge.dtensor.redistribution import redistribute_dtensor
 from torch_bridge.many import redistribute_many
@@ -38,6 +39,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "copy_to",
+    "einsum",
     "from_jax",
     "from_placements",
     "halo_exchange",

@@ -58,7 +58,7 @@ def redistribute_recorded(
     if comm_dtype is not None:
         options["comm_dtype"] = tuple(str(dtype) for dtype in comm_dtype_of(comm_dtype, x.dtype))
     y = _recorded(x, expression, constant_mesh(mesh), profile, options)
-    _raise_refusal()
+    raise_refusal()
     return PendingTensor(y, y.shape, y) if async_op else y
 
 
@@ -94,27 +94,31 @@ def constant_mesh(mesh: Any) -> Any:
 def _recorded(
     x: Tensor, expression: str, mesh: ConstantMesh, profile: str, options: dict[str, Any]
 ) -> Tensor:
-    names = options.get("comm_dtype")
-    comm_dtype = names and tuple(getattr(torch, name.removeprefix("torch.")) for name in names)
     try:
         executable = traced_executable(
-            x, expression, mesh_of_constant(mesh), options.get("shape"), profile, comm_dtype
+            x, expression, mesh_of_constant(mesh), options.get("shape"), profile, comm_dtype_of_names(options)
         )
     except XshardError as error:
-        _refusals.append(error)
+        refusals.append(error)
         return x
     return apply(executable, x)
 
 
+def comm_dtype_of_names(options: dict[str, Any]) -> CommDtypeLike:
+    """`options["comm_dtype"]`, the names of two dtypes, as dtypes."""
+    names = options.get("comm_dtype")
+    return names and tuple(getattr(torch, name.removeprefix("torch.")) for name in names)
+
+
 # Dynamo replaces errors raised inside `nonstrict_trace` by its own: they are kept here and raised outside.
-_refusals: list[XshardError] = []
+refusals: list[XshardError] = []
 
 
 @torch.compiler.assume_constant_result
-def _raise_refusal() -> None:
+def raise_refusal() -> None:
     """Raise the error that kept a redistribution from being recorded."""
-    if _refusals:
-        raise _refusals.pop()
+    if refusals:
+        raise refusals.pop()
 
 
 def mesh_of_constant(mesh: ConstantMesh) -> MeshLike:
@@ -138,11 +142,7 @@ def traced_executable(
     the plan is made for a number near its first value, one that no step could cut into equal parts.
     Any other symbol is replaced by its value, and the graph is compiled for that.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise PlanError(
-            "torch.func inside torch.compile does not reach through a redistribution",
-            hint="torch would drop tangents without a word: use torch.func on what is not compiled",
-        )
+    check_no_transform()
     mesh = require_mesh(mesh)
     request = expression if isinstance(expression, Plan) else sides(expression)
     travels, differentiated = comm_dtype_of(comm_dtype, x.dtype), x.requires_grad and torch.is_grad_enabled()
@@ -165,6 +165,15 @@ def traced_executable(
         free -= cut
     symbols = {names[d]: x.shape[d] for d in free}
     return lower_traced(plan, processes, x.device, symbols).casting(x.dtype, travels.backward)
+
+
+def check_no_transform() -> None:
+    """Raise PlanError under torch.func, whose tangents torch would drop in what is recorded."""
+    if torch._C._are_functorch_transforms_active():
+        raise PlanError(
+            "torch.func inside torch.compile does not reach through a redistribution",
+            hint="torch would drop tangents without a word: use torch.func on what is not compiled",
+        )
 
 
 def _uncut(symbol: Any, n_devices: int) -> int:

@@ -36,10 +36,10 @@ from xshard.layout.layout import check_axes
 from xshard.plans.expression import Expression, as_expression, check_block, sides, whole_shape
 
 
-def require_mesh(mesh: MeshLike | None) -> MeshLike:
+def require_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, expression, mesh)") -> MeshLike:
     """The mesh. Raises MeshError for None, and for what is no mesh."""
     if mesh is None:
-        raise MeshError("a tensor needs a mesh", hint="redistribute(x, expression, mesh)")
+        raise MeshError("a tensor needs a mesh", hint=hint)
     if not isinstance(mesh, MeshLike):
         mesh_of(mesh)  # raises
     return mesh

@@ -117,7 +117,7 @@ def _shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
 
 def apply(executable: Executable, block: Tensor) -> Tensor:
     """A plan on one block, differentiable. For max and min, winners are found in the communication dtype."""
-    if not (block.requires_grad and torch.is_grad_enabled()) and not _is_transformed():
+    if not (block.requires_grad and torch.is_grad_enabled()) and not is_transformed():
         return executable(block)  # nothing to record; autograd takes as long as a small move
     if executable.is_linear or executable.casts is None:
         return Redistribute.apply(executable, block)
@@ -125,7 +125,7 @@ def apply(executable: Executable, block: Tensor) -> Tensor:
     return Redistribute.apply(uncast, block.to(executable.casts.forward)).to(block.dtype)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether torch.func or forward mode is active; their tensors require no gradient."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_bridge.dtensor.split_factors import cuts_of, factors_of
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from xshard import Layout, Mesh, NotationError, PlanError, Sharding
+from xshard.errors import Span
 from xshard.layout.layout import NONLINEAR, check_axes
 from xshard.notation.parser import Dim, text_spans
 from xshard.steps.base import without_tags
@@ -106,10 +107,10 @@ def tag_of(placement: Placement) -> str | None:
     return _TAGS.get(placement.reduce_op) if type(placement) is Partial else None
 
 
-def check_placed(x: DTensor, layout: Layout, text: str) -> None:
+def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
     """Raise NotationError unless a DTensor is placed as `layout` says.
 
-    text: the user's expression, whose left side is `layout`.
+    text: the user's expression. span: where `layout` is in it; by default the left side.
     """
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
@@ -121,14 +122,14 @@ def check_placed(x: DTensor, layout: Layout, text: str) -> None:
         raise NotationError(
             f"the DTensor is placed as '{have.layout}'",
             text=text,
-            span=(0, len(text.partition("->")[0].rstrip())),
+            span=span or (0, len(text.partition("->")[0].rstrip())),
             hint=f"its placements are {x.placements} on {mesh!r}",
         )
 
 
-def local_of(x: DTensor, layout: Layout, text: str) -> Tensor:
+def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
     """A DTensor -> its local block; the gradient has the dual of `layout`. Raises as `check_placed` does."""
-    check_placed(x, layout, text)
+    check_placed(x, layout, text, span)
     gradient = to_placements(layout_of_gradient(layout), x.device_mesh, tuple(x.shape))
     return x.to_local(grad_placements=gradient)
 

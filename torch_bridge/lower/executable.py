@@ -59,6 +59,7 @@ class Executable:
     The result is a new tensor; the block is left as it is.
     lower: another plan on the same processes -> its executable.
     casts: the dtypes of blocks and of what travels, where they differ.
+    lends: whether the result, which is only read, may be the block itself where nothing moves.
     """
 
     plan: Plan
@@ -66,13 +67,15 @@ class Executable:
     moves: tuple[Move, ...]
     lower: Callable[[Plan], Executable]
     casts: Casts | None = None
+    lends: bool = False
 
     def __call__(self, block: Tensor) -> Tensor:
         out = start = self.enter(block)
         for move in self.moves:
             out = self.guarded(move, move, out)
-        # Where nothing moves, the result is a copy: callers may write to it.
-        return self.leave(start.clone(memory_format=torch.contiguous_format) if out is start else out)
+        if out is start and not self.lends:  # callers may write to the result
+            out = start.clone(memory_format=torch.contiguous_format)
+        return self.leave(out)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,91 @@
+"""The plan of a contraction as this process executes it.
+
+Decides which of its moves are left out, and in which dtype each travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bridge.comm_dtype import CommDtype
+from torch_bridge.contractions.local import LocalContraction
+from torch_bridge.contractions.part import Move, OwnGradient, PartExecutable
+from torch_bridge.lower.executable import Executable
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import ProcessMesh
+from xshard import Plan, dtypes
+from xshard.contractions.plan import ContractionPlan, Part
+from xshard.plans.plan import find_plan
+
+
+@dataclass(frozen=True, eq=False)
+class ContractionExecutable:
+    """The blocks of the operands -> the block of the result. lowering: how it was made of the plan."""
+
+    plan: ContractionPlan
+    lowering: Lowering
+    parts: tuple[PartExecutable, ...]
+
+    def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
+        left = list(blocks)
+        for part in self.parts:
+            taken = [left[i] for i in part.takes]
+            left = [block for i, block in enumerate(left) if i not in part.takes]
+            left.append(part(taken, keeps, async_op and part.is_last))
+        return left[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowering:
+    """How plans become executables, on which processes and for which blocks.
+
+    differentiated: whether gradients are planned now, when all processes are here to make their groups.
+    lower: the plan of a move, the processes and the device of tensors -> the move's executable.
+    """
+
+    processes: ProcessMesh
+    block: torch.dtype
+    tensor_device: torch.device
+    travels: CommDtype
+    differentiated: bool
+    lower: Callable[[Plan, ProcessMesh, torch.device], Executable] = lower
+
+    def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
+        """The executable of a plan."""
+        parts = [self._part(part, (self.travels,) * len(part.takes), self.travels) for part in plan.parts]
+        inner = (replace(part, is_last=False) for part in parts[:-1])
+        return ContractionExecutable(plan, self, (*inner, parts[-1]))
+
+    def _part(self, part: Part, travel: Sequence[CommDtype], result: CommDtype) -> PartExecutable:
+        """travel, result: in which dtypes operands and result travel, forward and back."""
+        return PartExecutable(
+            part.takes,
+            tuple(self._move(*each, lends=True) for each in zip(part.moves, travel, strict=True)),
+            LocalContraction.of(part, self.processes.device),
+            self._move(part.result, result),
+            tuple(None if own is None else self._own(part, i, own) for i, own in enumerate(part.gradients)),
+        )
+
+    def _own(self, part: Part, i: int, gradient: ContractionPlan) -> OwnGradient:
+        others = [move.dst for j, move in enumerate(part.moves) if j != i]
+        back = CommDtype(self.travels.backward, self.travels.forward)
+        own = self._part(gradient.parts[0], (back, *(self.travels for _ in others)), back)
+        pairs = zip(gradient.contraction.operands[1:], others, strict=True)
+        return OwnGradient(own, tuple(layout == used for layout, used in pairs))
+
+    def _move(self, plan: Plan, travels: CommDtype, *, lends: bool = False) -> Move:
+        if not plan.steps:
+            return None
+        forward = travels.forward if plan.bytes_received else self.block  # what is not sent is not cast
+        if plan.dtype != (name := dtypes.name_of(forward)):
+            plan = find_plan(replace(plan.request, dtype=name, memory_limit=None))
+        made = self.lower(plan, self.processes, self.tensor_device).casting(self.block, travels.backward)
+        made = replace(made, lends=lends)
+        if self.differentiated:
+            made.plan_gradient()
+        return made
