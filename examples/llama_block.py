@@ -1,0 +1,82 @@
+"""Train one transformer block of a Llama, written as expressions, in torch and in JAX on 2x2 devices.
+
+    python examples/llama_block.py            # --steps 3: a short run
+
+Grouped-query attention, SwiGLU, RMSNorm and rotary embeddings: every product is an einsum of cut arrays,
+and both models (llama/model_torch.py, llama/model_jax.py) read the same expressions (llama/layouts.py). The
+expressions alone make it tensor- and sequence-parallel, or ZeRO-3. Nothing else says what is sent, nor that
+a gradient is added up. All of it is in float64, so that nothing but the order of additions differs.
+The exit status is 1 if a loss or a gradient is not that of one process, or if nothing was learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from llama import with_jax, with_torch
+from llama.data import Run
+from llama.layouts import SCHEMES
+from numpy.typing import ArrayLike
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+TOLERANCE = 1e-10  # relative, of float64
+STEPS = 50
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    steps = parser.parse_args().steps
+    schemes = list(SCHEMES.values())
+    one, *_ = with_torch.train([schemes[0].alone()], steps)
+    runs = {"torch": with_torch.train(schemes, steps)}  # before JAX has threads: ranks are forked
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", schemes[0].mesh.n_devices)
+    jax.config.update("jax_enable_x64", True)
+    runs["JAX"] = [with_jax.train(scheme, steps) for scheme in schemes]
+    named = {
+        f"{name}, {framework}": made
+        for framework, all_made in runs.items()
+        for name, made in zip(SCHEMES, all_made, strict=True)
+    }
+    return judge(one, named, Console())
+
+
+def apart(found: ArrayLike, expected: ArrayLike) -> float:
+    """The largest difference of any number, relative to the largest number."""
+    return float(np.abs(np.subtract(found, expected)).max() / np.abs(expected).max())
+
+
+def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
+    """Print how runs differ from that on one device; 0 if they do not, and something was learned."""
+    table = Table(title="Losses and gradients, and what a device receives in a step", box=SIMPLE, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for title in ("first loss", "last loss", "losses\ndiffer", "gradients\ndiffer", "collectives", "bytes"):
+        table.add_column(title, justify="right")
+    differences = []
+    for name, run in {"one device, torch": one, **runs}.items():
+        losses = apart(run.losses, one.losses)
+        gradients = np.max([apart(run.gradients[key], expected) for key, expected in one.gradients.items()])
+        ends = (f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}")
+        traffic = (str(run.collectives), f"{run.received_bytes:,}")
+        table.add_row(name, *ends, f"{losses:.1e}", f"{gradients:.1e}", *traffic)
+        differences += [losses, gradients]
+    console.print(table)
+    complaints = []
+    if not (largest := np.max(differences)) <= TOLERANCE:
+        complaints.append(f"They differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
+    if not one.losses[-1] < one.losses[0]:
+        complaints.append(f"The loss went from {one.losses[0]:.3f} to {one.losses[-1]:.3f}.")
+    for complaint in complaints:
+        console.print(complaint, style="bold red")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
