@@ -71,8 +71,9 @@ def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
 
 def check_shapes(said: Shapes, found: Shapes, text: str) -> None:
     """Raise ShapeError, marking the operand, where a shape is not the one that is said."""
-    for one, other, span in zip(found, said, text_spans(text).layouts, strict=False):
+    for i, (one, other) in enumerate(zip(found, said, strict=True)):
         if one != other:
+            span = text_spans(text).layouts[i]
             raise ShapeError(f"an operand of shape {one}, not {other}", text=text, span=span)
 
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from xshard import dtypes
 from xshard.arguments import lengths_of, limit_of
-from xshard.contractions.expression import contraction, is_contraction, shapes_of
+from xshard.contractions.expression import contraction, is_contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.solve import ContractionRequest, find_contraction
@@ -123,17 +123,11 @@ def plan(
     if is_contraction(expression):
         if mesh is None or relabel or two != (None,) * 4:
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
-        machine = dtypes.name_of(dtype), load_profile(profile)
+        limits = limit_of(memory_limit), flops_limit
+        lengths_by_name, shapes = whole_lengths(sizes, shape)
+        named = None if lengths_by_name is None else tuple(lengths_by_name.items())
         return _plan_contraction(
-            expression,
-            mesh,
-            sizes,
-            shape,
-            *machine,
-            limit_of(memory_limit),
-            flops_limit,
-            objective or BOTH,
-            overlap,
+            expression, mesh, named, shapes, dtype, profile, *limits, objective or BOTH, overlap
         )
     if sizes is not None or flops_limit is not None:
         hint = "shape= is the shape of the array"
@@ -148,13 +142,14 @@ def plan(
     return _plan(expression, mesh, lengths, tuple(map(type, lengths)), *options)
 
 
+@lru_cache(maxsize=4096)
 def _plan_contraction(
     text: str,
     mesh: Mesh,
-    sizes: Mapping[str, int] | None,
-    shape: Any,
-    dtype: str,
-    profile: Profile,
+    sizes: tuple[tuple[str, int], ...] | None,
+    shapes: tuple[tuple[int, ...], ...] | None,
+    dtype: object,
+    profile: str | Path | Profile,
     memory_limit: int | None,
     flops_limit: int | tuple[int, int] | None,
     objective: str,
@@ -167,8 +162,9 @@ def _plan_contraction(
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
     for layout in (*given.operands, given.result):
         check_axes(layout, mesh, text)
-    ends = given, mesh, shapes_of(given, sizes, shape)
-    request = ContractionRequest(*ends, dtype, profile, memory_limit, flops_limit, objective, overlap)
+    ends = given, mesh, shapes_of(given, None if sizes is None else dict(sizes), shapes)
+    machine = dtypes.name_of(dtype), load_profile(profile)
+    request = ContractionRequest(*ends, *machine, memory_limit, flops_limit, objective, overlap)
     with mark_errors(text):
         _ = request.ends  # a wrong shape is found before the cache of plans is asked
     return find_contraction(request)

@@ -30,11 +30,12 @@ from jax_bridge.einsum import (
     einsum_blocks,
     plan_for,
 )
+from jax_bridge.keys import are_keys
 from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
 from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
-from xshard import ContractionPlan, Profile
+from xshard import ContractionPlan, DtypeError, Profile
 from xshard.contractions.blocks import Shapes, check_operands
-from xshard.contractions.expression import shapes_of
+from xshard.contractions.expression import shapes_of, whole_lengths
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 
@@ -71,11 +72,14 @@ def einsum(
     given = contraction_of(expression)
     text = given.text
     arrays = tuple(as_array(x, text) for x in operands)
+    if any(map(are_keys, arrays)):
+        raise DtypeError("PRNG keys have no products", text=text, hint="redistribute and reshard move them")
     found = tuple(x.shape for x in arrays)
     check_operands(given, found)
-    shapes = None if sizes is None and shape is None else shapes_of(given, sizes, shape)
+    shapes = None if sizes is None and shape is None else shapes_of(given, *whole_lengths(sizes, shape))
     dtype = jnp.result_type(*arrays)
-    product = Product(np.dtype(preferred_element_type or dtype), precision)
+    preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
+    product = Product(preferred, precision)
     axes = {axis for layout in (*given.operands, given.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
         return einsum_blocks(expression, arrays, mesh, shapes, profile, product)

@@ -32,6 +32,26 @@ def seconds_of_plans(plans: Sequence[Plan], rounds: int, _timeout_s: float) -> l
     return [statistics.median(times) for times in zip(*by_round, strict=True)]
 
 
+def seconds_of_products(
+    n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
+) -> list[float]:
+    """The median time per dtype of a product of square matrices, on all devices at once."""
+    mesh, found = jax.make_mesh((n_devices,), ("all",)), []
+    multiply = jax.jit(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all")))
+    with jax.enable_x64(True):
+        for dtype in dtypes:
+            x = jax.device_put(
+                jnp.ones((n_devices, rows, rows), dtype), jax.NamedSharding(mesh, jax.P("all"))
+            )
+            times = []
+            for _ in range(1 + rounds):
+                start = time.perf_counter()
+                jax.block_until_ready(multiply(x, x))
+                times.append(time.perf_counter() - start)
+            found.append(statistics.median(times[1:]))  # the first compiles
+    return found
+
+
 class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 

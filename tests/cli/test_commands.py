@@ -81,6 +81,43 @@ def test_plan_keeps_the_memory_limit():
     )
 
 
+COLUMNS = ("b s/tp d, d f/tp -> b s f/tp", "--mesh", "tp=4", "--sizes", "b=8,s=64,d=32,f=128")
+
+
+def test_plan_of_a_contraction_prints_its_moves_and_both_passes():
+    told = xshard("plan", *COLUMNS, "--profile", "bandwidth", "--explain")
+    sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
+    plan = xs.plan(COLUMNS[0], xs.Mesh(tp=4), sizes=sizes, profile="bandwidth")
+    assert told.exit_code == 0
+    for line in str(plan).splitlines():
+        assert words(line) in words(told.stdout)
+    assert words(plan.explain()) in words(told.stdout)
+    told = xshard("plan", *COLUMNS, "--profile", "bandwidth", "--objective", "forward", "--json")
+    forward = xs.plan(COLUMNS[0], xs.Mesh(tp=4), sizes=sizes, profile="bandwidth", objective="forward")
+    assert xs.ContractionPlan.from_json(told.stdout) == forward
+
+
+@pytest.mark.parametrize(
+    ("expression", "options", "message"),
+    [
+        (COLUMNS[0], ("--shape", "8,64"), "a contraction takes --sizes, as in b=8,s=64 in 'b s/tp d, d"),
+        ("n/tp -> n", ("--sizes", "n=8"), "--shape is due, as in 2,64,32 in 'n/tp -> n'"),
+        ("n/tp, n -> n", ("--sizes", "n=8", "--shape", "8"), "a contraction takes --sizes"),
+        ("n/tp, n -> n", ("--sizes", "n=8,n=9"), "dim 'n' twice in\n    'n=8,n=9'\n         ^^^"),
+        (
+            "n/tp, n -> n",
+            ("--sizes", "n=x"),
+            "a dim has a length >= 0 in\n    'n=x'\n     ^^^\n  as in b=8,s=64",
+        ),
+        ("n/tp, n -> n", ("--sizes", "m=8"), "sizes has no length for dim 'n'"),
+    ],
+)
+def test_lengths_that_do_not_fit(expression, options, message):
+    told = xshard("plan", expression, "--mesh", "tp=2", *options)
+    assert told.exit_code == 2
+    assert message in told.stderr
+
+
 def test_plan_of_both_passes_tells_their_sum():
     told = xshard("plan", *ULYSSES, "--objective", "forward+backward", "--json")
     plan = xs.plan(ULYSSES[0], xs.Mesh(dp=2, cp=4), (2, 64, 32), objective="forward+backward")
@@ -107,6 +144,15 @@ def test_show_draws_the_blocks_of_a_zigzag():
 def test_show_draws_a_grid_of_two_dims():
     lines = xshard("show", "n/a d/b", "--mesh", "a=2,b=2", "--shape", "4,6").stdout.splitlines()
     assert [words(line) for line in lines[2:5]] == ["n 4 / d 6 0-2 3-5", "0-1 d0 d1", "2-3 d2 d3"]
+
+
+def test_show_draws_all_arrays_of_a_contraction():
+    told = xshard("show", "n d/tp, d/tp f -> n/tp f", "--mesh", "tp=2", "--sizes", "n=4,d=6,f=3")
+    assert told.exit_code == 0
+    titles = [line for line in told.stdout.splitlines() if " on tp=2" in line]
+    assert titles == ["n d/tp   [4, 6] on tp=2", "d/tp f   [6, 3] on tp=2", "n/tp f   [4, 3] on tp=2"]
+    assert words(told.stdout).count("0 0 ") == 3
+    assert xshard("show", "n/tp", "--mesh", "tp=2", "--sizes", "n=4").exit_code == 2
 
 
 def test_show_marks_overlaps():

@@ -113,11 +113,11 @@ def check(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("part", range(2))
 def test_random_contractions(part):
     rng = random.Random(part)
-    for seed in range(100):
+    for seed in range(75):
         check(drawn(rng), seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.randoms(use_true_random=False), st.integers(0, 9))
 def test_any_contraction(rng, seed):
     check(drawn(rng), seed)
@@ -145,7 +145,8 @@ def test_single_contractions(name):
     case = Case(mesh, operands, xs.Layout.parse(result), sizes, {})
     check(case, 0)
     apart = any(own for part in case.plan.parts for own in part.gradients)
-    assert apart == ("of its own" in name)
+    assert apart or "of its own" not in name
+    assert not apart or "mean" not in text
 
 
 def test_replicas_in_place_of_copies_would_have_wrong_gradients():

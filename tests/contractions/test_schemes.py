@@ -62,7 +62,7 @@ SCHEMES = {
         ["all_to_all s/tp -> h/tp", "all_to_all t/tp -> h/tp"],
         "every operand has it (experts, heads)",
     ),
-    "b s d, d f -> b s f": ("b s d, d f -> b s f", [], "idle: replicas repeat the work"),
+    "r k, k h -> r h": ("r k, k h -> r h", [], "idle: replicas repeat the work"),
     "b s/tp d, d r, r f/tp -> b s f/tp": (
         "b s/tp d, d r | copy(tp) -> b s/tp r; r f/tp, b s r | copy(tp) -> b s f/tp",
         ["retag -> copy(tp)", "all_gather s/tp"],

@@ -114,6 +114,13 @@ def test_shipped_profiles_state_their_source(name):
     assert len(profile.source) > 40
 
 
+@pytest.mark.parametrize("name", ["h100", "h200", "tpu_v5p", "gloo", "host"])
+def test_shipped_profiles_of_machines_know_rates_of_operations(name):
+    profile = xs.load_profile(name)
+    assert 1e9 < profile.flops("float32") <= profile.flops("int32") < 1e15
+    assert profile.flops("bfloat16") <= 1e15 and math.isinf(xs.load_profile("bandwidth").flops("float32"))
+
+
 def test_a_profile_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(GOOD))
@@ -138,6 +145,16 @@ def test_a_profile_from_a_file(tmp_path):
         (json.dumps({**GOOD, "default": {"latency_s": 0.0}}), "is malformed: "),
         (json.dumps({**GOOD, "default": {"latency_s": 0.0, "bytes_per_s": -1}}), "no such link"),
         (json.dumps({**GOOD, "axes": [1]}), "is malformed: "),
+        (json.dumps({**GOOD, "flops_per_s": [1e12]}), "is malformed: "),
+        (
+            json.dumps({**GOOD, "flops_per_s": {"float32": 0}}),
+            "no such rate: 0 operations per second in 'float32'",
+        ),
+        (
+            json.dumps({**GOOD, "flops_per_s": {"float32": "1e12"}}),
+            "no such rate: '1e12' operations per second",
+        ),
+        (json.dumps({**GOOD, "flops_per_s": {"bf16": 1e12}}), "a rate is > 0, by the name of a dtype"),
     ],
 )
 def test_malformed_profiles(tmp_path, text, message):

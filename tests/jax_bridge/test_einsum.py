@@ -288,6 +288,8 @@ def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
         assert reason in str(caught.value)
         span = caught.value.span
         assert (span and caught.value.text[slice(*span)]) == marked, str(caught.value)
+    with pytest.raises(xs.DtypeError, match="PRNG keys have no products"):
+        xj.einsum("n/dp, n -> n", jax.random.split(jax.random.key(0), 8), jnp.ones(8), mesh=mesh)
 
 
 @in_jax

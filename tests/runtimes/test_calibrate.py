@@ -36,6 +36,7 @@ ONE_LINK = xs.Profile(
     copy_bytes_per_s=1e10,
 )
 SLOW, FAST = xs.Link(9e-6, 1e9), xs.Link(2e-6, 8e9)
+RATES = (("bfloat16", 4e11), ("float32", 1e11))
 TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
 IN_ROUNDS = replace(ONE_LINK, rounds=True)
 
@@ -149,7 +150,11 @@ def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "profile", [ONE_LINK, TWO_LINKS, IN_ROUNDS, xs.load_profile("h100"), xs.load_profile("tpu_v5p")]
+    "profile",
+    [
+        *(ONE_LINK, TWO_LINKS, IN_ROUNDS, replace(ONE_LINK, flops_per_s=RATES)),
+        *(xs.load_profile("h100"), xs.load_profile("tpu_v5p")),
+    ],
 )
 def test_a_written_profile_loads_and_prices(tmp_path, profile):
     path = tmp_path / "mine.json"
@@ -281,4 +286,7 @@ def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, device
     profile = xs.load_profile(path)
     assert (profile.name, profile.rounds) == ("mine", rounds)
     assert f"2 {devices} " in profile.source
+    rates = dict(profile.flops_per_s)
+    assert rates.keys() == set(calibration.PRODUCTS) and min(rates.values()) > 1e8
+    assert f"float32 {rates['float32'] / 1e9:.3g} GFLOP/s" in result.stdout
     assert xs.plan("n/dp -> n", xs.Mesh(dp=2), (8,), profile=path).cost > 0

@@ -34,6 +34,27 @@ def seconds_of_plans(plans: Sequence[Plan], rounds: int, timeout_s: float) -> li
     return [seconds[i] for i in range(len(plans))]
 
 
+def seconds_of_products(
+    n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, timeout_s: float
+) -> list[float]:
+    """The median time per dtype of a product of square matrices, on all devices at once."""
+    by_rank = run_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
+    return [statistics.median(map(max, zip(*times, strict=True))) for times in zip(*by_rank, strict=True)]
+
+
+def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[float]]:
+    """This rank's seconds per dtype, round by round."""
+    found: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
+    for _ in range(1 + rounds):
+        for dtype in dtypes:
+            x = torch.ones(rows, rows, dtype=getattr(torch, dtype))
+            dist.barrier()
+            start = time.perf_counter()
+            torch.mm(x, x)
+            found[dtype].append(time.perf_counter() - start)
+    return [times[1:] for times in found.values()]  # the first round warms up
+
+
 def _time_all(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round.
 

@@ -129,4 +129,5 @@ def _constants(profile: Profile) -> str:
     ]
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     copies = f"copies {profile.copy_bytes_per_s / 1e9:.3g} GB/s"
-    return f"{'; '.join((*speeds, copies))}; launches: {', '.join(launches)}"
+    products = ", ".join(f"{dtype} {rate / 1e9:.3g} GFLOP/s" for dtype, rate in profile.flops_per_s)
+    return f"{'; '.join((*speeds, copies))}; launches: {', '.join(launches)}; products: {products}"

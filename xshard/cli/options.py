@@ -6,21 +6,52 @@ caret.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from xshard.contractions.expression import is_contraction
 from xshard.errors import ShapeError
 
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
+SIZES_HELP = "Length of every dim of a contraction, as in b=8,s=64."
 
-ExpressionText = Annotated[str, typer.Argument(metavar="EXPR", help='"layout -> layout", quoted.')]
+ExpressionText = Annotated[
+    str, typer.Argument(metavar="EXPR", help='"layout -> layout", or a contraction of several, quoted.')
+]
 MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
 ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
+ShapeOrNone = Annotated[str | None, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
+SizesOrNone = Annotated[str | None, typer.Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
 Dtype = Annotated[
     str, typer.Option(metavar="NAME", help="Dtype of the array, as in float32, bfloat16, int64.")
 ]
+
+
+def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:
+    """The options of `plan` for --shape or --sizes. Raises ShapeError where the other is due."""
+    takes_sizes = is_contraction(expression)
+    if (shape is None) == (sizes is None) or takes_sizes == (sizes is None):
+        due = (
+            "a contraction takes --sizes, as in b=8,s=64" if takes_sizes else "--shape is due, as in 2,64,32"
+        )
+        raise ShapeError(due, text=expression)
+    return {"shape": parse_shape(shape)} if shape is not None else {"sizes": parse_sizes(sizes or "")}
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """`"b=8,s=64"` -> `{"b": 8, "s": 64}`. Raises ShapeError with a caret."""
+    lengths, at = {}, 0
+    for part in text.split(",") if text.strip() else []:
+        name, _, length = (half.strip() for half in part.partition("="))
+        if not (name and length.isdecimal()) or name in lengths:
+            span = (at, at + max(1, len(part)))
+            why = f"dim {name!r} twice" if name in lengths else "a dim has a length >= 0"
+            raise ShapeError(why, text=text, span=span, hint="as in b=8,s=64")
+        lengths[name] = int(length)
+        at += len(part) + 1
+    return lengths
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Decides how the command prints plans. Their content is decided in `xshard/plans/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,19 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console, headed_table
-from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeText, parse_shape
+from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
+from xshard.contractions import table as contractions
+from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
 from xshard.plans import table
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
-from xshard.search.request import FORWARD, OBJECTIVES
+from xshard.search.request import OBJECTIVES
 
 
 def plan_command(
     expression: ExpressionText,
     mesh: MeshText,
-    shape: ShapeText,
+    shape: ShapeOrNone = None,
+    sizes: SizesOrNone = None,
     dtype: Dtype = "float32",
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
@@ -34,19 +38,26 @@ def plan_command(
         typer.Option(metavar="BYTES", help="Most bytes that a device may hold, as in 1024 or 2GiB."),
     ] = None,
     objective: Annotated[
-        str, typer.Option(metavar="|".join(OBJECTIVES), help="Which cost to minimize.")
-    ] = FORWARD,
+        str | None,
+        typer.Option(
+            metavar="|".join(OBJECTIVES), help="Which cost to minimize; of a contraction by default both."
+        ),
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
-    """Print the cheapest steps from one layout to another, and those of the gradient.
+    """Print the cheapest steps from one layout to another, or of a contraction, and those of the gradient.
 
     Example: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
+
+    Example: xshard plan "b s/tp d, d f/tp -> b s f/tp" --mesh tp=4 --sizes b=8,s=64,d=32,f=128
     """
     made = make_plan(
-        *(expression, Mesh.parse(mesh), parse_shape(shape), dtype),
+        *(expression, Mesh.parse(mesh)),
+        **lengths_of_arrays(expression, shape, sizes),
+        dtype=dtype,
         profile=profile,
         memory_limit=memory_limit,
         objective=objective,
@@ -55,9 +66,16 @@ def plan_command(
         typer.echo(made.to_json())
         return
     out = console()
+    if isinstance(made, ContractionPlan):
+        out.print(Text(contractions.title(made), "bold"), soft_wrap=True)
+        out.print(_rich_table(contractions.rows(made)))
+        out.print(Text(f"{contractions.total(made)}\n"), soft_wrap=True)
+        if explain:
+            out.print(Text(f"{made.explain()}\n"), soft_wrap=True)
+        return
     for name, part in _named_plans(made):
         out.print(Text.assemble((f"{name}  ", "bold"), table.title(part)), soft_wrap=True)
-        out.print(_rich_table(part))
+        out.print(_rich_table(table.rows(part)))
         out.print(Text(f"{table.total(part)}\n"), soft_wrap=True)
         if explain:
             out.print(Text(f"{part.explain()}\n"), soft_wrap=True)
@@ -78,8 +96,8 @@ def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
     ]
 
 
-def _rich_table(made: Plan) -> Table:
+def _rich_table(rows: Sequence[table.Row]) -> Table:
     out = headed_table(*table.HEAD, left=("step", "layout after"))
-    for row in table.rows(made):
+    for row in rows:
         out.add_row(*row)
     return out

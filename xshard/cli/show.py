@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.cli.console import console
-from xshard.cli.options import MeshText, ShapeText, parse_shape
+from xshard.cli.options import MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
 from xshard.cli.picture import Cell, Picture, devices_text, picture, rows_text
+from xshard.contractions.expression import contraction, shapes_of
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 
@@ -28,24 +29,39 @@ _COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)
 
 def show(
     layout: Annotated[
-        str, typer.Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', quoted.")
+        str,
+        typer.Argument(metavar="LAYOUT", help="As in 's/zigzag(cp) c | sum(tp)', or a contraction, quoted."),
     ],
     mesh: MeshText,
-    shape: ShapeText,
+    shape: ShapeOrNone = None,
+    sizes: SizesOrNone = None,
     dims: Annotated[
         str, typer.Option(metavar="NAMES", help="One or two dims to draw; by default the first two cut.")
     ] = "",
 ) -> None:
-    """Draw which device of a mesh holds which block of an array.
+    """Draw which device of a mesh holds which block of an array, or of all arrays of a contraction.
 
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
-    parsed, on = Layout.parse(layout), Mesh.parse(mesh)
-    check_axes(parsed, on, layout)  # here, so that the caret marks the text as it was typed
+    on, lengths = Mesh.parse(mesh), lengths_of_arrays(layout, shape, sizes)
     names = tuple(filter(None, (name.strip() for name in dims.split(","))))
-    drawn = picture(Sharding(parsed, on, parse_shape(shape)), names)
-    out = console()
-    out.print(Text(f"{parsed}   {list(drawn.sharding.shape)} on {on}", style="bold"), soft_wrap=True)
+    if sizes is None:
+        layouts = [Layout.parse(layout)]
+    else:
+        given = contraction(layout)
+        layouts = [*given.operands, given.result]
+        shapes_of(given, lengths["sizes"], None)  # raises for lengths that do not fit
+    for each in layouts:
+        check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
+    for each in layouts:
+        whole = lengths["shape"] if sizes is None else tuple(lengths["sizes"][name] for name in each.names)
+        _draw(picture(Sharding(each, on, whole), names))
+
+
+def _draw(drawn: Picture) -> None:
+    out, sharding = console(), drawn.sharding
+    title = f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}"
+    out.print(Text(title, style="bold"), soft_wrap=True)
     for grid in _grids(drawn, out):
         out.print()
         out.print(grid)

@@ -23,11 +23,10 @@ def check_operands(given: Contraction, shapes: Shapes) -> None:
     if len(shapes) != len(given.operands):
         what = f"{len(shapes)} arrays for {len(given.operands)} operands"
         raise ShapeError(what, text=given.text, hint="einsum(expression, x, w, ...), with one per operand")
-    spans = text_spans(given.text).layouts
-    for layout, shape, span in zip(given.operands, shapes, spans, strict=False):
+    for i, (layout, shape) in enumerate(zip(given.operands, shapes, strict=True)):
         if len(shape) != len(layout.names):
-            what = f"an array of {len(shape)} dims, {tuple(shape)}, for '{layout}'"
-            raise ShapeError(what, text=given.text, span=span, hint="one dim per name")
+            what, span = f"an array of {len(shape)} dims, {tuple(shape)}", text_spans(given.text).layouts[i]
+            raise ShapeError(f"{what}, for '{layout}'", text=given.text, span=span, hint="one dim per name")
 
 
 def whole_shapes(given: Contraction, mesh: Mesh, blocks: Shapes) -> tuple[tuple[int, ...], ...]:

@@ -87,25 +87,48 @@ def _parsed(text: str) -> Contraction:
     return made
 
 
-def shapes_of(given: Contraction, sizes: Any, shape: Any) -> tuple[tuple[int, ...], ...]:
+def whole_lengths(sizes: Any, shape: Any) -> tuple[dict[str, int] | None, tuple[tuple[int, ...], ...] | None]:
+    """Lengths by name, and shapes, as users write them -> the same in ints.
+
+    A flat shape is that of one operand. Raises ShapeError for what is no length.
+    """
+    if sizes is not None:
+        if not isinstance(sizes, Mapping):
+            raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
+        sizes = {name: _length(name, n) for name, n in sizes.items()}
+    if shape is not None:
+        shapes = tuple(shape)
+        shapes = (shapes,) if all(whole_number(n) is not None for n in shapes) else shapes
+        shape = tuple(tuple(_length("a shape", n) for n in lengths_of(one)) for one in shapes)
+    return sizes, shape
+
+
+def _length(what: str, value: Any) -> int:
+    found = whole_number(value)
+    if found is None or found < 0:
+        raise ShapeError(f"{what} has {shown(value)}", hint="a length is a whole number >= 0")
+    return found
+
+
+def shapes_of(
+    given: Contraction, sizes: Mapping[str, int] | None, shapes: Sequence[tuple[int, ...]] | None
+) -> tuple[tuple[int, ...], ...]:
     """The global shape of every operand, from the lengths of dims by name, or from all shapes.
 
     Raises ShapeError, marking the dim, for lengths that disagree, for one that is missing or one too many.
     """
-    if (sizes is None) == (shape is None):
+    if (sizes is None) == (shapes is None):
         what = "no shapes" if sizes is None else "sizes and shapes"
         first = next((name for layout in given.operands for name in layout.names), "b")
         hint = f'sizes={{"{first}": 8, ...}}, or shape=[(8, ...), ...] with one shape per operand'
         raise ShapeError(what, text=given.text, hint=hint)
-    if sizes is not None:
-        return _from_sizes(given, sizes)
-    shapes = [shape] if len(given.operands) == 1 and _is_flat(shape) else list(shape)
+    if shapes is None:
+        return _from_sizes(given, sizes or {})
     if len(shapes) != len(given.operands):
         what = f"{len(shapes)} shapes for {len(given.operands)} operands"
         raise ShapeError(what, text=given.text, hint="one shape per operand")
     lengths: dict[str, int] = {}
-    made = tuple(map(lengths_of, shapes))
-    for i, (layout, found) in enumerate(zip(given.operands, made, strict=True)):
+    for i, (layout, found) in enumerate(zip(given.operands, shapes, strict=True)):
         if len(found) != len(layout.names):
             raise ShapeError(
                 f"shape {found} for {len(layout.names)} dims",
@@ -121,15 +144,13 @@ def shapes_of(given: Contraction, sizes: Any, shape: Any) -> tuple[tuple[int, ..
                     span=_dim_span(given, i, name),
                     hint="a name stands for one length",
                 )
-    return made
+    return tuple(shapes)
 
 
-def _from_sizes(given: Contraction, sizes: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(sizes, Mapping):
-        raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
+def _from_sizes(given: Contraction, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
     for i, layout in enumerate(given.operands):
         for name in layout.names:
-            if whole_number(sizes.get(name)) is None:
+            if name not in sizes:
                 have = ", ".join(f"{key}={value}" for key, value in sizes.items())
                 raise ShapeError(
                     f"sizes has no length for dim {name!r}",
@@ -141,7 +162,7 @@ def _from_sizes(given: Contraction, sizes: Any) -> tuple[tuple[int, ...], ...]:
     if extra := [name for name in sizes if name not in known]:
         hint = f"dims are: {', '.join(sorted(known))}"
         raise ShapeError(f"sizes has dim {extra[0]!r}", text=given.text, hint=hint)
-    return tuple(lengths_of([sizes[name] for name in layout.names]) for layout in given.operands)
+    return tuple(tuple(sizes[name] for name in layout.names) for layout in given.operands)
 
 
 def _dim_span(given: Contraction, operand: int, name: str) -> tuple[int, int]:
@@ -149,7 +170,3 @@ def _dim_span(given: Contraction, operand: int, name: str) -> tuple[int, int]:
     spans = text_spans(given.text)
     start, end = spans.layouts[operand]
     return next(at for found, at in spans.dims if found == name and start <= at[0] < end)
-
-
-def _is_flat(shape: Sequence[Any]) -> bool:
-    return all(whole_number(n) is not None for n in shape)

@@ -84,9 +84,14 @@ class Part:
 
     @cached_property
     def pulled(self) -> tuple[Plan, ...]:
-        """The moves of the backward pass, without those of gradients that have a place of their own."""
-        result = (self.result.backward,) if self.shared else ()
-        return (*result, *(self.moves[i].backward for i in self.shared))
+        """The moves of the backward pass; the cotangent travels once to every place."""
+        cotangents = [self.result.backward] if self.shared else []
+        rest = [self.moves[i].backward for i in self.shared]
+        for own in filter(None, self.gradients):
+            cotangent, *others = own.moves
+            cotangents.append(cotangent)
+            rest += [*others, own.result]
+        return (*{move.dst: move for move in cotangents}.values(), *rest)
 
 
 @dataclass(frozen=True)
@@ -174,8 +179,7 @@ class ContractionPlan:
     @property
     def backward_bytes_received(self) -> int:
         """Bytes that it receives for all gradients, with the operands kept where they were contracted."""
-        shared = sum(move.bytes_received for part in self.parts for move in part.pulled)
-        return shared + sum(own.bytes_received for part in self.parts for own in part.gradients if own)
+        return sum(move.bytes_received for part in self.parts for move in part.pulled)
 
     @property
     def cost(self) -> float:
@@ -191,12 +195,8 @@ class ContractionPlan:
     @cached_property
     def backward_cost(self) -> float:
         """Predicted seconds of all gradients."""
-        rate = self.profile.flops(self.dtype)
-        total = 0.0
-        for part in self.parts:
-            total += sum(move.cost for move in part.pulled) + len(part.shared) * part.flops / rate
-            total += sum(own.forward_cost for own in part.gradients if own)
-        return total
+        moves = sum(move.cost for part in self.parts for move in part.pulled)
+        return moves + self.backward_flops / self.profile.flops(self.dtype)
 
     @cached_property
     def peak_bytes(self) -> int:

@@ -16,8 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from xshard import dtypes
 from xshard.arguments import did_you_mean
-from xshard.errors import XshardError
+from xshard.errors import DtypeError, XshardError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.traffic import LinkSpan, LinkSpans
@@ -80,6 +81,14 @@ class Profile:
     inside: tuple[tuple[str, int], ...] = ()
     rounds: bool = False
     flops_per_s: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for dtype, rate in self.flops_per_s:
+            if not (isinstance(rate, int | float) and 0 < rate < math.inf) or not _is_dtype(dtype):
+                raise ProfileError(
+                    f"no such rate: {rate!r} operations per second in {dtype!r}",
+                    hint='a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}',
+                )
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
         """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
@@ -246,6 +255,14 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     held = before.max_local_size + made + buffer
     seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held * itemsize)
+
+
+@lru_cache(maxsize=64)
+def _is_dtype(name: str) -> bool:
+    try:
+        return dtypes.name_of(name) == name
+    except DtypeError:
+        return False
 
 
 def load_profile(profile: str | Path | Profile) -> Profile:

@@ -30,7 +30,7 @@ class Backend:
     """A framework that runs plans.
 
     package: what must be installed, also the name of the extra that brings it.
-    worker, timing: the functions that run tasks and that measure plans.
+    worker, timing, products: the functions that run tasks, that measure plans, and matrix products.
     devices: what its devices are. rounds: see `Profile`.
     environment: number of devices -> the variables that a process needs to have them.
     """
@@ -38,6 +38,7 @@ class Backend:
     package: str
     worker: str
     timing: str
+    products: str
     devices: str
     rounds: bool
     environment: Callable[[int], dict[str, str]]
@@ -59,6 +60,7 @@ BACKENDS = {
         "torch",
         "torch_bridge.testing.worker.run_tasks",
         "torch_bridge.testing.timing.seconds_of_plans",
+        "torch_bridge.testing.timing.seconds_of_products",
         "gloo processes",
         rounds=False,
         environment=lambda n: {},  # ranks are forked
@@ -67,6 +69,7 @@ BACKENDS = {
         "jax",
         "jax_bridge.testing.worker.run_tasks",
         "jax_bridge.testing.timing.seconds_of_plans",
+        "jax_bridge.testing.timing.seconds_of_products",
         "host devices of one process",
         rounds=True,
         environment=lambda n: {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)},

@@ -23,6 +23,8 @@ from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plan
 from xshard.runtimes.fit import Sample, fit, median_error
 
 ROUNDS = 15  # how often every plan is measured; the median counts
+PRODUCTS = ("bfloat16", "float32", "float64")  # dtypes whose matrix products are measured
+ROWS = 1024  # of the square matrices
 _BATCH = 48  # plans that are timed together, about
 
 
@@ -62,9 +64,19 @@ def calibrate(
     seconds = measure(used, (*fitted, *held_out), rounds, progress=progress, timeout_s=timeout_s)
     seen = tuple(map(Sample, fitted, seconds[: len(fitted)]))
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
-    profile = fit(seen, name, rounds=used.rounds)
+    rates = measure_flops(used, mesh.n_devices, rounds, timeout_s=timeout_s)
+    profile = replace(fit(seen, name, rounds=used.rounds), flops_per_s=rates)
     made = Calibration(profile, seen, unseen)
     return replace(made, profile=replace(profile, source=_source(used, mesh, sizes, rounds, made)))
+
+
+def measure_flops(
+    backend: Backend, n_devices: int, rounds: int, *, timeout_s: float
+) -> tuple[tuple[str, float], ...]:
+    """Floating point operations per second of a device in matrix products, by dtype; all devices compute."""
+    request = n_devices, ROWS, PRODUCTS, rounds
+    seconds = backend.process(n_devices).ask(backend.products, *request, timeout_s=timeout_s, quiet=True)
+    return tuple((dtype, float(f"{2 * ROWS**3 / s:.4g}")) for dtype, s in zip(PRODUCTS, seconds, strict=True))
 
 
 def measure(
@@ -101,7 +113,8 @@ def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, mad
         f"measured {date.today().isoformat()} by `xshard calibrate --backend {package} --mesh {mesh}`: "
         f"{devices} on {_cores()} CPU cores, {package} {version(package)}. "
         f"{len(made.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
-        f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Median absolute error of the "
+        f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Operations: products of "
+        f"{ROWS} x {ROWS} matrices on all devices at once. Median absolute error of the "
         f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(made.held_out)} held-out plans"
     )
 
