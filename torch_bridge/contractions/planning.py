@@ -21,12 +21,14 @@ from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
 from torch_bridge.planning import require_mesh
-from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, load_profile, plan
+from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, load_profile
+from xshard.arguments import limit_of
 from xshard.contractions.expression import Contraction, contraction, shapes_of
 from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import Dim, text_spans
+from xshard.notation.parser import Dim, mark_errors, text_spans
 from xshard.plans.expression import check_block, whole_shape
 from xshard.search.request import BOTH, FORWARD
 
@@ -79,6 +81,14 @@ def executable_of(
 
     world: a part of the cache's key, since an `xshard.Mesh` has other processes in another world.
     """
+    found, processes = plan_of(asked, blocks)
+    _, dtype, device = blocks[0]
+    travels = comm_dtype_of(asked.comm_dtype, dtype)
+    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
+
+
+def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
+    """The plan for such blocks, and the processes that run it."""
     given, processes = asked.contraction, process_mesh(require_mesh(asked.mesh, HINT))
     layouts = (*given.operands, given.result)
     for layout in layouts:
@@ -94,18 +104,17 @@ def executable_of(
         # Devices have other numbers in a part of the mesh, but the same links.
         machine = load_profile(asked.profile).along(named, processes.mesh)
         processes = processes.along(named)
-        found = plan(
-            given.text,
-            processes.mesh,
-            asked.shapes or _whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks]),
-            travels.forward,
-            profile=machine,
-            memory_limit=asked.memory_limit,
-            objective=BOTH if dtype.is_floating_point or dtype.is_complex else FORWARD,
-        )
+        shapes = asked.shapes or _whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
+        limits = limit_of(asked.memory_limit), None
+        objective = BOTH if dtype.is_floating_point or dtype.is_complex else FORWARD
+        kind = dtypes.name_of(travels.forward), machine
+        request = ContractionRequest(given, processes.mesh, shapes, *kind, *limits, objective)
+        with mark_errors(given.text):
+            _ = request.ends  # a wrong shape is found before the cache of plans is asked
+        found = find_contraction(request)
     _check_product(found, dtype, device)
     _check_blocks(asked, found, processes, [shape for shape, *_ in blocks])
-    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
+    return found, processes
 
 
 def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
