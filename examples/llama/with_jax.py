@@ -16,26 +16,24 @@ Weights = dict[str, jax.Array]
 
 
 def train(scheme: Scheme, steps: int) -> Run:
-    """One training run."""
+    """One training run. What is received is counted before XLA joins collectives."""
     mesh, n = jax.make_mesh(scheme.mesh.sizes, scheme.mesh.axes), scheme.mesh.n_devices
 
     def place(array: ArrayLike, layout: str) -> jax.Array:
         return jax.device_put(array, to_named_sharding(layout, mesh))
 
-    def step(weights: Weights, characters: jax.Array, following: jax.Array) -> tuple[Weights, Weights, jax.Array]:
-        loss, gradients = jax.value_and_grad(lambda w: Llama(w, scheme).loss(characters, following))(weights)
-        return jax.tree.map(lambda w, g: w - LEARNING_RATE * g, weights, gradients), gradients, loss
+    def step(w: Weights, characters: jax.Array, following: jax.Array) -> tuple[Weights, Weights, jax.Array]:
+        loss, gradients = jax.value_and_grad(lambda w: Llama(w, scheme).loss(characters, following))(w)
+        return jax.tree.map(lambda w, g: w - LEARNING_RATE * g, w, gradients), gradients, loss
 
     weights = {name: place(value, scheme.stored(name)) for name, value in initial_weights().items()}
     specs = {name: weight.sharding.spec for name, weight in weights.items()}
-    outputs = (specs, specs, jax.P())
-    compiled, losses = None, []
-    for window in windows(steps):
-        tokens = [place(array, scheme.tokens) for array in window]
-        if compiled is None:
-            compiled = jax.jit(jax.shard_map(step, mesh=mesh, out_specs=outputs)).lower(weights, *tokens).compile()
-        weights, gradients, loss = compiled(weights, *tokens)
+    on_devices = jax.jit(jax.shard_map(step, mesh=mesh, out_specs=(specs, specs, jax.P())))
+    tokens = [[place(array, scheme.tokens) for array in window] for window in windows(steps)]
+    program = on_devices.lower(weights, *tokens[0]).as_text("hlo")
+    losses = []
+    for characters, following in tokens:
+        weights, gradients, loss = on_devices(weights, characters, following)
         losses.append(float(loss))
-    text = compiled.as_text()
-    blocks = {name: np.asarray(value) for name, value in gradients.items()}
-    return Run(losses, blocks, len(list(hlo.collectives(text, n))), hlo.received_bytes(text, n))
+    whole = {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    return Run(losses, whole, len(list(hlo.collectives(program, n))), hlo.received_bytes(program, n))
