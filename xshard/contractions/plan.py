@@ -133,7 +133,7 @@ class ContractionPlan:
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}")
 
-    def __hash__(self) -> int:  # of what tells most plans apart: plans are keys of caches, asked at every call
+    def __hash__(self) -> int:  # cheap: plans are keys of caches that are asked at every call
         return hash((self.contraction.text, self.mesh, self.shapes, self.dtype))
 
     @property
