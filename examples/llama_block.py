@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from itertools import product
 
 import jax
 import numpy as np
@@ -40,11 +41,8 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", schemes[0].mesh.n_devices)
     jax.config.update("jax_enable_x64", True)
     runs["JAX"] = [with_jax.train(scheme, steps) for scheme in schemes]
-    named = {
-        f"{name}, {framework}": made
-        for framework, all_made in runs.items()
-        for name, made in zip(SCHEMES, all_made, strict=True)
-    }
+    pairs = product(runs, enumerate(SCHEMES))
+    named = {f"{scheme}, {framework}": runs[framework][i] for framework, (i, scheme) in pairs}
     return judge(one, named, Console())
 
 
@@ -55,7 +53,7 @@ def apart(found: ArrayLike, expected: ArrayLike) -> float:
 
 def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
     """Print how runs differ from that on one device; 0 if they do not, and something was learned."""
-    table = Table(title="Losses and gradients, and what a device receives in a step", box=SIMPLE, pad_edge=False)
+    table = Table(box=SIMPLE, pad_edge=False, title="Trained, and what a device receives in a step")
     table.add_column("", no_wrap=True)
     for title in ("first loss", "last loss", "losses\ndiffer", "gradients\ndiffer", "collectives", "bytes"):
         table.add_column(title, justify="right")
@@ -63,18 +61,21 @@ def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
     for name, run in {"one device, torch": one, **runs}.items():
         losses = apart(run.losses, one.losses)
         gradients = np.max([apart(run.gradients[key], expected) for key, expected in one.gradients.items()])
-        ends = (f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}")
-        traffic = (str(run.collectives), f"{run.received_bytes:,}")
-        table.add_row(name, *ends, f"{losses:.1e}", f"{gradients:.1e}", *traffic)
         differences += [losses, gradients]
+        ends = (f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{losses:.1e}", f"{gradients:.1e}")
+        table.add_row(name, *ends, str(run.collectives), f"{run.received_bytes:,}")
     console.print(table)
-    complaints = []
-    if not (largest := np.max(differences)) <= TOLERANCE:
+
+    largest, complaints = np.max(differences), []
+    if not largest <= TOLERANCE:
         complaints.append(f"They differ by {largest:.1e} relative, allowed are {TOLERANCE:.0e}.")
     if not one.losses[-1] < one.losses[0]:
         complaints.append(f"The loss went from {one.losses[0]:.3f} to {one.losses[-1]:.3f}.")
     for complaint in complaints:
         console.print(complaint, style="bold red")
+    if not complaints:
+        message = f"The largest relative difference of any loss or gradient is {largest:.1e}."
+        console.print(message, style="bold green")
     return 1 if complaints else 0
 
 

@@ -30,10 +30,10 @@ def train(scheme: Scheme, steps: int) -> Run:
     specs = {name: weight.sharding.spec for name, weight in weights.items()}
     on_devices = jax.jit(jax.shard_map(step, mesh=mesh, out_specs=(specs, specs, jax.P())))
     tokens = [[place(array, scheme.tokens) for array in window] for window in windows(steps)]
-    program = on_devices.lower(weights, *tokens[0]).as_text("hlo")
-    losses = []
+    lowered = on_devices.lower(weights, *tokens[0])
+    program, compiled, losses = lowered.as_text("hlo"), lowered.compile(), []
     for characters, following in tokens:
-        weights, gradients, loss = on_devices(weights, characters, following)
+        weights, gradients, loss = compiled(weights, characters, following)
         losses.append(float(loss))
     whole = {name: np.asarray(gradient) for name, gradient in gradients.items()}
     return Run(losses, whole, len(list(hlo.collectives(program, n))), hlo.received_bytes(program, n))
