@@ -1,4 +1,4 @@
-"""One block in JAX, on a device's blocks in `shard_map`, between an embedding and the scores of characters."""
+"""One block in JAX, on a device's blocks in `shard_map`, from characters to a loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Llama(NamedTuple):
 
     def loss(self, characters: jax.Array, following: jax.Array) -> jax.Array:
         """Characters and those to be predicted [batch, tokens] -> the mean cross-entropy."""
-        x = self.moved("embed", self.weights["embed"])[characters]
+        x = xj.redistribute(self.weights["embed"], self.scheme.expressions["embed"])[characters]
         x = x + self.attention(self.norm("norm1", x))
         x = x + self.feed_forward(self.norm("norm2", x))
         log_probabilities = jax.nn.log_softmax(self.layer("scores", self.norm("norm3", x)))
         losses = -jnp.take_along_axis(log_probabilities, following[..., None], axis=-1)
-        return self.moved("loss", losses.mean())
+        return xj.redistribute(losses.mean(), self.scheme.expressions["loss"])
 
     def attention(self, x: jax.Array) -> jax.Array:
         """[batch, tokens, width], causal."""
@@ -48,18 +48,13 @@ class Llama(NamedTuple):
 
     def einsum(self, name: str, *operands: jax.Array) -> jax.Array:
         contracted = partial(xj.einsum, self.scheme.expressions[name])
-        if self.scheme.save == "given":
-            contracted = jax.checkpoint(contracted)
-        return contracted(*operands)
-
-    def moved(self, name: str, x: jax.Array) -> jax.Array:
-        return xj.redistribute(x, self.scheme.expressions[name])
+        again = self.scheme.save == "given"
+        return (jax.checkpoint(contracted) if again else contracted)(*operands)
 
 
 def rotated(x: jax.Array) -> jax.Array:
     """Rotary embedding: [batch, tokens, ..., width], every token turned by its place."""
-    half = x.shape[-1] // 2
-    angles = jnp.outer(jnp.arange(x.shape[1]), 100.0 ** (-jnp.arange(half) / half))
-    cos, sin = (turn(angles)[:, None, None] for turn in (jnp.cos, jnp.sin))
     a, b = jnp.split(x, 2, -1)
+    angles = jnp.outer(jnp.arange(x.shape[1]), 100.0 ** (-jnp.arange(a.shape[-1]) / a.shape[-1]))
+    cos, sin = (turn(angles)[:, None, None] for turn in (jnp.cos, jnp.sin))
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)

@@ -1,4 +1,4 @@
-"""One block in torch, on a process's blocks, between an embedding and the scores of characters."""
+"""One block in torch, on a process's blocks, from characters to a loss."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class Llama(NamedTuple):
 
     def loss(self, characters: Tensor, following: Tensor) -> Tensor:
         """Characters and those to be predicted [batch, tokens] -> the mean cross-entropy."""
-        x = self.moved("embed", self.weights["embed"])[characters]
+        embed = xt.redistribute(self.weights["embed"], self.scheme.expressions["embed"], self.scheme.mesh)
+        x = embed[characters]
         x = x + self.attention(self.norm("norm1", x))
         x = x + self.feed_forward(self.norm("norm2", x))
         scores = self.layer("scores", self.norm("norm3", x))
-        return self.moved("loss", F.cross_entropy(scores.flatten(0, 1), following.flatten()))
+        loss = F.cross_entropy(scores.flatten(0, 1), following.flatten())
+        return xt.redistribute(loss, self.scheme.expressions["loss"], self.scheme.mesh)
 
     def attention(self, x: Tensor) -> Tensor:
         """[batch, tokens, width], causal."""
@@ -49,14 +51,10 @@ class Llama(NamedTuple):
         mesh, save = self.scheme.mesh, self.scheme.save
         return xt.einsum(self.scheme.expressions[name], *operands, mesh=mesh, save=save)
 
-    def moved(self, name: str, x: Tensor) -> Tensor:
-        return xt.redistribute(x, self.scheme.expressions[name], self.scheme.mesh)
-
 
 def rotated(x: Tensor) -> Tensor:
     """Rotary embedding: [batch, tokens, ..., width], every token turned by its place."""
-    half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[1]), 100.0 ** (-torch.arange(half).double() / half))
+    a, b = x.chunk(2, -1)
+    angles = torch.outer(torch.arange(x.shape[1]), 100.0 ** (-torch.arange(a.shape[-1]).to(x) / a.shape[-1]))
     cos, sin = (turn(angles)[:, None, None] for turn in (torch.cos, torch.sin))
-    a, b = x.split(half, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
