@@ -53,7 +53,12 @@ def apart(found: ArrayLike, expected: ArrayLike) -> float:
 
 def judge(one: Run, runs: Mapping[str, Run], console: Console) -> int:
     """Print how runs differ from that on one device; 0 if they do not, and something was learned."""
-    table = Table(box=SIMPLE, pad_edge=False, title="Training, and what a device receives in a step")
+    table = Table(
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title="Training, and what a device receives in a step",
+    )
     table.add_column("", no_wrap=True)
     for title in ("first\nloss", "last\nloss", "losses\ndiffer", "gradients\ndiffer", "collectives", "bytes"):
         table.add_column(title, justify="right")
