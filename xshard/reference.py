@@ -158,7 +158,7 @@ def _contracted(
         used = [run(move, x) for move, x in zip(part.moves, came, strict=True)]
         held.append((came, used))
         names = [move.dst.names for move in part.moves]
-        made = run(part.result, _einsum(list(zip(names, used, strict=True)), part.result.src.names))
+        made = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
         left = [x for i, x in enumerate(left) if i not in part.takes] + [made]
     return left[0], held
 
@@ -181,16 +181,8 @@ def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: 
     for i, (own, move) in enumerate(zip(part.gradients, part.moves, strict=True)):
         others = [j for j in range(len(used)) if j != i]
         if own is None:
-            operands = [
-                (part.result.src.names, shared),
-                *((part.moves[j].dst.names, used[j]) for j in others),
-            ]
-            known = {name for names, _ in operands for name in names}
-            # Dims of its own, that the result lacks, are summed in it alone: the rest, repeated along them.
-            alone = tuple(d for d, name in enumerate(move.dst.names) if name not in known)
-            ones = [np.ones([x.shape[d] for d in alone], x.dtype) for x in used[i]]
-            operands.append((tuple(move.dst.names[d] for d in alone), ones))
-            yield run(move.backward, _einsum(operands, move.dst.names))
+            rest = [(part.result.src.names, shared), *((part.moves[j].dst.names, used[j]) for j in others)]
+            yield run(move.backward, contract_gradient(rest, move.dst.names, used[i]))
         else:
             layouts = own.contraction.operands[1:]
             given = [
@@ -200,7 +192,18 @@ def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: 
             yield run(own, cotangent, *given)
 
 
-def _einsum(operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]) -> Operand:
+def contract_gradient(
+    operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...], like: Operand
+) -> Operand:
+    """The cotangent and the other operands -> the cotangent of the operand `like`, which has dims `names`."""
+    known = {name for dims, _ in operands for name in dims}
+    # Dims of its own, that the result lacks, are summed in it alone: the rest, repeated along them.
+    alone = tuple(d for d, name in enumerate(names) if name not in known)
+    ones = [np.ones([x.shape[d] for d in alone], x.dtype) for x in like]
+    return contract([*operands, (tuple(names[d] for d in alone), ones)], names)
+
+
+def contract(operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]) -> Operand:
     """Every operand's dims with its blocks -> what every device gets; numpy has no einsum of bfloat16."""
     numbers = {name: n for n, name in enumerate(dict.fromkeys(name for dims, _ in operands for name in dims))}
     result = []

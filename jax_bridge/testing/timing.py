@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,16 @@ from jax import lax
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec
 
+from jax_bridge.einsum import Product, einsum_blocks
 from jax_bridge.redistribution import redistribute
-from xshard import Plan
+from xshard import ContractionPlan, Plan
+from xshard.runtimes.tasks import sources_of, target_of
 
 TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from it
 MOST_CALLS = 100
 
 
-def seconds_of_plans(plans: Sequence[Plan], rounds: int, _timeout_s: float) -> list[float]:
+def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, _timeout_s: float) -> list[float]:
     """The median time of every plan over some rounds."""
     timers = [Timer(plan) for plan in plans]
     # All are measured once before any is measured again: a slow spell of the machine falls on all alike.
@@ -55,23 +58,21 @@ def seconds_of_products(
 class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 
-    def __init__(self, plan: Plan) -> None:
-        mesh = plan.mesh
-        devices = np.array(jax.devices()[: mesh.n_devices]).reshape(mesh.sizes)
-        blocks = (*mesh.sizes, *plan.source.max_local_shape)  # one per device, replicas too
-        self.blocks = jax.device_put(
-            jnp.ones(blocks, plan.dtype),
-            jax.NamedSharding(JaxMesh(devices, mesh.axes), PartitionSpec(*mesh.axes)),
-        )
-        spec = PartitionSpec(*mesh.axes)
+    def __init__(self, plan: Plan | ContractionPlan) -> None:
+        mesh, spec = plan.mesh, PartitionSpec(*plan.mesh.axes)
+        devices = JaxMesh(np.array(jax.devices()[: mesh.n_devices]).reshape(mesh.sizes), mesh.axes)
+        shapes = [(*mesh.sizes, *end.max_local_shape) for end in sources_of(plan)]  # a block per device
+        self.blocks = [
+            jax.device_put(jnp.ones(shape, plan.dtype), jax.NamedSharding(devices, spec)) for shape in shapes
+        ]
         looped = jax.shard_map(
-            lambda calls, x: _loop(plan, calls, x),
-            mesh=JaxMesh(devices, mesh.axes),
-            in_specs=(PartitionSpec(), spec),
+            lambda calls, *blocks: _loop(plan, calls, *blocks),
+            mesh=devices,
+            in_specs=(PartitionSpec(), *[spec] * len(shapes)),
             out_specs=spec,
             check_vma=False,
         )
-        self.program = jax.jit(looped).lower(jnp.int32(1), self.blocks).compile()
+        self.program = jax.jit(looped).lower(jnp.int32(1), *self.blocks).compile()
         self.calls = 3
         self.seconds()
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
@@ -80,20 +81,24 @@ class Timer:
         """Seconds per call; a program ends when its busiest device does."""
         calls = jnp.int32(self.calls)
         start = time.perf_counter()
-        jax.block_until_ready(self.program(calls, self.blocks))
+        jax.block_until_ready(self.program(calls, *self.blocks))
         return (time.perf_counter() - start) / self.calls
 
 
-def _loop(plan: Plan, calls: jax.Array, stacked: jax.Array) -> jax.Array:
-    """The plan on one device's block, `calls` times, each waiting for the one before."""
+def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *stacked: jax.Array) -> jax.Array:
+    """The plan on one device's blocks, `calls` times, each waiting for the one before."""
     lead = len(plan.mesh.axes)
-    block = stacked.reshape(stacked.shape[lead:])
+    given = tuple(x.reshape(x.shape[lead:]) for x in stacked)
 
-    def again(_: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        x, _ = blocks
-        y = redistribute(x, plan)
+    def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        blocks, _ = state
+        if isinstance(plan, ContractionPlan):
+            y = einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, Product(None, None))
+        else:
+            y = redistribute(blocks[0], plan)
         # The whole result is kept: if one element is all that is read, XLA computes that element alone.
-        return x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]), y
+        return tuple(x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]) for x in blocks), y
 
-    _, made = lax.fori_loop(0, calls, again, (block, jnp.zeros(plan.target.max_local_shape, block.dtype)))
-    return made.reshape((*stacked.shape[:lead], *made.shape))
+    made = jnp.zeros(target_of(plan).max_local_shape, given[0].dtype)
+    _, made = lax.fori_loop(0, calls, again, (given, made))
+    return made.reshape((*stacked[0].shape[:lead], *made.shape))

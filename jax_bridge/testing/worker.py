@@ -19,10 +19,11 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from numpy.typing import NDArray
 
+from jax_bridge.einsum import Product, einsum_blocks
 from jax_bridge.redistribution import redistribute
 from jax_bridge.testing.hlo import received_bytes
 from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
-from xshard import Mesh, Plan, Sharding
+from xshard import ContractionPlan, Mesh, Plan, Sharding
 from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps.base import Blocks
 
@@ -40,26 +41,29 @@ def join(address: str, processes: int, process: int, _timeout_s: float) -> None:
 
 def _run(task: Task, mode: str) -> Outcome:
     """The task forward and backward: the blocks, and the bytes and seconds they took."""
-    plan, source, target = task.plan, task.plan.source, task.plan.target
-    forward = DeviceProgram(lambda x: redistribute(x, plan), (source,), target, mode).run(task.inputs)
-    backward = DeviceProgram(lambda x, g: _pulled_back(plan, x, g), (source, target), source, mode).run(
-        task.inputs, task.cotangents
-    )
+    plan, sources, target = task.plan, task.sources, task.target
+
+    def run(*blocks: jax.Array) -> tuple[jax.Array]:
+        if isinstance(plan, ContractionPlan):
+            return (einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, Product(None, None)),)
+        return (redistribute(blocks[0], plan),)
+
+    def pulled(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+        if isinstance(plan, Plan) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
+            return (redistribute(cotangent, plan.backward),)  # JAX does not differentiate whole numbers
+        return jax.vjp(run, *blocks)[1]((cotangent,))
+
+    forward = DeviceProgram(run, sources, (target,), mode).run(*task.operands)
+    backward = DeviceProgram(pulled, (target, *sources), sources, mode).run(task.cotangents, *task.operands)
+    # The gradients of a max or min, and of several operands, begin with the forward pass.
+    repeats = not task.is_linear or len(sources) > 1
     return Outcome(
         tuple(forward.blocks),
         tuple(backward.blocks),
         forward.received_bytes,
-        # A max or min repeats its forward pass, which is not the gradient's traffic.
-        backward.received_bytes if plan.src.is_linear else None,
+        None if repeats else backward.received_bytes,
         forward.seconds + backward.seconds,
     )
-
-
-def _pulled_back(plan: Plan, x: jax.Array, cotangent: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):  # JAX does not differentiate whole numbers
-        return redistribute(cotangent, plan.backward)
-    _, pull = jax.vjp(lambda x: redistribute(x, plan), x)
-    return pull(cotangent)[0]
 
 
 class Measured(NamedTuple):
@@ -72,16 +76,16 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceProgram:
-    """One device's function on all devices of a mesh; the blocks are one padded array."""
+    """One device's function on all devices of a mesh; the blocks of an array are one padded array."""
 
-    local: Callable[..., jax.Array]
+    local: Callable[..., tuple[jax.Array, ...]]
     inputs: tuple[Sharding, ...]
-    output: Sharding
+    outputs: tuple[Sharding, ...]
     mode: str
 
     @property
     def mesh(self) -> Mesh:
-        return self.output.mesh
+        return self.inputs[0].mesh
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -102,7 +106,7 @@ class DeviceProgram:
         out = jax.block_until_ready(compiled(*arrays))
         seconds = time.perf_counter() - start
         return Measured(
-            unstacked(out, self.output.max_local_shape, self.output, self.devices),
+            [block for x, end in zip(out, self.outputs, strict=True) for block in self._unstacked(x, end)],
             received_bytes(compiled.as_text(), self.mesh.n_devices),
             seconds,
         )
@@ -112,18 +116,22 @@ class DeviceProgram:
         return jax.pmap(self.local, axis_name=(*long, "alone")[0], devices=self.devices)
 
     def _shard_map(self):
-        def one_device(*blocks: jax.Array) -> jax.Array:
-            return lead(self.local(*(local(block, self.mesh) for block in blocks)), self.mesh)
+        def one_device(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            results = self.local(*(local(block, self.mesh) for block in blocks))
+            return tuple(lead(result, self.mesh) for result in results)
 
         return jax.jit(
             jax.shard_map(
                 one_device,
                 mesh=self.jax_mesh,
                 in_specs=tuple(map(spec, self.inputs)),
-                out_specs=spec(self.output),
+                out_specs=tuple(map(spec, self.outputs)),
                 check_vma=self.mode == "vma",
             )
         )
+
+    def _unstacked(self, x: jax.Array, end: Sharding) -> list[Any]:
+        return unstacked(x, end.max_local_shape, end, self.devices)
 
     def _stacked(self, blocks: Blocks, sharding: Sharding) -> NDArray | jax.Array:
         if self.mode == "pmap":

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import xshard as xs
 from xshard.cli.app import app
 from xshard.cli.options import parse_shape
+from xshard.contractions.explain import alternatives
 from xshard.plans.table import rows
 from xshard.runtimes import backends, registry
 from xshard.runtimes.examples import EXAMPLES
@@ -388,16 +389,42 @@ def test_verify_all_asks_each_worker_once(monkeypatch):
 def test_the_examples_differ_and_each_is_canonical():
     assert len({e.expression for e in EXAMPLES}) == len(EXAMPLES) >= 13
     for example in EXAMPLES:
-        assert " -> ".join(map(str, xs.parse_expression(example.expression))) == example.expression
+        *given, result = (
+            xs.Layout.parse(text) for text in re.split(r", (?![^(]*\))| -> ", example.expression)
+        )
+        assert f"{', '.join(map(str, given))} -> {result}" == example.expression
         assert example.mesh.n_devices <= 4
 
 
-def test_verify_end_to_end():
+@pytest.mark.parametrize(
+    ("expression", "lengths"),
+    [
+        ("b s/zigzag(cp) c -> b s c/cp", ("--shape", "2,8,4")),
+        ("s/cp d, d f/cp -> f/cp s", ("--sizes", "s=4,d=3,f=2")),
+    ],
+)
+def test_verify_end_to_end(expression, lengths):
     """Every runtime in its own process, for real."""
-    result = xshard("verify", "b s/zigzag(cp) c -> b s c/cp", "--mesh", "cp=2", "--shape", "2,8,4")
+    result = xshard("verify", expression, "--mesh", "cp=2", *lengths)
     assert result.exit_code == 0, result.output
     for runtime in registry.RUNTIMES:
         assert f"{runtime.name} 0 0 " in words(result.stdout)
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_verify_compares_the_gradient_of_every_operand(monkeypatch, which):
+    def change(outcome):
+        gradients = list(outcome.gradients)
+        gradients[which] = gradients[which] + 1
+        return replace(outcome, gradients=tuple(gradients))
+
+    answer_with(monkeypatch, change)
+    contraction = ("s/cp d, d f/cp | mean(x) -> f/cp s", "--mesh", "cp=2,x=2", "--sizes", "s=4,d=3,f=2")
+    result = xshard("verify", *contraction, "--runtime", "numpy,torch")
+    assert result.exit_code == 1
+    assert "numpy 0 0 " in words(result.stdout) and "torch 0 1 " in words(result.stdout)
+    refused = xshard("verify", "n/a, n -> n", "--mesh", "a=2", "--sizes", "n=2", "--dtype", "int32")
+    assert refused.exit_code == 2 and "no gradients of a contraction in int32" in refused.stderr
 
 
 # --- bench
@@ -413,6 +440,18 @@ def test_bench_times_every_way_forward_and_backward_on_both_backends():
         rows = [line for line in part.splitlines() if line.startswith((" the plan", " all-gather and slice"))]
         for row, received in zip(rows, ("48 B", "96 B"), strict=True):
             assert len(re.findall(r"[\d.]+ (?:us|ms|s)\b", row)) == 3 and received in row
+
+
+def test_bench_of_a_contraction_times_other_places():
+    lengths = ("--mesh", "tp=2", "--sizes", "s=4,d=6,f=2")
+    told = xshard("bench", "s/tp d, d f/tp -> s f/tp", *lengths, "--rounds", "1")
+    assert told.exit_code == 0, told.output
+    assert "forward s/tp d, d f/tp -> s f/tp" in words(told.stdout) and "backward" not in told.stdout
+    plan = xs.plan("s/tp d, d f/tp -> s f/tp", xs.Mesh(tp=2), sizes={"s": 4, "d": 6, "f": 2}, profile="gloo")
+    for name, way in alternatives(plan):
+        assert re.search(
+            rf"{re.escape(name)}( [\d.]+ (us|ms|s)){{3}} .* {re.escape(way.local)}", words(told.stdout)
+        )
 
 
 def test_bench_of_a_max_has_no_plan_of_the_gradient():

@@ -58,6 +58,7 @@ INTEGERS = (
     ("n/a -> n | sum(a)", "a=4", (8,), "float16"),
     ("n/a d -> n/b d", "a=4,b=2", (8, 2), "float16"),
     ("n/a d -> n d/a", "a=4", (8, 4), "float8_e4m3fn"),
+    ("n/a d -> d n/b", "a=4,b=2", (7, 3), "bfloat16"),
     ("n/a d -> n d", "a=4", (8, 4), "bfloat16"),
 )
 # What the planner has better steps for, and an exchange must do all the same.

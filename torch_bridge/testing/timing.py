@@ -5,24 +5,27 @@ Decides how a time is taken. Which plans are measured is decided in `xshard.runt
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_bridge.lower.executable import Executable
+from torch_bridge.contractions.einsum import einsum
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
 from torch_bridge.testing.launch import run_ranks
-from xshard import Plan
+from xshard import ContractionPlan, Plan
+from xshard.runtimes.tasks import sources_of
 
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
 
 
-def seconds_of_plans(plans: Sequence[Plan], rounds: int, timeout_s: float) -> list[float]:
+def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, timeout_s: float) -> list[float]:
     """The median time of every plan over some rounds. timeout_s: see `run_ranks`. Raises RankError."""
     seconds: dict[int, float] = {}
     for n in sorted({plan.mesh.n_devices for plan in plans}):
@@ -55,7 +58,7 @@ def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[fl
     return [times[1:] for times in found.values()]  # the first round warms up
 
 
-def _time_all(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
+def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round.
 
     All plans are measured once before any is measured again, so that a slow spell of the machine
@@ -69,11 +72,15 @@ def _time_all(plans: Sequence[Plan], rounds: int) -> list[list[float]]:
 class _Timer:
     """A plan, lowered and warmed up, and how often to call it between two looks at the clock."""
 
-    def __init__(self, plan: Plan) -> None:
-        processes, here = process_mesh(plan.mesh), torch.device("cpu")
-        self.executable: Executable = lower(plan, processes, here)
-        shape, dtype = plan.source.local_shape(processes.device), getattr(torch, plan.dtype)
-        self.block = torch.ones(shape, dtype=dtype)
+    def __init__(self, plan: Plan | ContractionPlan) -> None:
+        processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
+        ends = sources_of(plan)
+        self.blocks = [torch.ones(end.local_shape(processes.device), dtype=dtype) for end in ends]
+        self.act: Callable[..., Any] = (
+            functools.partial(einsum, plan, mesh=plan.mesh)
+            if isinstance(plan, ContractionPlan)
+            else lower(plan, processes, torch.device("cpu"))
+        )
         self.calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())
@@ -84,5 +91,5 @@ class _Timer:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(self.calls):
-            self.executable(self.block)
+            self.act(*self.blocks)
         return (time.perf_counter() - start) / self.calls

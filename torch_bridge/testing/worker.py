@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bridge.autodiff.blocks import as_tensor
+from torch_bridge.contractions.einsum import einsum
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
 from torch_bridge.redistribution import redistribute
 from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.byte_counter import Meter
 from torch_bridge.testing.launch import run_ranks
-from xshard import Plan
+from xshard import ContractionPlan, Plan
 from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps.base import Block
 
@@ -29,7 +31,7 @@ class RankOutcome(NamedTuple):
     """The outcome of a task on one rank, with bytes per collective."""
 
     output: Block
-    gradient: Block
+    gradients: list[Block]
     forward_bytes: list[int]
     backward_bytes: list[int]
     seconds: float
@@ -52,26 +54,35 @@ def _run_all(tasks: Sequence[Task]) -> list[RankOutcome]:
 
 def _run(task: Task) -> RankOutcome:
     rank = dist.get_rank()
-    x, cotangent = (tensor_of(blocks[rank]) for blocks in (task.inputs, task.cotangents))
+    cotangent, *given = (tensor_of(blocks[rank]) for blocks in (task.cotangents, *task.operands))
     with Meter() as forward:
-        output, pull = _forward(task.plan, x)
+        output, pull = _forward(task.plan, given)
     with Meter() as backward:
-        gradient = pull(cotangent)
+        gradients = pull(cotangent)
     dist.barrier()
     start = time.perf_counter()
-    _forward(task.plan, x)[1](cotangent)
+    _forward(task.plan, given)[1](cotangent)
     seconds = time.perf_counter() - start
-    blocks = array_of(output), array_of(gradient)
+    blocks = array_of(output), [array_of(gradient) for gradient in gradients]
     return RankOutcome(*blocks, forward.received, backward.received, seconds)
 
 
-def _forward(plan: Plan, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _forward(
+    plan: Plan | ContractionPlan, given: list[Tensor]
+) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
     """The output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
-    if x.dtype.is_floating_point or x.dtype.is_complex:
-        leaf = x.clone().requires_grad_()
-        y = redistribute(leaf, plan, plan.mesh)
-        return y.detach(), lambda cotangent: torch.autograd.grad(y, leaf, cotangent)[0]
-    return redistribute(x, plan, plan.mesh), lower(plan.backward, process_mesh(plan.mesh), x.device)
+
+    def run(*blocks: Tensor) -> Tensor:
+        if isinstance(plan, ContractionPlan):
+            return as_tensor(einsum(plan, *blocks, mesh=plan.mesh))
+        return redistribute(blocks[0], plan, plan.mesh)
+
+    if isinstance(plan, Plan) and not (given[0].dtype.is_floating_point or given[0].dtype.is_complex):
+        pull = lower(plan.backward, process_mesh(plan.mesh), given[0].device)
+        return run(*given), lambda cotangent: [pull(cotangent)]
+    leaves = [x.clone().requires_grad_() for x in given]
+    y = run(*leaves)
+    return y.detach(), lambda cotangent: torch.autograd.grad(y, leaves, cotangent)
 
 
 def _outcome(parts: Sequence[RankOutcome]) -> Outcome:
@@ -82,7 +93,7 @@ def _outcome(parts: Sequence[RankOutcome]) -> Outcome:
     )
     return Outcome(
         tuple(p.output for p in parts),
-        tuple(p.gradient for p in parts),
+        tuple(gradient for each in zip(*(p.gradients for p in parts), strict=True) for gradient in each),
         forward,
         backward,
         max(p.seconds for p in parts),

@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from xshard.cli.console import console, print_error
-from xshard.cli.options import MESH_HELP, SHAPE_HELP, Dtype, ExpressionText, parse_shape
+from xshard.cli.options import MESH_HELP, Dtype, ExpressionText, ShapeOrNone, SizesOrNone, lengths_of_arrays
 from xshard.cli.verify_table import Row, Section, print_sections
 from xshard.layout import Mesh
 from xshard.planner import plan as make_plan
@@ -27,7 +27,8 @@ def verify(
         bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
     ] = False,
     mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
-    shape: Annotated[str | None, typer.Option(metavar="LENGTHS", help=SHAPE_HELP)] = None,
+    shape: ShapeOrNone = None,
+    sizes: SizesOrNone = None,
     dtype: Dtype = "float32",
     runtime: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Some of {_NAMES}; by default all that know the mesh.")
@@ -40,13 +41,13 @@ def verify(
 
     Example: xshard verify "b s/cp c -> b s c/cp" --mesh cp=4 --shape 2,64,32
     """
-    examples = _examples(expression, every, mesh, shape)
+    examples = _examples(expression, every, mesh, shape, sizes)
     names = [name for name in map(str.strip, runtime.split(",")) if name]
     runtimes = choose(names, [example.mesh for example in examples])
-    tasks = [make_task(make_plan(e.expression, e.mesh, e.shape, dtype)) for e in examples]
+    tasks = [make_task(make_plan(e.expression, e.mesh, dtype=dtype, **e.lengths)) for e in examples]
     rows, failures = _ask(runtimes, tasks, timeout)
     sections = [
-        Section(task.plan, example.elsewhere, tuple(found))
+        Section(task, example.elsewhere, tuple(found))
         for example, task, found in zip(examples, tasks, rows, strict=True)
     ]
     print_sections(sections, console())
@@ -56,15 +57,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _examples(expression: str, every: bool, mesh: str | None, shape: str | None) -> tuple[Example, ...]:
+def _examples(
+    expression: str, every: bool, mesh: str | None, shape: str | None, sizes: str | None
+) -> tuple[Example, ...]:
     """What to verify. Raises BadParameter where the options contradict or lack one another."""
     if every:
-        if expression or mesh is not None or shape is not None:
+        if expression or (mesh, shape, sizes) != (None,) * 3:
             raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
         return EXAMPLES
-    if not expression or mesh is None or shape is None:
-        raise typer.BadParameter("give EXPR, --mesh and --shape, or --all")
-    return (Example(expression, "", Mesh.parse(mesh), parse_shape(shape)),)
+    if not expression or mesh is None or (shape is None and sizes is None):
+        raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
+    return (Example(expression, "", Mesh.parse(mesh), lengths_of_arrays(expression, shape, sizes)),)
 
 
 def _ask(

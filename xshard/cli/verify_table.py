@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xshard.contractions import table as contractions
+from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
 from xshard.plans import table
-from xshard.plans.plan import Plan
-from xshard.runtimes.tasks import Outcome
+from xshard.runtimes.tasks import Outcome, Task
 from xshard.runtimes.verdict import Verdict
 
 _HEAD = (
@@ -43,16 +44,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """The rows of one plan; `elsewhere` is what the plan is called in other systems."""
+    """The rows of one task; `elsewhere` is what the plan is called in other systems."""
 
-    plan: Plan
+    task: Task
     elsewhere: str
     rows: tuple[Row, ...]
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
     """A heading, every section under its expression, and a summary."""
-    cells = [[_cells(section.plan, row) for row in section.rows] for section in sections]
+    cells = [[_cells(section.task, row) for row in section.rows] for section in sections]
     # One table to the eye: tables of equal column widths with a line of text between them.
     heads = tuple(Text(head, style="bold") for head in _HEAD)
     widths = [max(_width(cell) for cell in column) for column in zip(heads, *chain(*cells), strict=True)]
@@ -60,7 +61,9 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
     for section, rows in zip(sections, cells, strict=True):
         elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
         out.print()
-        out.print(Text.assemble((table.title(section.plan), "bold cyan"), elsewhere), soft_wrap=True)
+        plan = section.task.plan
+        title = contractions.title(plan) if isinstance(plan, ContractionPlan) else table.title(plan)
+        out.print(Text.assemble((title, "bold cyan"), elsewhere), soft_wrap=True)
         out.print(_table(widths, rows))
     out.print()
     out.print(_summary(sections), soft_wrap=True)
@@ -79,7 +82,7 @@ def _width(cell: Text) -> int:
     return max(len(line) for line in cell.plain.split("\n"))
 
 
-def _cells(plan: Plan, row: Row) -> tuple[Text, ...]:
+def _cells(task: Task, row: Row) -> tuple[Text, ...]:
     name = Text(row.runtime)
     if row.outcome is None or row.verdict is None:
         return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
@@ -88,8 +91,8 @@ def _cells(plan: Plan, row: Row) -> tuple[Text, ...]:
         name,
         _difference(row.verdict.forward),
         _difference(row.verdict.backward),
-        _bytes(row.outcome.forward_bytes, plan.bytes_received),
-        _bytes(row.outcome.backward_bytes, plan.backward.bytes_received if plan.src.is_linear else None),
+        _bytes(row.outcome.forward_bytes, task.plan.bytes_received),
+        _bytes(row.outcome.backward_bytes, task.backward_bytes),
         Text("-" if seconds is None else format_seconds(seconds)),
         Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
     )

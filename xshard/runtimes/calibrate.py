@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 
+from xshard.contractions.plan import ContractionPlan
 from xshard.cost.model import Profile
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
@@ -81,7 +82,7 @@ def measure_flops(
 
 def measure(
     backend: Backend,
-    plans: Sequence[Plan],
+    plans: Sequence[Plan | ContractionPlan],
     rounds: int,
     *,
     progress: Callable[[int, int], None],

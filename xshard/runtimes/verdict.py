@@ -6,7 +6,6 @@ Decides what agreement is: no difference at all. Knows no runtime.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from xshard.layout import Sharding
 from xshard.notation.overlap import Fold
 from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps import Scale
-from xshard.steps.base import Blocks
+from xshard.steps.base import Block, Blocks
 
 
 @dataclass(frozen=True)
@@ -41,27 +40,37 @@ def audit(task: Task, outcome: Outcome) -> Verdict:
     """An outcome against the definition, without the steps of the plan.
 
     A redistribution leaves the global array as it is, and so does its adjoint but for the plan's
-    scale. The gradient of a max depends on its winners, so nothing is compared there.
+    scale. The gradient of a max depends on its winners, so nothing is compared there. A contraction is
+    numpy's einsum of the global arrays, and so are its gradients but for the scales of means.
     """
-    plan = task.plan
-    source, target = plan.source, plan.target
-    forward = _moved(task.inputs, source, outcome.outputs, target, Fraction(1))
-    if not plan.src.is_linear:
+    target, n = task.target, task.plan.mesh.n_devices
+    arrays = [_named(x, end) for x, end in zip(task.operands, task.sources, strict=True)]
+    [result] = reference.contract(arrays, target.layout.names)
+    forward = _differs(outcome.outputs, target, result)
+    if not task.is_linear:
         return Verdict(forward, None)
-    dual, there = (end.with_layout(end.layout.dual) for end in (target, source))
-    backward = _moved(task.cotangents, dual, outcome.gradients, there, plan.scale)
+    cotangent, backward = _named(task.cotangents, target.with_layout(target.layout.dual)), 0.0
+    for i, source in enumerate(task.sources):
+        others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
+        [found] = reference.contract_gradient(others, source.layout.names, arrays[i][1])
+        if (scale := source.scale / target.scale) != 1:
+            [found] = Scale(scale).run([found], source)
+        there = source.with_layout(source.layout.dual)
+        backward = max(backward, _differs(outcome.gradients[i * n : (i + 1) * n], there, found))
     return Verdict(forward, backward)
 
 
-def _moved(before: Blocks, source: Sharding, after: Blocks, target: Sharding, scale: Fraction) -> float:
-    """Largest difference between the array in `after` and `scale` times the array in `before`.
+def _named(blocks: Blocks, at: Sharding) -> tuple[tuple[str, ...], list[Block]]:
+    """The dims of the array in some blocks, and the array."""
+    return at.layout.names, [reference.gather(blocks, at.layout, at.mesh, at.shape)]
+
+
+def _differs(after: Blocks, target: Sharding, value: Block) -> float:
+    """Largest difference between the array in `after` and the one expected.
 
     Blocks are compared where the array determines them; of addends and contributions only the sum is.
     """
-    value, dst = reference.gather(before, source.layout, source.mesh, source.shape), target.layout
-    if scale != 1:
-        value = Scale(scale).run([value], source)[0]
-    value = value.transpose([source.dim_index(name) for name in dst.names])
+    dst = target.layout
     expected = reference.scatter(value, dst, target.mesh)
     if dst.tagged("sum", "mean", "max", "min") or any(isinstance(dim.overlap, Fold) for dim in dst.dims):
         sums = (reference.gather(blocks, dst, target.mesh, target.shape) for blocks in (after, expected))
