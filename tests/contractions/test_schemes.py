@@ -190,3 +190,14 @@ def test_wrong_lengths_are_marked(case):
     with pytest.raises(xs.XshardError) as caught:
         xs.plan("b d, d f -> b f", xs.Mesh(tp=2), **options)
     assert f"{type(caught.value).__name__}: {caught.value}" == expected
+
+
+def test_gradients_in_one_place_share_the_cotangent():
+    sizes = {"a": 128, "b": 256, "c": 128}
+    plan = xs.plan("a b/x, c b -> a c/x", xs.Mesh(x=8), sizes=sizes, profile="bandwidth", flops_limit=2**20)
+    [part] = plan.parts
+    first, second = part.gradients
+    assert first.local == "a c | copy(x), c b/x -> a b/x" and second.local == "a c | copy(x), a b/x -> c b/x"
+    assert first.moves[0] == second.moves[0] and first.moves[0].bytes_received > 0
+    alone = first.bytes_received + second.bytes_received
+    assert plan.backward_bytes_received == alone - first.moves[0].bytes_received

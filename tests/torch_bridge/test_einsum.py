@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle
 from tests.contractions.cases import CASES, Case
-from tests.torch_bridge.helpers import on_ranks
+from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
 from xshard.contractions.plan import ContractionPlan
 
@@ -94,3 +104,291 @@ def test_values_gradients_and_bytes(n: int) -> None:
             assert np.array_equal(whole, gradients[i].numpy()), (case, i)
         assert busiest(forward) == plan.bytes_received, case
         assert busiest(backward) == plan.backward_bytes_received, case
+
+
+TP, WIDE = xs.Mesh(tp=2), xs.Mesh(tp=4)
+LENGTHS = {"b": 8, "s": 4, "d": 4, "f": 8}
+# The first two have gradients in places of their own: both, and one.
+SCHEMES = ("b s d, d f -> b s f/tp", "b s d, d f/tp -> b s f/tp", "b/tp d, d/tp f -> b/tp f", "s/tp d ->")
+
+
+def _whole(plan: ContractionPlan, save: str, *wholes: Tensor) -> Tensor:
+    """Whole arrays -> the whole result, on every rank alike: torch's own einsum, as a chain of moves."""
+    ends = zip(wholes, plan.contraction.operands, plan.shapes, strict=True)
+    blocks = [
+        xt.redistribute(x, f"{' '.join(layout.names)} -> {layout}", WIDE, shape=s) for x, layout, s in ends
+    ]
+    y, result = xt.einsum(plan, *blocks, mesh=WIDE, save=save), plan.contraction.result
+    return xt.redistribute(y, f"{result} -> {' '.join(result.names) or '()'}", WIDE)
+
+
+def _derivatives(
+    f: Callable[..., Tensor], xs_: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """What torch's transformations make of a function, of the first and the second order."""
+    every = tuple(range(len(xs_)))
+    gradient = torch.func.grad(lambda *given: (f(*given) ** 2).sum(), every)
+    leaves = [x.clone().requires_grad_() for x in xs_]
+    first = torch.autograd.grad((f(*leaves) ** 2).sum(), leaves, create_graph=True)
+    found = [
+        torch.func.jvp(f, xs_, tangents),
+        torch.func.vmap(f, in_dims=(1, *(None for _ in every[1:])))(
+            torch.stack([xs_[0], tangents[0]], 1), *xs_[1:]
+        ),
+        torch.func.vmap(gradient)(*(torch.stack(pair) for pair in zip(xs_, tangents, strict=True))),
+        torch.func.jvp(gradient, xs_, tangents),
+        torch.autograd.grad(sum((g**2).sum() for g in first), leaves),
+    ]
+    return tree_leaves(found)
+
+
+def _transformed() -> None:
+    for text in SCHEMES:
+        sizes = {name: n for name, n in LENGTHS.items() if name in text}
+        plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth")
+        assert text != SCHEMES[0] or any(plan.parts[0].gradients)
+        draw = torch.Generator().manual_seed(0)
+        xs_, tangents = (
+            tuple(torch.randint(-3, 4, shape, generator=draw).double() for shape in plan.shapes) for _ in "xt"
+        )
+        names = [layout.names for layout in plan.contraction.operands]
+        equation = dense(names, plan.contraction.result.names)
+        expected = _derivatives(partial(torch.einsum, equation), xs_, tangents)
+        for save in ("used", "given"):
+            found = _derivatives(partial(_whole, plan, save), xs_, tangents)
+            assert all(map(torch.equal, found, expected)) and len(found) == len(expected), (text, save)
+
+
+def _kept(save: str) -> tuple[int, list[int], list[int]]:
+    """Bytes that autograd keeps beside the operands, and that arrive forward and backward, of ZeRO-3."""
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    own, saved = {t.untyped_storage().data_ptr() for t in (x, w)}, dict[int, int]()
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), Meter() as forward:
+        y = xt.einsum("b/tp f, d/tp f -> b/tp d", x, w, mesh=TP, save=save)
+    with Meter() as backward:
+        y.sum().backward()
+    assert (x.grad == 8).all() and (w.grad == 4).all()
+    return sum(saved.values()), forward.received, backward.received
+
+
+def _blocks() -> None:
+    rank = dist.get_rank()
+    assert _kept("used") == (96, [48], [48]) and _kept("given") == (0, [48], [48, 48])
+    x, w = numbers(4, 4) % 5, numbers(4, 7) % 3
+    rows, columns = block_of(x, "s/tp d", TP), block_of(w, "d f/tp", TP)
+    text, parts = "s/tp d, d f/tp -> s f/tp", {"s": 4, "d": 4, "f": 7}
+    expected = block_of(x @ w, "s f/tp", TP)
+    y = xt.einsum(text, rows, columns, mesh=TP, sizes=parts)
+    assert torch.equal(y, expected)
+    assert torch.equal(xt.einsum(text, rows, columns, mesh=TP, shape=[(4, 4), (4, 7)]), expected)
+    # Dims that no tag or cut decides: permuted, left alone, of a length that another operand has whole.
+    assert torch.equal(xt.einsum("s/tp d -> d s/tp", rows, mesh=TP), block_of(x.T, "d s/tp", TP))
+    same = xt.einsum("s/tp d -> s/tp d", rows, mesh=TP)
+    assert torch.equal(same, rows) and same.data_ptr() != rows.data_ptr()
+    odd = xt.einsum("s d, d/tp f -> s f", torch.ones(2, 3), torch.ones(2 - rank, 5), mesh=TP)
+    assert torch.equal(odd, torch.full((2, 5), 3.0))
+    one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "one"))
+    apart = xt.einsum("s/one d, d f -> s f", torch.ones(1 + rank, 3), torch.ones(3, 2), mesh=one)
+    assert apart.shape == (1 + rank, 2), "axes that an expression does not name are left alone"
+
+    counted = xt.einsum(text, rows.long(), columns.long(), mesh=TP, sizes=parts)
+    assert counted.dtype == torch.int64 and torch.equal(counted, expected.long())
+    for comm_dtype in (torch.float32, (None, torch.float32)):
+        a, b = (t.bfloat16().requires_grad_() for t in (rows, columns))
+        narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype)
+        narrow.sum().backward()
+        assert narrow.dtype == a.grad.dtype == torch.bfloat16 and torch.equal(narrow.double(), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (
+            xt.einsum("s d, d f -> s f/tp", torch.ones(2, 2), torch.ones(2, 2), mesh=TP).dtype
+            == torch.bfloat16
+        )
+    z = torch.randn(2, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank)).conj()
+    assert torch.equal(xt.einsum("s d -> s", z, mesh=TP), z.sum(1))
+
+    halves = block_of(x, "s d/tp", TP), block_of(w, "d/tp f", TP)
+    pending = xt.einsum("s d/tp, d/tp f -> s/tp f", *halves, mesh=TP, async_op=True)
+    assert "under way" in repr(pending) and pending.shape == (2, 7)
+    assert torch.equal(pending + 1, block_of(x @ w + 1, "s/tp f", TP))
+    for save in ("used", "given"):
+        operands = torch.ones(4, 4, 4, requires_grad=True), torch.ones(4, 8, requires_grad=True)
+        written = xt.einsum(SCHEMES[0], *operands, mesh=TP, save=save, profile="bandwidth")
+        written += 1  # a tensor of its own
+        assert (torch.autograd.grad(written.sum(), operands[1])[0] == 16).all()
+    assert rows.is_contiguous() and torch.equal(rows, block_of(x, "s/tp d", TP)), (
+        "operands are left as they are"
+    )
+
+    assert xt.einsum(text, rows.to("meta"), columns.to("meta"), mesh=TP, sizes=parts).shape == expected.shape
+    with FakeTensorMode():
+        a = torch.ones(2, 4, requires_grad=True)
+        faked = xt.einsum(text, a, torch.ones(4, 3), mesh=TP)
+        faked.sum().backward()
+        assert isinstance(faked, FakeTensor) and a.grad.shape == (2, 4)
+
+
+def _placed() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x, w = (torch.from_numpy(numbers(4, 4) % k).requires_grad_() for k in (5, 3))
+    rows, columns = (
+        distribute_tensor(t.detach(), mesh, [Shard(d)]).requires_grad_() for d, t in enumerate((x, w))
+    )
+    for text, placement in (
+        ("s/tp d, d f/tp -> s f/tp", Shard(1)),
+        ("s/tp d, d f/tp -> s/tp f", Shard(0)),
+        ("s/tp d, d f/tp -> s f | copy(tp)", Replicate()),
+        ("s/tp d, d f/tp -> s f | sum(tp)", Partial()),
+    ):
+        y = xt.einsum(text, rows, columns, profile="bandwidth")
+        assert y.placements == (placement,) and torch.equal(y.full_tensor(), x @ w)
+        found = torch.autograd.grad((y.full_tensor() ** 2).sum(), (rows, columns))
+        expected = torch.autograd.grad(((x @ w) ** 2).sum(), (x, w))
+        assert [g.placements for g in found] == [rows.placements, columns.placements]
+        assert all(torch.equal(g.full_tensor(), e) for g, e in zip(found, expected, strict=True)), text
+    refused = [
+        error_of(lambda: xt.einsum("s/tp d, d/tp f -> s f", rows, columns)),
+        error_of(lambda: xt.einsum("s/tp d, d f/tp -> s f", rows, w)),
+        error_of(lambda: xt.einsum("s/tp d, d f/tp -> s/zigzag(tp) f", rows, columns)),
+        error_of(lambda: xt.einsum("s/tp d, d f/tp -> s f", rows, columns, mesh=xs.Mesh(tp=2))),
+    ]
+    parts = [
+        "placed as 'd f/tp' in",
+        "not all operands are DTensors",
+        "cannot hold 's/zigzag(tp)'",
+        "leave the mesh",
+    ]
+    for (_, message), part in zip(refused, parts, strict=True):
+        assert part in message
+
+
+REFUSED = """
+NotationError: 1 tensors for 2 operands in 's/tp d, d f/tp -> s f/tp'
+  einsum(expression, x, w, mesh=mesh), with one tensor per operand
+---
+NotationError: 3 tensors for 2 operands in 's/tp d, d f/tp -> s f/tp'
+  einsum(expression, x, w, mesh=mesh), with one tensor per operand
+---
+MeshError: a tensor needs a mesh
+  einsum(expression, x, w, mesh=mesh), with one tensor per operand
+---
+NotationError: unknown mesh axis 'q' in
+    's/q d, d f -> s f'
+       ^
+  the mesh has: tp=2
+---
+DtypeError: one operand is torch.float32, another torch.float64 in
+    's/tp d, d f/tp -> s f/tp'
+             ^^^^^^
+  x.to(...): they are multiplied as they are
+---
+MeshError: one operand is cpu, another meta in
+    's/tp d, d f/tp -> s f/tp'
+             ^^^^^^
+  x.to(...): they are multiplied as they are
+---
+ShapeError: the block or gradient is sparse (torch.sparse_coo)
+  x.to_dense(); a gradient is dense with embedding(sparse=False)
+---
+ShapeError: a block of shape (2,) for 's/tp d' in
+    's/tp d, d f/tp -> s f/tp'
+     ^^^^^^
+  one name per dim
+---
+ShapeError: dim 'd' is 4 long in one operand and 5 in another in
+    's/tp d, d f/tp -> s f/tp'
+             ^
+  a name stands for one length
+---
+ShapeError: the block of operand 2 on rank 0 has shape (4, 3), not (4, 2) in
+    's/tp d, d f/tp -> s f/tp'
+               ^
+  under 'd f/tp' that is the part of device 0 of Mesh(tp=2) of a (4, 4) array
+---
+DtypeError: torch has no product of torch.bool: "bmm" not implemented for 'Bool' in 's/tp d, d f/tp -> s f/tp'
+---
+PlanError: save is 'all'
+  "used": operands where they are contracted, or "given"
+---
+DtypeError: the plan is for float32, the operands have float64
+"""
+
+
+def _refused() -> list[str]:
+    text, x, w = "s/tp d, d f/tp -> s f/tp", torch.ones(2, 4), torch.ones(4, 3)
+    plan = xs.plan(text, TP, shape=[(4, 4), (4, 6)])
+    calls: list[Callable[[], Any]] = [
+        lambda: xt.einsum(text, x, mesh=TP),
+        lambda: xt.einsum(text, x, w, TP),
+        lambda: xt.einsum(text, x, w),
+        lambda: xt.einsum("s/q d, d f -> s f", x, w, mesh=TP),
+        lambda: xt.einsum(text, x, w.double(), mesh=TP),
+        lambda: xt.einsum(text, x, w.to("meta"), mesh=TP),
+        lambda: xt.einsum(text, x, w.to_sparse(), mesh=TP),
+        lambda: xt.einsum(text, x[:, 0], w, mesh=TP),
+        lambda: xt.einsum(text, x, torch.ones(5, 3), mesh=TP),
+        lambda: xt.einsum(text, x, w, mesh=TP, sizes={"s": 4, "d": 4, "f": 4}),
+        lambda: xt.einsum(text, x.bool(), w.bool(), mesh=TP),
+        lambda: xt.einsum(text, x, w, mesh=TP, save="all"),
+        lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP),
+    ]
+    found = [": ".join(error_of(call)) for call in calls]
+    with pytest.MonkeyPatch.context() as patch:  # as XSHARD_DEBUG=1
+        patch.setattr(desync, "ALWAYS", True)
+        assert xt.einsum(text, x, w, mesh=TP).shape == (4, 3)
+        kind, message = error_of(lambda: xt.einsum(text, x, w[:, dist.get_rank() :], mesh=TP))
+    assert kind == "DesyncError" and "rank 1: 's/tp d, d f/tp -> s f/tp', blocks [(2, 4), (4, 2)]" in message
+    assert still_connected()
+    return found
+
+
+def test_what_torch_does_with_them() -> None:
+    on_ranks(2, _on_two)
+
+
+def _on_two() -> None:
+    _blocks()
+    _placed()
+
+
+def test_derivatives_of_the_second_order_and_transformations() -> None:
+    on_ranks(4, _transformed)
+
+
+def test_errors_come_before_anything_is_sent() -> None:
+    for found, expected in zip(on_ranks(2, _refused)[0], REFUSED.strip("\n").split("\n---\n"), strict=True):
+        assert found == expected
+
+
+def _compiled() -> None:
+    for text, shapes, save in (
+        ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given"),
+        ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used"),  # a gradient in a place of its own
+    ):
+        draw = torch.Generator().manual_seed(0)
+        x, w = (torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes)
+
+        def layer(x: Tensor, w: Tensor, text: str = text, save: str = save) -> Tensor:
+            return xt.einsum(text, x * 2, w, mesh=TP, save=save) + 1
+
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("aot_eager")
+        y, expected = torch.compile(layer, backend=backend, fullgraph=True)(x, w), layer(x, w)
+        assert torch.equal(y, expected) and backend.frame_count == 1
+        found, wanted = (torch.autograd.grad(out, (x, w), expected.detach()) for out in (y, expected))
+        assert all(map(torch.equal, found, wanted))
+    _, message = error_of(
+        lambda: torch.compile(lambda x: xt.einsum("s/q d -> s", x, mesh=TP), backend="aot_eager")(
+            torch.ones(2, 2)
+        )
+    )
+    assert "unknown mesh axis 'q'" in message
+
+
+def test_compilers_record_them_as_one_graph() -> None:
+    on_ranks(2, _compiled)

@@ -19,10 +19,12 @@ from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.contractions.planning import Asked, check_number, executable_of
+from torch_bridge.contractions.planning import Asked, Block, check_number, executable_of, plan_of
 from torch_bridge.dtensor.placements import as_dtensor, local_of, to_placements
 from torch_bridge.lower.executable import check_dense
-from torch_bridge.mesh.process_mesh import MeshLike, check_world
+from torch_bridge.mesh import desync
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world
 from xshard import MeshError, PlanError, Profile, ShapeError
 from xshard.contractions.expression import shapes_of
 from xshard.contractions.plan import ContractionPlan
@@ -62,7 +64,8 @@ def einsum(
     DTensors must be placed as their layouts say, and the result is a DTensor.
 
     Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, on all processes;
-    ShapeError for a block that does not fit, on its own process.
+    ShapeError for a block that does not fit, on its own process; with XSHARD_DEBUG=1 ranks first compare
+    their calls, and all of them raise DesyncError.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
     >>> from xshard import Mesh
@@ -97,12 +100,30 @@ def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) 
         blocks = list(map(autocast, blocks))
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
     facts = tuple((x.shape, x.dtype, x.device) for x in blocks)
+    if desync.ALWAYS:
+        _compare(asked, facts, differentiated)
     fake = next((x.fake_mode for x in blocks if isinstance(x, FakeTensor)), None)
     if fake is None:
         return executable_of(asked, facts, differentiated, dist.group.WORLD)(blocks, keeps, async_op)
     with fake:  # the tensors that an executable keeps are fake too: it is not cached
         executable = executable_of.__wrapped__(asked, facts, differentiated, dist.group.WORLD)
     return executable(blocks, keeps, async_op)
+
+
+def _compare(asked: Asked, blocks: tuple[Block, ...], differentiated: bool) -> None:
+    """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
+
+    def facts() -> CallFacts:
+        plan, processes = plan_of(asked, blocks)
+        own = {"blocks": str([tuple(shape) for shape, *_ in blocks])}
+        within = {"shapes": str(plan.shapes), "dtype": str(blocks[0][1]), "plan": plan.local}
+        within |= {"requires_grad": str(differentiated), "comm_dtype": str(asked.comm_dtype)}
+        everywhere = {"expression": plan.text, "mesh": repr(asked.mesh)}
+        return CallFacts(everywhere, within, processes.ranks, own)
+
+    ranks = callers(asked.mesh)
+    if dist.get_rank() in ranks:  # no rank waits for one outside, which raises later
+        compare_ranks(ranks, asked.contraction.text, facts)
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ that all of them raise or none; then the blocks, whose shapes only their own pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +22,14 @@ from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, 
 from torch_bridge.planning import require_mesh
 from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, load_profile
 from xshard.arguments import limit_of
-from xshard.contractions.expression import Contraction, contraction, shapes_of
+from xshard.contractions.blocks import whole_shapes
+from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import Dim, mark_errors, text_spans
-from xshard.plans.expression import check_block, whole_shape
+from xshard.notation.parser import mark_errors, text_spans
+from xshard.plans.expression import check_block
 from xshard.search.request import BOTH, FORWARD
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
         asked = cls(expression, mesh, None, profile, memory_limit, comm_dtype)
         if shape is None and sizes is None:
             return asked
-        return asked._replace(shapes=shapes_of(asked.contraction, sizes, shape))
+        return asked._replace(shapes=shapes_of(asked.contraction, *whole_lengths(sizes, shape)))
 
     @property
     def contraction(self) -> Contraction:
@@ -81,6 +81,14 @@ def executable_of(
 
     world: a part of the cache's key, since an `xshard.Mesh` has other processes in another world.
     """
+    found, processes = plan_of(asked, blocks)
+    _, dtype, device = blocks[0]
+    travels = comm_dtype_of(asked.comm_dtype, dtype)
+    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
+
+
+def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, ProcessMesh]:
+    """The plan for such blocks, and the processes that run it."""
     given, processes = asked.contraction, process_mesh(require_mesh(asked.mesh, HINT))
     layouts = (*given.operands, given.result)
     for layout in layouts:
@@ -96,7 +104,7 @@ def executable_of(
         # Devices have other numbers in a part of the mesh, but the same links.
         machine = load_profile(asked.profile).along(named, processes.mesh)
         processes = processes.along(named)
-        shapes = asked.shapes or _whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
+        shapes = asked.shapes or whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
         limits = limit_of(asked.memory_limit), None
         objective = BOTH if dtype.is_floating_point or dtype.is_complex else FORWARD
         kind = dtypes.name_of(travels.forward), machine
@@ -106,7 +114,7 @@ def executable_of(
         found = find_contraction(request)
     _check_product(found, dtype, device)
     _check_blocks(asked, found, processes, [shape for shape, *_ in blocks])
-    return Lowering(processes, dtype, device, travels, differentiated).contraction(found)
+    return found, processes
 
 
 def _check_operands(given: Contraction, blocks: Sequence[Block]) -> None:
@@ -168,16 +176,3 @@ def _check_blocks(
             inferred=asked.shapes is None and asked.expression is not found,
             start=text_spans(given.text).layouts[i][0],
         )
-
-
-def _whole_shapes(given: Contraction, mesh: Mesh, blocks: Sequence[tuple[int, ...]]) -> Shapes:
-    """Global shapes: a dim is as long as an operand says that has it whole, else as its cuts say."""
-    ends = list(zip(given.operands, blocks, strict=True))
-    known = {d.name: n for o, block in ends for d, n in zip(o.dims, block, strict=True) if not d.shards}
-    shapes = []
-    for layout, block in ends:
-        dims = tuple(Dim(dim.name) if dim.name in known else dim for dim in layout.dims)
-        pairs = zip(layout.dims, block, strict=True)
-        rows = [known.get(dim.name, n) if dim.shards else n for dim, n in pairs]
-        shapes.append(whole_shape(replace(layout, dims=dims), mesh, rows, given.text))
-    return shapes_of(given, None, shapes)

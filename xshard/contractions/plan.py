@@ -84,9 +84,14 @@ class Part:
 
     @cached_property
     def pulled(self) -> tuple[Plan, ...]:
-        """The moves of the backward pass, without those of gradients that have a place of their own."""
-        result = (self.result.backward,) if self.shared else ()
-        return (*result, *(self.moves[i].backward for i in self.shared))
+        """The moves of the backward pass; the cotangent travels once to every place."""
+        cotangents = [self.result.backward] if self.shared else []
+        rest = [self.moves[i].backward for i in self.shared]
+        for own in filter(None, self.gradients):
+            cotangent, *others = own.moves
+            cotangents.append(cotangent)
+            rest += [*others, own.result]
+        return (*{move.dst: move for move in cotangents}.values(), *rest)
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,7 @@ class ContractionPlan:
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}")
 
-    def __hash__(
-        self,
-    ) -> int:  # of what tells most plans apart: plans are keys of caches, asked at every call
+    def __hash__(self) -> int:  # cheap: plans are keys of caches that are asked at every call
         return hash((self.contraction.text, self.mesh, self.shapes, self.dtype))
 
     @property
@@ -179,8 +182,7 @@ class ContractionPlan:
     @property
     def backward_bytes_received(self) -> int:
         """Bytes that it receives for all gradients, with the operands kept where they were contracted."""
-        shared = sum(move.bytes_received for part in self.parts for move in part.pulled)
-        return shared + sum(own.bytes_received for part in self.parts for own in part.gradients if own)
+        return sum(move.bytes_received for part in self.parts for move in part.pulled)
 
     @property
     def cost(self) -> float:
@@ -196,12 +198,8 @@ class ContractionPlan:
     @cached_property
     def backward_cost(self) -> float:
         """Predicted seconds of all gradients."""
-        rate = self.profile.flops(self.dtype)
-        total = 0.0
-        for part in self.parts:
-            total += sum(move.cost for move in part.pulled) + len(part.shared) * part.flops / rate
-            total += sum(own.forward_cost for own in part.gradients if own)
-        return total
+        moves = sum(move.cost for part in self.parts for move in part.pulled)
+        return moves + self.backward_flops / self.profile.flops(self.dtype)
 
     @cached_property
     def peak_bytes(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.prices import GUESS, Prices
+from xshard.contractions.prices import GUESS, Move, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, best_ring
 from xshard.contractions.search import Found, best_places, found_at
 from xshard.cost.model import Profile
@@ -146,7 +146,7 @@ class _Solver:
         ways = [_Way(0.0, 0, self.ends.operands, ())]
         one_place, numbers = ways[0], list(range(len(self.ends.operands)))
         for takes in order:
-            longer = [way for known in ways for way in self._longer(known, takes)]
+            longer = [way for known in ways for way in self._longer(known, takes, order)]
             ways = sorted(longer, key=lambda way: way.seconds)[:WIDTH]
             pair = self._pair(one_place, takes)
             place = _narrowed(self.ends, together, pair, [numbers[i] for i in takes])
@@ -155,13 +155,27 @@ class _Solver:
             one_place = one_place.then(takes, pair, found)
         yield from (*ways, one_place)
 
-    def _longer(self, way: _Way, takes: tuple[int, ...]) -> Iterator[_Way]:
+    def _longer(self, way: _Way, takes: tuple[int, ...], order: Order) -> Iterator[_Way]:
         """A way with one more contraction, in each of its best places."""
         pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
-        limit = None if self.forward_limit is None else self.forward_limit - way.flops
+        limit = self.forward_limit
+        if limit is not None:
+            limit -= way.flops + sum(self._even_flops(order)[len(way.steps) + 1 :])
         places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS)
         for found in itertools.islice(places, 1 if is_last else WIDTH):
             yield way.then(takes, pair, found)
+
+    def _even_flops(self, order: Order) -> list[int]:
+        """Of the contractions in an order, if no device repeats the work of another: there are no fewer."""
+        lengths, left, found = self.ends.lengths, [set(o.layout.names) for o in self.ends.operands], []
+        for takes in order:
+            rest = [names for i, names in enumerate(left) if i not in takes]
+            names = set().union(*(left[i] for i in takes))
+            kept = names & set(self.ends.result.layout.names).union(*rest)
+            flops = (2 if names - kept else 1) * math.prod(lengths[name] for name in names)
+            found.append(flops // self.request.mesh.n_devices)
+            left = [*rest, kept]
+        return found
 
     def _pair(self, way: _Way, takes: tuple[int, ...]) -> Ends:
         """Some of the operands that are left, and what they are contracted to."""
@@ -171,14 +185,16 @@ class _Solver:
 
     def _plan(self, way: _Way) -> ContractionPlan:
         r = self.request
-        parts = tuple(self._part(step) for step in way.steps)
+        parts = tuple(self._part(step, step.found.flops / max(1, way.flops)) for step in way.steps)
         return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
 
-    def _part(self, step: _Step) -> Part:
+    def _part(self, step: _Step, share: float) -> Part:
+        """share: of the operations of all parts."""
         moves, result = tuple(map(self.prices.plan, step.found.moves)), self.prices.plan(step.found.result)
         own: tuple[ContractionPlan | None, ...] = (None,) * len(moves)
         if self.request.objective == BOTH:
-            own = self._gradients(step)
+            limit = self.backward_limit and int(self.backward_limit * share)
+            own = self._gradients(step, limit)
         part = Part(step.takes, moves, result, own)
         if self.request.overlap == NEVER or (found := best_ring(part, part.flops / self.rate)) is None:
             return part
@@ -189,45 +205,72 @@ class _Solver:
             else part
         )
 
-    def _gradients(self, step: _Step) -> tuple[ContractionPlan | None, ...]:
-        """For every operand its gradient in a place of its own, if all gradients together are cheaper so."""
+    def _gradients(self, step: _Step, limit: int | None) -> tuple[ContractionPlan | None, ...]:
+        """For every operand its gradient in another place, if all gradients together are cheaper so.
+
+        limit: operations of all gradients; where the operands were they may do more.
+        """
         found = step.found
         pulled = self.prices.plan(found.result.dual).cost
         shared = [self.prices.plan(move.dual).cost + found.flops / self.rate for move in found.moves]
-        own = [self._own_gradient(step, i, cost + pulled) for i, cost in enumerate(shared)]
-        most = self.backward_limit and max(self.backward_limit, found.flops * len(shared))
+        most = limit and max(limit, found.flops * len(shared))
+        single = most and most - found.flops * (len(shared) - 1)
+        own = [self._own_gradient(step, i, cost + pulled, single) for i, cost in enumerate(shared)]
+        ways = [[None, one] for one in own]
+        if len(own) == 2:
+            for i, one in enumerate(own):
+                if one is not None and self._may_move(step, 1 - i):
+                    ways[1 - i].append(self._beside(step, i, one))
 
-        def cost(alone: tuple[bool, ...]) -> tuple[float, int]:
-            seconds, flops = 0.0 if all(alone) else pulled, 0
-            for i, plan in enumerate(own):
-                apart = plan if alone[i] else None
-                seconds += apart.forward_cost if apart else shared[i]
-                flops += apart.flops if apart else found.flops
+        def cost(plans: tuple[ContractionPlan | None, ...]) -> tuple[float, int]:
+            # Where several take the cotangent to one place, it travels once.
+            travels = {plan.moves[0].dst: plan.moves[0].cost for plan in plans if plan}
+            seconds, flops = sum(travels.values()) + (pulled if None in plans else 0.0), 0
+            for plan, here in zip(plans, shared, strict=True):
+                seconds += plan.forward_cost - plan.moves[0].cost if plan else here
+                flops += plan.flops if plan else found.flops
             return (math.inf if most and flops > most else round(seconds, 15)), flops
 
-        choices = itertools.product(*((False, True) if plan else (False,) for plan in own))
-        best = min(choices, key=cost)  # among equals the first: all in one place
-        return tuple(plan if alone else None for plan, alone in zip(own, best, strict=True))
+        return min(itertools.product(*map(dict.fromkeys, ways)), key=cost)  # among equals the first
 
-    def _own_gradient(self, step: _Step, i: int, below: float) -> ContractionPlan | None:
-        """The gradient of operand `i` as a contraction of its own, if it takes fewer seconds than `below`."""
+    def _may_move(self, step: _Step, i: int) -> bool:
+        """Whether the gradient of operand `i` may be a contraction elsewhere."""
+        ends = step.ends
+        others = (ends.result, *(end for j, end in enumerate(ends.operands) if j != i))
+        known = {name for end in others for name in end.layout.names}
+        # A mean has the dual of a sum: its scale would be lost, which moves carry.
+        has_scale = any(end.layout.tagged("mean") for end in (ends.operands[i], ends.result))
+        return not has_scale and known.issuperset(ends.operands[i].layout.names)
+
+    def _beside(self, step: _Step, i: int, own: ContractionPlan) -> ContractionPlan:
+        """Of two operands, the gradient of the other one where that of operand `i` is: `own`."""
+        [part], j = own.parts, 1 - i
+        operand, used = step.ends.operands[j], part.result.src.dual
+        at = step.found.moves[i]
+        sources = [self.prices.plan(Move(src, used, at.shape)) for src in dict.fromkeys((at.src, at.dst))]
+        move = min(sources, key=lambda plan: plan.cost)
+        back = self.prices.plan(Move(part.moves[1].dst.dual, operand.layout.dual, operand.shape))
+        text = f"{part.moves[0].src}, {move.src} -> {back.dst}"
+        shapes = own.shapes[0], at.shape
+        parts = (Part((0, 1), (part.moves[0], move), back, (None, None)),)
+        return replace(own, contraction=contraction(text), shapes=shapes, parts=parts)
+
+    def _own_gradient(self, step: _Step, i: int, below: float, limit: int | None) -> ContractionPlan | None:
+        """The gradient of operand `i` as a contraction of its own, if it takes fewer seconds than `below`.
+
+        limit: of its operations.
+        """
         ends, moves = step.ends, step.found.moves
         operand, cotangent = ends.operands[i], ends.result.with_layout(step.found.result.dst.dual)
         rest = [j for j in range(len(ends.operands)) if j != i]
-        known = {name for end in (cotangent, *(ends.operands[j] for j in rest)) for name in end.layout.names}
-        work = step.found.flops / self.rate
-        # A mean has the dual of a sum: its scale would be lost, which moves carry.
-        has_scale = any(end.layout.tagged("mean") for end in (operand, ends.result))
-        if below <= work or has_scale or not set(operand.layout.names) <= known:
+        if below <= step.found.flops / self.rate or not self._may_move(step, i):
             return None
         best: _Way | None = None
         # The other operands are still where they were given, and where they were used.
         for layouts in itertools.product(*(dict.fromkeys((moves[j].src, moves[j].dst)) for j in rest)):
             others = [ends.operands[j].with_layout(layout) for j, layout in zip(rest, layouts, strict=True)]
             own = Ends((cotangent, *others), operand.with_layout(operand.layout.dual))
-            places = self._places(
-                own, objective=FORWARD, flops_limit=self.backward_limit, below=below, level=GUESS
-            )
+            places = self._places(own, objective=FORWARD, flops_limit=limit, below=below, level=GUESS)
             found = next(places, None)
             if found is not None and (seconds := found.priced(self.prices)) < below:
                 below = seconds
