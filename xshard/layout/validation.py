@@ -1,4 +1,4 @@
-"""Whether the cuts and overlaps of a layout fit a shape on a mesh, and whether two layouts have the same dims.
+"""Whether the cuts and overlaps of a layout fit a shape on a mesh, and whether layouts have the same dims.
 
 Decides which given sizes, widths per part, poles and boundaries of empty dims are refused. `layout.py`
 checks the names of axes.
