@@ -6,11 +6,10 @@ Decides the task: the next character, from up to 512 before it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from pydoc_data.topics import topics
 
 import numpy as np
 from numpy.typing import NDArray
+from support.text import text
 
 Array = NDArray[np.float32]
 Characters = NDArray[np.int64]
@@ -19,15 +18,6 @@ LENGTH, BATCH = 512, 2
 WIDTH, HEADS, KV_HEADS = 48, 6, 2  # six heads over four devices, in two groups
 LAYERS = ("gathered_attention", "long_convolution", "ulysses_attention")
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
-
-
-@cache
-def text() -> tuple[Characters, int]:
-    """The help texts that Python ships, as numbers of characters, and how many there are."""
-    whole = "\n".join(topics[name] for name in sorted(topics))
-    known = sorted(set(whole))
-    number = {character: i for i, character in enumerate(known)}
-    return np.array([number[character] for character in whole]), len(known)
 
 
 def windows(steps: int) -> Iterator[tuple[Characters, Characters]]:

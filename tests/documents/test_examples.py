@@ -192,3 +192,43 @@ def test_another_loss_or_none_learned_fails(
 
 def test_a_jax_layer_in_torch_has_the_losses_of_torch() -> None:
     assert "largest relative difference" in printed("jax_layer_in_torch", "--steps", "2", "--any-accuracy")
+
+
+def test_a_block_written_as_expressions_is_that_of_one_device() -> None:
+    text = printed("llama_block", "--steps", "2")
+    assert "largest relative difference" in text
+    rows = (line.strip().split() for line in text.splitlines() if ", torch" in line or ", JAX" in line)
+    alone, *sharded = (row[-2:] for row in rows)
+    assert alone == ["0", "0"] and ["0", "0"] not in sharded
+    assert sharded[:2] == sharded[2:]  # both frameworks send the same
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[ModuleType]:
+    """examples/llama_block.py as a module."""
+    with imported("llama_block") as module:
+        yield module
+
+
+@pytest.mark.parametrize(
+    ("losses", "gradient", "message"),
+    [
+        ((2.0, 1.0), 1.0, None),
+        ((2.0, 1.001), 1.0, "They differ by"),
+        ((2.0, math.nan), 1.0, "They differ by"),
+        ((2.0, 1.0), 0.5, "They differ by"),
+        ((1.0, 1.0), 1.0, "went from"),
+    ],
+)
+def test_a_block_that_differs_or_has_not_learned_fails(
+    llama: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    losses: tuple[float, float],
+    gradient: float,
+    message: str | None,
+) -> None:
+    one, four = (
+        llama.Run([losses[0], last], {"w": np.full(2, g)}) for last, g in ((1.0, 1.0), (losses[1], gradient))
+    )
+    assert llama.judge(one, {"four": four}, Console()) == (message is not None)
+    assert (message or "largest relative difference") in capsys.readouterr().out

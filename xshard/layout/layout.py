@@ -18,9 +18,9 @@ from xshard.errors import LinearityError, NotationError, ShapeError
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.runs import Runs, n_rows, row_numbers
-from xshard.layout.validation import check_fit
+from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
-from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
+from xshard.notation.overlap import Fold, Halo, Overlap, Window
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
 
 NONLINEAR = ("max", "min")
@@ -273,34 +273,8 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
     for parsed, side in zip(sides, (slice(arrow), slice(arrow, None)), strict=True):
         check_form(*parsed, text, side)
     src, dst = (Layout(*parsed) for parsed in sides)
-    check_dims(src, dst, text)
+    check_dims(src.dims, dst.dims, text)
     return src, dst
-
-
-def check_dims(src: Layout, dst: Layout, text: str) -> None:
-    """Raise NotationError unless both sides of `text` have the same dims; their order may differ."""
-    if src.names == dst.names:
-        return
-    spans = parser.text_spans(text)
-    if sorted(src.names) != sorted(dst.names):
-        arrow = text.index(parser.ARROW)
-        odd = [s for n, s in spans.dims if n not in (src.names if s[0] > arrow else dst.names)]
-        raise NotationError(
-            "dim names differ across the arrow",
-            text=text,
-            span=odd[-1] if odd else None,
-            hint=f"left: {' '.join(src.names)}   right: {' '.join(dst.names)}   "
-            "(the same names, in any order; einsum sums dims)",
-        )
-    for dim, span in spans.full_dims:
-        ends = () if dim.overlap is None else (unfolded(dim.overlap).before, unfolded(dim.overlap).after)
-        if any(end.kind == "pole" and not end.dim for end in ends):
-            raise NotationError(
-                "a pole rolls the next dim, and the order of dims changes",
-                text=text,
-                span=span,
-                hint="name the dim, as in pole(w)",
-            )
 
 
 def _dual_overlap(overlap: Overlap | None) -> Overlap | None:

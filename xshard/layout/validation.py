@@ -1,4 +1,4 @@
-"""Whether the cuts and overlaps of a layout fit a shape on a mesh.
+"""Whether the cuts and overlaps of a layout fit a shape on a mesh, and whether layouts have the same dims.
 
 Decides which given sizes, widths per part, poles and boundaries of empty dims are refused. `layout.py`
 checks the names of axes.
@@ -13,7 +13,7 @@ from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import misfit
 from xshard.notation.overlap import Boundary, Halo, unfolded
-from xshard.notation.parser import Dim
+from xshard.notation.parser import ARROW, Dim, text_spans
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
@@ -84,4 +84,31 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
         if any(shard.order in ("zigzag", "cyclic") for shard in dim.shards):
             raise NotationError(
                 "widths per part need contiguous parts", text=str(dim), hint="one width for all parts"
+            )
+
+
+def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
+    """Raise NotationError unless both sides of `text` have the same dims; their order may differ."""
+    left, right = ([dim.name for dim in dims] for dims in (src, dst))
+    if left == right:
+        return
+    spans = text_spans(text)
+    if sorted(left) != sorted(right):
+        arrow = text.index(ARROW)
+        odd = [s for name, s in spans.dims if name not in (left if s[0] > arrow else right)]
+        raise NotationError(
+            "dim names differ across the arrow",
+            text=text,
+            span=odd[-1] if odd else None,
+            hint=f"left: {' '.join(left)}   right: {' '.join(right)}   "
+            "(the same names, in any order; einsum sums dims)",
+        )
+    for dim, span in spans.full_dims:
+        ends = () if dim.overlap is None else (unfolded(dim.overlap).before, unfolded(dim.overlap).after)
+        if any(end.kind == "pole" and not end.dim for end in ends):
+            raise NotationError(
+                "a pole rolls the next dim, and the order of dims changes",
+                text=text,
+                span=span,
+                hint="name the dim, as in pole(w)",
             )

@@ -12,7 +12,8 @@ from xshard.arguments import shown
 from xshard.errors import NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.block_rows import inferred_length
-from xshard.layout.layout import check_dims, parse_expression
+from xshard.layout.layout import parse_expression
+from xshard.layout.validation import check_dims
 from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 
@@ -59,7 +60,7 @@ def sides(expression: Expression) -> Sides:
             raise PlanError(why, hint="torch_bridge.redistribute_between runs it")
         expression = expression.src, expression.dst
     src, dst = as_expression(expression)
-    check_dims(src, dst, text := f"{src} -> {dst}")
+    check_dims(src.dims, dst.dims, text := f"{src} -> {dst}")
     return Sides(src, dst, text)
 
 
