@@ -87,12 +87,13 @@ def _is_plain(shards: tuple[Shard, ...]) -> bool:
 
 def _ring(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout) -> Ring:
     """The ring of parts that are cut as `src` and `dst` are; what travels are rows, whatever they mean."""
-    old, ends = src.layout.dim(dim), (src.mesh, src.mesh, move.devices, move.devices)
-    axes, rows = old.shards[-1].axes, src.max_local_shape[src.dim_index(dim)]
-    n = src.mesh.size(*axes)
+    dims, ends = src.normal.dims, (src.mesh, src.mesh, move.devices, move.devices)  # groups as nested cuts
+    at = src.dim_index(dim)
+    (axis,), rows = dims[at].shards[-1].axes, src.max_local_shape[at]
+    n = src.mesh.size(axis)
     numbers = tuple((start, start + rows) for start in ((i + 1) % n * rows for i in range(n)))
-    new = replace(old, shards=(*old.shards[:-1], Shard(axes, INTERVALS, numbers)))
-    turned = tuple(new if d.name == dim else d for d in src.layout.dims)
+    turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
     what = src.shape, move.dtype, move.profile
-    rotation = find_plan(Request(Layout(src.layout.dims), Layout(turned), *ends, *what))
-    return Ring(operand, dim, axes[0], rotation, find_plan(Request(src.layout, dst, *ends, *what)))
+    rotation = Request(Layout(dims), Layout((*dims[:at], turned, *dims[at + 1 :])), *ends, *what)
+    rest = Request(src.layout, dst, *ends, *what)
+    return Ring(operand, dim, axis, find_plan(rotation), find_plan(rest))
