@@ -143,10 +143,10 @@ def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text
     def used(i: int, x: jax.Array) -> Any:
         if ring is None or i != ring.operand:
             return moved(x, part.moves[i])
-        turns = range(1, ring.rounds)
-        return [
-            *itertools.accumulate(turns, lambda x, _: moved(x, ring.rotation), initial=moved(x, ring.rest))
-        ]
+        blocks = [moved(x, ring.rest)]
+        for _ in range(1, ring.rounds):
+            blocks.append(moved(blocks[-1], ring.rotation))
+        return blocks
 
     def result(*operands: Any) -> jax.Array:
         if ring is None:

@@ -86,7 +86,8 @@ def _is_plain(shards: tuple[Shard, ...]) -> bool:
 
 
 def _ring(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout) -> Ring:
-    """The ring of parts that are cut as `src` and `dst` are; what travels are rows, whatever they mean."""
+    """The ring of parts under `src`, and under `dst` after the rest of the move: the same cuts."""
+    tags = src.layout.tags if operand is None else dst.tags
     dims, ends = src.normal.dims, (src.mesh, src.mesh, move.devices, move.devices)  # groups as nested cuts
     at = src.dim_index(dim)
     (axis,), rows = dims[at].shards[-1].axes, src.max_local_shape[at]
@@ -94,6 +95,6 @@ def _ring(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout)
     numbers = tuple((start, start + rows) for start in ((i + 1) % n * rows for i in range(n)))
     turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
     what = src.shape, move.dtype, move.profile
-    rotation = Request(Layout(dims), Layout((*dims[:at], turned, *dims[at + 1 :])), *ends, *what)
+    rotation = Request(Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags), *ends, *what)
     rest = Request(src.layout, dst, *ends, *what)
     return Ring(operand, dim, axis, find_plan(rotation), find_plan(rest))
