@@ -186,7 +186,7 @@ def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) ->
     for x, move in zip(used, part.moves, strict=True):
         if ring.dim in move.dst.names and not isinstance(x, list):
             at = move.dst.dim_index(ring.dim)
-            x = jnp.split(jnp.roll(x, -first * (x.shape[at] // ring.rounds), at), ring.rounds, at)
+            x = jnp.split(_turned(x, at, first, ring.rounds), ring.rounds, at)
         parts.append(x if isinstance(x, list) else [x] * ring.rounds)
     return [_local(part, each, product) for each in zip(*parts, strict=True)]
 
@@ -194,7 +194,13 @@ def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) ->
 def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
     """The blocks of all rounds, laid side by side in the order of their rows."""
     at = layout.dim_index(ring.dim)
-    return jnp.roll(jnp.concatenate(blocks, at), lax.axis_index(ring.axis) * blocks[0].shape[at], at)
+    return _turned(jnp.concatenate(blocks, at), at, -lax.axis_index(ring.axis), ring.rounds)
+
+
+def _turned(x: jax.Array, at: int, first: jax.Array, n: int) -> jax.Array:
+    """Of n equal parts of a dim those from the one numbered `first` on, then those before it."""
+    rows = x.shape[at]
+    return lax.dynamic_slice_in_dim(jnp.concatenate([x, x], at), first % n * (rows // n), rows, at)
 
 
 def _with_own_gradients(
