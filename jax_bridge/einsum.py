@@ -181,12 +181,13 @@ def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) ->
     In round k device i has part i + k of the ring's dim; in front of a reduce-scatter i + k + 1, since sums
     go round to where they end. No round waits for the message that is sent in it.
     """
-    first = lax.axis_index(ring.axis) + (ring.operand is None)
+    first = 1 if ring.operand is None else 0
     parts: list[Any] = []
     for x, move in zip(used, part.moves, strict=True):
         if ring.dim in move.dst.names and not isinstance(x, list):
             at = move.dst.dim_index(ring.dim)
-            x = jnp.split(_turned(x, at, first, ring.rounds), ring.rounds, at)
+            rows = x.shape[at] // ring.rounds
+            x = [lax.dynamic_slice_in_dim(x, start, rows, at) for start in _starts(ring, first, rows)]
         parts.append(x if isinstance(x, list) else [x] * ring.rounds)
     return [_local(part, each, product) for each in zip(*parts, strict=True)]
 
@@ -194,13 +195,16 @@ def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) ->
 def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
     """The blocks of all rounds, laid side by side in the order of their rows."""
     at = layout.dim_index(ring.dim)
-    return _turned(jnp.concatenate(blocks, at), at, -lax.axis_index(ring.axis), ring.rounds)
+    y = jnp.zeros_like(jnp.concatenate(blocks, at))
+    for x, start in zip(blocks, _starts(ring, 0, blocks[0].shape[at]), strict=True):
+        y = lax.dynamic_update_slice_in_dim(y, x, start, at)
+    return y
 
 
-def _turned(x: jax.Array, at: int, first: jax.Array, n: int) -> jax.Array:
-    """Of n equal parts of a dim those from the one numbered `first` on, then those before it."""
-    rows = x.shape[at]
-    return lax.dynamic_slice_in_dim(jnp.concatenate([x, x], at), first % n * (rows // n), rows, at)
+def _starts(ring: Ring, first: int, rows: int) -> list[jax.Array]:
+    """The row at which a device's part begins, in every round; first: how many parts from its own it begins."""
+    mine = lax.axis_index(ring.axis)
+    return [(mine + first + k) % ring.rounds * rows for k in range(ring.rounds)]
 
 
 def _with_own_gradients(
