@@ -202,7 +202,7 @@ def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
 
 
 def _starts(ring: Ring, first: int, rows: int) -> list[jax.Array]:
-    """The row at which a device's part begins, in every round; first: how many parts from its own it begins."""
+    """The row at which a device's part begins, in every round; first: how many parts on from its own."""
     mine = lax.axis_index(ring.axis)
     return [(mine + first + k) % ring.rounds * rows for k in range(ring.rounds)]
 
