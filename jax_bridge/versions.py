@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
-from jax.extend.core import (
-    Primitive,
-    unsafe_get_axis_names_DO_NOT_USE,  # type: ignore[attr-defined]
-)
+from jax.extend.core import Primitive, unsafe_get_axis_names_DO_NOT_USE  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
