@@ -5,13 +5,13 @@ Written for 0.10; the only file to change for a release that differs. Knows no p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, unsafe_get_axis_names_DO_NOT_USE  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -22,6 +22,11 @@ if jax.__version_info__ < OLDEST:
         f"jax_bridge needs jax {'.'.join(map(str, OLDEST))} or later, this is {jax.__version__}: "
         "along manual axes earlier ones know only `varying`"
     )
+
+
+def named_axes() -> Collection[object]:
+    """The axes that collectives can name here: manual ones, and those that `vmap` has bound."""
+    return unsafe_get_axis_names_DO_NOT_USE()
 
 
 class Batch(NamedTuple):

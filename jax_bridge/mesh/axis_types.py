@@ -16,7 +16,14 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_bridge.mesh.sub_axes import long_axes
-from jax_bridge.versions import changed_type, cotangent_type, linear_primitive, manual_type, with_manual_type
+from jax_bridge.versions import (
+    changed_type,
+    cotangent_type,
+    linear_primitive,
+    manual_type,
+    named_axes,
+    with_manual_type,
+)
 from xshard import Mesh
 from xshard.layout.sub_axes import unfactored
 from xshard.ops import Axes
@@ -24,10 +31,7 @@ from xshard.ops import Axes
 
 def bound_size(axis: str) -> int | None:
     """Devices along an axis; None if no collective here can name it."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        return None
+    return lax.axis_size(axis) if axis in named_axes() else None
 
 
 def axis_size(axis: Axes) -> int:
