@@ -25,19 +25,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
 from jax_bridge.redistribution import carry_out
-from xshard import (
-    ContractionPlan,
-    DtypeError,
-    Layout,
-    Mesh,
-    NotationError,
-    Plan,
-    Profile,
-    ShapeError,
-    planner,
-)
+from xshard import ContractionPlan, DtypeError, Layout, Mesh, Plan, Profile, ShapeError, planner
 from xshard.contractions.blocks import Shapes, whole_shapes
-from xshard.contractions.expression import Contraction, contraction, is_contraction
+from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.plan import Part
 from xshard.contractions.ring import Ring
 from xshard.notation.parser import text_spans
@@ -52,13 +42,7 @@ class Product(NamedTuple):
 
 def contraction_of(expression: Any) -> Contraction:
     """The layouts of operands and result. Raises NotationError."""
-    if isinstance(expression, ContractionPlan):
-        return expression.contraction
-    if not is_contraction(expression):
-        contraction(expression)  # raises for what does not parse
-        hint = "redistribute and reshard move one array"
-        raise NotationError("no contraction: one operand, no dim summed", text=expression, hint=hint)
-    return contraction(expression)
+    return expression.contraction if isinstance(expression, ContractionPlan) else contraction(expression)
 
 
 def plan_for(
@@ -66,8 +50,10 @@ def plan_for(
 ) -> ContractionPlan:
     """The cheapest plan: for whole numbers, which have no gradients, of the result alone."""
     objective = "forward+backward" if jnp.issubdtype(dtype, jnp.inexact) else "forward"
-    options: Any = {"profile": profile, "objective": objective, "overlap": overlap}
-    return planner.plan(text, mesh, shapes, dtype.name, **options)
+    whole = tuple(map(tuple, shapes))
+    return planner.plan_contraction(
+        text, mesh, None, whole, dtype.name, profile, None, None, objective, overlap
+    )
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
@@ -132,15 +118,29 @@ def _contracted(
     return left[0]
 
 
-def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text: str) -> jax.Array:
-    """The blocks that a part takes, under the layouts where they are -> the block of its result."""
-    ring = part.ring
+def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:
+    """A block after a move, on the part of the mesh that is here and in the dtype that it has."""
+    fits = plan.mesh == here and plan.dtype == x.dtype.name
+    return carry_out(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
 
-    def moved(x: jax.Array, plan: Plan) -> jax.Array:
-        fits = plan.mesh == here and plan.dtype == x.dtype.name
-        return carry_out(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
+
+def _part(
+    part: Part,
+    given: list[jax.Array],
+    here: Mesh,
+    product: Product,
+    text: str,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """The blocks that a part takes, under the layouts where they are -> the block of its result.
+
+    first: the first of them where it is contracted, if it is there already.
+    """
+    ring, moved = part.ring, partial(_moved, here=here, text=text)
 
     def used(i: int, x: jax.Array) -> Any:
+        if i == 0 and first is not None:
+            return first
         if ring is None or i != ring.operand:
             return moved(x, part.moves[i])
         blocks = [moved(x, ring.rest)]
@@ -233,17 +233,26 @@ def _with_own_gradients(
             return result(*(replaced.get(i, x) for i, x in enumerate(used)))
 
         y, tangent = jax.jvp(shared, [used[i] for i in along], [tangents[1][i] for i in along])
-        for i, own in enumerate(part.gradients):
-            if own is None or _is_zero(tangents[0][i]):
-                continue
-            rest = [j for j in range(len(given)) if j != i]
-            at = zip(own.contraction.operands[1:], rest, strict=True)
-            others = [given[j] if layout == part.moves[j].src else whole(j, used[j]) for layout, j in at]
+        owns = {
+            i: own for i, own in enumerate(part.gradients) if own is not None and not _is_zero(tangents[0][i])
+        }
 
-            def pulled(cotangent: jax.Array, own=own, i=i, others=others) -> jax.Array:
-                return _contracted(own, [cotangent, *others], here, product).astype(given[i].dtype)
+        def pulled(cotangent: jax.Array) -> list[jax.Array]:
+            travelled: dict[Layout, jax.Array] = {}  # where several take it to one place, it travels once
+            found = []
+            for i, own in owns.items():
+                [alone], rest = own.parts, [j for j in range(len(given)) if j != i]
+                at = zip(own.contraction.operands[1:], rest, strict=True)
+                others = [given[j] if layout == part.moves[j].src else whole(j, used[j]) for layout, j in at]
+                to = alone.moves[0]
+                if to.dst not in travelled:
+                    travelled[to.dst] = _moved(cotangent, to, here, own.text)
+                made = _part(alone, [cotangent, *others], here, product, own.text, travelled[to.dst])
+                found.append(made.astype(given[i].dtype))
+            return found
 
-            tangent += jax.linear_transpose(pulled, y)(tangents[0][i])[0]
+        if owns:
+            tangent += jax.linear_transpose(pulled, y)([tangents[0][i] for i in owns])[0]
         return y, tangent
 
     return contracted

@@ -126,7 +126,7 @@ def plan(
         limits = limit_of(memory_limit), flops_limit
         lengths_by_name, shapes = whole_lengths(sizes, shape)
         named = None if lengths_by_name is None else tuple(lengths_by_name.items())
-        return _plan_contraction(
+        return plan_contraction(
             expression, mesh, named, shapes, dtype, profile, *limits, objective or BOTH, overlap
         )
     if sizes is not None or flops_limit is not None:
@@ -143,7 +143,7 @@ def plan(
 
 
 @lru_cache(maxsize=4096)
-def _plan_contraction(
+def plan_contraction(
     text: str,
     mesh: Mesh,
     sizes: tuple[tuple[str, int], ...] | None,
@@ -155,6 +155,7 @@ def _plan_contraction(
     objective: str,
     overlap: str,
 ) -> ContractionPlan:
+    """`plan` of a contraction, also of one operand with all its dims, as bridges ask for it. Cached."""
     given = contraction(text)
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jax_bridge.einsum import Product, einsum_blocks
 from jax_bridge.redistribution import redistribute
 from xshard import ContractionPlan, Plan
+from xshard.contractions.ring import NEVER
 from xshard.runtimes.tasks import sources_of, target_of
 
 TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from it
@@ -93,7 +94,7 @@ def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *stacked: jax.Array) -
     def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         blocks, _ = state
         if isinstance(plan, ContractionPlan):
-            y = einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, Product(None, None))
+            y = einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, NEVER, Product(None, None))
         else:
             y = redistribute(blocks[0], plan)
         # The whole result is kept: if one element is all that is read, XLA computes that element alone.

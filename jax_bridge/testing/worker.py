@@ -24,6 +24,7 @@ from jax_bridge.redistribution import redistribute
 from jax_bridge.testing.hlo import received_bytes
 from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
 from xshard import ContractionPlan, Mesh, Plan, Sharding
+from xshard.contractions.ring import NEVER
 from xshard.runtimes.tasks import Outcome, Task
 from xshard.steps.base import Blocks
 
@@ -45,7 +46,7 @@ def _run(task: Task, mode: str) -> Outcome:
 
     def run(*blocks: jax.Array) -> tuple[jax.Array]:
         if isinstance(plan, ContractionPlan):
-            return (einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, Product(None, None)),)
+            return (einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, NEVER, Product(None, None)),)
         return (redistribute(blocks[0], plan),)
 
     def pulled(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:

@@ -326,7 +326,6 @@ PLAN = xs.plan(LAYOUTS, BOTH, sizes={"n": 64, "d": 8, "f": 16})
 SIZES = {"n": 64, "d": 8, "f": 16}
 # The expression, the shapes, options; the kind of error, what it says, and what it marks in the text.
 WRONG = [
-    ("n/dp d -> n d", [(64, 8)], {}, xs.NotationError, "no contraction", None),
     ("n/dp d, d f -> n f g", [(64, 8), (8, 16)], {}, xs.NotationError, "in no operand", "g"),
     ("n/cp d, d f -> n f", [(64, 8), (8, 16)], {}, xs.NotationError, "unknown mesh axis 'cp'", "cp"),
     (LAYOUTS, [(64, 8)], {}, xs.ShapeError, "1 arrays for 2 operands", None),
