@@ -92,5 +92,6 @@ CASES: tuple[Case, ...] = (
     _case("result_of_addends", TP4, "b d/tp, d/tp f -> b f | sum(tp)"),
     _case("result_of_copies", TP4, "b d/tp, d/tp f -> b f | copy(tp)"),
     _case("axis_left_alone", {"dp": 2, "tp": 2}, "s/tp d, d f -> s f/tp"),
+    _case("gradients_share_the_cotangent", TP4, "b d/tp, f d -> b f/tp", b=8, d=8, f=4),
     _case("batched_rows", SQUARE, "b/x s d, b/x d -> s b/y"),
 )
