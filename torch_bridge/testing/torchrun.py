@@ -13,7 +13,6 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ def run(
 ) -> None:
     """Be one of `n` nodes with `ranks` ranks, and wait for the end of all.
 
-    sent: a packed function, or a script and its words. folder: a file per rank gets (error, result).
+    sent: a packed function, or a script and its words. folder: gets a file per rank, "3.result" or "3.error".
     Raises ChildFailedError.
     """
     config = LaunchConfig(
@@ -55,15 +54,18 @@ def _rank(folder: str, collective_timeout_s: float, packed: bytes) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
-    answer: tuple[str, Any]
+    function, arguments = pickle.loads(packed)
     try:
-        function, arguments = pickle.loads(packed)
-        answer = "", function(*arguments)
-        data = pickle.dumps(answer)
+        data = pickle.dumps(function(*arguments))
     except Exception:
-        data = pickle.dumps((traceback.format_exc().strip(), None))
-    file = Path(folder, str(dist.get_rank()))
-    file.with_suffix(".part").write_bytes(data)
-    file.with_suffix(".part").rename(file)
+        _keep(folder, "error", pickle.dumps(traceback.format_exc().strip()))
+        return
+    _keep(folder, "result", data)
     with suppress(RuntimeError):  # no rank closes its connections while another still needs them
         dist.barrier()
+
+
+def _keep(folder: str, kind: str, data: bytes) -> None:
+    file = Path(folder, f"{dist.get_rank()}.{kind}")
+    file.with_suffix(".part").write_bytes(data)
+    file.with_suffix(".part").rename(file)  # which others see whole, or not at all

@@ -17,6 +17,7 @@ from pathlib import Path
 from xshard.errors import XshardError
 
 LINK = "eth0"  # the name of every node's link
+_MTU = 9000  # jumbo frames, as clusters have: headers are 1 % of what is sent
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "hostname")
 
 
@@ -27,8 +28,8 @@ class NoNodesError(XshardError):
 class Namespace:
     """A network of its own; on a node also a host name, and processes that end with it.
 
-    An open pipe holds it. The system closes that when this process ends, even by SIGKILL: then `cat` ends, and
-    as the first process of its namespace takes all others with it.
+    An open pipe holds it, which the system closes when this process ends, even by SIGKILL. Then `cat` ends, and
+    takes all other processes with it, as the first of their namespace.
     """
 
     def __init__(self, user: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
@@ -58,7 +59,9 @@ class Namespace:
 
     @property
     def prefix(self) -> list[str]:
-        """What stands before a command that runs in it."""
+        """What stands before a command that runs in it. Raises NoNodesError when it has ended."""
+        if self._holder.poll() is not None:
+            raise NoNodesError("this node has been killed", hint="make new ones with `nodes`")
         own = ("--uts", f"--pid=/proc/{self.pid}/ns/pid_for_children") if self._own else ()
         user = () if _is_root() else ("--user", "--preserve-credentials")
         return ["nsenter", f"--target={self.pid}", *user, "--net", *own]
@@ -81,7 +84,7 @@ class Namespace:
 
 
 class Network:
-    """Nodes at one switch. rate: of every link in both directions, as `tc` has it ("200mbit"); None: no limit."""
+    """Nodes at one switch. rate: of every link, in both directions, as `tc` writes it; None for no limit."""
 
     def __init__(self, n: int, rate: str | None) -> None:
         if missing := "it is no Linux" if sys.platform != "linux" else _missing():
@@ -108,10 +111,11 @@ class Network:
     def _connect(self, i: int) -> None:
         self._switch.call(
             f"ip link add port{i} type veth peer name {LINK} netns {self.nodes[i].pid}",
-            f"ip link set port{i} addrgenmode none master switch up",
+            f"ip link set port{i} mtu {_MTU} addrgenmode none master switch up",
         )
         self.nodes[i].call(
-            f"ip link set {LINK} addrgenmode none up", f"ip addr add {self.address(i)}/24 dev {LINK}"
+            f"ip link set {LINK} mtu {_MTU} addrgenmode none up",
+            f"ip addr add {self.address(i)}/24 dev {LINK}",
         )
 
     def limit(self, i: int, rate: str | None) -> None:
