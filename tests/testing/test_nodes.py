@@ -21,8 +21,8 @@ from xshard.cost.model import Link, load_profile
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
 BITS_PER_S = 40_000_000
-SHAPE = (1024, 1024)
-MUST_CROSS = 1024 * 1024 * 4 // 2  # bytes to each node: the half that the other has
+SHAPE = (1024, 2048)
+MUST_CROSS = 1024 * 2048 * 4 // 4  # bytes to each node: the half of its columns that the other has
 OVERHEAD = 200_000  # bytes: a world begins and ends
 TIMEOUT_S = 3.0  # of a collective
 
@@ -40,14 +40,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def plan() -> xs.Plan:
-    """A gather of everything, planned for nodes of two devices."""
+    """Rows to columns, planned for nodes of two devices."""
     gloo = load_profile("gloo")
     across = replace(gloo, across=Link(0.001, BITS_PER_S / 8), node_devices=2)
-    return xs.plan("n/x/y d -> n d", xs.Mesh(x=2, y=2), shape=SHAPE, dtype="float32", profile=across)
+    return xs.plan("n/x/y d -> n d/x/y", xs.Mesh(x=2, y=2), shape=SHAPE, dtype="float32", profile=across)
 
 
-def gathered(plan: xs.Plan, folder: Path | None = None) -> tuple[object, bool, float]:
-    """Which rank this is, whether all rows have come, and the seconds that they took.
+def turned(plan: xs.Plan, folder: Path | None = None) -> tuple[object, bool, float]:
+    """Which rank this is, whether its columns have come, and the seconds that they took.
 
     folder: see `in_the_middle`.
     """
@@ -70,14 +70,14 @@ def gathered(plan: xs.Plan, folder: Path | None = None) -> tuple[object, bool, f
     x = torch.arange(rank * n, (rank + 1) * n, dtype=torch.float32)[:, None].repeat(1, SHAPE[1])
     y = xt.redistribute(x, plan, plan.mesh)
     seconds = time.perf_counter() - start
-    return place, torch.equal(y, torch.arange(4.0 * n)[:, None].expand(SHAPE)), seconds
+    return place, torch.equal(y, torch.arange(4.0 * n)[:, None].repeat(1, SHAPE[1] // 4)), seconds
 
 
 def in_the_middle(cluster: Cluster, plan: xs.Plan, folder: Path, happens: Callable[[], None]) -> list[Any]:
-    """What all ranks return of `gathered` when something happens after they have met."""
+    """What all ranks return of `turned` when something happens after they have met."""
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(
-            cluster.run_torch, gathered, plan, folder, timeout_s=60.0, collective_timeout_s=TIMEOUT_S
+            cluster.run_torch, turned, plan, folder, timeout_s=60.0, collective_timeout_s=TIMEOUT_S
         )
         while not running.done() and not all((folder / f"ready{rank}").exists() for rank in range(4)):
             time.sleep(0.05)
@@ -90,7 +90,7 @@ PLACES = [(0, 0, 2, 6), (1, 1, 2, 6), (2, 0, 2, 6), (3, 1, 2, 6)]
 
 def test_a_plan_sends_over_the_link_what_must_cross_at_its_rate(cluster: Cluster, plan: xs.Plan) -> None:
     before = [cluster.bytes(node) for node in range(2)]
-    places, right, seconds = zip(*cluster.run_torch(gathered, plan, timeout_s=60.0), strict=True)
+    places, right, seconds = zip(*cluster.run_torch(turned, plan, timeout_s=60.0), strict=True)
     assert list(places) == PLACES and all(right)
     for node in range(2):
         for was, now in zip(before[node], cluster.bytes(node), strict=True):

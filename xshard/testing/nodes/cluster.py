@@ -197,8 +197,8 @@ class Cluster:
 def nodes(n: int, ranks: int = 1, rate: str | None = None) -> Iterator[Cluster]:
     """`n` nodes of `ranks` ranks each: `with nodes(2, ranks=2, rate="200mbit") as cluster:`.
 
-    They are Linux namespaces, which root can make, and users where the system lets them. Nothing outside of them
-    changes. What runs there ends with the block, or with this process, however it ends.
+    They are Linux namespaces, which root can make, and users where the system lets them. Nothing outside of
+    them changes. What runs there ends with the block, or with this process, however it ends.
     rate: of each node's link, in bits per second as `tc` writes them; None for no limit.
     Raises NoNodesError, which says why, where there are no namespaces.
     """

@@ -28,8 +28,8 @@ class NoNodesError(XshardError):
 class Namespace:
     """A network of its own; on a node also a host name, and processes that end with it.
 
-    An open pipe holds it, which the system closes when this process ends, even by SIGKILL. Then `cat` ends, and
-    takes all other processes with it, as the first of their namespace.
+    An open pipe holds it, which the system closes when this process ends, even by SIGKILL. Then `cat` ends,
+    and takes all other processes with it, as the first of their namespace.
     """
 
     def __init__(self, user: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
