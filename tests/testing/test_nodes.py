@@ -202,6 +202,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def test_what_is_no_rate_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(xs.XshardError, match="'fast' is no rate"):
+        cluster.slow(0, "fast")
+
+
 def test_a_machine_without_namespaces_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason() -> str:
         with pytest.raises(NoNodesError) as raised, nodes(2):
@@ -211,4 +216,4 @@ def test_a_machine_without_namespaces_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
     assert "tc not installed" in reason()
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert reason() == "no namespaces here: it is no Linux"
+    assert reason() == "no namespaces here: this is no Linux"

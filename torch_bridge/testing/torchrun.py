@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+_LOOK_S = 0.5  # how often the agent looks: more often it never seems to stand still
+
 
 def run(
     n: int,
@@ -43,6 +45,7 @@ def run(
         local_addr=socket.gethostname(),
         max_restarts=0,
         start_method="fork",
+        monitor_interval=_LOOK_S,
     )
     if isinstance(sent, bytes):
         elastic_launch(config, _rank)(folder, collective_timeout_s, sent)
@@ -56,16 +59,13 @@ def _rank(folder: str, collective_timeout_s: float, packed: bytes) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
     function, arguments = pickle.loads(packed)
     try:
-        data = pickle.dumps(function(*arguments))
+        kind, data = "result", pickle.dumps(function(*arguments))
     except Exception:
-        _keep(folder, "error", pickle.dumps(traceback.format_exc().strip()))
-        return
-    _keep(folder, "result", data)
-    with suppress(RuntimeError):  # no rank closes its connections while another still needs them
-        dist.barrier()
-
-
-def _keep(folder: str, kind: str, data: bytes) -> None:
-    file = Path(folder, f"{dist.get_rank()}.{kind}")
-    file.with_suffix(".part").write_bytes(data)
-    file.with_suffix(".part").rename(file)  # which others see whole, or not at all
+        kind, data = "error", traceback.format_exc().strip().encode()
+    file = Path(folder, f"{dist.get_rank()}.part")
+    file.write_bytes(data)
+    file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
+    if kind == "result":
+        with suppress(RuntimeError):  # no rank closes its connections while another still needs them
+            dist.barrier()
+    dist.destroy_process_group()  # tells others of an error: this process stays as long as those of its node

@@ -17,7 +17,7 @@ from typing import Any
 
 from xshard.errors import XshardError
 from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
-from xshard.runtimes.processes import FunctionError, Process
+from xshard.runtimes.processes import Process
 from xshard.testing.nodes.network import LINK, Network
 from xshard.testing.pickling import packed
 
@@ -67,21 +67,15 @@ class Cluster:
         self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
         with tempfile.TemporaryDirectory() as folder:  # its owner's alone
 
-            def answered() -> dict[int, bool]:
+            def answered() -> dict[int, str]:
                 files = [file for file in Path(folder).iterdir() if file.suffix != ".part"]
-                return {int(file.stem): file.suffix == ".error" for file in files}
+                return {int(file.stem): file.read_text() if file.suffix == ".error" else "" for file in files}
 
             arguments = self._n, self._ranks, self._endpoint(), folder, patience_s, sent
             function = "torch_bridge.testing.torchrun.run"
-            failed, _ = self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
-            answers = dict(sorted(answered().items()))
-            said = {
-                rank: pickle.loads(Path(folder, f"{rank}.{'error' if is_error else 'result'}").read_bytes())
-                for rank, is_error in answers.items()
-            }
-        if errors := {f"rank {rank}": said[rank] for rank in said if answers[rank]} | failed:
-            raise NodesError(errors)
-        return list(said.values())
+            self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
+            files = [Path(folder, f"{rank}.result") for rank in sorted(answered())]
+            return [pickle.loads(file.read_bytes()) for file in files]
 
     def run_jax(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """`function(*args)` in one JAX process per node, with a device per rank -> the results, by node.
@@ -91,20 +85,14 @@ class Cluster:
         backend = BACKENDS["jax"]
         backend.check_installed()
         sent = packed(function, *args)
-        failed: dict[str, str] = {}
         if "jax" not in self._processes:
             settings = {"PJRT_NPROC": "16", "XLA_FLAGS": QUICK_XLA_FLAGS}  # threads, one program at a time
             self._start("jax", backend.environment(self._ranks) | settings)
             address = self._endpoint()
             join = [(address, self._n, i) for i in range(self._n)]
-            failed, _ = self._ask("jax", "jax_bridge.testing.worker.join", join, timeout_s)
-        if not failed:
-            failed, answers = self._ask(
-                "jax", "jax_bridge.testing.equivalence.call_packed", [(sent,)] * self._n, timeout_s
-            )
-        if failed:
-            raise NodesError(failed)
-        return answers
+            self._ask("jax", "jax_bridge.testing.worker.join", join, timeout_s)
+        function_there = "jax_bridge.testing.equivalence.call_packed"
+        return self._ask("jax", function_there, [(sent,)] * self._n, timeout_s)
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: what is sent to it or by it is lost until `restore`, and nobody is told."""
@@ -150,47 +138,43 @@ class Cluster:
         function: str,
         arguments: Sequence[tuple[Any, ...]],
         timeout_s: float,
-        answered: Callable[[], Mapping[int, bool]] = dict,
-    ) -> tuple[dict[str, str], list[Any]]:
-        """Ask all nodes together -> the errors of those that failed, and the answers.
+        answered: Callable[[], Mapping[int, str]] = dict,
+    ) -> list[Any]:
+        """Ask all nodes together -> their answers. Raises NodesError.
 
-        answered: ranks that have said all, and whether that was an error. After a failure their node is not
-        waited for: torchrun would wait for the other nodes.
+        answered: the ranks that have said all, with their errors. After a failure their nodes are not waited
+        for: torchrun would wait for the others.
         """
         processes = self._processes[name]
-        errors: dict[str, str] = {}
-        ended: set[int] = set()
 
         def has_said_all(i: int) -> bool:
             return set(range(i * self._ranks, (i + 1) * self._ranks)) <= answered().keys()
 
-        def ask(i: int) -> Any:
+        with ThreadPoolExecutor(self._n) as threads:
+            asked = [
+                threads.submit(process.ask, function, *given, timeout_s=timeout_s)
+                for process, given in zip(processes, arguments, strict=True)
+            ]
             try:
-                return processes[i].ask(function, *arguments[i], timeout_s=timeout_s)
-            except FunctionError as error:
-                if not has_said_all(i):
-                    errors[f"node {i}"] = str(error)
-                ended.add(i)
-                processes[i].end()  # which closes its connections, as the end of a program does
-
-        try:
-            with ThreadPoolExecutor(self._n) as threads:
-                asked = [threads.submit(ask, i) for i in range(self._n)]
-                try:
-                    while wait(asked, timeout=_LOOK_S).not_done:
-                        if ended or any(answered().values()):
-                            for i in range(self._n):
-                                if not asked[i].done() and has_said_all(i):
-                                    processes[i].end()
-                except BaseException:  # Ctrl-C: the threads would wait on
-                    ended.update(range(self._n))
-                    for process in processes:
-                        process.end()
-                    raise
-        finally:
-            if ended:
-                self._end(name)
-        return errors, [each.result() for each in asked]
+                while still := wait(asked, timeout=_LOOK_S).not_done:
+                    failed = [i for i, each in enumerate(asked) if each.done() and each.exception()]
+                    for i in failed:
+                        processes[i].end()  # closes its connections, as the end of a program does
+                    said_all = all(has_said_all(i) for i, each in enumerate(asked) if each in still)
+                    if said_all and (failed or any(answered().values())):
+                        break
+            finally:  # also after Ctrl-C, when threads would wait on
+                if not all(each.done() and not each.exception() for each in asked):
+                    self._end(name)
+        errors = {f"rank {rank}": error for rank, error in sorted(answered().items()) if error}
+        errors |= {
+            f"node {i}": str(each.exception())
+            for i, each in enumerate(asked)
+            if each.exception() and not has_said_all(i)
+        }
+        if errors:
+            raise NodesError(errors)
+        return [each.result() for each in asked]
 
 
 @contextmanager
