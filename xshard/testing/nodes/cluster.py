@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xshard.errors import XshardError
-from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
+from xshard.runtimes.backends import BACKENDS
 from xshard.runtimes.processes import Process
 from xshard.testing.nodes.network import LINK, Network
 from xshard.testing.pickling import packed
@@ -86,8 +86,8 @@ class Cluster:
         backend.check_installed()
         sent = packed(function, *args)
         if "jax" not in self._processes:
-            settings = {"PJRT_NPROC": "16", "XLA_FLAGS": QUICK_XLA_FLAGS}  # threads, one program at a time
-            self._start("jax", backend.environment(self._ranks) | settings)
+            threads = {"PJRT_NPROC": str(max(16, 2 * self._ranks))}  # as many as two programs at once need
+            self._start("jax", backend.environment(self._ranks) | threads)
             address = self._endpoint()
             join = [(address, self._n, i) for i in range(self._n)]
             self._ask("jax", "jax_bridge.testing.worker.join", join, timeout_s)
@@ -159,7 +159,8 @@ class Cluster:
                 while still := wait(asked, timeout=_LOOK_S).not_done:
                     failed = [i for i, each in enumerate(asked) if each.done() and each.exception()]
                     for i in failed:
-                        processes[i].end()  # closes its connections, as the end of a program does
+                        if processes[i].is_alive:
+                            processes[i].end()  # closes its connections, as the end of a program does
                     said_all = all(has_said_all(i) for i, each in enumerate(asked) if each in still)
                     if said_all and (failed or any(answered().values())):
                         break
@@ -174,7 +175,7 @@ class Cluster:
         }
         if errors:
             raise NodesError(errors)
-        return [each.result() for each in asked]
+        return [None if each.exception() else each.result() for each in asked]
 
 
 @contextmanager
