@@ -1,0 +1,133 @@
+"""Nodes as Linux namespaces: addresses and processes of their own, joined by links of a chosen rate.
+
+Decides how they are made, that nothing outside them changes, and that they end with the process that made
+them, however it ends. Knows nothing of what runs in them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from xshard.errors import XshardError
+
+LINK = "eth0"  # the name of every node's link
+_MTU = 9000  # jumbo frames, as clusters have: headers are 1 % of what is sent
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "hostname")
+_RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
+
+
+class NoNodesError(XshardError):
+    """Namespaces cannot be had here, or have ended; the text says why."""
+
+
+class Namespace:
+    """A network of its own; with a host name, also processes of its own.
+
+    An open pipe holds it, which the system closes when this process ends, even by SIGKILL. Then `cat` ends,
+    and takes all other processes with it, as the first of their namespace.
+    """
+
+    def __init__(self, new: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
+        self._own = ("--uts", "--pid") if host else ()
+        own = (*self._own, "--fork") if host else ()
+        script = f"{f'hostname {host} && ' if host else ''}ip link set lo up && echo && exec cat"
+        self._holder = subprocess.Popen(
+            [*inside, "unshare", *new, "--net", *own, "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends it in order
+        )
+        assert self._holder.stdin and self._holder.stdout and self._holder.stderr
+        self._pipes, self.pid = (
+            (self._holder.stdin, self._holder.stdout, self._holder.stderr),
+            self._holder.pid,
+        )
+        if not self._holder.stdout.readline():
+            raise NoNodesError("no namespaces here", hint=self._holder.stderr.read().decode().strip())
+
+    @property
+    def prefix(self) -> list[str]:
+        """What stands before a command that runs in it. Raises NoNodesError when it has ended."""
+        if self._holder.poll() is not None:
+            raise NoNodesError("this node has been killed", hint="make new ones with `nodes`")
+        user = () if _is_root() else ("--user", "--preserve-credentials")
+        own = ("--uts", f"--pid=/proc/{self.pid}/ns/pid_for_children") if self._own else ()
+        return ["nsenter", f"--target={self.pid}", *user, "--net", *own]
+
+    def call(self, *commands: str) -> None:
+        """Run commands of a shell in it. Raises NoNodesError."""
+        script = [*self.prefix, "sh", "-ec", "\n".join(commands)]
+        if (done := subprocess.run(script, capture_output=True, text=True)).returncode:
+            raise NoNodesError(f"no such network here: {done.stderr.strip()}")
+
+    def end(self) -> None:
+        """End all that runs in it, at once."""
+        self._pipes[0].close()
+        self._holder.wait()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+class Network:
+    """Nodes at one switch. rate: of every link, in both directions; None for no limit."""
+
+    def __init__(self, n: int, rate: str | None) -> None:
+        missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+        if sys.platform != "linux" or missing:
+            why = f"{', '.join(missing)} not installed" if sys.platform == "linux" else "this is no Linux"
+            raise NoNodesError(f"no namespaces here: {why}")
+        with ExitStack() as ends:
+            self._switch = Namespace(() if _is_root() else ("--user", "--map-root-user"))
+            ends.callback(self._switch.end)
+            self._switch.call("ip link add switch type bridge", "ip link set switch up")
+            self.nodes: list[Namespace] = []
+            for i in range(n):
+                # The host's name is its address: whoever looks it up needs no name service.
+                node = Namespace((), () if _is_root() else self._switch.prefix, self.address(i))
+                ends.callback(node.end)
+                self._switch.call(
+                    f"ip link add port{i} type veth peer name {LINK} netns {node.pid}",
+                    f"ip link set port{i} mtu {_MTU} addrgenmode none master switch up",
+                )
+                node.call(
+                    f"ip link set {LINK} mtu {_MTU} addrgenmode none up",
+                    f"ip addr add {self.address(i)}/24 dev {LINK}",
+                )
+                self.nodes.append(node)
+                self.limit(i, rate)
+            self.close = ends.pop_all().close
+
+    @staticmethod
+    def address(node: int) -> str:
+        """Three digits each: torchrun numbers ranks in the order of these texts."""
+        return f"10.77.0.{101 + node}"
+
+    def limit(self, i: int, rate: str | None) -> None:
+        """Limit what a node sends, and what it receives. Raises XshardError for what is no rate."""
+        if rate is not None and not _RATE.fullmatch(rate):
+            raise XshardError(f"{rate!r} is no rate", hint='bits per second, as in "200mbit"')
+        for namespace, device in ((self.nodes[i], LINK), (self._switch, f"port{i}")):
+            limited = f"tc qdisc replace dev {device} root tbf rate {rate} burst 256kbit latency 50ms"
+            namespace.call(limited if rate else f"tc qdisc del dev {device} root || true")
+
+    def plug(self, i: int, state: str) -> None:
+        """state: "up" or "down", as if the cable were pulled at the switch."""
+        self._switch.call(f"ip link set port{i} {state}")
+
+    def counted(self, i: int) -> tuple[int, int]:
+        """Bytes that a node has received and sent, with all headers."""
+        lines = Path(f"/proc/{self.nodes[i].pid}/net/dev").read_text().splitlines()
+        counts = next(line for line in lines if line.strip().startswith(LINK)).partition(":")[2].split()
+        return int(counts[0]), int(counts[8])
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
