@@ -27,7 +27,6 @@ from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
-from xshard.steps.base import axes_of
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
 WIDTH = 4  # places of a pair that are followed up, the best first
@@ -249,8 +248,7 @@ def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> P
     """
     cuts = dict(zip(ends.lengths, place.cuts, strict=True))
     mine = tuple(cuts[name] for name in pair.lengths)
-    cut = {axis for shards in mine for axis in axes_of(shards)}
-    busy = [axis for axis in place.busy if axis not in cut]
+    busy = [axis for axis in ends.axes if axis in place.busy.difference(*(cut.axes for cut in mine))]
     sums = tuple(
         (axis, i)
         for i, (n, operand) in enumerate(zip(numbers, pair.operands, strict=True))
@@ -258,7 +256,7 @@ def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> P
         if axis in busy and (n < 0 or (axis, n) in place.sums)
     )
     held = {axis for axis, _ in sums}
-    return Place(mine, sums, tuple(axis for axis in busy if axis not in held))
+    return Place.of(mine, sums, tuple(axis for axis in busy if axis not in held))
 
 
 def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:
