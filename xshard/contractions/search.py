@@ -26,13 +26,15 @@ class Found(NamedTuple):
     """A place with its operations and the moves that count there.
 
     legs: of the operands, of the result, and of their gradients, if those count. work: seconds of operations.
+    stays: the result stays where it is contracted.
     """
 
+    ends: Ends
     place: Place
     flops: int
     work: float
     legs: tuple[Leg, ...]
-    n_operands: int
+    stays: bool
 
     @property
     def seconds(self) -> float:
@@ -42,12 +44,14 @@ class Found(NamedTuple):
     @property
     def moves(self) -> tuple[Move, ...]:
         """Of the operands, to the place."""
-        return tuple(leg.move for leg in self.legs[: self.n_operands])
+        operands = enumerate(self.ends.operands)
+        return tuple(Move(o.layout, self.ends.layout(self.place, i), o.shape) for i, o in operands)
 
     @property
     def result(self) -> Move:
         """From the place to where the result is to be."""
-        return self.legs[self.n_operands].move
+        local, wanted = self.ends.layout(self.place, -1), self.ends.result
+        return Move(local, local if self.stays else wanted.layout, wanted.shape)
 
     def priced(self, prices: Prices) -> float:
         """Seconds, by the prices of all moves."""
@@ -147,20 +151,18 @@ class _Search:
 
     def found(self, place: Place) -> Found:
         """A place, with what is known of its moves."""
-        n, legs, duals = len(self.ends.operands), list[Leg](), list[Leg]()
+        ends, legs, duals = self.ends, list[Leg](), list[Leg]()
         for i in self._numbers:
-            # All that the move depends on; the place has it at hand.
-            key = i, self.ends.cuts_of(place, i), place.busy, place.sums, place.copies
-            known = self._legs.get(key)
-            if known is None:
-                known = self._legs[key] = self._new_legs(place, i)
-            legs.append(known[0])
-            duals.append(known[1])
-        flops, passes = self.ends.flops(place), 1
-        if self.objective == BOTH:
-            passes, legs = 1 + n, legs + duals
+            cuts = ends.cuts_of(place, i)
+            # All that the price depends on: forward, copies are as good as replicas, but to addends.
+            key: tuple[object, ...] = i, cuts, place.sums, place.busy if i < 0 else None
+            legs.append(self._legs.get(key) or self._new_leg(key, place, i))
+            if self.objective == BOTH:
+                key = i, cuts, place.sums, place.busy, place.copies
+                duals.append(self._legs.get(key) or self._new_leg(key, place, i, is_dual=True))
+        flops, passes = ends.flops(place), 1 + len(duals[1:])
         work = passes * flops / self.prices.profile.flops(self.prices.dtype)
-        return Found(place, flops, work, tuple(legs), n)
+        return Found(ends, place, flops, work, (*legs, *duals), self.stays)
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
@@ -168,24 +170,25 @@ class _Search:
         return (*range(len(self.ends.operands)), -1)
 
     @cached_property
-    def _legs(self) -> dict[tuple[object, ...], tuple[Leg, Leg]]:
+    def _legs(self) -> dict[tuple[object, ...], Leg]:
         return {}
 
-    def _new_legs(self, place: Place, i: int) -> tuple[Leg, Leg]:
-        """The move of operand `i` to a place, -1: of the result from there; and that of its gradient."""
+    def _new_leg(self, key: tuple[object, ...], place: Place, i: int, *, is_dual: bool = False) -> Leg:
+        """The move of operand `i` to a place, -1: of the result from there; or that of its gradient."""
         ends = self.ends
         given, at = ends.given[i], ends.used(place, i)
         before, after = (at, at if self.stays else given) if i < 0 else (given, at)
-        end = (*ends.operands, ends.result)[i]
+        if is_dual:
+            before, after = after.dual, before.dual
+        shape = (*ends.operands, ends.result)[i].shape
 
         def move() -> Move:
-            here = ends.layout(place, i)
-            there = here if self.stays and i < 0 else end.layout
-            return Move(here, there, end.shape) if i < 0 else Move(there, here, end.shape)
+            found = Found(ends, place, 0, 0.0, (), self.stays)
+            made = found.result if i < 0 else found.moves[i]
+            return made.dual if is_dual else made
 
-        leg = Leg(self.prices.least(before, after, end.shape), move)
-        dual = Leg(self.prices.least(after.dual, before.dual, end.shape), lambda: leg.move.dual)
-        return leg, dual
+        leg = self._legs[key] = Leg(self.prices.least(before, after, shape), move)
+        return leg
 
     def _held(self, place: Place) -> int:
         """Elements of all that is moved, where it is contracted."""
