@@ -325,7 +325,7 @@ class Search:
 
     @cached_property
     def _lefts(self) -> dict[State, Left]:
-        return {}
+        return self.space.tables.lefts.setdefault(self.space.goal_state, {})
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""

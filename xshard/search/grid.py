@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 from xshard.cost.model import Fabric, Profile
 from xshard.layout import Mesh
@@ -23,15 +24,32 @@ Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that cut it, outermost f
 
 
 @dataclass(frozen=True)
+class Tables:
+    """What is known of states and of moves between them, by the numbers that spaces give to cuts.
+
+    lefts: by goal, then by state.
+    """
+
+    lengths: dict[Any, tuple[int, bool]] = field(default_factory=dict)
+    blocks: dict[Any, int] = field(default_factory=dict)
+    regular: dict[Any, bool] = field(default_factory=dict)
+    roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    costs: dict[Any, Any] = field(default_factory=dict)
+    lefts: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Grid:
     """The axes of a mesh and the links along them, for arrays of one shape."""
 
     mesh: Mesh
     shape: tuple[int, ...]
+    itemsize: int
     profile: Profile
     _exchanges: dict[tuple[Cuts, Cuts, tuple[int, ...]], Traffic | None] = field(default_factory=dict)
     _crossings: dict[tuple[Cuts, Cuts], float] = field(default_factory=dict)
     _groups: dict[tuple[int, ...], LinkSpans] = field(default_factory=dict)
+    tables: Tables = field(default_factory=Tables)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -85,6 +103,6 @@ class Grid:
 
 
 @lru_cache(maxsize=1024)
-def grid(mesh: Mesh, shape: tuple[int, ...], profile: Profile) -> Grid:
+def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:
     """The one grid of a shape on a mesh."""
-    return Grid(mesh, shape, profile)
+    return Grid(mesh, shape, itemsize, profile)

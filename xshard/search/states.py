@@ -17,7 +17,7 @@ from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
 from xshard.notation.parser import Dim, Shard
-from xshard.search.grid import Grid, grid
+from xshard.search.grid import Grid, Tables, grid
 from xshard.steps import Exchange, Traffic
 from xshard.steps.exchange.traffic import counted_traffic
 from xshard.steps.traffic import LinkSpans
@@ -59,7 +59,12 @@ class Space:
 
     @cached_property
     def grid(self) -> Grid:
-        return grid(self.start.mesh, self.start.shape, self.profile)
+        return grid(self.start.mesh, self.start.shape, self.itemsize, self.profile)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Shared by all spaces of the grid whose cuts are the axes alone."""
+        return self.grid.tables if len(self.shards) == len(self.axes) else Tables()
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -119,13 +124,9 @@ class Space:
         """Whether every cut is contiguous, over one axis."""
         return all(s < len(self.axes) for s in cut)
 
-    @cached_property
-    def _lengths(self) -> dict[tuple[int, Cut], tuple[int, bool]]:
-        return {}
-
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
         """The longest block of a dim under a cut, and whether all are as long."""
-        known = self._lengths.get((dim, cut))
+        known = self.tables.lengths.get((dim, cut))
         if known is None:
             whole, parts = self.start.shape[dim], math.prod(self.sizes[s] for s in cut)
             if self.is_plain(cut) and whole % parts == 0:
@@ -133,7 +134,7 @@ class Space:
             else:
                 d = Dim("", tuple(self.shards[s] for s in cut))
                 known = block_length(d, whole, self.start.mesh.sizes_of(d.axes))
-            self._lengths[dim, cut] = known
+            self.tables.lengths[dim, cut] = known
         return known
 
     def is_even(self, dim: int, cut: Cut) -> bool:
@@ -141,15 +142,11 @@ class Space:
 
     def block(self, state: State) -> int:
         """Elements of the largest block."""
-        known = self._blocks.get(state.cuts)
+        known = self.tables.blocks.get(state.cuts)
         if known is None:
             known = math.prod(self.length(d, cut)[0] for d, cut in enumerate(state.cuts))
-            self._blocks[state.cuts] = known
+            self.tables.blocks[state.cuts] = known
         return known
-
-    @cached_property
-    def _blocks(self) -> dict[tuple[Cut, ...], int]:
-        return {}
 
     def least_received(self, state: State) -> tuple[int, bool]:
         """Fewest elements that the busiest device must receive on any path from a state to the goal.
@@ -243,21 +240,20 @@ class Space:
     def is_regular(self, state: State) -> bool:
         """Whether all cuts are even, contiguous and over one axis."""
         cuts = state.cuts
-        known = self._regular.get(cuts)
+        known = self.tables.regular.get(cuts)
         if known is None:
             known = all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(cuts))
-            self._regular[cuts] = known
+            self.tables.regular[cuts] = known
         return known
-
-    @cached_property
-    def _regular(self) -> dict[tuple[Cut, ...], bool]:
-        return {}
 
     def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
         """What every cutting axis does: its dim and the cuts down to it."""
-        return {
-            a: (d, cut[: i + 1])
-            for d, cut in enumerate(state.cuts)
-            for i, s in enumerate(cut)
-            for a in self.shard_axes[s]
-        }
+        known = self.tables.roles.get(state.cuts)
+        if known is None:
+            known = self.tables.roles[state.cuts] = {
+                a: (d, cut[: i + 1])
+                for d, cut in enumerate(state.cuts)
+                for i, s in enumerate(cut)
+                for a in self.shard_axes[s]
+            }
+        return known
