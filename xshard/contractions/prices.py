@@ -18,6 +18,7 @@ from xshard.cost.model import Profile
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.a_star import Search
+from xshard.search.guess import guess
 from xshard.search.request import Request
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
@@ -94,10 +95,10 @@ class Prices:
     def _closer(self, start: Sharding, goal: Sharding, leg: Leg) -> _Known:
         if start.layout == goal.layout:
             return _Known(PRICE, 0.0)
-        search = Search(Space(start, goal, self.dtype, self.profile), None, directed=True)
+        space = Space(start, goal, self.dtype, self.profile)
         if leg.level == BOUND:
-            return _Known(GUESS, max(leg.seconds, search.guess()))
-        return _Known(PRICE, search.path().seconds)
+            return _Known(GUESS, max(leg.seconds, guess(space)))
+        return _Known(PRICE, Search(space, None, directed=True).path().seconds)
 
     def _end(self, layout: Layout, shape: tuple[int, ...]) -> Sharding:
         """A layout in normal form and without copies."""

@@ -185,6 +185,10 @@ class Space:
         return None if self.nodes else self._even_exchange(state, after)
 
     @cached_property
+    def start_state(self) -> State:
+        return self.state(self.start.layout)
+
+    @cached_property
     def goal_state(self) -> State:
         return self.state(self.goal.layout)
 

@@ -30,7 +30,7 @@ class Moves:
         self.space = space
         self.goal = space.goal_state
         named = [s for end in (space.start, space.goal) for s in space.state(end.layout).cuts]
-        start = space.state(space.start.layout)
+        start = space.start_state
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
         self.usable = self._usable(start)
         dims = len(space.start.shape)

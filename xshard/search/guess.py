@@ -1,0 +1,89 @@
+"""What the best path between two layouts costs, roughly: a few ways that are written down, none searched for.
+
+Decides these ways. The guess is no bound, and leads to no plan: it tells which paths are worth searching.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xshard.search.move_costs import move_cost
+from xshard.search.states import Move, Space
+from xshard.steps import Traffic
+from xshard.steps.all_to_all import all_to_all_traffic
+from xshard.steps.gather import gather_traffic
+from xshard.steps.permute import permute_traffic
+from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
+
+Axes = Sequence[int]
+
+
+def guess(space: Space) -> float:
+    """Seconds of the direct exchange, or of one collective for every kind of change, whichever takes fewer."""
+    state, goal = space.start_state, space.goal_state
+    old, new = space.roles(state), space.roles(goal)
+    begun = set(goal.sums) - set(state.sums)
+    changed = [a for a in {**old, **new} if old.get(a) != new.get(a)] + [a for a in state.sums if a not in goal.sums]
+    slowest = min([space.levels(a)[0] for a in changed], default=0)
+    free = set(space.free(goal))
+    near = [a for a in space.free(state) if a in free and space.levels(a)[-1] > slowest]
+    ways = [_in_turn(space, ())]
+    if near:
+        ways.append(_in_turn(space, near))
+    if not begun and space.even_received(state, goal) is not None:
+        ways.append(move_cost(space, Move("exchange", (), goal), state).seconds)
+    return min(ways)
+
+
+def _in_turn(space: Space, near: Axes) -> float:
+    """Seconds of slices, then of sums that end, cuts that change places, and gathers: one step for each.
+
+    near: axes that hold replicas at both ends, and take shares on the way.
+    """
+    state, goal = space.start_state, space.goal_state
+    old, new = space.roles(state), space.roles(goal)
+    ended = [a for a in state.sums if a not in goal.sums]
+    cut = [a for a in ended if a in new]
+    sliced = [a for a in new if a not in old and a not in state.sums]
+    moved = [a for a in new if a in old and old[a] != new[a]]
+    gathered = [a for a in old if a not in new and a not in goal.sums]
+    # A cut in place comes inside of all that the dim keeps; others have to change places afterwards.
+    moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
+    block, seconds, price = space.block(state), 0.0, space.fabric.seconds
+    if sliced or near:
+        block = max(1, block // _parts(space, [*sliced, *near]))
+        seconds += price("slice", Traffic(copied=block), space.itemsize)
+    if ended and (cut or near or gathered):
+        group, first = space.group(ended), all(new.get(a, (0,))[0] == 0 for a in ended)
+        seconds += price("reduce_scatter", reduce_scatter_traffic(block, group, first), space.itemsize)
+        block = max(1, block // _parts(space, ended))
+        gathered += [a for a in ended if a not in new]
+    elif ended:
+        seconds += price("all_reduce", all_reduce_traffic(block, space.group(ended)), space.itemsize)
+    if moved:
+        group = space.group(moved)
+        ways = [price("all_to_all", all_to_all_traffic(block, group), space.itemsize)]
+        if block * _parts(space, moved) <= max(space.block(state), space.block(goal)):
+            whole = price("all_gather", gather_traffic(block, group, in_place=False), space.itemsize)
+            ways.append(whole + price("slice", Traffic(copied=block), space.itemsize))
+        if _permutes(space, _parts(space, [*sliced, *near, *ended]), _parts(space, [*gathered, *near])):
+            ways.append(price("permute", permute_traffic(block, group), space.itemsize))
+        seconds += min(ways)
+    if gathered or near:
+        group = space.group([*gathered, *near])
+        first = all(old.get(a, (0,))[0] == 0 for a in gathered)
+        seconds += price("all_gather", gather_traffic(block, group, first), space.itemsize)
+    return seconds
+
+
+def _permutes(space: Space, slices: int, gathers: int) -> bool:
+    """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
+    before, after = ([_parts(space, cut) for cut in end.cuts] for end in (space.start_state, space.goal_state))
+    common = list(map(math.lcm, before, after))
+    most = math.prod(common)
+    return most <= math.prod(before) * slices and most <= math.prod(after) * gathers
+
+
+def _parts(space: Space, axes: Axes) -> int:
+    return math.prod([space.sizes[a] for a in axes])
