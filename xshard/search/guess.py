@@ -6,10 +6,10 @@ Decides these ways. The guess is no bound, and leads to no plan: it tells which 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from xshard.search.move_costs import move_cost
-from xshard.search.states import Move, Space
+from xshard.search.states import Cut, Move, Space, State
 from xshard.steps import Traffic
 from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.gather import gather_traffic
@@ -20,20 +20,40 @@ Axes = Sequence[int]
 
 
 def guess(space: Space) -> float:
-    """Seconds of the direct exchange, or of one collective for every kind of change, whichever takes fewer."""
+    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
     state, goal = space.start_state, space.goal_state
     old, new = space.roles(state), space.roles(goal)
-    begun = set(goal.sums) - set(state.sums)
-    changed = [a for a in {**old, **new} if old.get(a) != new.get(a)] + [a for a in state.sums if a not in goal.sums]
+    ended = tuple(a for a in state.sums if a not in goal.sums)
+    changed = [*ended, *(a for a in {**old, **new} if old.get(a) != new.get(a))]
     slowest = min([space.levels(a)[0] for a in changed], default=0)
     free = set(space.free(goal))
-    near = [a for a in space.free(state) if a in free and space.levels(a)[-1] > slowest]
+    near = [a for a in space.free(state) if a in free and (ended or space.levels(a)[-1] > slowest)]
     ways = [_in_turn(space, ())]
     if near:
         ways.append(_in_turn(space, near))
-    if not begun and space.even_received(state, goal) is not None:
-        ways.append(move_cost(space, Move("exchange", (), goal), state).seconds)
+    if not set(goal.sums) - set(state.sums):
+        ways += [seconds + _exchange(space, here) for here, seconds in _scattered(space, ended)]
     return min(ways)
+
+
+def _exchange(space: Space, state: State) -> float:
+    """Seconds of an exchange to the goal, where that is known without looking at devices."""
+    if space.even_received(state, space.goal_state) is None:
+        return math.inf
+    return move_cost(space, Move("exchange", (), space.goal_state), state).seconds
+
+
+def _scattered(space: Space, ended: Cut) -> Iterator[tuple[State, float]]:
+    """The start, and the state in which the sums that end are scattered over a dim, each with its seconds."""
+    state, new = space.start_state, space.roles(space.goal_state)
+    yield state, 0.0
+    dims = range(len(state.cuts)) if ended else ()
+    for d in sorted(dims, key=lambda d: new.get(ended[0], (d,))[0] != d):
+        cuts = (*state.cuts[:d], state.cuts[d] + ended, *state.cuts[d + 1 :])
+        if space.is_even(d, cuts[d]):
+            after = State(cuts, tuple(a for a in state.sums if a not in ended))
+            yield after, move_cost(space, Move("reduce_scatter", (d, ended), after), state).seconds
+            return
 
 
 def _in_turn(space: Space, near: Axes) -> float:
