@@ -284,9 +284,10 @@ class Search:
         (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
         if not received:
             return Left(0.0, 0.0, 0, is_exact)
-        # A device that receives much over the slowest links may be another than the busiest of all.
+        # What comes over the slowest links may come to another device than the busiest of all: steps wait for both.
         waits = links[0].latency_s if crossing else self._least_latency
-        arrives = max(received / self._fastest, crossing / links[0].bytes_per_s) * space.itemsize
+        near = max(0.0, received - crossing) / self._fastest
+        arrives = (crossing / links[0].bytes_per_s + near) * space.itemsize
         return Left(self._least_launch + waits + arrives, arrives, received, is_exact)
 
     @cached_property

@@ -33,6 +33,9 @@ def guess(space: Space) -> float:
         ways.append(_in_turn(space, near))
     if not set(goal.sums) - set(state.sums):
         ways += [seconds + _exchange(space, here) for here, seconds in _scattered(space, ended)]
+    dims = range(len(state.cuts))
+    if state.sums == goal.sums and all(space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims):
+        ways.append(move_cost(space, Move("permute", (), goal), state).seconds)
     return min(ways)
 
 
