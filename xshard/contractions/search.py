@@ -80,7 +80,11 @@ def best_places(
     places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
     if len(places) > MAX_PLACES:
         places = search.climbed()
-    yield from search.ordered(p for p in places if flops_limit is None or ends.flops(p) <= flops_limit)
+    yield from search.ordered(
+        place
+        for place in places
+        if search.work(flops := ends.flops(place)) < below and (flops_limit is None or flops <= flops_limit)
+    )
 
 
 def found_at(ends: Ends, place: Place, prices: Prices, objective: str, *, stays: bool) -> Found:
@@ -160,9 +164,13 @@ class _Search:
             if self.objective == BOTH:
                 key = i, cuts, place.sums, place.busy, place.copies
                 duals.append(self._legs.get(key) or self._new_leg(key, place, i, is_dual=True))
-        flops, passes = ends.flops(place), 1 + len(duals[1:])
-        work = passes * flops / self.prices.profile.flops(self.prices.dtype)
-        return Found(ends, place, flops, work, (*legs, *duals), self.stays)
+        flops = ends.flops(place)
+        return Found(ends, place, flops, self.work(flops), (*legs, *duals), self.stays)
+
+    def work(self, flops: int) -> float:
+        """Seconds of all passes."""
+        passes = 1 + len(self.ends.operands) if self.objective == BOTH else 1
+        return passes * flops / self.prices.profile.flops(self.prices.dtype)
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
