@@ -8,11 +8,10 @@ devices along it hold replicas and repeat each other's work. Knows no price.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
@@ -56,7 +55,7 @@ class Place(NamedTuple):
 
 
 class Use(NamedTuple):
-    """How an array lies while it is contracted: the cuts of its dims, the axes that hold addends and copies."""
+    """How an array lies on the mesh: the cuts of its dims, the axes that hold its addends and its copies."""
 
     cuts: tuple[Cut, ...]
     sums: Axes
@@ -137,16 +136,14 @@ class Ends:
         """The ways to cut a dim once more by an axis, each with the axes that it needs."""
         found = self._known_longer.get((d, cut, axis))
         if found is None:
-            found = self._known_longer[d, cut, axis] = []
+            mesh, found = self.result.mesh, list[tuple[Cut, Axes]]()
+            self._known_longer[d, cut, axis] = found
             for shard in self._shards[d]:
                 for at in range(len(cut.shards) + 1) if axis in shard.axes else ():
                     shards = (*cut.shards[:at], shard, *cut.shards[at:])
-                    if shards in self._named or self._size(axes_of(shards)) <= self._all_lengths[d]:
+                    if shards in self._named or mesh.size(*axes_of(shards)) <= self._all_lengths[d]:
                         found.append((self.cut(d, shards), Axes(shard.axes)))
         return found
-
-    def _size(self, axes: Sequence[str]) -> int:
-        return self.result.mesh.size(*axes)
 
     @cached_property
     def _known_longer(self) -> dict[tuple[int, Cut, str], list[tuple[Cut, Axes]]]:
@@ -199,12 +196,14 @@ class Ends:
         for positions, end in zip(self._positions, (*self.operands, self.result), strict=True):
             cuts = (self.cut(d, dim.shards) for d, dim in zip(positions, end.normal.dims, strict=True))
             sums, copies = end.layout.tagged("sum", "mean"), end.layout.tagged("copy")
-            found.append(Use(tuple(cuts), Axes(sums).intersection(self.axes), Axes(copies).intersection(self.axes)))
+            found.append(
+                Use(tuple(cuts), Axes(sums).intersection(self.axes), Axes(copies).intersection(self.axes))
+            )
         return tuple(found)
 
     def cuts_of(self, place: Place, i: int) -> tuple[Cut, ...]:
         """The cuts of operand `i` there, -1: of the result."""
-        return self._pickers[i](place.cuts)
+        return tuple([place.cuts[d] for d in self._positions[i]])
 
     def used(self, place: Place, i: int) -> Use:
         """How operand `i` is used there, -1: what devices get."""
@@ -221,7 +220,9 @@ class Ends:
         kinds = {axis: self._kind(axis, owner) for axis, owner in place.sums}
         tags = [("copy", tuple(copies)), *((kinds.get(axis, "sum"), (axis,)) for axis in sums)]
         names = (*self.operands, self.result)[i].layout.names
-        return Layout(tuple(Dim(name, cut.shards) for name, cut in zip(names, cuts, strict=True)), tuple(tags))
+        return Layout(
+            tuple(Dim(name, cut.shards) for name, cut in zip(names, cuts, strict=True)), tuple(tags)
+        )
 
     def _kind(self, axis: str, owner: int) -> str:
         return next(kind for kind, axes in self.operands[owner].layout.tags if axis in axes)
@@ -232,16 +233,7 @@ class Ends:
         names = list(self.lengths)
         return [[names.index(name) for name in end.layout.names] for end in (*self.operands, self.result)]
 
-    @cached_property
-    def _pickers(self) -> list[Callable[[Any], tuple[Any, ...]]]:
-        """What picks the dims of every operand, and then of the result, out of all dims."""
-        return [
-            itemgetter(*at) if len(at) > 1 else lambda cuts, at=at: tuple(cuts[d] for d in at)
-            for at in self._positions
-        ]
-
     def flops(self, place: Place) -> int:
         """Floating point operations of the busiest device: a product per element, and an addition in sums."""
-        return math.prod(cut.rows for cut in place.cuts) * (
-            1 if len(self.result.shape) == len(self.lengths) else 2
-        )
+        n = 1 if len(self.result.shape) == len(self.lengths) else 2
+        return n * math.prod([cut.rows for cut in place.cuts])

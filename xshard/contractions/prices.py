@@ -41,7 +41,7 @@ class Move(NamedTuple):
 
 @dataclass(eq=False)
 class Leg:
-    """A move of which ever more is known, as it is looked at closer: what its seconds are, and how it is made."""
+    """A move of which more is known the closer it is looked at: its seconds so far, and what makes it."""
 
     seconds: float
     make: Callable[[], Move]

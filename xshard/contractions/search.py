@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from xshard.contractions.places import MAX_PLACES, Ends, Place, Use
-from xshard.contractions.prices import PRICE, Leg, Move, Prices
+from xshard.contractions.places import MAX_PLACES, Ends, Place
+from xshard.contractions.prices import GUESS, PRICE, Leg, Move, Prices
 from xshard.search.request import BOTH
 
-# After as many new prices the places whose moves are all priced come first, the best of them first.
-MAX_PRICED = 64
+MAX_PRICED = 256  # after as many new prices guesses have to do
 
 
 class Found(NamedTuple):
@@ -109,30 +108,19 @@ class _Search:
             if (seconds := one.seconds) < self.below:
                 queue.append((seconds, one.flops, self._held(place), n, one))
         heapq.heapify(queue)
-        n_priced, later = 0, list[Any]()
+        n_priced = 0
         while queue and queue[0][0] < self.below:
             seconds, *rest, one = queue[0]
             if (now := one.seconds) > seconds:
                 heapq.heapreplace(queue, (now, *rest, one))
                 continue
-            if unknown := self._unknown(one):
+            level = self.level if n_priced < MAX_PRICED else GUESS
+            if unknown := [leg for leg in one.legs if leg.level < level]:
                 leg = max(unknown, key=lambda leg: leg.seconds)
                 n_priced += self.prices.look_closer(leg) and leg.level == PRICE
             else:
                 heapq.heappop(queue)
                 yield one
-            if n_priced == MAX_PRICED:
-                n_priced += 1
-                later = [entry for entry in queue[1:] if self._unknown(entry[-1])]
-                queue = queue[:1] + [entry for entry in queue[1:] if not self._unknown(entry[-1])]
-                heapq.heapify(queue)
-            if not queue and later:
-                queue, later, n_priced = later, [], 0
-                heapq.heapify(queue)
-
-    def _unknown(self, one: Found) -> list[Leg]:
-        """The moves of which too little is known."""
-        return [leg for leg in one.legs if leg.level < self.level]
 
     def climbed(self) -> list[Place]:
         """Places reached from those of the ends by changes of one axis, each for the better by the bounds."""

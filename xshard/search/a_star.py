@@ -284,7 +284,7 @@ class Search:
         (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
         if not received:
             return Left(0.0, 0.0, 0, is_exact)
-        # What comes over the slowest links may come to another device than the busiest of all: steps wait for both.
+        # The slowest links may be busiest at another device than the others: steps wait for both.
         waits = links[0].latency_s if crossing else self._least_latency
         near = max(0.0, received - crossing) / self._fastest
         arrives = (crossing / links[0].bytes_per_s + near) * space.itemsize

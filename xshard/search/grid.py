@@ -47,7 +47,6 @@ class Grid:
     itemsize: int
     profile: Profile
     _exchanges: dict[tuple[Cuts, Cuts, tuple[int, ...]], Traffic | None] = field(default_factory=dict)
-    _crossings: dict[tuple[Cuts, Cuts], float] = field(default_factory=dict)
     _groups: dict[tuple[int, ...], LinkSpans] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
@@ -81,7 +80,7 @@ class Grid:
         return found
 
     def exchange(self, before: Cuts, after: Cuts, ended: tuple[int, ...]) -> Traffic | None:
-        """Traffic of an exchange that ends the sums over some axes. None if the cuts do not divide each other."""
+        """Traffic of an exchange that ends sums over some axes; None if cuts do not divide each other."""
         key = before, after, ended
         if key not in self._exchanges:
             addends = [span for a in ended for span in self._spans[a]]
@@ -91,12 +90,8 @@ class Grid:
 
     def crossing(self, before: Cuts, after: Cuts) -> float:
         """Fewest elements that some device must receive over the slowest links."""
-        found = self._crossings.get((before, after))
-        if found is None:
-            near = math.prod(span.size for span in self.fabric.spans if span.level)
-            lack = node_lack(self.shape, self._link_cuts(before), self._link_cuts(after))
-            found = self._crossings[before, after] = lack / near
-        return found
+        near = math.prod(span.size for span in self.fabric.spans if span.level)
+        return node_lack(self.shape, self._link_cuts(before), self._link_cuts(after)) / near
 
     def _link_cuts(self, cuts: Cuts) -> LinkCuts:
         return tuple([tuple([span for a in cut for span in self._spans[a]]) for cut in cuts])

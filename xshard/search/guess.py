@@ -34,7 +34,9 @@ def guess(space: Space) -> float:
     if not set(goal.sums) - set(state.sums):
         ways += [seconds + _exchange(space, here) for here, seconds in _scattered(space, ended)]
     dims = range(len(state.cuts))
-    if state.sums == goal.sums and all(space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims):
+    if state.sums == goal.sums and all(
+        space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims
+    ):
         ways.append(move_cost(space, Move("permute", (), goal), state).seconds)
     return min(ways)
 
@@ -102,7 +104,9 @@ def _in_turn(space: Space, near: Axes) -> float:
 
 def _permutes(space: Space, slices: int, gathers: int) -> bool:
     """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
-    before, after = ([_parts(space, cut) for cut in end.cuts] for end in (space.start_state, space.goal_state))
+    before, after = (
+        [_parts(space, cut) for cut in end.cuts] for end in (space.start_state, space.goal_state)
+    )
     common = list(map(math.lcm, before, after))
     most = math.prod(common)
     return most <= math.prod(before) * slices and most <= math.prod(after) * gathers

@@ -208,16 +208,6 @@ class Space:
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
         """What an exchange between two states moves."""
-        known = self._exchanges.get((state, after))
-        if known is None:
-            known = self._exchanges[state, after] = self._new_exchange_traffic(state, after)
-        return known
-
-    @cached_property
-    def _exchanges(self) -> dict[tuple[State, State], Traffic]:
-        return {}
-
-    def _new_exchange_traffic(self, state: State, after: State) -> Traffic:
         even = self.even_received(state, after)
         if even is not None:
             return even
