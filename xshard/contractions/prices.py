@@ -97,7 +97,8 @@ class Prices:
             return _Known(PRICE, 0.0)
         space = Space(start, goal, self.dtype, self.profile)
         if leg.level == BOUND:
-            return _Known(GUESS, max(leg.seconds, guess(space)))
+            seconds, is_price = guess(space)
+            return _Known(PRICE if is_price else GUESS, max(leg.seconds, seconds))
         return _Known(PRICE, Search(space, None, directed=True).path().seconds)
 
     def _end(self, layout: Layout, shape: tuple[int, ...]) -> Sharding:

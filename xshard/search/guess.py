@@ -19,8 +19,11 @@ from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
 Axes = Sequence[int]
 
 
-def guess(space: Space) -> float:
-    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
+def guess(space: Space) -> tuple[float, bool]:
+    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer.
+
+    And whether nothing is left to search for, because one step without a detour does it all.
+    """
     state, goal = space.start_state, space.goal_state
     old, new = space.roles(state), space.roles(goal)
     ended = tuple(a for a in state.sums if a not in goal.sums)
@@ -38,7 +41,19 @@ def guess(space: Space) -> float:
         space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims
     ):
         ways.append(move_cost(space, Move("permute", (), goal), state).seconds)
-    return min(ways)
+    return min(ways), not near and _is_one_step(space, ended)
+
+
+def _is_one_step(space: Space, ended: Cut) -> bool:
+    """Whether slices, one gather, one reduction or one scattered reduction lead to the goal."""
+    state, goal = space.start_state, space.goal_state
+    pairs = [pair for pair in zip(state.cuts, goal.cuts, strict=True) if pair[0] != pair[1]]
+    begins = set(goal.sums) - set(state.sums)
+    longer = all(new[: len(old)] == old for old, new in pairs)
+    if ended:
+        added = [s for old, new in pairs for s in new[len(old) :]]
+        return not begins and longer and (not pairs or (len(pairs) == 1 and sorted(added) == sorted(ended)))
+    return not begins and (longer or (len(pairs) == 1 and pairs[0][0][: len(pairs[0][1])] == pairs[0][1]))
 
 
 def _exchange(space: Space, state: State) -> float:
