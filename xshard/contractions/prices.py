@@ -95,11 +95,11 @@ class Prices:
     def _closer(self, start: Sharding, goal: Sharding, leg: Leg) -> _Known:
         if start.layout == goal.layout:
             return _Known(PRICE, 0.0)
-        space = Space(start, goal, self.dtype, self.profile)
+        search = Search(Space(start, goal, self.dtype, self.profile), None, directed=True)
         if leg.level == BOUND:
-            seconds, is_price = guess(space)
-            return _Known(PRICE if is_price else GUESS, max(leg.seconds, seconds))
-        return _Known(PRICE, Search(space, None, directed=True).path().seconds)
+            seconds, is_price = guess(search.space)
+            return _Known(PRICE if is_price else GUESS, max(search.least, seconds))
+        return _Known(PRICE, search.path().seconds)
 
     def _end(self, layout: Layout, shape: tuple[int, ...]) -> Sharding:
         """A layout in normal form and without copies."""

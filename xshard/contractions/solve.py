@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,7 +30,7 @@ from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
-WIDTH = 4  # places of a pair that are followed up, the best first
+WIDTH = 8  # places of a pair that are followed up, the best first
 
 # Which of the operands that are left every part takes; its result goes behind them.
 Order = tuple[tuple[int, ...], ...]
@@ -108,6 +109,7 @@ class _Solver:
         self.request, self.ends = request, request.ends
         self.prices = Prices(request.mesh, request.dtype, request.profile)
         self.rate = request.profile.flops(request.dtype)
+        self.best: list[float] = []  # seconds of whole ways pair by pair
         limit = request.flops_limit
         self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
         self.backward_limit: int | None = limit[1] if isinstance(limit, tuple) else None
@@ -158,9 +160,15 @@ class _Solver:
         """A way with one more contraction, in each of its best places."""
         pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
         limit = None if self.forward_limit is None else self.forward_limit - way.flops
-        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS)
+        # A whole way has to be among the best of all orders.
+        most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
+        below = most - way.seconds if is_last else math.inf
+        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS, below=below)
         for found in itertools.islice(places, 1 if is_last else WIDTH):
-            yield way.then(takes, pair, found)
+            longer = way.then(takes, pair, found)
+            if is_last:
+                insort(self.best, longer.seconds)
+            yield longer
 
     def _pair(self, way: _Way, takes: tuple[int, ...]) -> Ends:
         """Some of the operands that are left, and what they are contracted to."""

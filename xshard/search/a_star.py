@@ -95,6 +95,11 @@ class Search:
         return path
 
     @property
+    def least(self) -> float:
+        """Seconds that any path takes, at least."""
+        return self._remaining(self.space.start_state)
+
+    @property
     def _most(self) -> int:
         return FEW_SETTLED if self.directed else MAX_SETTLED
 
