@@ -166,7 +166,7 @@ class Search:
             settled.add(state)
             if (nearest or best is not None) and not moves.complete and len(settled) > self._most:
                 break
-            if best is not None and path.seconds + self._remaining(state) > best.seconds:
+            if self.directed and best is not None and path.seconds + self._remaining(state) > best.seconds:
                 continue
             for move in self._moves(moves, state, path, best, nearest):
                 longer = self._extended(path, state, move, best)
