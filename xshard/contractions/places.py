@@ -7,9 +7,11 @@ devices along it hold replicas and repeat each other's work. Knows no price.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
@@ -18,25 +20,51 @@ from xshard.steps.base import axes_of
 
 MAX_PLACES = 5000  # where there are more, the best is looked for from what the ends do, a change at a time
 
-Cut = tuple[Shard, ...]
+Axes = frozenset[str]
 
 
-@dataclass(frozen=True)
-class Place:
-    """What the axes do: the cuts of every dim, in the order of `Ends.lengths`; the rest are idle.
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a dim of some length is cut, outermost first; rows: of the longest block.
+
+    One object for every way to cut a dim, so that places are compared and looked up by identity.
+    """
+
+    shards: tuple[Shard, ...]
+    axes: Axes
+    rows: int
+
+
+class Place(NamedTuple):
+    """What the axes do: the cuts of every dim, in the order of `Ends.lengths`; those not busy are idle.
 
     sums: axes with the operand whose addends they hold. copies: axes along which all operands are copies.
     """
 
     cuts: tuple[Cut, ...]
-    sums: tuple[tuple[str, int], ...] = ()
-    copies: tuple[str, ...] = ()
+    sums: tuple[tuple[str, int], ...]
+    copies: tuple[str, ...]
+    busy: Axes
 
-    @cached_property
-    def busy(self) -> tuple[str, ...]:
-        """The axes that are not idle."""
-        cut = (axis for shards in self.cuts for axis in axes_of(shards))
-        return (*cut, *(axis for axis, _ in self.sums), *self.copies)
+    @classmethod
+    def of(
+        cls, cuts: tuple[Cut, ...], sums: tuple[tuple[str, int], ...] = (), copies: tuple[str, ...] = ()
+    ) -> Place:
+        """With the axes that are not idle."""
+        return cls(cuts, sums, copies, Axes(copies).union((a for a, _ in sums), *(cut.axes for cut in cuts)))
+
+
+class Use(NamedTuple):
+    """How an array lies on the mesh: the cuts of its dims, the axes that hold its addends and its copies."""
+
+    cuts: tuple[Cut, ...]
+    sums: Axes
+    copies: Axes
+
+    @property
+    def dual(self) -> Use:
+        """Of the gradient."""
+        return Use(self.cuts, self.copies, self.sums)
 
 
 @dataclass(frozen=True)
@@ -62,7 +90,7 @@ class Ends:
         return tuple(a for a in mesh.axes if mesh.size(a) > 1)
 
     @cached_property
-    def _shards(self) -> dict[str, tuple[Shard, ...]]:
+    def _shards(self) -> tuple[tuple[Shard, ...], ...]:
         """The cuts that a dim may have: as an end cuts it, else one axis each, in contiguous blocks."""
         found: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for end in (*self.operands, self.result):
@@ -71,84 +99,133 @@ class Ends:
         for shards in found.values():
             odd = {a for s in shards for a in s.axes if s.order != "block" or len(s.axes) > 1}
             shards |= dict.fromkeys(Shard((a,)) for a in self.axes if a not in odd)
-        return {name: tuple(shards) for name, shards in found.items()}
+        return tuple(map(tuple, found.values()))
 
     def places(self) -> Iterator[Place]:
         """All places, each once."""
-        yield from self._placed(Place(((),) * len(self.lengths)), self.axes)
+        yield from self._placed(self.idle, Axes(self.axes))
 
-    def _placed(self, place: Place, left: Sequence[str]) -> Iterator[Place]:
-        if not left:
+    @cached_property
+    def idle(self) -> Place:
+        """Where every device contracts all."""
+        return Place.of(tuple(self.cut(d, ()) for d in range(len(self.lengths))))
+
+    def _placed(self, place: Place, free: Axes) -> Iterator[Place]:
+        axis = next((a for a in self.axes if a in free), None)
+        if axis is None:
             yield place
             return
-        for found in self.with_axis(place, left[0], left):
-            busy = found.busy
-            yield from self._placed(found, [a for a in left[1:] if a not in busy])
+        for found in self._with_axis(place, axis, free):
+            yield from self._placed(found, free - found.busy - {axis})
 
-    def with_axis(self, place: Place, axis: str, free: Sequence[str]) -> Iterator[Place]:
+    def _with_axis(self, place: Place, axis: str, free: Axes) -> Iterator[Place]:
         """A place in which an axis is idle, and those in which it does anything else, with free axes only."""
         yield place
-        for d, (name, length) in enumerate(self.lengths.items()):
-            for shard in self._shards[name]:
-                if axis not in shard.axes or not set(shard.axes) <= set(free):
-                    continue
-                for at in range(len(place.cuts[d]) + 1):
-                    cut = (*place.cuts[d][:at], shard, *place.cuts[d][at:])
-                    if self.result.mesh.size(*axes_of(cut)) <= length or cut in self._named:
-                        yield replace(place, cuts=(*place.cuts[:d], cut, *place.cuts[d + 1 :]))
+        cuts, sums, copies, busy = place
+        for d, cut in enumerate(cuts):
+            for more, axes in self._longer(d, cut, axis):
+                if axes <= free:
+                    yield Place((*cuts[:d], more, *cuts[d + 1 :]), sums, copies, busy | axes)
         for i, operand in enumerate(self.operands):
             if axis in operand.layout.tagged("sum", "mean"):
-                yield replace(place, sums=(*place.sums, (axis, i)))
+                yield Place(cuts, (*sums, (axis, i)), copies, busy | {axis})
         if axis in self.result.layout.tagged("copy"):
-            yield replace(place, copies=(*place.copies, axis))
+            yield Place(cuts, sums, (*copies, axis), busy | {axis})
+
+    def _longer(self, d: int, cut: Cut, axis: str) -> list[tuple[Cut, Axes]]:
+        """The ways to cut a dim once more by an axis, each with the axes that it needs."""
+        found = self._known_longer.get((d, cut, axis))
+        if found is None:
+            mesh, found = self.result.mesh, list[tuple[Cut, Axes]]()
+            self._known_longer[d, cut, axis] = found
+            for shard in self._shards[d]:
+                for at in range(len(cut.shards) + 1) if axis in shard.axes else ():
+                    shards = (*cut.shards[:at], shard, *cut.shards[at:])
+                    if shards in self._named or mesh.size(*axes_of(shards)) <= self._all_lengths[d]:
+                        found.append((self.cut(d, shards), Axes(shard.axes)))
+        return found
+
+    @cached_property
+    def _known_longer(self) -> dict[tuple[int, Cut, str], list[tuple[Cut, Axes]]]:
+        return {}
+
+    def cut(self, d: int, shards: tuple[Shard, ...]) -> Cut:
+        """A way to cut dim `d`."""
+        found = self._cuts.get((d, shards))
+        if found is None:
+            dim = Dim("", shards)
+            rows = block_length(dim, self._all_lengths[d], self.result.mesh.sizes_of(dim.axes))[0]
+            found = self._cuts[d, shards] = Cut(shards, Axes(dim.axes).intersection(self.axes), rows)
+        return found
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[int, tuple[Shard, ...]], Cut]:
+        return {}
+
+    @cached_property
+    def _all_lengths(self) -> tuple[int, ...]:
+        return tuple(self.lengths.values())
 
     def neighbours(self, place: Place) -> Iterator[Place]:
         """The places in which one axis, with those that are cut by it in one, does something else."""
         for axis in self.axes:
-            cuts = tuple(tuple(s for s in cut if axis not in s.axes) for cut in place.cuts)
+            cuts = tuple(
+                self.cut(d, tuple(s for s in cut.shards if axis not in s.axes)) if axis in cut.axes else cut
+                for d, cut in enumerate(place.cuts)
+            )
             sums = tuple(pair for pair in place.sums if pair[0] != axis)
-            rest = Place(cuts, sums, tuple(a for a in place.copies if a != axis))
-            busy = rest.busy
-            yield from self.with_axis(rest, axis, [a for a in self.axes if a not in busy])
+            rest = Place.of(cuts, sums, tuple(a for a in place.copies if a != axis))
+            yield from self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
 
     def seeds(self) -> Iterator[Place]:
-        """The places where one of the ends already is, and the one in which all are idle."""
-        idle = Place(((),) * len(self.lengths))
-        yield idle
+        """The place in which all are idle, and those where one of the ends already is."""
+        yield self.idle
         for end in (*self.operands, self.result):
-            cuts = {dim.name: dim.shards for dim in end.normal.dims}
-            yield replace(idle, cuts=tuple(cuts.get(name, ()) for name in self.lengths))
+            shards = {dim.name: dim.shards for dim in end.normal.dims}
+            yield Place.of(tuple(self.cut(d, shards.get(name, ())) for d, name in enumerate(self.lengths)))
 
     @cached_property
-    def _named(self) -> set[Cut]:
+    def _named(self) -> set[tuple[Shard, ...]]:
         """Cuts of whole dims that an end has: they are possible, however short the dim is."""
         return {dim.shards for end in (*self.operands, self.result) for dim in end.normal.dims}
 
-    def used(self, place: Place, i: int) -> Layout:
-        """The layout under which operand `i` is used there."""
-        cuts = tuple(place.cuts[d] for d in self._positions[i])
-        sums = frozenset(axis for axis, owner in place.sums if owner == i)
-        copies = frozenset(place.busy).difference(sums, *map(axes_of, cuts))
-        key = i, cuts, sums, copies
-        if key not in self._layouts:
-            given = self.operands[i].layout
-            kinds = {axis: kind for kind, axes in given.tags for axis in axes}
-            tags = [("copy", tuple(copies)), *((kinds[axis], (axis,)) for axis in sums)]
-            self._layouts[key] = Layout(tuple(map(Dim, given.names, cuts)), tuple(tags))
-        return self._layouts[key]
+    @cached_property
+    def given(self) -> tuple[Use, ...]:
+        """How the operands are given, and how the result is wanted."""
+        found = []
+        for positions, end in zip(self._positions, (*self.operands, self.result), strict=True):
+            cuts = (self.cut(d, dim.shards) for d, dim in zip(positions, end.normal.dims, strict=True))
+            sums, copies = end.layout.tagged("sum", "mean"), end.layout.tagged("copy")
+            found.append(
+                Use(tuple(cuts), Axes(sums).intersection(self.axes), Axes(copies).intersection(self.axes))
+            )
+        return tuple(found)
 
-    def local(self, place: Place) -> Layout:
-        """The layout of what devices get there."""
-        kept = self._positions[-1]
-        cuts = tuple(place.cuts[d] for d in kept)
-        summed = frozenset(a for d, cut in enumerate(place.cuts) if d not in kept for a in axes_of(cut))
-        key = -1, cuts, summed, frozenset((*place.sums, *place.copies))
-        if key not in self._layouts:
-            tags = [{a: kind for kind, axes in o.layout.tags for a in axes} for o in self.operands]
-            sums = [("sum", tuple(summed)), *((tags[owner][axis], (axis,)) for axis, owner in place.sums)]
-            dims = tuple(map(Dim, self.result.layout.names, cuts))
-            self._layouts[key] = Layout(dims, (*sums, ("copy", place.copies)))
-        return self._layouts[key]
+    def cuts_of(self, place: Place, i: int) -> tuple[Cut, ...]:
+        """The cuts of operand `i` there, -1: of the result."""
+        return tuple([place.cuts[d] for d in self._positions[i]])
+
+    def used(self, place: Place, i: int) -> Use:
+        """How operand `i` is used there, -1: what devices get."""
+        cuts, copies = self.cuts_of(place, i), Axes(place.copies)
+        others = place.busy.difference(*(cut.axes for cut in cuts))
+        if i < 0:
+            return Use(cuts, others - copies, copies)
+        sums = Axes(axis for axis, owner in place.sums if owner == i)
+        return Use(cuts, sums, others - sums)
+
+    def layout(self, place: Place, i: int) -> Layout:
+        """The layout under which operand `i` is used there, -1: of what devices get."""
+        cuts, sums, copies = self.used(place, i)
+        kinds = {axis: self._kind(axis, owner) for axis, owner in place.sums}
+        tags = [("copy", tuple(copies)), *((kinds.get(axis, "sum"), (axis,)) for axis in sums)]
+        names = (*self.operands, self.result)[i].layout.names
+        return Layout(
+            tuple(Dim(name, cut.shards) for name, cut in zip(names, cuts, strict=True)), tuple(tags)
+        )
+
+    def _kind(self, axis: str, owner: int) -> str:
+        return next(kind for kind, axes in self.operands[owner].layout.tags if axis in axes)
 
     @cached_property
     def _positions(self) -> list[list[int]]:
@@ -156,21 +233,7 @@ class Ends:
         names = list(self.lengths)
         return [[names.index(name) for name in end.layout.names] for end in (*self.operands, self.result)]
 
-    @cached_property
-    def _layouts(self) -> dict[tuple[object, ...], Layout]:
-        return {}  # places share them
-
     def flops(self, place: Place) -> int:
         """Floating point operations of the busiest device: a product per element, and an addition in sums."""
         n = 1 if len(self.result.shape) == len(self.lengths) else 2
-        for length, cut in zip(self.lengths.values(), place.cuts, strict=True):
-            rows = self._rows.get((length, cut))
-            if rows is None:
-                sizes = self.result.mesh.sizes_of(axes_of(cut))
-                rows = self._rows[length, cut] = block_length(Dim("", cut), length, sizes)[0]
-            n *= rows
-        return n
-
-    @cached_property
-    def _rows(self) -> dict[tuple[int, Cut], int]:
-        return {}
+        return n * math.prod([cut.rows for cut in place.cuts])

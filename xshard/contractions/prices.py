@@ -7,16 +7,18 @@ of the best of a few paths, which is seldom above the plan's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from xshard import dtypes
+from xshard.contractions.places import Use
 from xshard.cost.model import Profile
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.partition import block_length
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.a_star import Search
+from xshard.search.guess import guess
 from xshard.search.request import Request
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
@@ -37,6 +39,20 @@ class Move(NamedTuple):
         return Move(self.dst.dual, self.src.dual, self.shape)
 
 
+@dataclass(eq=False)
+class Leg:
+    """A move of which more is known the closer it is looked at: its seconds so far, and what makes it."""
+
+    seconds: float
+    make: Callable[[], Move]
+    level: int = BOUND
+
+    @cached_property
+    def move(self) -> Move:
+        """The move itself: layouts are made where they are asked for."""
+        return self.make()
+
+
 class _Known(NamedTuple):
     level: int
     seconds: float
@@ -51,7 +67,7 @@ class Prices:
     profile: Profile
     _known: dict[Move, _Known] = field(default_factory=dict)
     _ends: dict[tuple[Layout, tuple[int, ...]], Sharding] = field(default_factory=dict)
-    _blocks: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
+    _sizes: dict[frozenset[str], int] = field(default_factory=dict)
 
     def plan(self, move: Move) -> Plan:
         """The cheapest plan of a move."""
@@ -59,34 +75,30 @@ class Prices:
         ends = move.src, move.dst, self.mesh, self.mesh, devices, devices
         return find_plan(Request(*ends, move.shape, self.dtype, self.profile))
 
-    def least(self, move: Move) -> float:
-        """Seconds that a move takes, by all that is known: its bound, the guess, or the price."""
-        found = self._known.get(move)
-        if found is None:
-            received = 0 if move.src == move.dst else self._received(move)
-            seconds = received * self._second_per_element + self._start if received else 0.0
-            found = self._known[move] = _Known(BOUND, seconds)
-        return found.seconds
+    def least(self, before: Use, after: Use, shape: tuple[int, ...]) -> float:
+        """Seconds that a move of an array takes, at least."""
+        received = self._received(before, after, math.prod(shape))
+        return received * self._second_per_element + self._start if received else 0.0
 
-    def level(self, move: Move) -> int:
-        """What is known of a move: BOUND, GUESS or PRICE."""
-        return self._known[move].level
-
-    def look_closer(self, move: Move) -> int:
-        """Guess what a move costs after its bound, find its price after the guess; returns its new level."""
+    def look_closer(self, leg: Leg) -> bool:
+        """Guess what a move costs after its bound, find its price after the guess; tells if that was new."""
+        move = leg.move
         start, goal = self._end(move.src, move.shape), self._end(move.dst, move.shape)
         key = Move(start.layout, goal.layout, move.shape)  # copies and replicas cost the same
-        if self._known.get(key, _Known(BOUND, 0.0)).level <= self._known[move].level:
-            self._known[key] = self._closer(start, goal, self._known[move])
-        self._known[move] = self._known[key]
-        return self._known[move].level
+        known = self._known.get(key)
+        is_new = known is None or known.level <= leg.level
+        if known is None or is_new:
+            known = self._known[key] = self._closer(start, goal, leg)
+        leg.level, leg.seconds = known
+        return is_new
 
-    def _closer(self, start: Sharding, goal: Sharding, known: _Known) -> _Known:
+    def _closer(self, start: Sharding, goal: Sharding, leg: Leg) -> _Known:
         if start.layout == goal.layout:
             return _Known(PRICE, 0.0)
         search = Search(Space(start, goal, self.dtype, self.profile), None, directed=True)
-        if known.level == BOUND:
-            return _Known(GUESS, max(known.seconds, search.guess()))
+        if leg.level == BOUND:
+            seconds, is_price = guess(search.space)
+            return _Known(PRICE if is_price else GUESS, max(search.least, seconds))
         return _Known(PRICE, search.path().seconds)
 
     def _end(self, layout: Layout, shape: tuple[int, ...]) -> Sharding:
@@ -97,35 +109,24 @@ class Prices:
             found = self._ends[layout, shape] = without_copies(end.with_layout(end.normal))
         return found
 
-    def elements(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        """Of the largest block."""
-        return math.prod(self._block(layout, shape))
-
-    def _block(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the largest block."""
-        found = self._blocks.get((layout, shape))
-        if found is None:
-            pairs = zip(layout.dims, shape, strict=True)
-            found = tuple(block_length(dim, n, self.mesh.sizes_of(dim.axes))[0] for dim, n in pairs)
-            self._blocks[layout, shape] = found
-        return found
-
-    def _received(self, move: Move) -> int:
+    def _received(self, before: Use, after: Use, elements: int) -> int:
         """Elements that the busiest device must receive, at least."""
-        src, dst, shape = move
-        old, new = src.tagged("sum", "mean"), dst.tagged("sum", "mean")
-        mesh, ended = self.mesh, [a for a in old if a not in new]
-        if ended:
+        if ended := before.sums - after.sums:
             # Each of n addends but one is sent, and the sum to each of m copies but one.
-            kept = mesh.size(*(a for a in new if a in old))
-            cut = [a for dim in dst.dims for a in dim.axes]
-            copies = mesh.n_devices // mesh.size(*cut, *new)
-            total = math.prod(shape) * (mesh.size(*ended) + copies - 2) * kept
-            return -(-total // mesh.n_devices)
-        if any(a not in old for a in new):
+            kept, n = self._size(after.sums & before.sums), self.mesh.n_devices
+            copies = n // self._size(after.sums.union(*(cut.axes for cut in after.cuts)))
+            return -(-elements * (self._size(ended) + copies - 2) * kept // n)
+        if after.sums - before.sums:
             return 0
-        before, after = self._block(src, shape), self._block(dst, shape)
-        return math.prod(after) - math.prod(map(min, before, after))
+        rows = [(cut.rows, old.rows) for old, cut in zip(before.cuts, after.cuts, strict=True)]
+        return math.prod([there for there, _ in rows]) - math.prod(map(min, rows))
+
+    def _size(self, axes: frozenset[str]) -> int:
+        """The number of devices along some axes."""
+        found = self._sizes.get(axes)
+        if found is None:
+            found = self._sizes[axes] = self.mesh.size(*axes)
+        return found
 
     @cached_property
     def _second_per_element(self) -> float:

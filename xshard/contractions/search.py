@@ -1,7 +1,7 @@
 """The best place for a contraction: fewest seconds of moves and of operations, then fewest operations.
 
 Decides in which order places are looked at. Each begins with a bound of its moves; a bound gives way to the
-price only where its place would win, so that few moves are ever planned. Places share the prices of moves.
+price only where its place would win, so that few moves are ever planned. Places share their moves.
 """
 
 from __future__ import annotations
@@ -10,42 +10,54 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from xshard.contractions.places import MAX_PLACES, Ends, Place
-from xshard.contractions.prices import PRICE, Move, Prices
+from xshard.contractions.prices import GUESS, PRICE, Leg, Move, Prices
 from xshard.search.request import BOTH
 
-# After as many new prices the places whose moves are all priced come first, the best of them first.
-MAX_PRICED = 64
+MAX_PRICED = 256  # after as many new prices guesses have to do
 
 
-@dataclass(frozen=True)
-class Found:
-    """A place with the moves to it and from it to the result, its operations, and the seconds of all.
+class Found(NamedTuple):
+    """A place with its operations and the moves that count there.
 
-    counted: the moves whose seconds count, with those of gradients if they do. work: seconds of operations.
+    legs: of the operands, of the result, and of their gradients, if those count. work: seconds of operations.
+    stays: the result stays where it is contracted.
     """
 
+    ends: Ends
     place: Place
-    moves: tuple[Move, ...]
-    result: Move
     flops: int
-    counted: tuple[Move, ...]
     work: float
-    seconds: float = 0.0
+    legs: tuple[Leg, ...]
+    stays: bool
 
-    def least(self, prices: Prices) -> float:
-        """Seconds, at least."""
-        return round(self.work + sum(map(prices.least, self.counted)), 15)
+    @property
+    def seconds(self) -> float:
+        """Of the moves and the operations, by all that is known."""
+        return round(self.work + sum([leg.seconds for leg in self.legs]), 15)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Of the operands, to the place."""
+        operands = enumerate(self.ends.operands)
+        return tuple(Move(o.layout, self.ends.layout(self.place, i), o.shape) for i, o in operands)
+
+    @property
+    def result(self) -> Move:
+        """From the place to where the result is to be."""
+        local, wanted = self.ends.layout(self.place, -1), self.ends.result
+        return Move(local, local if self.stays else wanted.layout, wanted.shape)
 
     def priced(self, prices: Prices) -> float:
         """Seconds, by the prices of all moves."""
-        for move in self.counted:
-            while prices.least(move) and prices.level(move) < PRICE:
-                prices.look_closer(move)
-        return self.least(prices)
+        for leg in self.legs:
+            while leg.level < PRICE:
+                prices.look_closer(leg)
+        return self.seconds
 
 
 def best_places(
@@ -67,13 +79,16 @@ def best_places(
     places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
     if len(places) > MAX_PLACES:
         places = search.climbed()
-    yield from search.ordered(p for p in places if flops_limit is None or ends.flops(p) <= flops_limit)
+    yield from search.ordered(
+        place
+        for place in places
+        if search.work(flops := ends.flops(place)) < below and (flops_limit is None or flops <= flops_limit)
+    )
 
 
 def found_at(ends: Ends, place: Place, prices: Prices, objective: str, *, stays: bool) -> Found:
     """A given place, with bounds of its seconds. stays: the result stays where it is contracted."""
-    found = _Search(ends, prices, objective, stays, math.inf, PRICE)._found(place)
-    return replace(found, seconds=found.least(prices))
+    return _Search(ends, prices, objective, stays, math.inf, PRICE).found(place)
 
 
 @dataclass(frozen=True)
@@ -89,33 +104,23 @@ class _Search:
         """Places by their seconds, then their operations, then what is held there; the best first."""
         queue: list[Any] = []
         for n, place in enumerate(places):
-            one = self._found(place)
-            queue.append((one.least(self.prices), one.flops, self._held(one), n, one))
+            one = self.found(place)
+            if (seconds := one.seconds) < self.below:
+                queue.append((seconds, one.flops, self._held(place), n, one))
         heapq.heapify(queue)
-        n_priced, later = 0, list[Any]()
+        n_priced = 0
         while queue and queue[0][0] < self.below:
             seconds, *rest, one = queue[0]
-            if (now := one.least(self.prices)) > seconds:
+            if (now := one.seconds) > seconds:
                 heapq.heapreplace(queue, (now, *rest, one))
                 continue
-            if unknown := self._unknown(one):
-                n_priced += self.prices.look_closer(max(unknown, key=self.prices.least)) == PRICE
+            level = self.level if n_priced < MAX_PRICED else GUESS
+            if unknown := [leg for leg in one.legs if leg.level < level]:
+                leg = max(unknown, key=lambda leg: leg.seconds)
+                n_priced += self.prices.look_closer(leg) and leg.level == PRICE
             else:
                 heapq.heappop(queue)
-                yield replace(one, seconds=seconds)
-            if n_priced == MAX_PRICED:
-                n_priced += 1
-                known = [entry for entry in queue if not self._unknown(entry[-1])] or queue[:1]
-                later = [entry for entry in queue if entry not in known]
-                queue = known
-                heapq.heapify(queue)
-            if not queue and later:
-                queue, later, n_priced = later, [], 0
-                heapq.heapify(queue)
-
-    def _unknown(self, one: Found) -> list[Move]:
-        """The moves of which too little is known."""
-        return [move for move in one.counted if self.prices.level(move) < self.level]
+                yield one
 
     def climbed(self) -> list[Place]:
         """Places reached from those of the ends by changes of one axis, each for the better by the bounds."""
@@ -133,20 +138,54 @@ class _Search:
         return list(dict.fromkeys(found))
 
     def _rank(self, place: Place) -> tuple[float, int]:
-        one = self._found(place)
-        return one.least(self.prices), one.flops
+        one = self.found(place)
+        return one.seconds, one.flops
 
-    def _found(self, place: Place) -> Found:
+    def found(self, place: Place) -> Found:
+        """A place, with what is known of its moves."""
+        ends, legs, duals = self.ends, list[Leg](), list[Leg]()
+        for i in self._numbers:
+            cuts = ends.cuts_of(place, i)
+            # All that the price depends on: forward, copies are as good as replicas, but to addends.
+            key: tuple[object, ...] = i, cuts, place.sums, place.busy if i < 0 else None
+            legs.append(self._legs.get(key) or self._new_leg(key, place, i))
+            if self.objective == BOTH:
+                key = i, cuts, place.sums, place.busy, place.copies
+                duals.append(self._legs.get(key) or self._new_leg(key, place, i, is_dual=True))
+        flops = ends.flops(place)
+        return Found(ends, place, flops, self.work(flops), (*legs, *duals), self.stays)
+
+    def work(self, flops: int) -> float:
+        """Seconds of all passes."""
+        passes = 1 + len(self.ends.operands) if self.objective == BOTH else 1
+        return passes * flops / self.prices.profile.flops(self.prices.dtype)
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        """Of the operands; -1 for the result."""
+        return (*range(len(self.ends.operands)), -1)
+
+    @cached_property
+    def _legs(self) -> dict[tuple[object, ...], Leg]:
+        return {}
+
+    def _new_leg(self, key: tuple[object, ...], place: Place, i: int, *, is_dual: bool = False) -> Leg:
+        """The move of operand `i` to a place, -1: of the result from there; or that of its gradient."""
         ends = self.ends
-        moves = tuple(Move(o.layout, ends.used(place, i), o.shape) for i, o in enumerate(ends.operands))
-        local = ends.local(place)
-        result = Move(local, local if self.stays else ends.result.layout, ends.result.shape)
-        flops, counted, passes = ends.flops(place), (*moves, result), 1
-        if self.objective == BOTH:
-            counted, passes = (*counted, *(move.dual for move in counted)), 1 + len(moves)
-        work = passes * flops / self.prices.profile.flops(self.prices.dtype)
-        return Found(place, moves, result, flops, counted, work)
+        given, at = ends.given[i], ends.used(place, i)
+        before, after = (at, at if self.stays else given) if i < 0 else (given, at)
+        if is_dual:
+            before, after = after.dual, before.dual
+        shape = (*ends.operands, ends.result)[i].shape
 
-    def _held(self, one: Found) -> int:
+        def move() -> Move:
+            found = Found(ends, place, 0, 0.0, (), self.stays)
+            made = found.result if i < 0 else found.moves[i]
+            return made.dual if is_dual else made
+
+        leg = self._legs[key] = Leg(self.prices.least(before, after, shape), move)
+        return leg
+
+    def _held(self, place: Place) -> int:
         """Elements of all that is moved, where it is contracted."""
-        return sum(self.prices.elements(move.dst, move.shape) for move in one.moves)
+        return sum([math.prod([c.rows for c in self.ends.cuts_of(place, i)]) for i in self._numbers[:-1]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,10 +28,9 @@ from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
-from xshard.steps.base import axes_of
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
-WIDTH = 4  # places of a pair that are followed up, the best first
+WIDTH = 8  # places of a pair that are followed up, the best first
 
 # Which of the operands that are left every part takes; its result goes behind them.
 Order = tuple[tuple[int, ...], ...]
@@ -109,6 +109,7 @@ class _Solver:
         self.request, self.ends = request, request.ends
         self.prices = Prices(request.mesh, request.dtype, request.profile)
         self.rate = request.profile.flops(request.dtype)
+        self.best: list[float] = []  # seconds of whole ways pair by pair
         limit = request.flops_limit
         self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
         self.backward_limit: int | None = limit[1] if isinstance(limit, tuple) else None
@@ -161,9 +162,15 @@ class _Solver:
         limit = self.forward_limit
         if limit is not None:
             limit -= way.flops + sum(self._even_flops(order)[len(way.steps) + 1 :])
-        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS)
+        # A whole way has to be among the best of all orders.
+        most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
+        below = most - way.seconds if is_last else math.inf
+        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS, below=below)
         for found in itertools.islice(places, 1 if is_last else WIDTH):
-            yield way.then(takes, pair, found)
+            longer = way.then(takes, pair, found)
+            if is_last:
+                insort(self.best, longer.seconds)
+            yield longer
 
     def _even_flops(self, order: Order) -> list[int]:
         """Of the contractions in an order, if no device repeats the work of another: there are no fewer."""
@@ -292,8 +299,7 @@ def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> P
     """
     cuts = dict(zip(ends.lengths, place.cuts, strict=True))
     mine = tuple(cuts[name] for name in pair.lengths)
-    cut = {axis for shards in mine for axis in axes_of(shards)}
-    busy = [axis for axis in place.busy if axis not in cut]
+    busy = [axis for axis in ends.axes if axis in place.busy.difference(*(cut.axes for cut in mine))]
     sums = tuple(
         (axis, i)
         for i, (n, operand) in enumerate(zip(numbers, pair.operands, strict=True))
@@ -301,7 +307,7 @@ def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> P
         if axis in busy and (n < 0 or (axis, n) in place.sums)
     )
     held = {axis for axis, _ in sums}
-    return Place(mine, sums, tuple(axis for axis in busy if axis not in held))
+    return Place.of(mine, sums, tuple(axis for axis in busy if axis not in held))
 
 
 def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:

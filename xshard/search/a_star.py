@@ -21,7 +21,6 @@ from xshard.search.move_costs import move_cost, step_of
 from xshard.search.states import Cut, Move, Space, State
 from xshard.search.successors import Moves
 from xshard.steps import Step
-from xshard.steps.permute import permute_traffic
 
 # How many states of a directed space are settled before the best path found so far is taken: once by what
 # leads to the goal soonest, once by what is cheapest. Complete spaces are searched to the end.
@@ -95,38 +94,10 @@ class Search:
             )
         return path
 
-    def guess(self) -> float:
-        """Seconds of the best path, roughly: no path is looked at, and no bound is kept.
-
-        The direct exchange, or one collective for all axes that gather, one for those that change places and
-        one for the sums that end, each with a message to every other device along its axes.
-        """
-        space = self.space
-        fabric, state, goal = space.fabric, space.state(space.start.layout), space.goal_state
-        left, old, new = self._left(state), space.roles(state), space.roles(goal)
-        kinds: dict[str, list[int]] = {}
-        for axis, role in old.items():
-            if role != new.get(axis) and axis not in goal.sums:
-                kinds.setdefault("all_to_all" if axis in new else "all_gather", []).append(axis)
-        ended = [a for a in state.sums if a not in goal.sums]
-        if ended:
-            kinds["reduce_scatter"] = ended
-        seconds = left.arrives
-        if ended:
-            slowest = fabric.links[space.group(ended)[0].level]
-            seconds = left.received * space.itemsize / slowest.bytes_per_s
-        for kind, axes in kinds.items():
-            seconds += space.profile.launch(kind)
-            seconds += sum((span.size - 1) * fabric.links[span.level].latency_s for span in space.group(axes))
-        if not set(goal.sums) - set(state.sums):
-            direct = space.even_received(state, goal)
-            if direct is not None:
-                seconds = min(seconds, fabric.seconds("exchange", direct, space.itemsize))
-            if state.sums == goal.sums and space.block(goal) <= space.block(state):
-                moving = space.group(a for a in {**old, **new} if old.get(a) != new.get(a))
-                one = permute_traffic(space.block(goal), moving)
-                seconds = min(seconds, fabric.seconds("permute", one, space.itemsize))
-        return max(left.seconds, seconds)
+    @property
+    def least(self) -> float:
+        """Seconds that any path takes, at least."""
+        return self._remaining(self.space.start_state)
 
     @property
     def _most(self) -> int:
@@ -144,7 +115,7 @@ class Search:
         Any number where a sum ends: a path that holds less makes devices other than the busiest receive more.
         """
         space = self.space
-        ends = set(space.state(space.start.layout).sums) - set(space.goal_state.sums)
+        ends = set(space.start_state.sums) - set(space.goal_state.sums)
         return math.inf if ends else space.start.max_local_size + space.goal.max_local_size
 
     @cached_property
@@ -174,7 +145,7 @@ class Search:
         found need not be the best.
         """
         space = self.space
-        start, goal = space.state(space.start.layout), moves.goal
+        start, goal = space.start_state, moves.goal
         settled: set[State] = set()
         reached: dict[State, Rank] = {}
         tie = itertools.count()
@@ -195,6 +166,8 @@ class Search:
             settled.add(state)
             if (nearest or best is not None) and not moves.complete and len(settled) > self._most:
                 break
+            if self.directed and best is not None and path.seconds + self._remaining(state) > best.seconds:
+                continue
             for move in self._moves(moves, state, path, best, nearest):
                 longer = self._extended(path, state, move, best)
                 if longer is None or move.after in settled:
@@ -294,11 +267,7 @@ class Search:
     def _permutes(self, state: State, after: State) -> bool:
         """Whether both states have the same blocks: known for even cuts, looked up for others."""
         space = self.space
-        if all(
-            space.is_plain(cut) and space.is_even(d, cut)
-            for end in (state, after)
-            for d, cut in enumerate(end.cuts)
-        ):
+        if space.is_regular(state) and space.is_regular(after):
             return True
         here = space.start.with_layout(space.layout(state))
         try:
@@ -322,14 +291,15 @@ class Search:
         (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
         if not received:
             return Left(0.0, 0.0, 0, is_exact)
-        # A device that receives much over the slowest links may be another than the busiest of all.
+        # The slowest links may be busiest at another device than the others: steps wait for both.
         waits = links[0].latency_s if crossing else self._least_latency
-        arrives = max(received / self._fastest, crossing / links[0].bytes_per_s) * space.itemsize
+        near = max(0.0, received - crossing) / self._fastest
+        arrives = (crossing / links[0].bytes_per_s + near) * space.itemsize
         return Left(self._least_launch + waits + arrives, arrives, received, is_exact)
 
     @cached_property
     def _lefts(self) -> dict[State, Left]:
-        return {}
+        return self.space.tables.lefts.setdefault(self.space.goal_state, {})
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""

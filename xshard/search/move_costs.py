@@ -38,11 +38,15 @@ class MoveCost(NamedTuple):
 
 def move_cost(space: Space, move: Move, state: State) -> MoveCost:
     """What a move from a state costs."""
-    before, after = space.block(state), space.block(move.after)
-    traffic = TRAFFIC[move.kind](space, move, state, before, after)
-    held = before + after + (traffic.copied if traffic.hops else 0)
-    seconds = space.fabric.seconds(move.kind, traffic, space.itemsize)
-    return MoveCost(seconds, traffic.received, held)
+    key = move.kind, state, move.after
+    known: MoveCost | None = space.tables.costs.get(key)
+    if known is None:
+        before, after = space.block(state), space.block(move.after)
+        traffic = TRAFFIC[move.kind](space, move, state, before, after)
+        held = before + after + (traffic.copied if traffic.hops else 0)
+        seconds = space.fabric.seconds(move.kind, traffic, space.itemsize)
+        known = space.tables.costs[key] = MoveCost(seconds, traffic.received, held)
+    return known
 
 
 def step_of(space: Space, move: Move, state: State) -> Step:

@@ -17,10 +17,9 @@ from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
 from xshard.notation.parser import Dim, Shard
+from xshard.search.grid import Grid, Tables, grid
 from xshard.steps import Exchange, Traffic
-from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
-from xshard.steps.exchange.near_senders import MAX_PAIRED
-from xshard.steps.exchange.traffic import counted_traffic, spans_by_axis
+from xshard.steps.exchange.traffic import counted_traffic
 from xshard.steps.traffic import LinkSpans
 
 Cut = tuple[int, ...]  # the cuts of one dim, outermost first, as indices into `Space.shards`
@@ -59,8 +58,17 @@ class Space:
         return dtypes.itemsize(self.dtype)
 
     @cached_property
+    def grid(self) -> Grid:
+        return grid(self.start.mesh, self.start.shape, self.itemsize, self.profile)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Shared by all spaces of the grid whose cuts are the axes alone."""
+        return self.grid.tables if len(self.shards) == len(self.axes) else Tables()
+
+    @cached_property
     def axes(self) -> tuple[str, ...]:
-        return tuple(a for a in self.start.mesh.axes if self.start.mesh.size(a) > 1)
+        return self.grid.axes
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -84,14 +92,12 @@ class Space:
 
     @cached_property
     def fabric(self) -> Fabric:
-        return self.profile.fabric(self.start.mesh)
+        return self.grid.fabric
 
     @cached_property
     def nodes(self) -> int | None:
         """Devices of a node, where exchanges have to look for near senders."""
-        mesh = self.start.mesh
-        splits = mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(mesh)
-        return self.profile.node_devices if splits else None
+        return self.grid.nodes
 
     def state(self, layout: Layout) -> State:
         """A layout of this space -> its state."""
@@ -118,13 +124,9 @@ class Space:
         """Whether every cut is contiguous, over one axis."""
         return all(s < len(self.axes) for s in cut)
 
-    @cached_property
-    def _lengths(self) -> dict[tuple[int, Cut], tuple[int, bool]]:
-        return {}
-
     def length(self, dim: int, cut: Cut) -> tuple[int, bool]:
         """The longest block of a dim under a cut, and whether all are as long."""
-        known = self._lengths.get((dim, cut))
+        known = self.tables.lengths.get((dim, cut))
         if known is None:
             whole, parts = self.start.shape[dim], math.prod(self.sizes[s] for s in cut)
             if self.is_plain(cut) and whole % parts == 0:
@@ -132,7 +134,7 @@ class Space:
             else:
                 d = Dim("", tuple(self.shards[s] for s in cut))
                 known = block_length(d, whole, self.start.mesh.sizes_of(d.axes))
-            self._lengths[dim, cut] = known
+            self.tables.lengths[dim, cut] = known
         return known
 
     def is_even(self, dim: int, cut: Cut) -> bool:
@@ -140,15 +142,11 @@ class Space:
 
     def block(self, state: State) -> int:
         """Elements of the largest block."""
-        known = self._blocks.get(state.cuts)
+        known = self.tables.blocks.get(state.cuts)
         if known is None:
             known = math.prod(self.length(d, cut)[0] for d, cut in enumerate(state.cuts))
-            self._blocks[state.cuts] = known
+            self.tables.blocks[state.cuts] = known
         return known
-
-    @cached_property
-    def _blocks(self) -> dict[tuple[Cut, ...], int]:
-        return {}
 
     def least_received(self, state: State) -> tuple[int, bool]:
         """Fewest elements that the busiest device must receive on any path from a state to the goal.
@@ -177,16 +175,18 @@ class Space:
 
     def least_crossing(self, state: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
-        cuts = self._link_cuts(state), self._link_cuts(self.goal_state)
-        several = len(self.fabric.links) > 1 and self.nodes is None
-        if not several or state.sums != self.goal_state.sums or cuts[0] is None or cuts[1] is None:
+        goal, several = self.goal_state, len(self.fabric.links) > 1 and self.nodes is None
+        if not several or state.sums != goal.sums or not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
-        near = math.prod(span.size for span in self.fabric.spans if span.level)
-        return node_lack(self.start.shape, cuts[0], cuts[1]) / near
+        return self.grid.crossing(state.cuts, goal.cuts)
 
     def even_received(self, state: State, after: State) -> Traffic | None:
         """Traffic of an exchange, where that is known without looking at devices."""
         return None if self.nodes else self._even_exchange(state, after)
+
+    @cached_property
+    def start_state(self) -> State:
+        return self.state(self.start.layout)
 
     @cached_property
     def goal_state(self) -> State:
@@ -200,8 +200,7 @@ class Space:
 
     def group(self, axes: Iterable[int]) -> LinkSpans:
         """The spans of some axes, the slowest first."""
-        names = {self.axes[a] for a in axes}
-        return tuple(span for span in self.fabric.spans if span.axis in names)
+        return self.grid.group(axes)
 
     def levels(self, axis: int) -> tuple[int, ...]:
         """How fast the links along an axis are, the slowest first, 0 for the slowest of the mesh."""
@@ -209,16 +208,6 @@ class Space:
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
         """What an exchange between two states moves."""
-        known = self._exchanges.get((state, after))
-        if known is None:
-            known = self._exchanges[state, after] = self._new_exchange_traffic(state, after)
-        return known
-
-    @cached_property
-    def _exchanges(self) -> dict[tuple[State, State], Traffic]:
-        return {}
-
-    def _new_exchange_traffic(self, state: State, after: State) -> Traffic:
         even = self.even_received(state, after)
         if even is not None:
             return even
@@ -234,37 +223,31 @@ class Space:
         return Exchange(to, self.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
 
     def _even_exchange(self, state: State, after: State) -> Traffic | None:
-        src, dst = self._link_cuts(state), self._link_cuts(after)
-        if src is None or dst is None or set(after.sums) - set(state.sums):
+        if not (self.is_regular(state) and self.is_regular(after)):
             return None
-        addends = [span for a in state.sums if a not in after.sums for span in self._axis_spans[a]]
-        return digit_traffic(self.start.shape, src, dst, addends)
+        if state.sums == after.sums:
+            return self.grid.exchange(state.cuts, after.cuts, ())
+        if set(after.sums) - set(state.sums):
+            return None
+        return self.grid.exchange(state.cuts, after.cuts, tuple(a for a in state.sums if a not in after.sums))
 
-    @cached_property
-    def _axis_spans(self) -> tuple[LinkSpans, ...]:
-        """The spans of every axis, the outermost first."""
-        found = spans_by_axis(self.start.mesh, self.fabric.spans)
-        return tuple(found[axis] for axis in self.axes)
-
-    def _link_cuts(self, state: State) -> LinkCuts | None:
-        """The spans that cut every dim; None where a cut is uneven or not contiguous."""
+    def is_regular(self, state: State) -> bool:
+        """Whether all cuts are even, contiguous and over one axis."""
         cuts = state.cuts
-        if cuts not in self._known_cuts:
-            even = all(self.is_plain(c) and self.is_even(d, c) for d, c in enumerate(cuts))
-            self._known_cuts[cuts] = (
-                tuple(tuple(span for s in c for span in self._axis_spans[s]) for c in cuts) if even else None
-            )
-        return self._known_cuts[cuts]
-
-    @cached_property
-    def _known_cuts(self) -> dict[tuple[Cut, ...], LinkCuts | None]:
-        return {}
+        known = self.tables.regular.get(cuts)
+        if known is None:
+            known = all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(cuts))
+            self.tables.regular[cuts] = known
+        return known
 
     def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
         """What every cutting axis does: its dim and the cuts down to it."""
-        return {
-            a: (d, cut[: i + 1])
-            for d, cut in enumerate(state.cuts)
-            for i, s in enumerate(cut)
-            for a in self.shard_axes[s]
-        }
+        known = self.tables.roles.get(state.cuts)
+        if known is None:
+            known = self.tables.roles[state.cuts] = {
+                a: (d, cut[: i + 1])
+                for d, cut in enumerate(state.cuts)
+                for i, s in enumerate(cut)
+                for a in self.shard_axes[s]
+            }
+        return known

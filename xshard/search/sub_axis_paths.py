@@ -74,13 +74,13 @@ def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> Su
 
 def _changing(space: Space) -> list[int]:
     """The axes that do not cut the same at both ends."""
-    old, new = space.roles(space.state(space.start.layout)), space.roles(space.goal_state)
+    old, new = space.roles(space.start_state), space.roles(space.goal_state)
     return [a for a in range(len(space.axes)) if old.get(a) != new.get(a)]
 
 
 def _needs(space: Space) -> tuple[list[int], list[int]] | None:
     """Into how many parts either end must cut every dim further to cut alike; None where it cannot."""
-    ends = space.state(space.start.layout), space.goal_state
+    ends = space.start_state, space.goal_state
     if ends[0].sums != ends[1].sums or None in (space.start.even_cuts, space.goal.even_cuts):
         return None
     parts = [[math.prod(space.sizes[s] for s in cut) for cut in end.cuts] for end in ends]
@@ -101,7 +101,7 @@ def _cuts_further(needs: Needs) -> bool:
 
 def _least_seconds(space: Space, needs: Needs) -> float:
     """A lower bound for such paths: what must arrive, and the launches and first latencies of the steps."""
-    start, links, profile = space.state(space.start.layout), space.fabric.links, space.profile
+    start, links, profile = space.start_state, space.fabric.links, space.profile
     least = min(link.latency_s for link in links)
     seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
     if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
@@ -112,7 +112,7 @@ def _least_seconds(space: Space, needs: Needs) -> float:
 
 def _relief(space: Space) -> list[int]:
     """Axes that hold replicas at both ends, on faster links than the slowest that a path must use."""
-    start, goal = space.state(space.start.layout), space.goal_state
+    start, goal = space.start_state, space.goal_state
     slowest = min(space.levels(a)[0] for a in _changing(space))
     return [a for a in space.free(start) if a in space.free(goal) and space.levels(a)[-1] > slowest]
 
@@ -213,7 +213,7 @@ def _cheapest(
     space: Space, needs: Needs, axes: Sequence[int], limit: float, seconds: float
 ) -> SubAxisPath | None:
     """The cheapest such path over some axes in less than `seconds`. limit: most elements held."""
-    start, goal = space.state(space.start.layout), space.goal_state
+    start, goal = space.start_state, space.goal_state
     slices, gathers = (
         list(islice(_ways(space, [a for a in space.free(end) if a in axes], more), MAX_WAYS))
         for end, more in zip((start, goal), needs, strict=True)

@@ -30,7 +30,7 @@ class Moves:
         self.space = space
         self.goal = space.goal_state
         named = [s for end in (space.start, space.goal) for s in space.state(end.layout).cuts]
-        start = space.state(space.start.layout)
+        start = space.start_state
         self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
         self.usable = self._usable(start)
         dims = len(space.start.shape)
@@ -186,7 +186,7 @@ class Moves:
             space.length(d, cut)[0] for d, cut in enumerate(self.goal.cuts)
         ]:
             yield Move("permute", (), self.goal)
-        if not all(space.is_plain(cut) and space.is_even(d, cut) for d, cut in enumerate(state.cuts)):
+        if not space.is_regular(state):
             return
         usable = tuple(a for a in self.usable if a not in state.sums)
         parts = [self._parts(cut[len(pin) :]) for cut, pin in zip(state.cuts, self.pinned, strict=True)]

@@ -1,0 +1,103 @@
+"""What all searches of moves of one shape on one mesh share: links, and exchanges between even cuts.
+
+Decides nothing: the formulas are those of the exchange, each asked once. Axes are numbered as in the mesh,
+those of size 1 left out; here a dim is cut by whole axes, each in contiguous blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from xshard.cost.model import Fabric, Profile
+from xshard.layout import Mesh
+from xshard.steps import Traffic
+from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic, node_lack
+from xshard.steps.exchange.near_senders import MAX_PAIRED
+from xshard.steps.exchange.traffic import spans_by_axis
+from xshard.steps.traffic import LinkSpans
+
+Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that cut it, outermost first
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is known of states and of moves between them, by the numbers that spaces give to cuts.
+
+    lefts: by goal, then by state.
+    """
+
+    lengths: dict[Any, tuple[int, bool]] = field(default_factory=dict)
+    blocks: dict[Any, int] = field(default_factory=dict)
+    regular: dict[Any, bool] = field(default_factory=dict)
+    roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    costs: dict[Any, Any] = field(default_factory=dict)
+    lefts: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The axes of a mesh and the links along them, for arrays of one shape."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    itemsize: int
+    profile: Profile
+    _exchanges: dict[tuple[Cuts, Cuts, tuple[int, ...]], Traffic | None] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], LinkSpans] = field(default_factory=dict)
+    tables: Tables = field(default_factory=Tables)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(a for a in self.mesh.axes if self.mesh.size(a) > 1)
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        return self.profile.fabric(self.mesh)
+
+    @cached_property
+    def nodes(self) -> int | None:
+        """Devices of a node, where exchanges have to look for near senders."""
+        splits = self.mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(self.mesh)
+        return self.profile.node_devices if splits else None
+
+    @cached_property
+    def _spans(self) -> tuple[LinkSpans, ...]:
+        """The spans of every axis, the outermost first."""
+        found = spans_by_axis(self.mesh, self.fabric.spans)
+        return tuple(found[axis] for axis in self.axes)
+
+    def group(self, axes: Iterable[int]) -> LinkSpans:
+        """The spans of some axes, the slowest first."""
+        key = tuple(axes)
+        found = self._groups.get(key)
+        if found is None:
+            names = {self.axes[a] for a in key}
+            found = self._groups[key] = tuple(span for span in self.fabric.spans if span.axis in names)
+        return found
+
+    def exchange(self, before: Cuts, after: Cuts, ended: tuple[int, ...]) -> Traffic | None:
+        """Traffic of an exchange that ends sums over some axes; None if cuts do not divide each other."""
+        key = before, after, ended
+        if key not in self._exchanges:
+            addends = [span for a in ended for span in self._spans[a]]
+            cuts = self._link_cuts(before), self._link_cuts(after)
+            self._exchanges[key] = digit_traffic(self.shape, *cuts, addends)
+        return self._exchanges[key]
+
+    def crossing(self, before: Cuts, after: Cuts) -> float:
+        """Fewest elements that some device must receive over the slowest links."""
+        near = math.prod(span.size for span in self.fabric.spans if span.level)
+        return node_lack(self.shape, self._link_cuts(before), self._link_cuts(after)) / near
+
+    def _link_cuts(self, cuts: Cuts) -> LinkCuts:
+        return tuple([tuple([span for a in cut for span in self._spans[a]]) for cut in cuts])
+
+
+@lru_cache(maxsize=1024)
+def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) -> Grid:
+    """The one grid of a shape on a mesh."""
+    return Grid(mesh, shape, itemsize, profile)

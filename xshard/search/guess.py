@@ -1,0 +1,131 @@
+"""What the best path between two layouts costs, roughly: a few ways that are written down, none searched for.
+
+Decides these ways. The guess is no bound, and leads to no plan: it tells which paths are worth searching.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from xshard.search.move_costs import move_cost
+from xshard.search.states import Cut, Move, Space, State
+from xshard.steps import Traffic
+from xshard.steps.all_to_all import all_to_all_traffic
+from xshard.steps.gather import gather_traffic
+from xshard.steps.permute import permute_traffic
+from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
+
+Axes = Sequence[int]
+
+
+def guess(space: Space) -> tuple[float, bool]:
+    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer.
+
+    And whether nothing is left to search for, because one step without a detour does it all.
+    """
+    state, goal = space.start_state, space.goal_state
+    old, new = space.roles(state), space.roles(goal)
+    ended = tuple(a for a in state.sums if a not in goal.sums)
+    changed = [*ended, *(a for a in {**old, **new} if old.get(a) != new.get(a))]
+    slowest = min([space.levels(a)[0] for a in changed], default=0)
+    free = set(space.free(goal))
+    near = [a for a in space.free(state) if a in free and (ended or space.levels(a)[-1] > slowest)]
+    ways = [_in_turn(space, ())]
+    if near:
+        ways.append(_in_turn(space, near))
+    if not set(goal.sums) - set(state.sums):
+        ways += [seconds + _exchange(space, here) for here, seconds in _scattered(space, ended)]
+    dims = range(len(state.cuts))
+    if state.sums == goal.sums and all(
+        space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims
+    ):
+        ways.append(move_cost(space, Move("permute", (), goal), state).seconds)
+    return min(ways), not near and _is_one_step(space, ended)
+
+
+def _is_one_step(space: Space, ended: Cut) -> bool:
+    """Whether slices, one gather, one reduction or one scattered reduction lead to the goal."""
+    state, goal = space.start_state, space.goal_state
+    pairs = [pair for pair in zip(state.cuts, goal.cuts, strict=True) if pair[0] != pair[1]]
+    begins = set(goal.sums) - set(state.sums)
+    longer = all(new[: len(old)] == old for old, new in pairs)
+    if ended:
+        added = [s for old, new in pairs for s in new[len(old) :]]
+        return not begins and longer and (not pairs or (len(pairs) == 1 and sorted(added) == sorted(ended)))
+    return not begins and (longer or (len(pairs) == 1 and pairs[0][0][: len(pairs[0][1])] == pairs[0][1]))
+
+
+def _exchange(space: Space, state: State) -> float:
+    """Seconds of an exchange to the goal, where that is known without looking at devices."""
+    if space.even_received(state, space.goal_state) is None:
+        return math.inf
+    return move_cost(space, Move("exchange", (), space.goal_state), state).seconds
+
+
+def _scattered(space: Space, ended: Cut) -> Iterator[tuple[State, float]]:
+    """The start, and the state in which the sums that end are scattered over a dim, each with its seconds."""
+    state, new = space.start_state, space.roles(space.goal_state)
+    yield state, 0.0
+    dims = range(len(state.cuts)) if ended else ()
+    for d in sorted(dims, key=lambda d: new.get(ended[0], (d,))[0] != d):
+        cuts = (*state.cuts[:d], state.cuts[d] + ended, *state.cuts[d + 1 :])
+        if space.is_even(d, cuts[d]):
+            after = State(cuts, tuple(a for a in state.sums if a not in ended))
+            yield after, move_cost(space, Move("reduce_scatter", (d, ended), after), state).seconds
+            return
+
+
+def _in_turn(space: Space, near: Axes) -> float:
+    """Seconds of slices, then of sums that end, cuts that change places, and gathers: one step for each.
+
+    near: axes that hold replicas at both ends, and take shares on the way.
+    """
+    state, goal = space.start_state, space.goal_state
+    old, new = space.roles(state), space.roles(goal)
+    ended = [a for a in state.sums if a not in goal.sums]
+    cut = [a for a in ended if a in new]
+    sliced = [a for a in new if a not in old and a not in state.sums]
+    moved = [a for a in new if a in old and old[a] != new[a]]
+    gathered = [a for a in old if a not in new and a not in goal.sums]
+    # A cut in place comes inside of all that the dim keeps; others have to change places afterwards.
+    moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
+    block, seconds, price = space.block(state), 0.0, space.fabric.seconds
+    if sliced or near:
+        block = max(1, block // _parts(space, [*sliced, *near]))
+        seconds += price("slice", Traffic(copied=block), space.itemsize)
+    if ended and (cut or near or gathered):
+        group, first = space.group(ended), all(new.get(a, (0,))[0] == 0 for a in ended)
+        seconds += price("reduce_scatter", reduce_scatter_traffic(block, group, first), space.itemsize)
+        block = max(1, block // _parts(space, ended))
+        gathered += [a for a in ended if a not in new]
+    elif ended:
+        seconds += price("all_reduce", all_reduce_traffic(block, space.group(ended)), space.itemsize)
+    if moved:
+        group = space.group(moved)
+        ways = [price("all_to_all", all_to_all_traffic(block, group), space.itemsize)]
+        if block * _parts(space, moved) <= max(space.block(state), space.block(goal)):
+            whole = price("all_gather", gather_traffic(block, group, in_place=False), space.itemsize)
+            ways.append(whole + price("slice", Traffic(copied=block), space.itemsize))
+        if _permutes(space, _parts(space, [*sliced, *near, *ended]), _parts(space, [*gathered, *near])):
+            ways.append(price("permute", permute_traffic(block, group), space.itemsize))
+        seconds += min(ways)
+    if gathered or near:
+        group = space.group([*gathered, *near])
+        first = all(old.get(a, (0,))[0] == 0 for a in gathered)
+        seconds += price("all_gather", gather_traffic(block, group, first), space.itemsize)
+    return seconds
+
+
+def _permutes(space: Space, slices: int, gathers: int) -> bool:
+    """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
+    before, after = (
+        [_parts(space, cut) for cut in end.cuts] for end in (space.start_state, space.goal_state)
+    )
+    common = list(map(math.lcm, before, after))
+    most = math.prod(common)
+    return most <= math.prod(before) * slices and most <= math.prod(after) * gathers
+
+
+def _parts(space: Space, axes: Axes) -> int:
+    return math.prod([space.sizes[a] for a in axes])
