@@ -71,11 +71,21 @@ def busiest(by_rank: list[list[int]]) -> int:
     return sum(map(max, zip(*by_rank, strict=True)))
 
 
+def one_way_for_cotangents(n: int) -> ContractionPlan:
+    """Both gradients have places of their own, to which the cotangent goes in one move."""
+    sizes, limit = {"a": 8, "b": 16, "c": 8}, 2 * 8 * 16 * 8 // n
+    text, limits = "a b/x, c b -> a c/x", {"profile": "bandwidth", "flops_limit": limit}
+    found = xs.plan(text, xs.Mesh(x=n), sizes=sizes, dtype="float64", **limits)
+    one, other = (own.moves[0] for own in found.parts[0].gradients if own is not None)
+    assert one == other and one.bytes_received
+    return found
+
+
 @pytest.mark.parametrize("n", [4, 8])
 def test_values_gradients_and_bytes(n: int) -> None:
-    cases = [case for case in CASES if xs.Mesh(case[1]).n_devices == n]
-    plans = list(map(planned, cases))
+    plans = [planned(case) for case in CASES if xs.Mesh(case[1]).n_devices == n]
     assert n != 4 or any(own for plan in plans for part in plan.parts for own in part.gradients)
+    plans.append(one_way_for_cotangents(n))
     work = [
         (
             plan,
@@ -85,8 +95,8 @@ def test_values_gradients_and_bytes(n: int) -> None:
         for plan in plans
     ]
     ranks = on_ranks(n, _contracted, work)
-    for at, (case, (plan, operands, cotangent)) in enumerate(zip(cases, work, strict=True)):
-        given = plan.contraction
+    for at, (plan, operands, cotangent) in enumerate(work):
+        given, case = plan.contraction, plan.text
         ends = list(zip(given.operands, plan.shapes, strict=True))
         wholes = [
             torch.from_numpy(oracle.gather(each, layout, plan.mesh, shape)).requires_grad_()

@@ -76,7 +76,8 @@ class Lowering:
         back = CommDtype(self.travels.backward, self.travels.forward)
         own = self._part(gradient.parts[0], (back, *(self.travels for _ in others)), back)
         pairs = zip(gradient.contraction.operands[1:], others, strict=True)
-        return OwnGradient(own, tuple(layout == used for layout, used in pairs))
+        there = replace(own, moves=(None, *own.moves[1:]))
+        return OwnGradient(own.moves[0], there, tuple(layout == used for layout, used in pairs))
 
     def _move(self, plan: Plan, travels: CommDtype, *, lends: bool = False) -> Move:
         if not plan.steps:

@@ -19,6 +19,7 @@ from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable
+from xshard import Layout
 
 Move = Executable | None  # None: nothing moves, and no gradient does
 Blocks = Sequence[Tensor | None]
@@ -29,17 +30,19 @@ def moved(move: Move, block: Any) -> Tensor:
     return block if move is None else apply(move, block)
 
 
-def pulled(move: Move, cotangent: Tensor) -> Tensor:
-    """A cotangent before a move, differentiable."""
-    return cotangent if move is None else apply(move.backward, cotangent)
+def adjoint(move: Move) -> Move:
+    """The move of cotangents, the other way."""
+    return None if move is None else move.backward
 
 
 class OwnGradient(NamedTuple):
     """The gradient of an operand, contracted in a place of its own.
 
+    cotangent: the move that takes the cotangent there; the part finds it there.
     as_used: for each of the other operands, whether it is taken where it was used, else where it was given.
     """
 
+    cotangent: Move
     part: PartExecutable
     as_used: tuple[bool, ...]
 
@@ -104,18 +107,25 @@ class PartExecutable:
         """Of what is given, and of what is kept."""
         n = len(self.moves)
         found: list[Tensor | None] = [None for _ in (*given, *kept)]
-        through: Tensor | None = None
+        places: dict[Layout | None, Tensor] = {}  # the cotangent: it travels once to each
+
+        def at(move: Move) -> Tensor:
+            layout = None if move is None else move.plan.dst
+            if layout not in places:
+                places[layout] = moved(move, cotangent)
+            return places[layout]
+
         for i, own in enumerate(self.own):
             others = [j for j in range(n) if j != i]
             if own is not None and needed[i]:
                 pairs = zip(others, own.as_used, strict=True)
                 blocks = (self.used(j, given, kept) if as_used else given[j] for j, as_used in pairs)
-                found[i] = own.part([cotangent, *(x.conj() for x in blocks)])  # type: ignore[union-attr]
+                found[i] = own.part([at(own.cotangent), *(x.conj() for x in blocks)])  # type: ignore[union-attr]
             elif own is None and needed[i if kept[i] is None else n + i]:
-                through = pulled(self.result, cotangent) if through is None else through
-                local = self.local.gradient(i)(through, *(self.used(j, given, kept).conj() for j in others))
+                others_used = (self.used(j, given, kept).conj() for j in others)
+                local = self.local.gradient(i)(at(adjoint(self.result)), *others_used)
                 if kept[i] is None:
-                    found[i] = pulled(self.moves[i], local)
+                    found[i] = moved(adjoint(self.moves[i]), local)
                 else:
                     found[n + i] = local
         return found
