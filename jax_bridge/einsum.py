@@ -11,22 +11,35 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
 from jax_bridge.redistribution import carry_out
-from xshard import ContractionPlan, DtypeError, Mesh, NotationError, Plan, Profile, ShapeError, planner
+from xshard import (
+    ContractionPlan,
+    DtypeError,
+    Layout,
+    Mesh,
+    NotationError,
+    Plan,
+    Profile,
+    ShapeError,
+    planner,
+)
 from xshard.contractions.blocks import Shapes, whole_shapes
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import Part
+from xshard.contractions.ring import Ring
 from xshard.notation.parser import text_spans
 
 
@@ -49,11 +62,12 @@ def contraction_of(expression: Any) -> Contraction:
 
 
 def plan_for(
-    text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile
+    text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile, overlap: str
 ) -> ContractionPlan:
     """The cheapest plan: for whole numbers, which have no gradients, of the result alone."""
     objective = "forward+backward" if jnp.issubdtype(dtype, jnp.inexact) else "forward"
-    return planner.plan(text, mesh, shapes, dtype.name, profile=profile, objective=objective)
+    options: Any = {"profile": profile, "objective": objective, "overlap": overlap}
+    return planner.plan(text, mesh, shapes, dtype.name, **options)
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
@@ -83,6 +97,7 @@ def einsum_blocks(
     mesh: AnyMesh | None,
     shapes: Shapes | None,
     profile: str | Path | Profile,
+    overlap: str,
     product: Product,
 ) -> jax.Array:
     """This device's blocks of the operands -> its block of the result. Raises as `einsum` does.
@@ -97,7 +112,7 @@ def einsum_blocks(
     else:
         here, machine = machine_here(mesh, (*given.operands, given.result), given.text, profile)
         whole = shapes or whole_shapes(given, here, [x.shape for x in blocks])
-        plan = plan_for(given.text, here, whole, dtype, machine)
+        plan = plan_for(given.text, here, whole, dtype, machine, overlap)
     entries = zip(blocks, plan.moves, text_spans(given.text).layouts, strict=False)
     typed = []
     for x, move, span in entries:
@@ -119,20 +134,35 @@ def _contracted(
 
 def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text: str) -> jax.Array:
     """The blocks that a part takes, under the layouts where they are -> the block of its result."""
+    ring = part.ring
 
     def moved(x: jax.Array, plan: Plan) -> jax.Array:
         fits = plan.mesh == here and plan.dtype == x.dtype.name
         return carry_out(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
 
-    def result(*used: jax.Array) -> jax.Array:
-        return moved(_local(part, used, product), part.result)
+    def used(i: int, x: jax.Array) -> Any:
+        if ring is None or i != ring.operand:
+            return moved(x, part.moves[i])
+        blocks = [moved(x, ring.rest)]
+        for _ in range(1, ring.rounds):
+            blocks.append(moved(blocks[-1], ring.rotation))
+        return blocks
+
+    def result(*operands: Any) -> jax.Array:
+        if ring is None:
+            return moved(_local(part, operands, product), part.result)
+        blocks = _in_rounds(part, ring, operands, product)
+        if ring.operand is None:
+            return moved(reduce(lambda sums, x: moved(sums, ring.rotation) + x, blocks), ring.rest)
+        kept = ring.dim in part.result.src.names
+        return moved(_together(blocks, part.result.src, ring) if kept else reduce(add, blocks), part.result)
 
     if all(own is None for own in part.gradients):
-        return result(*map(moved, given, part.moves))
+        return result(*map(used, range(len(given)), given))
     # What one operand varies along, the result does, and so does every gradient.
     unnamed = frozenset[str]().union(*map(varying_axes, given)).difference(here.axes)
     given = [as_varying(x, unnamed) for x in given]
-    return _with_own_gradients(part, result, here, product)(given, list(map(moved, given, part.moves)))
+    return _with_own_gradients(part, result, here, product)(given, list(map(used, range(len(given)), given)))
 
 
 def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array:
@@ -145,35 +175,70 @@ def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array
     return jnp.einsum(*given, kept, preferred_element_type=product.dtype, precision=product.precision)
 
 
+def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) -> list[jax.Array]:
+    """What a device contracts in every round, where an operand that travels is its blocks in all rounds.
+
+    In round k device i has part i + k of the ring's dim; in front of a reduce-scatter i + k + 1, since sums
+    go round to where they end. No round waits for the message that is sent in it.
+    """
+    first = 1 if ring.operand is None else 0
+    parts: list[Any] = []
+    for x, move in zip(used, part.moves, strict=True):
+        if ring.dim in move.dst.names and not isinstance(x, list):
+            at = move.dst.dim_index(ring.dim)
+            rows = x.shape[at] // ring.rounds
+            x = [lax.dynamic_slice_in_dim(x, start, rows, at) for start in _starts(ring, first, rows)]
+        parts.append(x if isinstance(x, list) else [x] * ring.rounds)
+    return [_local(part, each, product) for each in zip(*parts, strict=True)]
+
+
+def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
+    """The blocks of all rounds, laid side by side in the order of their rows."""
+    at = layout.dim_index(ring.dim)
+    y = jnp.zeros_like(jnp.concatenate(blocks, at))
+    for x, start in zip(blocks, _starts(ring, 0, blocks[0].shape[at]), strict=True):
+        y = lax.dynamic_update_slice_in_dim(y, x, start, at)
+    return y
+
+
+def _starts(ring: Ring, first: int, rows: int) -> list[jax.Array]:
+    """The row at which a device's part begins, in every round; first: how many parts from its own it begins."""
+    mine = lax.axis_index(ring.axis)
+    return [(mine + first + k) % ring.rounds * rows for k in range(ring.rounds)]
+
+
 def _with_own_gradients(
     part: Part, result: Callable[..., jax.Array], here: Mesh, product: Product
-) -> Callable[[list[jax.Array], list[jax.Array]], jax.Array]:
+) -> Callable[[list[jax.Array], list[Any]], jax.Array]:
     """The operands as they are given, and as they are used -> the result.
 
     Where a gradient has a plan of its own, the tangent of that operand, as it is given, takes the transpose
     of this plan; so its cotangent takes the plan itself, in every mode of differentiation.
     """
 
+    def whole(j: int, x: Any) -> jax.Array:
+        return _together(x, part.moves[j].dst, part.ring) if part.ring and isinstance(x, list) else x
+
     @jax.custom_jvp
-    def contracted(_: list[jax.Array], used: list[jax.Array]) -> jax.Array:
+    def contracted(_: list[jax.Array], used: list[Any]) -> jax.Array:
         return result(*used)
 
     @partial(contracted.defjvp, symbolic_zeros=True)
     def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         given, used = primals
-        along = [i for i in part.shared if type(tangents[1][i]) is not SymbolicZero]
+        along = [i for i in part.shared if not _is_zero(tangents[1][i])]
 
-        def shared(*some: jax.Array) -> jax.Array:
+        def shared(*some: Any) -> jax.Array:
             replaced = dict(zip(along, some, strict=True))
             return result(*(replaced.get(i, x) for i, x in enumerate(used)))
 
         y, tangent = jax.jvp(shared, [used[i] for i in along], [tangents[1][i] for i in along])
         for i, own in enumerate(part.gradients):
-            if own is None or type(tangents[0][i]) is SymbolicZero:
+            if own is None or _is_zero(tangents[0][i]):
                 continue
             rest = [j for j in range(len(given)) if j != i]
             at = zip(own.contraction.operands[1:], rest, strict=True)
-            others = [given[j] if layout == part.moves[j].src else used[j] for layout, j in at]
+            others = [given[j] if layout == part.moves[j].src else whole(j, used[j]) for layout, j in at]
 
             def pulled(cotangent: jax.Array, own=own, i=i, others=others) -> jax.Array:
                 return _contracted(own, [cotangent, *others], here, product).astype(given[i].dtype)
@@ -182,3 +247,8 @@ def _with_own_gradients(
         return y, tangent
 
     return contracted
+
+
+def _is_zero(tangent: Any) -> bool:
+    """True if there is no tangent, also of an operand that is its blocks in all rounds."""
+    return type(jax.tree.leaves(tangent)[0]) is SymbolicZero

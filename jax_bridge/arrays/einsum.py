@@ -36,6 +36,7 @@ from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
 from xshard import ContractionPlan, DtypeError, Profile
 from xshard.contractions.blocks import Shapes, check_operands
 from xshard.contractions.expression import shapes_of, whole_lengths
+from xshard.contractions.ring import NEVER
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 
@@ -47,6 +48,7 @@ def einsum(
     sizes: Mapping[str, int] | None = None,
     shape: Shapes | None = None,
     profile: str | Path | Profile = "h100",
+    overlap: str = NEVER,
     preferred_element_type: Any = None,
     precision: Any = None,
 ) -> jax.Array:
@@ -58,8 +60,10 @@ def einsum(
     one. mesh: by default the one of the context, or the arrays' own. sizes: the length of every dim, by name;
     or shape: the global shape of every operand; by default the arrays', or, assuming that all blocks are
     equal, as the blocks say. Uneven blocks are padded as those of `redistribute` are.
-    profile: the machine to plan for. preferred_element_type, precision: of `jax.numpy.einsum`, for the local
-    products; sums over devices are in the dtype that they give.
+    profile: the machine to plan for. overlap: whether gathers and reduce-scatters may run in rounds, so that
+    XLA can send while it contracts: "never", "auto" or "always", as for `xshard.plan`.
+    preferred_element_type, precision: of `jax.numpy.einsum`, for the local products; sums over devices are in
+    the dtype that they give.
 
     Raises, before anything is sent, NotationError, MeshError, ShapeError, DtypeError, PlanError.
 
@@ -82,11 +86,11 @@ def einsum(
     product = Product(preferred, precision)
     axes = {axis for layout in (*given.operands, given.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
-        return einsum_blocks(expression, arrays, mesh, shapes, profile, product)
+        return einsum_blocks(expression, arrays, mesh, shapes, profile, overlap, product)
     mesh = mesh_of(arrays, [text] * len(arrays)) if mesh is None else jax_mesh(mesh)
     here = mesh_here(mesh, text)
     check_shapes(shapes or found, found, text)
-    program = _program(expression, here, found, dtype, profile, product)
+    program = _program(expression, here, found, dtype, profile, overlap, product)
     for x, move, source in zip(arrays, program.plan.moves, program.sources, strict=True):
         check_sharding(x, move.src, text, source.spec, mesh)
         check_order(x, move.source, text)
@@ -109,6 +113,7 @@ def _program(
     shapes: tuple[tuple[int, ...], ...],
     dtype: np.dtype,
     profile: str | Path | Profile,
+    overlap: str,
     product: Product,
 ) -> _Program:
     given = contraction_of(expression)
@@ -120,7 +125,7 @@ def _program(
         with mark_errors(text):
             check_given_mesh(axes_of(plan), plan.mesh, here)
     else:
-        plan = plan_for(text, here, shapes, dtype, profile)
+        plan = plan_for(text, here, shapes, dtype, profile, overlap)
     arrays = [*(move.source for move in plan.moves), plan.result.target]
     check_even(arrays, text)
     with mark_errors(text):
@@ -129,7 +134,7 @@ def _program(
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
 
     def local(*blocks: jax.Array) -> jax.Array:
-        y = einsum_blocks(plan, blocks, None, None, profile, product)
+        y = einsum_blocks(plan, blocks, None, None, profile, overlap, product)
         return as_reduced(as_unreduced(y, given.result.tagged("sum")), given.result.tagged("copy"))
 
     specs = tuple(at.spec for at in sources), target.spec

@@ -6,6 +6,8 @@ A mesh has one program for all of its contractions, since compiling is what take
 from __future__ import annotations
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -28,9 +30,10 @@ MESHES = {str(xs.Mesh(mesh)): xs.Mesh(mesh) for _, mesh, _, _ in CASES}
 class Case:
     """A contraction of whole numbers: what goes in, what comes out, and what is right."""
 
-    def __init__(self, name, mesh, lengths, expression) -> None:
+    def __init__(self, name, mesh, lengths, expression, overlap="never") -> None:
         self.name, self.mesh, self.lengths = name, xs.Mesh(mesh), lengths
-        self.plan = xs.plan(expression, self.mesh, sizes=lengths, dtype="float64", profile="bandwidth")
+        self.options = {"sizes": lengths, "profile": "bandwidth", "overlap": overlap}
+        self.plan = xs.plan(expression, self.mesh, dtype="float64", **self.options)
         self.expression, given = expression, self.plan.contraction
         ends = [self._sharding(layout) for layout in (*given.operands, given.result)]
         draw = np.random.default_rng(len(expression))
@@ -74,7 +77,7 @@ class Case:
 
         expression: text; by default the plan, which is made by then.
         """
-        options = {} if expression is None else {"sizes": self.lengths, "profile": "bandwidth"}
+        options = {} if expression is None else self.options
         y, pull = jax.vjp(functools.partial(xj.einsum, expression or self.plan, **options), *blocks[:-1])
         return [y, *pull(blocks[-1])]
 
@@ -90,8 +93,8 @@ def jax_mesh(mesh: xs.Mesh, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh
     )
 
 
-def run_in_shard_map(cases: Sequence[Case], check_vma: bool) -> int:
-    """Check all cases, of one mesh, in one program; the bytes that its busiest device receives."""
+def run_in_shard_map(cases: Sequence[Case], check_vma: bool) -> str:
+    """Check all cases, of one mesh, in one program; its optimised HLO."""
     axes, mesh = cases[0].mesh, jax_mesh(cases[0].mesh)
 
     def one_device(arrays):
@@ -107,7 +110,7 @@ def run_in_shard_map(cases: Sequence[Case], check_vma: bool) -> int:
         shapes = [y.shape[len(axes.axes) :] for y in found]
         ends = zip(found, shapes, case.made, strict=True)
         case.check([unstacked(y, shape, end, list(mesh.devices.flat)) for y, shape, end in ends])
-    return received_bytes(compiled.as_text(), axes.n_devices)
+    return compiled.as_text()
 
 
 def run_along_one_axis(cases: Sequence[Case], mapped) -> None:
@@ -137,7 +140,7 @@ def test_the_table_moves_what_is_planned(mesh) -> None:
     cases = [Case(*case) for case in CASES if xs.Mesh(case[1]) == MESHES[mesh]]
     even = [case for case in cases if case.is_even]
     with jax.enable_x64(True):
-        received = run_in_shard_map(even, check_vma=True)
+        received = received_bytes(run_in_shard_map(even, check_vma=True), MESHES[mesh].n_devices)
         if len(even) < len(cases):
             run_in_shard_map([case for case in cases if not case.is_even], check_vma=True)
     planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in even)
@@ -146,18 +149,75 @@ def test_the_table_moves_what_is_planned(mesh) -> None:
     )  # XLA rounds up once for all scalars that it adds up at once
 
 
+# The lengths; the expression; which operand travels in rounds, or None for sums, and the dim cut in parts.
+RINGS = (
+    ({"s": 16, "d": 4, "f": 32}, "s/dp/tp d, d f/tp -> s/dp f/tp", (0, "s")),
+    ({"s": 64, "d": 8, "f": 4}, "s/dp/tp d, d/tp f -> s/dp/tp f", (1, "d")),
+    ({"k": 64, "s": 16, "f": 4}, "k/tp s/dp, k/tp f -> s/(dp,tp) f", (None, "s")),
+    ({"b": 8, "s": 8, "d": 8, "r": 3}, "b/dp s d/tp, d/tp r -> b/dp s r", (1, "d")),
+)
+
+
+def in_rounds(lengths, expression, mesh=(("dp", 2), ("tp", 4))) -> Case:
+    return Case(expression, dict(mesh), lengths, expression, "always")
+
+
 @pytest.mark.parametrize("mode", ["novma", "pmap", "vmap"])
 @in_jax
 def test_without_types(mode) -> None:
     along_tp = [Case(*case) for case in CASES if case[1] == {"tp": 4}]
+    rounds = in_rounds(RINGS[0][0], "s/tp d, d f/tp -> s f/tp", {"tp": 4})
     with jax.enable_x64(True):
         if mode == "novma":
-            run_in_shard_map([Case(*case) for case in CASES if "dp" in case[1]][:-1:2], check_vma=False)
+            cases = [Case(*case) for case in CASES if case[1] == {"dp": 2, "tp": 4}][::2]
+            run_in_shard_map([*cases, in_rounds(*RINGS[2][:2])], check_vma=False)
         elif mode == "pmap":
             on_devices = functools.partial(jax.pmap, axis_name="tp", devices=jax.devices()[:4])
-            run_along_one_axis(along_tp[::7] + [c for c in along_tp if c.name == "uneven_summed"], on_devices)
+            uneven = [case for case in along_tp if case.name == "uneven_summed"]
+            run_along_one_axis([*along_tp[::8], *uneven, rounds], on_devices)
         else:
-            run_along_one_axis(along_tp[::12], lambda f: jax.jit(jax.vmap(f, axis_name="tp")))
+            run_along_one_axis([*along_tp[::16], rounds], lambda f: jax.jit(jax.vmap(f, axis_name="tp")))
+
+
+@in_jax
+def test_rounds() -> None:
+    """Values, gradients and bytes are those of one collective; no product waits for its round's message."""
+    cases = [in_rounds(*ring[:2]) for ring in RINGS]
+    parts = [case.plan.parts[0] for case in cases]
+    assert [(part.ring.operand, part.ring.dim) for part in parts] == [travels for *_, travels in RINGS]
+    assert all(parts[-1].gradients)
+    with jax.enable_x64(True):
+        text = run_in_shard_map(cases, check_vma=True)
+    planned = sum(c.plan.bytes_received + c.plan.backward_bytes_received for c in cases)
+    assert received_bytes(text, 8) == planned
+    # Where an operand travels, no message waits, and round k's product waits for k messages; where sums do, a
+    # message waits for the k products before it. A gradient goes the other way. The last contraction has
+    # gradients in places of their own, without rounds.
+    found = dependencies(text)
+    assert found["messages"] == {0: 3 * 4, 1: 3, 2: 3, 3: 3}
+    assert found["products"] == {0: 7 + 3 * 4 + 2, 1: 7, 2: 7, 3: 7}
+
+
+def dependencies(text: str) -> dict[str, Counter[int]]:
+    """How many messages wait for how many products, and products for messages; text: optimised HLO."""
+    above: dict[str, set[str]] = {}
+    called = set()  # computations with a product, as those of fusions are
+    for head, body in re.findall(
+        r"^(?:ENTRY )?%([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
+    ):
+        made: dict[str, set[str]] = {"messages": set(), "products": set()}
+        for name, rest in re.findall(r"^ +(?:ROOT )?%([\w.-]+) = (.*)", body, re.MULTILINE):
+            refs = set(re.findall(r"%([\w.-]+)", rest))
+            above[name] = refs.union(*(above.get(ref, ()) for ref in refs))
+            if " dot(" in rest or refs & called:
+                made["products"].add(name)
+            elif " collective-permute(" in rest:
+                made["messages"].add(name)
+        if made["products"]:
+            called.add(head)
+    # The last computation is the program.
+    pairs = ("messages", "products"), ("products", "messages")
+    return {one: Counter(len(above[x] & made[other]) for x in made[one]) for one, other in pairs}
 
 
 X = (np.arange(64 * 8, dtype=np.float32) % 7 - 3).reshape(64, 8)
@@ -210,8 +270,9 @@ def test_global_arrays() -> None:
     with pytest.raises(xs.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"):
         xj.einsum("n f/tp, d f/tp -> n d", stored, w)
     batches = jnp.stack([X, 2 * X])
-    batched = jax.jit(jax.vmap(lambda x: xj.einsum("n/dp d, d f/tp -> n/dp f/tp", x, w, mesh=mesh)))(batches)
-    assert np.array_equal(batched, batches @ W)
+    in_rounds = functools.partial(xj.einsum, "n/dp/tp d, d f/tp -> n/dp f/tp", mesh=mesh, overlap="always")
+    batched = jax.jit(jax.vmap(lambda x: jax.jvp(in_rounds, (x, w), (x, W % 3))[1]))(batches)
+    assert np.array_equal(batched, batches @ W + batches @ (W % 3))
 
 
 @in_jax

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xshard.layout import Sharding
+from xshard.layout import Layout, Sharding
 from xshard.notation.parser import INTERVALS, Shard
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.request import Request
 from xshard.steps import AllGather, ReduceScatter, Retag, Step
+from xshard.steps.base import without_tags
 
 if TYPE_CHECKING:
     from xshard.contractions.plan import Part
@@ -29,13 +30,15 @@ class Ring:
     """What travels along one axis while devices contract.
 
     operand: which one is passed on in parts; None: the sums of the result are. dim: the one that is cut in
-    parts. rotation: the plan by which every device gets the part of the next device of the axis.
+    parts. rotation: the plan by which every device gets the part of the next device of the axis. rest: what
+    the move does beside it: to an operand's block before the rounds, to the result's block after them.
     """
 
     operand: int | None
     dim: str
     axis: str
     rotation: Plan
+    rest: Plan
 
     @property
     def rounds(self) -> int:
@@ -64,11 +67,12 @@ def rings(part: Part) -> Iterator[Ring]:
     for i, move in enumerate(part.moves):
         gather = _only_step(move)
         if isinstance(gather, AllGather) and gather.shards == (Shard(gather.copies),):
-            yield Ring(i, gather.dim, gather.copies[0], _rotation(move, move.source, gather.dim))
+            block = Layout(move.src.dims, without_tags(move.dst, gather.copies).tags)
+            yield _ring(i, gather.dim, move, move.source, block)
     scatter = _only_step(part.result)
     if isinstance(scatter, ReduceScatter) and scatter.op == "sum" and _is_plain(scatter.shards):
-        axis = scatter.shards[0].axes[0]
-        yield Ring(None, scatter.dim, axis, _rotation(part.result, part.result.target, scatter.dim))
+        move, tags = part.result, without_tags(part.result.src, scatter.shards[0].axes).tags
+        yield _ring(None, scatter.dim, move, move.target.with_layout(Layout(move.dst.dims, tags)), move.dst)
 
 
 def _only_step(move: Plan) -> Step | None:
@@ -81,14 +85,16 @@ def _is_plain(shards: tuple[Shard, ...]) -> bool:
     return len(shards) == 1 and shards[0] == Shard(shards[0].axes[:1])
 
 
-def _rotation(move: Plan, at: Sharding, dim: str) -> Plan:
-    """The plan by which a device gets the block of the next one along the innermost cut of a dim."""
-    old = at.layout.dim(dim)
-    n = at.mesh.size(*old.shards[-1].axes)
-    rows = at.max_local_shape[at.dim_index(dim)]
-    starts = [(i + 1) % n * rows for i in range(n)]
-    numbers = tuple((start, start + rows) for start in starts)
-    new = replace(old, shards=(*old.shards[:-1], Shard(old.shards[-1].axes, INTERVALS, numbers)))
-    to = replace(at.layout, dims=tuple(new if d.name == dim else d for d in at.layout.dims))
-    ends = at.layout, to, at.mesh, at.mesh, move.devices, move.devices
-    return find_plan(Request(*ends, at.shape, move.dtype, move.profile))
+def _ring(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout) -> Ring:
+    """The ring of parts under `src`, and under `dst` after the rest of the move: the same cuts."""
+    tags = src.layout.tags if operand is None else dst.tags
+    dims, ends = src.normal.dims, (src.mesh, src.mesh, move.devices, move.devices)  # groups as nested cuts
+    at = src.dim_index(dim)
+    (axis,), rows = dims[at].shards[-1].axes, src.max_local_shape[at]
+    n = src.mesh.size(axis)
+    numbers = tuple((start, start + rows) for start in ((i + 1) % n * rows for i in range(n)))
+    turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
+    what = src.shape, move.dtype, move.profile
+    rotation = Request(Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags), *ends, *what)
+    rest = Request(src.layout, dst, *ends, *what)
+    return Ring(operand, dim, axis, find_plan(rotation), find_plan(rest))
