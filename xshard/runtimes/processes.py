@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -33,14 +33,14 @@ class FunctionError(XshardError):
 class Process:
     """A running `python -m xshard.runtimes.server`, which calls functions of any module.
 
-    environment: variables that it has beside those of this process.
+    environment: variables that it has beside those of this process. prefix: a command that runs it elsewhere.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self._turn = Lock()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "xshard.runtimes.server"],
+            [*prefix, sys.executable, "-m", "xshard.runtimes.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
