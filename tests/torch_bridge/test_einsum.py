@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, st
 from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
 from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.ring import rings
 
 
 def dense(names: list[tuple[str, ...]], result: tuple[str, ...]) -> str:
@@ -81,11 +83,28 @@ def one_way_for_cotangents(n: int) -> ContractionPlan:
     return found
 
 
+def in_rounds(plan: ContractionPlan) -> list[ContractionPlan]:
+    """The plan with every ring that its parts may be computed in, one at a time."""
+    return [
+        replace(plan, parts=(*plan.parts[:i], replace(part, ring=ring), *plan.parts[i + 1 :]))
+        for i, part in enumerate(plan.parts)
+        for ring in rings(part)
+    ]
+
+
 @pytest.mark.parametrize("n", [4, 8])
 def test_values_gradients_and_bytes(n: int) -> None:
     plans = [planned(case) for case in CASES if xs.Mesh(case[1]).n_devices == n]
     assert n != 4 or any(own for plan in plans for part in plan.parts for own in part.gradients)
     plans.append(one_way_for_cotangents(n))
+    plans += [ring for plan in plans for ring in in_rounds(plan)]
+    kinds = {
+        (ring.operand is None, ring.dim in part.result.src.names)
+        for plan in plans
+        for part in plan.parts
+        if (ring := part.ring)
+    }
+    assert kinds == {(False, False), (False, True), (True, True)}
     work = [
         (
             plan,

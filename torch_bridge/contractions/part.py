@@ -6,7 +6,7 @@ nothing that was moved is to be kept, that is `Contract`, whose gradients are ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,15 +47,27 @@ class OwnGradient(NamedTuple):
     as_used: tuple[bool, ...]
 
 
+class Stages(NamedTuple):
+    """Moves of operands, what contracts them, and the move of its result."""
+
+    moves: tuple[Move, ...]
+    contract: Callable[..., Tensor]
+    result: Move
+
+
 @dataclass(frozen=True, eq=False)
 class PartExecutable:
-    """The blocks of operands -> the block of the result. takes: which of those that are left."""
+    """The blocks of operands -> the block of the result. takes: which of those that are left.
+
+    in_rounds: what it does where a move and the contraction run at the same time.
+    """
 
     takes: tuple[int, ...]
     moves: tuple[Move, ...]
     local: LocalContraction
     result: Move
     own: tuple[OwnGradient | None, ...]
+    in_rounds: Stages | None = None
     is_last: bool = True
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool = True, async_op: bool = False) -> Any:
@@ -65,11 +77,16 @@ class PartExecutable:
             kept = [moved(move, x.detach() if own else x) if keeps else None for move, x, own in each]
             y = Contract.apply(self, *blocks, *kept)
         else:
-            y = self.local(*map(moved, self.moves, blocks))
-            if async_op and self.result is not None:
-                return PendingTensor.begin(y, self.result)
-            y = self.finish(y)
+            moves, contract, result = self._stages
+            y = contract(*map(moved, moves, blocks))
+            if async_op and result is not None:
+                return PendingTensor.begin(y, result)
+            y = self.finish(y, result)
         return PendingTensor(y, y.shape, y) if async_op else y
+
+    @property
+    def _stages(self) -> Stages:
+        return self.in_rounds or Stages(self.moves, self.local, self.result)
 
     def _is_special(self, blocks: Sequence[Tensor], keeps: bool) -> bool:
         again = not keeps and self._sends
@@ -85,10 +102,17 @@ class PartExecutable:
         """Whether operands come from other processes."""
         return any(move is not None and move.plan.bytes_received for move in self.moves)
 
-    def finish(self, y: Tensor) -> Tensor:
+    def contracted(self, given: Blocks, kept: Blocks) -> Tensor:
+        """The result of operands that are kept where they are used, or of none of them: of those given."""
+        if any(x is not None for x in kept):
+            return self.finish(self.local(*(self.used(i, given, kept) for i in range(len(given)))), self.result)
+        moves, contract, result = self._stages
+        return self.finish(contract(*map(moved, moves, given)), result)
+
+    def finish(self, y: Tensor, result: Move) -> Tensor:
         """What the local contraction gives -> the result: at last contiguous, and no view of an operand."""
-        if self.result is not None:
-            return apply(self.result, y)
+        if result is not None:
+            return apply(result, y)
         if len(self.moves) == 1:
             return y.clone(memory_format=torch.contiguous_format)
         return y.contiguous() if self.is_last else y
@@ -142,7 +166,7 @@ class Contract(torch.autograd.Function):
     @staticmethod
     def forward(part: PartExecutable, *blocks: Tensor | None) -> Tensor:
         n = len(blocks) // 2
-        y = part.finish(part.local(*(part.used(i, blocks[:n], blocks[n:]) for i in range(n))))
+        y = part.contracted(blocks[:n], blocks[n:])
         return y.detach()  # callers may write to it, which autograd refuses for views
 
     @staticmethod
