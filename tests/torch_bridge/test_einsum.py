@@ -133,12 +133,17 @@ def test_values_gradients_and_bytes(n: int) -> None:
             assert np.array_equal(whole, gradients[i].numpy()), (case, i)
         assert busiest(forward) == plan.bytes_received, case
         assert busiest(backward) == plan.backward_bytes_received, case
+        for part in plan.parts:
+            if part.ring and not any(part.gradients):
+                assert len(forward[0]) >= part.ring.rounds - 1 <= len(backward[0]), case
 
 
 TP, WIDE = xs.Mesh(tp=2), xs.Mesh(tp=4)
 LENGTHS = {"b": 8, "s": 4, "d": 4, "f": 8}
 # The first two have gradients in places of their own: both, and one.
 SCHEMES = ("b s d, d f -> b s f/tp", "b s d, d f/tp -> b s f/tp", "b/tp d, d/tp f -> b/tp f", "s/tp d ->")
+
+RINGS = ("b/tp d, d/tp f -> b/tp f", "b f/tp, f/tp d -> b/tp d")
 
 
 def _whole(plan: ContractionPlan, save: str, *wholes: Tensor) -> Tensor:
@@ -172,9 +177,10 @@ def _derivatives(
 
 
 def _transformed() -> None:
-    for text in SCHEMES:
+    for text, overlap in [*((text, "never") for text in SCHEMES), *((text, "always") for text in RINGS)]:
         sizes = {name: n for name, n in LENGTHS.items() if name in text}
-        plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth")
+        plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth", overlap=overlap)
+        assert (plan.parts[0].ring is None) == (overlap == "never")
         assert text != SCHEMES[0] or any(plan.parts[0].gradients)
         draw = torch.Generator().manual_seed(0)
         xs_, tangents = (
@@ -395,15 +401,16 @@ def test_errors_come_before_anything_is_sent() -> None:
 
 
 def _compiled() -> None:
-    for text, shapes, save in (
-        ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given"),
-        ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used"),  # a gradient in a place of its own
+    for text, shapes, save, overlap in (
+        ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given", "never"),
+        ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used", "never"),  # a gradient in a place of its own
+        ("b/tp d, d/tp f -> b/tp f", [(2, 4), (2, 3)], "used", "always"),
     ):
         draw = torch.Generator().manual_seed(0)
         x, w = (torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes)
 
-        def layer(x: Tensor, w: Tensor, text: str = text, save: str = save) -> Tensor:
-            return xt.einsum(text, x * 2, w, mesh=TP, save=save) + 1
+        def layer(x: Tensor, w: Tensor, text: str = text, save: str = save, overlap=overlap) -> Tensor:
+            return xt.einsum(text, x * 2, w, mesh=TP, save=save, overlap=overlap) + 1
 
         torch._dynamo.reset()
         backend = CompileCounterWithBackend("aot_eager")
