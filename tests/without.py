@@ -55,8 +55,8 @@ class _Guard:
             self.skip(f"loads {name}")
 
     def audit(self, event: str, details: Sequence[object]) -> None:
-        """All processes that the tests start are of this interpreter."""
-        if event == "subprocess.Popen" and INTERPRETERS in self.names and details[0] == sys.executable:
+        """All Python processes that the tests start are of this interpreter, maybe behind a prefix."""
+        if event == "subprocess.Popen" and INTERPRETERS in self.names and sys.executable in details[1]:
             self.skip("starts an interpreter")
 
     def skip(self, reason: str) -> None:

@@ -7,7 +7,6 @@ processes each returns the blocks on its own devices.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,11 +36,6 @@ def run_tasks(tasks: Sequence[Task], mode: str, _timeout_s: float) -> list[Outco
 def join(address: str, processes: int, process: int, _timeout_s: float) -> None:
     """Become one of several processes, which share the devices of every task."""
     jax.distributed.initialize(address, processes, process)
-
-
-def join_nodes(address: str, nodes: int, timeout_s: float) -> None:
-    """Become the process of this node; hosts are named by addresses that end in 101, 102, ..."""
-    join(address, nodes, int(socket.gethostname().rpartition(".")[2]) - 101, timeout_s)
 
 
 def _run(task: Task, mode: str) -> Outcome:

@@ -13,11 +13,12 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+_LOOK_S = 0.5  # how often the agent looks: more often it never seems to stand still
 
 
 def run(
@@ -31,7 +32,7 @@ def run(
 ) -> None:
     """Be one of `n` nodes with `ranks` ranks, and wait for the end of all.
 
-    sent: a packed function, or a script and its words. folder: a file per rank gets (error, result).
+    sent: a packed function, or a script and its words. folder: gets a file per rank, "3.result" or "3.error".
     Raises ChildFailedError.
     """
     config = LaunchConfig(
@@ -44,6 +45,7 @@ def run(
         local_addr=socket.gethostname(),
         max_restarts=0,
         start_method="fork",
+        monitor_interval=_LOOK_S,
     )
     if isinstance(sent, bytes):
         elastic_launch(config, _rank)(folder, collective_timeout_s, sent)
@@ -55,15 +57,15 @@ def _rank(folder: str, collective_timeout_s: float, packed: bytes) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
-    answer: tuple[str, Any]
+    function, arguments = pickle.loads(packed)
     try:
-        function, arguments = pickle.loads(packed)
-        answer = "", function(*arguments)
-        data = pickle.dumps(answer)
+        kind, data = "result", pickle.dumps(function(*arguments))
     except Exception:
-        data = pickle.dumps((traceback.format_exc().strip(), None))
-    file = Path(folder, str(dist.get_rank()))
-    file.with_suffix(".part").write_bytes(data)
-    file.with_suffix(".part").rename(file)
-    with suppress(RuntimeError):  # no rank closes its connections while another still needs them
-        dist.barrier()
+        kind, data = "error", traceback.format_exc().strip().encode()
+    file = Path(folder, f"{dist.get_rank()}.part")
+    file.write_bytes(data)
+    file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
+    if kind == "result":
+        with suppress(RuntimeError):  # no rank closes its connections while another still needs them
+            dist.barrier()
+    dist.destroy_process_group()  # tells others of an error: this process stays as long as those of its node

@@ -1,14 +1,14 @@
 """Functions of users on several nodes: torch ranks by torchrun, JAX processes by `jax.distributed`.
 
-Decides which process runs where, when a run is over, and what is said of ranks that fail. What a node is, is in
-`network`; a framework is imported on the nodes and never here.
+Decides which process runs where, when a run is over, and what is said of ranks that fail. What a node is
+is in `network`. A framework is imported on the nodes and never here.
 """
 
 from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import count
@@ -17,27 +17,35 @@ from typing import Any
 
 from xshard.errors import XshardError
 from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
-from xshard.runtimes.processes import FunctionError, Process
+from xshard.runtimes.processes import Process
 from xshard.testing.nodes.network import LINK, Network
 from xshard.testing.pickling import packed
 
-_PATIENCE = 20  # as `run_ranks` has it
+_PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
+_LOOK_S = 0.2
 
 
 class NodesError(XshardError):
-    """Ranks failed, or did not end. errors: of each rank or node that could still say so, by its name."""
+    """Ranks or nodes failed, or did not end.
+
+    errors: what each could still say, by its name, as in "rank 3" or "node 1".
+    """
 
     def __init__(self, errors: Mapping[str, str]) -> None:
-        super().__init__(f"{', '.join(errors)} failed", hint="\n".join(errors.values()))
         self.errors = dict(errors)
+        said = "\n".join(f"{name}: {error}" for name, error in errors.items())
+        super().__init__(f"{', '.join(errors)} failed", hint=said)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return NodesError, (self.errors,)
 
 
 class Cluster:
     """Nodes on this machine, numbered from 0, with as many ranks each; made by `nodes`."""
 
     def __init__(self, network: Network, ranks: int) -> None:
-        self.network, self.ranks = network, ranks
-        self._processes: dict[str, list[Process]] = {}
+        self._network, self._ranks, self._n = network, ranks, len(network.nodes)
+        self._processes: dict[str, list[Process]] = {}  # one per node, which stay as long as all goes well
         self._ports = count(29500)  # a run that has ended may still hold its own
 
     def run_torch(
@@ -47,7 +55,7 @@ class Cluster:
         timeout_s: float = 300.0,
         collective_timeout_s: float | None = None,
     ) -> list[Any]:
-        """`work(*args)` on every rank of a gloo world, as torchrun starts it -> the results, by rank.
+        """`work(*args)` on all ranks of a gloo world, started by torchrun's launcher -> the results, by rank.
 
         work: a function, closures too; or the path of a script, `args` its words, its results its own affair.
         timeout_s: the longest time without progress. collective_timeout_s: what one collective may take.
@@ -56,26 +64,18 @@ class Cluster:
         BACKENDS["torch"].check_installed()
         sent = packed(work, *args) if callable(work) else (str(work), *map(str, args))
         patience_s = collective_timeout_s or _PATIENCE * timeout_s
-        processes = self._running("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
-        with tempfile.TemporaryDirectory() as folder:  # readable by its owner alone
+        self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
+        with tempfile.TemporaryDirectory() as folder:  # its owner's alone
 
-            def answered() -> set[int]:
-                return {int(file.name) for file in Path(folder).iterdir() if file.name.isdecimal()}
+            def answered() -> dict[int, str]:
+                files = [file for file in Path(folder).iterdir() if file.suffix != ".part"]
+                return {int(file.stem): file.read_text() if file.suffix == ".error" else "" for file in files}
 
-            failed, _ = self._ask(
-                processes,
-                "torch_bridge.testing.torchrun.run",
-                (len(processes), self.ranks, self._endpoint(), folder, patience_s, sent),
-                timeout_s,
-                answered,
-            )
-            answers = {
-                rank: pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in sorted(answered())
-            }
-        errors = {f"rank {rank}": error for rank, (error, _) in answers.items() if error}
-        if errors or failed:
-            raise NodesError(errors | failed)
-        return [result for _, result in answers.values()]
+            arguments = self._n, self._ranks, self._endpoint(), folder, patience_s, sent
+            function = "torch_bridge.testing.torchrun.run"
+            self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
+            files = [Path(folder, f"{rank}.result") for rank in sorted(answered())]
+            return [pickle.loads(file.read_bytes()) for file in files]
 
     def run_jax(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """`function(*args)` in one JAX process per node, with a device per rank -> the results, by node.
@@ -85,112 +85,109 @@ class Cluster:
         backend = BACKENDS["jax"]
         backend.check_installed()
         sent = packed(function, *args)
-        is_new = "jax" not in self._processes
-        settings = {
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "PJRT_NPROC": "16",
-            "XLA_FLAGS": QUICK_XLA_FLAGS,
-        }
-        processes = self._running("jax", backend.environment(self.ranks) | settings)
-        failed: dict[str, str] = {}
-        if is_new:
-            failed, _ = self._ask(
-                processes,
-                "jax_bridge.testing.worker.join_nodes",
-                (self._endpoint(), len(processes)),
-                timeout_s,
-            )
-        if not failed:
-            failed, answers = self._ask(
-                processes, "jax_bridge.testing.equivalence.call_packed", (sent,), timeout_s
-            )
-        if failed:
-            raise NodesError(failed)
-        return answers
+        if "jax" not in self._processes:
+            settings = {"PJRT_NPROC": "16", "XLA_FLAGS": QUICK_XLA_FLAGS}  # threads, one program at a time
+            self._start("jax", backend.environment(self._ranks) | settings)
+            address = self._endpoint()
+            join = [(address, self._n, i) for i in range(self._n)]
+            self._ask("jax", "jax_bridge.testing.worker.join", join, timeout_s)
+        function_there = "jax_bridge.testing.equivalence.call_packed"
+        return self._ask("jax", function_there, [(sent,)] * self._n, timeout_s)
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: what is sent to it or by it is lost until `restore`, and nobody is told."""
-        self.network.plug(node, "down")
+        self._network.plug(node, "down")
 
     def restore(self, node: int) -> None:
         """Undo `cut`."""
-        self.network.plug(node, "up")
+        self._network.plug(node, "up")
 
     def slow(self, node: int, rate: str | None) -> None:
-        """Limit a node's link anew, in both directions. rate: see `nodes`."""
-        self.network.limit(node, rate)
+        """Give a node's link another rate, in both directions. rate: see `nodes`."""
+        self._network.limit(node, rate)
 
     def kill(self, node: int) -> None:
-        """End a node for good, with all its processes."""
-        self.network.nodes[node].end()
+        """End a node with all its processes, at once and for good."""
+        self._network.nodes[node].end()
 
     def bytes(self, node: int) -> tuple[int, int]:
         """What a node has received and sent on its link so far, in bytes, with all headers."""
-        return self.network.counted(node)
+        return self._network.counted(node)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End what runs, and then the nodes."""
         for name in tuple(self._processes):
             self._end(name)
+        self._network.close()
 
-    def _running(self, name: str, environment: Mapping[str, str]) -> list[Process]:
-        """A process per node, from the run before where that went well."""
+    def _start(self, name: str, environment: Mapping[str, str]) -> None:
         if name not in self._processes:
-            self._processes[name] = [Process(environment, node.prefix) for node in self.network.nodes]
-        return self._processes[name]
+            prefixes = [node.prefix for node in self._network.nodes]  # all or none
+            self._processes[name] = [Process(environment, prefix) for prefix in prefixes]
 
     def _end(self, name: str) -> None:
         for process in self._processes.pop(name):
             process.end()
 
     def _endpoint(self) -> str:
-        return f"{self.network.address(0)}:{next(self._ports)}"
+        return f"{self._network.address(0)}:{next(self._ports)}"
 
     def _ask(
         self,
-        processes: Sequence[Process],
+        name: str,
         function: str,
-        arguments: Sequence[Any],
+        arguments: Sequence[tuple[Any, ...]],
         timeout_s: float,
-        answered: Callable[[], Collection[int]] = tuple,
-    ) -> tuple[dict[str, str], list[Any]]:
-        """Ask all nodes together -> the errors of those that failed, and the answers.
+        answered: Callable[[], Mapping[int, str]] = dict,
+    ) -> list[Any]:
+        """Ask all nodes together -> their answers. Raises NodesError.
 
-        answered: ranks that need not be waited for, once a node has failed.
+        answered: the ranks that have said all, with their errors. After a failure their nodes are not waited
+        for: torchrun would wait for the others.
         """
-        errors: dict[str, str] = {}
+        processes = self._processes[name]
 
-        def ask(i: int) -> Any:
+        def has_said_all(i: int) -> bool:
+            return set(range(i * self._ranks, (i + 1) * self._ranks)) <= answered().keys()
+
+        with ThreadPoolExecutor(self._n) as threads:
+            asked = [
+                threads.submit(process.ask, function, *given, timeout_s=timeout_s)
+                for process, given in zip(processes, arguments, strict=True)
+            ]
             try:
-                return processes[i].ask(function, *arguments, timeout_s=timeout_s)
-            except FunctionError as error:
-                errors[f"node {i}"] = str(error)
-                processes[i].end()  # closes its connections, as the end of a program does
-
-        with ThreadPoolExecutor(len(processes)) as threads:
-            asked = [threads.submit(ask, i) for i in range(len(processes))]
-            while wait(asked, timeout=0.2).not_done:
-                ranks = answered() if errors else ()
-                for i, each in enumerate(asked):
-                    mine = range(i * self.ranks, (i + 1) * self.ranks)
-                    if not each.done() and ranks and all(rank in ranks for rank in mine):
-                        processes[i].end()  # torchrun would wait for the others
+                while still := wait(asked, timeout=_LOOK_S).not_done:
+                    failed = [i for i, each in enumerate(asked) if each.done() and each.exception()]
+                    for i in failed:
+                        processes[i].end()  # closes its connections, as the end of a program does
+                    said_all = all(has_said_all(i) for i, each in enumerate(asked) if each in still)
+                    if said_all and (failed or any(answered().values())):
+                        break
+            finally:  # also after Ctrl-C, when threads would wait on
+                if not all(each.done() and not each.exception() for each in asked):
+                    self._end(name)
+        errors = {f"rank {rank}": error for rank, error in sorted(answered().items()) if error}
+        errors |= {
+            f"node {i}": str(each.exception())
+            for i, each in enumerate(asked)
+            if each.exception() and not has_said_all(i)
+        }
         if errors:
-            self._end(next(name for name, found in self._processes.items() if found is processes))
-        return errors, [each.result() for each in asked]
+            raise NodesError(errors)
+        return [each.result() for each in asked]
 
 
 @contextmanager
 def nodes(n: int, ranks: int = 1, rate: str | None = None) -> Iterator[Cluster]:
-    """`n` nodes of `ranks` ranks each, whose links run at `rate`; as root, or where users may make namespaces.
+    """`n` nodes of `ranks` ranks each: `with nodes(2, ranks=2, rate="200mbit") as cluster:`.
 
-    rate: bits per second as `tc` writes them, "200mbit"; None for no limit. Raises NoNodesError, which says why,
-    where there are no namespaces. What is on them ends with the block, or with this process, however it ends.
+    They are Linux namespaces, which root can make, and users where the system lets them. Nothing outside of
+    them changes. What runs there ends with the block, or with this process, however it ends.
+    rate: of each node's link, in bits per second as `tc` writes them; None for no limit.
+    Raises NoNodesError, which says why, where there are no namespaces.
     """
-    network = Network(n, rate)
-    cluster = Cluster(network, ranks)
+    cluster = Cluster(Network(n, rate), ranks)
     try:
         yield cluster
     finally:
         cluster.close()
-        network.close()
