@@ -1,12 +1,12 @@
 """Contractions in rounds beside the plain form, where communication is slow for real.
 
-    python -m benchmarks.einsum.rings            # 1+1 and 2+2 gloo ranks; needs namespaces, see `xshard.testing.nodes`
+    python -m benchmarks.einsum.rings            # 1+1 and 2+2 gloo ranks; needs namespaces
     python -m benchmarks.einsum.rings --quick    # 1+1 ranks, few rounds
 
-Two nodes on this machine are joined by a link of 400 Mbit/s. The link and the products are measured first, by all
-ranks together; then every contraction is as long as makes its product take a quarter, once and four times the time of
-its move. Both forms of one plan are timed by turns, and the plain form twice; of every turn the slowest rank counts.
-Prints a table and writes a JSON file. Exit status 1 if a claim fails.
+Two nodes on this machine are joined by a link of 400 Mbit/s. The link and the products are measured first, by
+all ranks together; then every contraction is so large that its product takes a quarter of the time of its move,
+as long, or twice as long. Both forms of one plan are timed by turns, and the plain form twice; of every turn
+the slowest rank counts. Prints a table and writes a JSON file. Exit status 1 if a claim fails.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from xshard.testing.nodes import nodes
 
 RATE = "400mbit"
 ROWS, WIDTH = 1024, 512  # of the block that travels
-BALANCES = (0.25, 1.0, 4.0)  # the time of the product, in times of its move
+BALANCES = (0.25, 1.0, 2.0)  # the time of the product, in times of its move
 FORMS = {
     "gather, parts side by side": "s/tp d, d f/tp -> s f/tp",
     "gather, parts added": "f/tp s, s/tp d -> f/tp d",
@@ -48,11 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for ranks in (1,) if options.quick else (1, 2):
         with nodes(2, ranks=ranks, rate=RATE) as cluster:
-            rows += cluster.run_torch(_rows, ranks, 3 if options.quick else 11, timeout_s=900.0)[0]
-    even = [(row["case"], row["faster"]) for row in rows if row["balance"] == 1.0]
+            rows += cluster.run_torch(_rows, ranks, 3 if options.quick else 7, timeout_s=900.0)[0]
+    even = [(row["case"], row["faster"]) for row in rows if row["balance"] >= 1.0]
     chosen = [(row["case"], row["faster"]) for row in rows if row["auto"]]
     judged = (
-        mean("plain time / in rounds, move and product alike: geometric mean", even, FASTER, at_least=True),
+        mean(
+            "plain time / in rounds, product as long as its move, or twice: geometric mean",
+            even,
+            FASTER,
+            at_least=True,
+        ),
         worst('plain time / in rounds, where "auto" takes rounds: worst', chosen, LEAST, at_least=True),
     )
     claim.show("Contractions in rounds", judged)
@@ -101,9 +107,15 @@ def _slowest(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, l
 
 
 def _timed(
-    form: str, text: str, mesh: xs.Mesh, sizes: dict[str, int], profile: xs.Profile, balance: float, rounds: int
+    form: str,
+    text: str,
+    mesh: xs.Mesh,
+    sizes: dict[str, int],
+    profile: xs.Profile,
+    balance: float,
+    rounds: int,
 ) -> list[Row]:
-    """A row for the forward pass, and one with all gradients; none where the plan has no move to run in rounds."""
+    """A row for the forward pass, and one with all gradients; none where no move can run in rounds."""
     given = {"sizes": sizes, "dtype": "float32", "profile": profile}
     plans = {name: xs.plan(text, mesh, overlap=name, **given) for name in ("never", "auto", "always")}
     ring = plans["always"].parts[0].ring
@@ -115,7 +127,7 @@ def _timed(
     rows = []
     for objective, run in (("forward", _forward), ("forward+backward", _both)):
         calls = {
-            name: lambda plan=plans[name.split()[0]]: run(plan, blocks) for name in ("never", "always", "never again")
+            name: partial(run, plans[name.split()[0]], blocks) for name in ("never", "always", "never again")
         }
         found = _slowest(calls, rounds)
         pairs = [*zip(found["never"], found["always"], found["never again"], strict=True)]

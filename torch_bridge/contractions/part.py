@@ -105,7 +105,9 @@ class PartExecutable:
     def contracted(self, given: Blocks, kept: Blocks) -> Tensor:
         """The result of operands that are kept where they are used, or of none of them: of those given."""
         if any(x is not None for x in kept):
-            return self.finish(self.local(*(self.used(i, given, kept) for i in range(len(given)))), self.result)
+            return self.finish(
+                self.local(*(self.used(i, given, kept) for i in range(len(given)))), self.result
+            )
         moves, contract, result = self._stages
         return self.finish(contract(*map(moved, moves, given)), result)
 

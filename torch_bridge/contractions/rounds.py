@@ -22,8 +22,8 @@ from xshard.contractions.ring import Ring
 class Rounds:
     """The blocks of operands -> the local result.
 
-    local: the contraction of a round. operand, dim: as in `xshard.contractions.ring.Ring`. rotation: the part of
-    the next device. first: the position of this device along the ring.
+    local: the contraction of a round. operand, dim: as a `Ring` has them. rotation: gets the part of the next
+    device. first: the position of this device. n: how many rounds there are.
     """
 
     local: LocalContraction
