@@ -3,9 +3,9 @@
     python -m benchmarks.einsum.rings            # 1+1 and 2+2 gloo ranks; needs namespaces
     python -m benchmarks.einsum.rings --quick    # 1+1 ranks, few rounds
 
-Two nodes on this machine are joined by a link of 400 Mbit/s. The link and the products are measured first, by
-all ranks together; then every contraction is so large that its product takes a quarter of the time of its move,
-as long, or twice as long. Both forms of one plan are timed by turns, and the plain form twice; of every turn
+Two nodes on this machine are joined by a link of 400 Mbit/s. Link and products are measured first, by
+all ranks together; then contractions are so large that the product takes a quarter of the time of the move,
+as long, or twice as long. Both forms of a plan are timed by turns, and the plain form twice; of every turn
 the slowest rank counts. Prints a table and writes a JSON file. Exit status 1 if a claim fails.
 """
 

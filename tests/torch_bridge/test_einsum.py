@@ -194,7 +194,7 @@ def _transformed() -> None:
             assert all(map(torch.equal, found, expected)) and len(found) == len(expected), (text, save)
 
 
-def _kept(save: str) -> tuple[int, list[int], list[int]]:
+def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]:
     """Bytes that autograd keeps beside the operands, and that arrive forward and backward, of ZeRO-3."""
     x, w = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     own, saved = {t.untyped_storage().data_ptr() for t in (x, w)}, dict[int, int]()
@@ -205,7 +205,7 @@ def _kept(save: str) -> tuple[int, list[int], list[int]]:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), Meter() as forward:
-        y = xt.einsum("b/tp f, d/tp f -> b/tp d", x, w, mesh=TP, save=save)
+        y = xt.einsum("b/tp f, d/tp f -> b/tp d", x, w, mesh=TP, save=save, overlap=overlap)
     with Meter() as backward:
         y.sum().backward()
     assert (x.grad == 8).all() and (w.grad == 4).all()
@@ -215,6 +215,8 @@ def _kept(save: str) -> tuple[int, list[int], list[int]]:
 def _blocks() -> None:
     rank = dist.get_rank()
     assert _kept("used") == (96, [48], [48]) and _kept("given") == (0, [48], [48, 48])
+    assert _kept("used", "always") == (48, [48], [48]), "in rounds a device's own part is the operand"
+    assert _kept("given", "always") == (0, [48], [48, 48])
     x, w = numbers(4, 4) % 5, numbers(4, 7) % 3
     rows, columns = block_of(x, "s/tp d", TP), block_of(w, "d f/tp", TP)
     text, parts = "s/tp d, d f/tp -> s f/tp", {"s": 4, "d": 4, "f": 7}
@@ -236,7 +238,7 @@ def _blocks() -> None:
     assert counted.dtype == torch.int64 and torch.equal(counted, expected.long())
     for comm_dtype in (torch.float32, (None, torch.float32)):
         a, b = (t.bfloat16().requires_grad_() for t in (rows, columns))
-        narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype)
+        narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype, overlap="always")
         narrow.sum().backward()
         assert narrow.dtype == a.grad.dtype == torch.bfloat16 and torch.equal(narrow.double(), expected)
     with torch.autocast("cpu", torch.bfloat16):
@@ -350,6 +352,9 @@ DtypeError: torch has no product of torch.bool: "bmm" not implemented for 'Bool'
 PlanError: save is 'all'
   "used": operands where they are contracted, or "given"
 ---
+PlanError: no overlap 'maybe'
+  there are: never, auto, always
+---
 DtypeError: the plan is for float32, the operands have float64
 """
 
@@ -370,6 +375,7 @@ def _refused() -> list[str]:
         lambda: xt.einsum(text, x, w, mesh=TP, sizes={"s": 4, "d": 4, "f": 4}),
         lambda: xt.einsum(text, x.bool(), w.bool(), mesh=TP),
         lambda: xt.einsum(text, x, w, mesh=TP, save="all"),
+        lambda: xt.einsum(text, x, w, mesh=TP, overlap="maybe"),
         lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP),
     ]
     found = [": ".join(error_of(call)) for call in calls]

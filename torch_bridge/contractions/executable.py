@@ -80,7 +80,8 @@ class Lowering:
         """With its rounds; none if blocks travel in another dtype, in which sums would not be added."""
         if ring is None or self.travels != (self.block, self.block):
             return made
-        rest, rotation = self._move(ring.rest, self.travels), self._move(ring.rotation, self.travels)
+        rest = self._move(ring.rest, self.travels, lends=ring.operand is not None)
+        rotation = self._move(ring.rotation, self.travels)
         moves = tuple(rest if i == ring.operand else move for i, move in enumerate(made.moves))
         result = rest if ring.operand is None else made.result
         return replace(made, in_rounds=Stages(moves, Rounds.of(made.local, ring, rotation), result))
