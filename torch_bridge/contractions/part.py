@@ -84,8 +84,9 @@ class PartExecutable:
             y = self.finish(y, result)
         return PendingTensor(y, y.shape, y) if async_op else y
 
-    @property
+    @computed_once
     def _stages(self) -> Stages:
+        """What it does without gradients in places of their own."""
         return self.in_rounds or Stages(self.moves, self.local, self.result)
 
     def _is_special(self, blocks: Sequence[Tensor], keeps: bool) -> bool:
@@ -105,9 +106,8 @@ class PartExecutable:
     def contracted(self, given: Blocks, kept: Blocks) -> Tensor:
         """The result of operands that are kept where they are used, or of none of them: of those given."""
         if any(x is not None for x in kept):
-            return self.finish(
-                self.local(*(self.used(i, given, kept) for i in range(len(given)))), self.result
-            )
+            used = (self.used(i, given, kept) for i in range(len(given)))
+            return self.finish(self.local(*used), self.result)
         moves, contract, result = self._stages
         return self.finish(contract(*map(moved, moves, given)), result)
 
