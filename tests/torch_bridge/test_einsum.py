@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, st
 from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
 from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.ring import rings
 
 
 def dense(names: list[tuple[str, ...]], result: tuple[str, ...]) -> str:
@@ -71,11 +73,38 @@ def busiest(by_rank: list[list[int]]) -> int:
     return sum(map(max, zip(*by_rank, strict=True)))
 
 
+def one_way_for_cotangents(n: int) -> ContractionPlan:
+    """Both gradients have places of their own, to which the cotangent goes in one move."""
+    sizes, limit = {"a": 8, "b": 16, "c": 8}, 2 * 8 * 16 * 8 // n
+    text, limits = "a b/x, c b -> a c/x", {"profile": "bandwidth", "flops_limit": limit}
+    found = xs.plan(text, xs.Mesh(x=n), sizes=sizes, dtype="float64", **limits)
+    one, other = (own.moves[0] for own in found.parts[0].gradients if own is not None)
+    assert one == other and one.bytes_received
+    return found
+
+
+def in_rounds(plan: ContractionPlan) -> list[ContractionPlan]:
+    """The plan with every ring that its parts may be computed in, one at a time."""
+    return [
+        replace(plan, parts=(*plan.parts[:i], replace(part, ring=ring), *plan.parts[i + 1 :]))
+        for i, part in enumerate(plan.parts)
+        for ring in rings(part)
+    ]
+
+
 @pytest.mark.parametrize("n", [4, 8])
 def test_values_gradients_and_bytes(n: int) -> None:
-    cases = [case for case in CASES if xs.Mesh(case[1]).n_devices == n]
-    plans = list(map(planned, cases))
+    plans = [planned(case) for case in CASES if xs.Mesh(case[1]).n_devices == n]
     assert n != 4 or any(own for plan in plans for part in plan.parts for own in part.gradients)
+    plans.append(one_way_for_cotangents(n))
+    plans += [ring for plan in plans for ring in in_rounds(plan)]
+    kinds = {
+        (ring.operand is None, ring.dim in part.result.src.names)
+        for plan in plans
+        for part in plan.parts
+        if (ring := part.ring)
+    }
+    assert kinds == {(False, False), (False, True), (True, True)}
     work = [
         (
             plan,
@@ -85,8 +114,8 @@ def test_values_gradients_and_bytes(n: int) -> None:
         for plan in plans
     ]
     ranks = on_ranks(n, _contracted, work)
-    for at, (case, (plan, operands, cotangent)) in enumerate(zip(cases, work, strict=True)):
-        given = plan.contraction
+    for at, (plan, operands, cotangent) in enumerate(work):
+        given, case = plan.contraction, plan.text
         ends = list(zip(given.operands, plan.shapes, strict=True))
         wholes = [
             torch.from_numpy(oracle.gather(each, layout, plan.mesh, shape)).requires_grad_()
@@ -104,12 +133,17 @@ def test_values_gradients_and_bytes(n: int) -> None:
             assert np.array_equal(whole, gradients[i].numpy()), (case, i)
         assert busiest(forward) == plan.bytes_received, case
         assert busiest(backward) == plan.backward_bytes_received, case
+        for part in plan.parts:
+            if part.ring and not any(part.gradients):
+                assert len(forward[0]) >= part.ring.rounds - 1 <= len(backward[0]), case
 
 
 TP, WIDE = xs.Mesh(tp=2), xs.Mesh(tp=4)
 LENGTHS = {"b": 8, "s": 4, "d": 4, "f": 8}
 # The first two have gradients in places of their own: both, and one.
 SCHEMES = ("b s d, d f -> b s f/tp", "b s d, d f/tp -> b s f/tp", "b/tp d, d/tp f -> b/tp f", "s/tp d ->")
+
+RINGS = ("b/tp d, d/tp f -> b/tp f", "b f/tp, f/tp d -> b/tp d")
 
 
 def _whole(plan: ContractionPlan, save: str, *wholes: Tensor) -> Tensor:
@@ -143,9 +177,10 @@ def _derivatives(
 
 
 def _transformed() -> None:
-    for text in SCHEMES:
+    for text, overlap in [*((text, "never") for text in SCHEMES), *((text, "always") for text in RINGS)]:
         sizes = {name: n for name, n in LENGTHS.items() if name in text}
-        plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth")
+        plan = xs.plan(text, WIDE, sizes=sizes, dtype="float64", profile="bandwidth", overlap=overlap)
+        assert (plan.parts[0].ring is None) == (overlap == "never")
         assert text != SCHEMES[0] or any(plan.parts[0].gradients)
         draw = torch.Generator().manual_seed(0)
         xs_, tangents = (
@@ -159,7 +194,7 @@ def _transformed() -> None:
             assert all(map(torch.equal, found, expected)) and len(found) == len(expected), (text, save)
 
 
-def _kept(save: str) -> tuple[int, list[int], list[int]]:
+def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]:
     """Bytes that autograd keeps beside the operands, and that arrive forward and backward, of ZeRO-3."""
     x, w = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     own, saved = {t.untyped_storage().data_ptr() for t in (x, w)}, dict[int, int]()
@@ -170,7 +205,7 @@ def _kept(save: str) -> tuple[int, list[int], list[int]]:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), Meter() as forward:
-        y = xt.einsum("b/tp f, d/tp f -> b/tp d", x, w, mesh=TP, save=save)
+        y = xt.einsum("b/tp f, d/tp f -> b/tp d", x, w, mesh=TP, save=save, overlap=overlap)
     with Meter() as backward:
         y.sum().backward()
     assert (x.grad == 8).all() and (w.grad == 4).all()
@@ -180,6 +215,8 @@ def _kept(save: str) -> tuple[int, list[int], list[int]]:
 def _blocks() -> None:
     rank = dist.get_rank()
     assert _kept("used") == (96, [48], [48]) and _kept("given") == (0, [48], [48, 48])
+    assert _kept("used", "always") == (48, [48], [48]), "in rounds a device's own part is the operand"
+    assert _kept("given", "always") == (0, [48], [48, 48])
     x, w = numbers(4, 4) % 5, numbers(4, 7) % 3
     rows, columns = block_of(x, "s/tp d", TP), block_of(w, "d f/tp", TP)
     text, parts = "s/tp d, d f/tp -> s f/tp", {"s": 4, "d": 4, "f": 7}
@@ -201,7 +238,7 @@ def _blocks() -> None:
     assert counted.dtype == torch.int64 and torch.equal(counted, expected.long())
     for comm_dtype in (torch.float32, (None, torch.float32)):
         a, b = (t.bfloat16().requires_grad_() for t in (rows, columns))
-        narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype)
+        narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype, overlap="always")
         narrow.sum().backward()
         assert narrow.dtype == a.grad.dtype == torch.bfloat16 and torch.equal(narrow.double(), expected)
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,6 +352,9 @@ DtypeError: torch has no product of torch.bool: "bmm" not implemented for 'Bool'
 PlanError: save is 'all'
   "used": operands where they are contracted, or "given"
 ---
+PlanError: no overlap 'maybe'
+  there are: never, auto, always
+---
 DtypeError: the plan is for float32, the operands have float64
 """
 
@@ -335,6 +375,7 @@ def _refused() -> list[str]:
         lambda: xt.einsum(text, x, w, mesh=TP, sizes={"s": 4, "d": 4, "f": 4}),
         lambda: xt.einsum(text, x.bool(), w.bool(), mesh=TP),
         lambda: xt.einsum(text, x, w, mesh=TP, save="all"),
+        lambda: xt.einsum(text, x, w, mesh=TP, overlap="maybe"),
         lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP),
     ]
     found = [": ".join(error_of(call)) for call in calls]
@@ -366,15 +407,16 @@ def test_errors_come_before_anything_is_sent() -> None:
 
 
 def _compiled() -> None:
-    for text, shapes, save in (
-        ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given"),
-        ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used"),  # a gradient in a place of its own
+    for text, shapes, save, overlap in (
+        ("b s/tp d, d f/tp -> b s f/tp", [(2, 2, 4), (4, 3)], "given", "never"),
+        ("b d, d f/tp -> b f", [(2, 8), (8, 1)], "used", "never"),  # a gradient in a place of its own
+        ("b/tp d, d/tp f -> b/tp f", [(2, 4), (2, 3)], "used", "always"),
     ):
         draw = torch.Generator().manual_seed(0)
         x, w = (torch.randint(-3, 4, shape, generator=draw).float().requires_grad_() for shape in shapes)
 
-        def layer(x: Tensor, w: Tensor, text: str = text, save: str = save) -> Tensor:
-            return xt.einsum(text, x * 2, w, mesh=TP, save=save) + 1
+        def layer(x: Tensor, w: Tensor, text: str = text, save: str = save, overlap=overlap) -> Tensor:
+            return xt.einsum(text, x * 2, w, mesh=TP, save=save, overlap=overlap) + 1
 
         torch._dynamo.reset()
         backend = CompileCounterWithBackend("aot_eager")

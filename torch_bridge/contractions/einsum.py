@@ -28,6 +28,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world
 from xshard import MeshError, PlanError, Profile, ShapeError
 from xshard.contractions.expression import shapes_of
 from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.notation.parser import text_spans
 
 
@@ -40,6 +41,7 @@ def einsum(
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
     save: Literal["used", "given"] = "used",
+    overlap: str = NEVER,
     comm_dtype: CommDtypeLike = None,
     async_op: bool = False,
 ) -> Tensor | PendingTensor:
@@ -59,6 +61,8 @@ def einsum(
     profile: the machine to plan for. memory_limit: bytes, or "2GiB", that no device may exceed, forward.
     save: what is kept for the gradients: operands where they were "used", or as they were "given", to be
     moved once more, as in ZeRO-3.
+    overlap: whether a gather or a reduce-scatter may run in rounds, in which one part is contracted while the
+    next travels: "never", "auto" where the profile predicts a gain, "always" where it can.
     comm_dtype: as in `redistribute`; products are computed in the operands' dtype, as by `torch.einsum`.
     async_op: return at once, with a `PendingTensor`; the move of the result is under way.
     DTensors must be placed as their layouts say, and the result is a DTensor.
@@ -77,8 +81,10 @@ def einsum(
     """
     if save not in ("used", "given"):
         raise PlanError(f"save is {save!r}", hint='"used": operands where they are contracted, or "given"')
+    if overlap not in OVERLAPS:
+        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     options: dict[str, Any] = {"mesh": mesh, "shape": shape, "sizes": sizes, "profile": profile}
-    options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype}
+    options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype, "overlap": overlap}
     if torch.compiler.is_compiling():
         from torch_bridge.contractions import compiled  # slow: it imports torch._dynamo, half a second
 
@@ -118,6 +124,7 @@ def _compare(asked: Asked, blocks: tuple[Block, ...], differentiated: bool) -> N
         own = {"blocks": str([tuple(shape) for shape, *_ in blocks])}
         within = {"shapes": str(plan.shapes), "dtype": str(blocks[0][1]), "plan": plan.local}
         within |= {"requires_grad": str(differentiated), "comm_dtype": str(asked.comm_dtype)}
+        within["rounds"] = str([part.ring and (part.ring.operand, part.ring.dim) for part in plan.parts])
         everywhere = {"expression": plan.text, "mesh": repr(asked.mesh)}
         return CallFacts(everywhere, within, processes.ranks, own)
 

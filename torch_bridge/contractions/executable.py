@@ -14,12 +14,14 @@ from torch import Tensor
 
 from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.contractions.part import Move, OwnGradient, PartExecutable
+from torch_bridge.contractions.part import Move, OwnGradient, PartExecutable, Stages
+from torch_bridge.contractions.rounds import Rounds
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, dtypes
 from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.ring import Ring
 from xshard.plans.plan import find_plan
 
 
@@ -57,7 +59,10 @@ class Lowering:
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
-        parts = [self._part(part, (self.travels,) * len(part.takes), self.travels) for part in plan.parts]
+        parts = [
+            self._in_rounds(self._part(part, (self.travels,) * len(part.takes), self.travels), part.ring)
+            for part in plan.parts
+        ]
         inner = (replace(part, is_last=False) for part in parts[:-1])
         return ContractionExecutable(plan, self, (*inner, parts[-1]))
 
@@ -71,12 +76,23 @@ class Lowering:
             tuple(None if own is None else self._own(part, i, own) for i, own in enumerate(part.gradients)),
         )
 
+    def _in_rounds(self, made: PartExecutable, ring: Ring | None) -> PartExecutable:
+        """With its rounds; none if blocks travel in another dtype, in which sums would not be added."""
+        if ring is None or self.travels != (self.block, self.block):
+            return made
+        rest = self._move(ring.rest, self.travels, lends=ring.operand is not None)
+        rotation = self._move(ring.rotation, self.travels)
+        moves = tuple(rest if i == ring.operand else move for i, move in enumerate(made.moves))
+        result = rest if ring.operand is None else made.result
+        return replace(made, in_rounds=Stages(moves, Rounds.of(made.local, ring, rotation), result))
+
     def _own(self, part: Part, i: int, gradient: ContractionPlan) -> OwnGradient:
         others = [move.dst for j, move in enumerate(part.moves) if j != i]
         back = CommDtype(self.travels.backward, self.travels.forward)
         own = self._part(gradient.parts[0], (back, *(self.travels for _ in others)), back)
         pairs = zip(gradient.contraction.operands[1:], others, strict=True)
-        return OwnGradient(own, tuple(layout == used for layout, used in pairs))
+        there = replace(own, moves=(None, *own.moves[1:]))
+        return OwnGradient(own.moves[0], there, tuple(layout == used for layout, used in pairs))
 
     def _move(self, plan: Plan, travels: CommDtype, *, lends: bool = False) -> Move:
         if not plan.steps:

@@ -6,7 +6,7 @@ nothing that was moved is to be kept, that is `Contract`, whose gradients are ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.executable import Executable
+from xshard import Layout
 
 Move = Executable | None  # None: nothing moves, and no gradient does
 Blocks = Sequence[Tensor | None]
@@ -29,30 +30,44 @@ def moved(move: Move, block: Any) -> Tensor:
     return block if move is None else apply(move, block)
 
 
-def pulled(move: Move, cotangent: Tensor) -> Tensor:
-    """A cotangent before a move, differentiable."""
-    return cotangent if move is None else apply(move.backward, cotangent)
+def adjoint(move: Move) -> Move:
+    """The move of cotangents, the other way."""
+    return None if move is None else move.backward
 
 
 class OwnGradient(NamedTuple):
     """The gradient of an operand, contracted in a place of its own.
 
+    cotangent: the move that takes the cotangent there; the part finds it there.
     as_used: for each of the other operands, whether it is taken where it was used, else where it was given.
     """
 
+    cotangent: Move
     part: PartExecutable
     as_used: tuple[bool, ...]
 
 
+class Stages(NamedTuple):
+    """Moves of operands, what contracts them, and the move of its result."""
+
+    moves: tuple[Move, ...]
+    contract: Callable[..., Tensor]
+    result: Move
+
+
 @dataclass(frozen=True, eq=False)
 class PartExecutable:
-    """The blocks of operands -> the block of the result. takes: which of those that are left."""
+    """The blocks of operands -> the block of the result. takes: which of those that are left.
+
+    in_rounds: what it does where a move and the contraction run at the same time.
+    """
 
     takes: tuple[int, ...]
     moves: tuple[Move, ...]
     local: LocalContraction
     result: Move
     own: tuple[OwnGradient | None, ...]
+    in_rounds: Stages | None = None
     is_last: bool = True
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool = True, async_op: bool = False) -> Any:
@@ -62,11 +77,17 @@ class PartExecutable:
             kept = [moved(move, x.detach() if own else x) if keeps else None for move, x, own in each]
             y = Contract.apply(self, *blocks, *kept)
         else:
-            y = self.local(*map(moved, self.moves, blocks))
-            if async_op and self.result is not None:
-                return PendingTensor.begin(y, self.result)
-            y = self.finish(y)
+            moves, contract, result = self._stages
+            y = contract(*map(moved, moves, blocks))
+            if async_op and result is not None:
+                return PendingTensor.begin(y, result)
+            y = self.finish(y, result)
         return PendingTensor(y, y.shape, y) if async_op else y
+
+    @computed_once
+    def _stages(self) -> Stages:
+        """What it does without gradients in places of their own."""
+        return self.in_rounds or Stages(self.moves, self.local, self.result)
 
     def _is_special(self, blocks: Sequence[Tensor], keeps: bool) -> bool:
         again = not keeps and self._sends
@@ -82,10 +103,18 @@ class PartExecutable:
         """Whether operands come from other processes."""
         return any(move is not None and move.plan.bytes_received for move in self.moves)
 
-    def finish(self, y: Tensor) -> Tensor:
+    def contracted(self, given: Blocks, kept: Blocks) -> Tensor:
+        """The result of operands that are kept where they are used, or of none of them: of those given."""
+        if any(x is not None for x in kept):
+            used = (self.used(i, given, kept) for i in range(len(given)))
+            return self.finish(self.local(*used), self.result)
+        moves, contract, result = self._stages
+        return self.finish(contract(*map(moved, moves, given)), result)
+
+    def finish(self, y: Tensor, result: Move) -> Tensor:
         """What the local contraction gives -> the result: at last contiguous, and no view of an operand."""
-        if self.result is not None:
-            return apply(self.result, y)
+        if result is not None:
+            return apply(result, y)
         if len(self.moves) == 1:
             return y.clone(memory_format=torch.contiguous_format)
         return y.contiguous() if self.is_last else y
@@ -104,18 +133,25 @@ class PartExecutable:
         """Of what is given, and of what is kept."""
         n = len(self.moves)
         found: list[Tensor | None] = [None for _ in (*given, *kept)]
-        through: Tensor | None = None
+        places: dict[Layout | None, Tensor] = {}  # the cotangent: it travels once to each
+
+        def at(move: Move) -> Tensor:
+            layout = None if move is None else move.plan.dst
+            if layout not in places:
+                places[layout] = moved(move, cotangent)
+            return places[layout]
+
         for i, own in enumerate(self.own):
             others = [j for j in range(n) if j != i]
             if own is not None and needed[i]:
                 pairs = zip(others, own.as_used, strict=True)
                 blocks = (self.used(j, given, kept) if as_used else given[j] for j, as_used in pairs)
-                found[i] = own.part([cotangent, *(x.conj() for x in blocks)])  # type: ignore[union-attr]
+                found[i] = own.part([at(own.cotangent), *(x.conj() for x in blocks)])  # type: ignore[union-attr]
             elif own is None and needed[i if kept[i] is None else n + i]:
-                through = pulled(self.result, cotangent) if through is None else through
-                local = self.local.gradient(i)(through, *(self.used(j, given, kept).conj() for j in others))
+                others_used = (self.used(j, given, kept).conj() for j in others)
+                local = self.local.gradient(i)(at(adjoint(self.result)), *others_used)
                 if kept[i] is None:
-                    found[i] = pulled(self.moves[i], local)
+                    found[i] = moved(adjoint(self.moves[i]), local)
                 else:
                     found[n + i] = local
         return found
@@ -132,7 +168,7 @@ class Contract(torch.autograd.Function):
     @staticmethod
     def forward(part: PartExecutable, *blocks: Tensor | None) -> Tensor:
         n = len(blocks) // 2
-        y = part.finish(part.local(*(part.used(i, blocks[:n], blocks[n:]) for i in range(n))))
+        y = part.contracted(blocks[:n], blocks[n:])
         return y.detach()  # callers may write to it, which autograd refuses for views
 
     @staticmethod

@@ -25,6 +25,7 @@ from xshard.arguments import limit_of
 from xshard.contractions.blocks import whole_shapes
 from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
+from xshard.contractions.ring import NEVER
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
@@ -47,6 +48,7 @@ class Asked(NamedTuple):
     profile: str | Path | Profile
     memory_limit: int | str | None
     comm_dtype: CommDtypeLike
+    overlap: str
 
     @classmethod
     def of(
@@ -59,9 +61,10 @@ class Asked(NamedTuple):
         sizes: Any = None,
         memory_limit: Any = None,
         comm_dtype: Any = None,
+        overlap: str = NEVER,
     ) -> Asked:
         """A call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
-        asked = cls(expression, mesh, None, profile, memory_limit, comm_dtype)
+        asked = cls(expression, mesh, None, profile, memory_limit, comm_dtype, overlap)
         if shape is None and sizes is None:
             return asked
         return asked._replace(shapes=shapes_of(asked.contraction, *whole_lengths(sizes, shape)))
@@ -108,7 +111,7 @@ def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, Pro
         limits = limit_of(asked.memory_limit), None
         objective = BOTH if dtype.is_floating_point or dtype.is_complex else FORWARD
         kind = dtypes.name_of(travels.forward), machine
-        request = ContractionRequest(given, processes.mesh, shapes, *kind, *limits, objective)
+        request = ContractionRequest(given, processes.mesh, shapes, *kind, *limits, objective, asked.overlap)
         with mark_errors(given.text):
             _ = request.ends  # a wrong shape is found before the cache of plans is asked
         found = find_contraction(request)

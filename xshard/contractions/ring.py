@@ -66,7 +66,9 @@ def rings(part: Part) -> Iterator[Ring]:
     """
     for i, move in enumerate(part.moves):
         gather = _only_step(move)
-        if isinstance(gather, AllGather) and gather.shards == (Shard(gather.copies),):
+        if isinstance(gather, AllGather) and gather.shards == (Shard(gather.copies[:1]),):
+            if gather.dim not in part.result.src.names and gather.copies[0] in part.result.src.tagged("copy"):
+                continue  # each copy of the result would be added in another order
             block = Layout(move.src.dims, without_tags(move.dst, gather.copies).tags)
             yield _ring(i, gather.dim, move, move.source, block)
     scatter = _only_step(part.result)

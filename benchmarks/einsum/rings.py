@@ -1,0 +1,184 @@
+"""Contractions in rounds beside the plain form, where communication is slow for real.
+
+    python -m benchmarks.einsum.rings            # 1+1 and 2+2 gloo ranks; needs namespaces
+    python -m benchmarks.einsum.rings --quick    # 1+1 ranks, few rounds
+
+Two nodes on this machine are joined by a link of 400 Mbit/s. Link and products are measured first, by
+all ranks together; then contractions are so large that the product takes a quarter of the time of the move,
+as long, or twice as long. Both forms of a plan are timed by turns, and the plain form twice; of every turn
+the slowest rank counts. A case below 0.95 is timed again with three times the turns, which count. It prints a
+table and writes a JSON file. Exit status 1 if a claim fails.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import torch_bridge as xt
+import xshard as xs
+from benchmarks import by_turns, claim, record
+from benchmarks.claim import mean, worst
+from xshard.cost.model import Link
+from xshard.testing.nodes import nodes
+
+RATE = "400mbit"
+ROWS, WIDTH = 1024, 512  # of the block that travels
+BALANCES = (0.25, 1.0, 2.0)  # the time of the product, in times of its move
+FORMS = {
+    "gather, parts side by side": "s/tp d, d f/tp -> s f/tp",
+    "gather, parts added": "f/tp s, s/tp d -> f/tp d",
+    "reduce-scatter": "s f/tp, f/tp d -> s/tp d",
+}
+FASTER, LEAST = 1.3, 0.95
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = record.options(__doc__, quick="1+1 ranks, few rounds").parse_args(arguments)
+    rows: list[Row] = []
+    for ranks in (1,) if options.quick else (1, 2):
+        with nodes(2, ranks=ranks, rate=RATE) as cluster:
+            rows += cluster.run_torch(_rows, ranks, 3 if options.quick else 7, timeout_s=900.0)[0]
+    even = [(row["case"], row["faster"]) for row in rows if row["balance"] >= 1.0]
+    chosen = [(row["case"], row["faster"]) for row in rows if row["auto"]]
+    judged = (
+        mean(
+            "plain time / in rounds, product as long as its move, or twice: geometric mean",
+            even,
+            FASTER,
+            at_least=True,
+        ),
+        worst('plain time / in rounds, where "auto" takes rounds: worst', chosen, LEAST, at_least=True),
+    )
+    claim.show("Contractions in rounds", judged)
+    _show(rows)
+    about = record.about(record.command("einsum.rings", options), "torch", rate=RATE, load=os.getloadavg())
+    found = {"claims": [each.to_dict() for each in judged], "cases": rows}
+    print(record.write(options.output / "einsum_rings.json", about, **found))
+    return int(not all(each.holds for each in judged))
+
+
+def _rows(per_node: int, rounds: int) -> list[Row]:
+    """The rows of all cases, on every rank alike."""
+    mesh = xs.Mesh(tp=dist.get_world_size())
+    profile = _profile(mesh, per_node)
+    flops = dict(profile.flops_per_s)["float32"]
+    assert profile.across is not None
+    move_s = (mesh.n_devices - 1) * 4 * ROWS * WIDTH / profile.across.bytes_per_s
+    rows = []
+    for form, text in FORMS.items():
+        for balance in BALANCES:
+            k = max(1, round(balance * move_s * flops / (2 * ROWS * mesh.n_devices * WIDTH)))
+            sizes = {"s": ROWS * mesh.n_devices, "d": WIDTH, "f": k * mesh.n_devices}
+            rows += _timed(form, text, mesh, sizes, profile, balance, rounds)
+    return rows
+
+
+def _profile(mesh: xs.Mesh, per_node: int) -> xs.Profile:
+    """The profile of gloo, with the link between nodes and the products of all ranks as they are now."""
+    x, y = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, ROWS)
+    n = mesh.n_devices
+    move = {"move": lambda: xt.redistribute(x, "n/tp d -> n d", mesh), "product": lambda: x @ y}
+    seconds = {name: statistics.median(each) for name, each in _slowest(move, 7).items()}
+    link = Link(xs.load_profile("gloo").default.latency_s, (n - 1) * x.nbytes / seconds["move"])
+    rate = 2 * ROWS * WIDTH * ROWS / seconds["product"]
+    return replace(
+        xs.load_profile("gloo"), across=link, node_devices=per_node, flops_per_s=(("float32", rate),)
+    )
+
+
+def _slowest(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every turn on its slowest rank."""
+    found = by_turns.seconds(calls, rounds, warm_up=2, before=dist.barrier)
+    together = torch.tensor(list(found.values()), dtype=torch.float64)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    return dict(zip(found, together.tolist(), strict=True))
+
+
+def _timed(
+    form: str,
+    text: str,
+    mesh: xs.Mesh,
+    sizes: dict[str, int],
+    profile: xs.Profile,
+    balance: float,
+    rounds: int,
+) -> list[Row]:
+    """A row for the forward pass, and one with all gradients; none where no move can run in rounds."""
+    given = {"sizes": sizes, "dtype": "float32", "profile": profile}
+    plans = {name: xs.plan(text, mesh, overlap=name, **given) for name in ("never", "auto", "always")}
+    ring = plans["always"].parts[0].ring
+    if ring is None:
+        return []
+    blocks = [
+        torch.ones(move.source.local_shape(dist.get_rank())).requires_grad_() for move in plans["never"].moves
+    ]
+    rows = []
+    for objective, run in (("forward", _forward), ("forward+backward", _both)):
+        calls = {
+            name: partial(run, plans[name.split()[0]], blocks) for name in ("never", "always", "never again")
+        }
+        found = _slowest(calls, rounds)
+        if _faster(found, "always") < LEAST:
+            found = _slowest(calls, 3 * rounds)  # which counts: a slow spell of the machine may be short
+        rows.append(
+            {
+                "case": f"{mesh.n_devices} ranks, {form}, product/move {balance:g}, {objective}",
+                "expression": text,
+                "sizes": sizes,
+                "balance": balance,
+                "local": plans["never"].local,
+                "ring": [ring.operand, ring.dim],
+                "auto": plans["auto"].parts[0].ring is not None,
+                "plain_predicted_s": plans["never"].forward_cost,
+                "predicted": plans["never"].forward_cost / plans["always"].forward_cost,
+                "flops_per_s": dict(profile.flops_per_s)["float32"],
+                "link_bytes_per_s": profile.across and profile.across.bytes_per_s,
+                "plain_s": statistics.median(found["never"]),
+                "rounds_s": statistics.median(found["always"]),
+                "faster": _faster(found, "always"),
+                "noise": _faster(found, "never again"),
+                "turns": len(found["never"]),
+            }
+        )
+    return rows
+
+
+def _faster(found: Mapping[str, Sequence[float]], name: str) -> float:
+    """The plain form's time over another's, the median of the turns."""
+    return statistics.median(a / b for a, b in zip(found["never"], found[name], strict=True))
+
+
+def _forward(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        xt.einsum(plan, *blocks, mesh=plan.mesh)
+
+
+def _both(plan: xs.ContractionPlan, blocks: Sequence[torch.Tensor]) -> None:
+    y = xt.einsum(plan, *blocks, mesh=plan.mesh)
+    torch.autograd.grad(y, blocks, torch.ones_like(y))
+
+
+def _show(rows: Sequence[Row]) -> None:
+    table = Table("case", "plain ms", "rounds ms", "faster", "predicted, forward", "noise", "auto")
+    for row in rows:
+        ms = (f"{1e3 * row[name]:.0f}" for name in ("plain_s", "rounds_s"))
+        ratios = (f"{row[name]:.2f}" for name in ("faster", "predicted", "noise"))
+        table.add_row(row["case"], *ms, *ratios, "rounds" if row["auto"] else "plain")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
