@@ -84,7 +84,7 @@ def plan(
     flops_limit: floating point operations that no device may exceed for the result; a pair: for the result,
     and for gradients in places of their own. overlap: whether a gather may run while its parts are
     contracted, and a reduce-scatter while its addends are (`contractions.ring`): "never", "auto", where it
-    is predicted to be faster, or "always", where it can be.
+    is predicted to save a tenth of the seconds, or "always", where it can be.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
     memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".

@@ -30,6 +30,7 @@ from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
+RING_SHARE = 0.9  # of its seconds in turn, at most, that a part in rounds has to take: predictions err
 WIDTH = 8  # places of a pair that are followed up, the best first
 
 # Which of the operands that are left every part takes; its result goes behind them.
@@ -202,15 +203,16 @@ class _Solver:
         if self.request.objective == BOTH:
             limit = self.backward_limit and int(self.backward_limit * share)
             own = self._gradients(step, limit)
-        part = Part(step.takes, moves, result, own)
-        if self.request.overlap == NEVER or (found := best_ring(part, part.flops / self.rate)) is None:
+        return self._in_rounds(Part(step.takes, moves, result, own))
+
+    def _in_rounds(self, part: Part) -> Part:
+        """The part in its best ring, if that is wanted."""
+        found = None if self.request.overlap == NEVER else best_ring(part, part.flops / self.rate)
+        if found is None:
             return part
         ring, seconds = found
-        return (
-            replace(part, ring=ring)
-            if self.request.overlap == ALWAYS or seconds < part.seconds(self.rate)
-            else part
-        )
+        gains = seconds < RING_SHARE * part.seconds(self.rate)
+        return replace(part, ring=ring) if gains or self.request.overlap == ALWAYS else part
 
     def _gradients(self, step: _Step, limit: int | None) -> tuple[ContractionPlan | None, ...]:
         """For every operand its gradient in another place, if all gradients together are cheaper so.
