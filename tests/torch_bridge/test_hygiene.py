@@ -17,7 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.test_transforms import GRID, PAIR, array, chains_here, mesh_of, moves, shape_of
+from tests.torch_bridge.test_transforms import (
+    GRID,
+    PAIR,
+    array,
+    chains_here,
+    in_order,
+    mesh_of,
+    moves,
+    shape_of,
+)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -31,8 +40,8 @@ def _untouched() -> None:
         shape, mesh = shape_of(step), mesh_of(chain)
         block = array(shape, 1)
         for expression in moves(chain):
-            x = block.clone().requires_grad_()
-            y = xt.redistribute(x, expression, mesh, shape=shape)
+            x, whole = block.clone().requires_grad_(), in_order(shape, expression, 0)
+            y = xt.redistribute(x, expression, mesh, shape=whole)
             cotangent = torch.ones_like(y)
             kept, versions = x.detach().clone(), (x._version, cotangent._version)
             (gradient,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
@@ -41,7 +50,7 @@ def _untouched() -> None:
 
             odd = strided(block).requires_grad_()
             assert odd.numel() < 2 or not odd.is_contiguous()
-            z = xt.redistribute(odd, expression, mesh, shape=shape)
+            z = xt.redistribute(odd, expression, mesh, shape=whole)
             assert torch.equal(z, y), f"a strided block, in {expression}"
             one = torch.ones((), dtype=z.dtype).expand(z.shape)  # a single element, seen everywhere
             (again,) = torch.autograd.grad(z, odd, one)

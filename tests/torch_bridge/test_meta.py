@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks, still_connected
-from tests.torch_bridge.test_transforms import CHAINS, GRID, moves, shape_of
+from tests.torch_bridge.test_transforms import CHAINS, GRID, in_order, moves, shape_of
 
 
 def _alone() -> None:
@@ -21,13 +21,13 @@ def _alone() -> None:
         for step, chain in CHAINS.items():
             shape = shape_of(step)
             for text in moves(chain):
-                src, dst = (
-                    xs.Sharding(end, GRID, shape).local_shape(rank) for end in xs.parse_expression(text)
-                )
+                whole, made = in_order(shape, text, 0), in_order(shape, text, 1)
+                ends = zip(xs.parse_expression(text), (whole, made), strict=True)
+                src, dst = (xs.Sharding(end, GRID, at).local_shape(rank) for end, at in ends)
                 x = torch.empty(src, device="meta", dtype=torch.bfloat16, requires_grad=True)
-                move = functools.partial(xt.redistribute, expression=text, mesh=GRID, shape=shape)
+                move = functools.partial(xt.redistribute, expression=text, mesh=GRID, shape=whole)
                 assert torch.func.vmap(move)(x.detach().expand(3, *src)).shape == (3, *dst)
-                many = xt.redistribute_many([x, x], text, GRID, shapes=[shape, shape])
+                many = xt.redistribute_many([x, x], text, GRID, shapes=[whole, whole])
                 for y in (move(x, async_op=True).wait(), move(x, check_replicated=True), *many):
                     assert y.is_meta and y.shape == dst and y.dtype == torch.bfloat16, text
                     (gradient,) = torch.autograd.grad(y.sum(), x)

@@ -75,10 +75,8 @@ def moved(chain: str, shape: tuple[int, ...] = SHAPE) -> Map:
     mesh = mesh_of(chain)
 
     def whole(x: Tensor) -> Tensor:
-        lengths = dict(zip("nd", shape, strict=True))
         for expression in moves(chain):
-            src, _ = xs.parse_expression(expression)
-            x = xt.redistribute(x, expression, mesh, shape=[lengths[name] for name in src.names])
+            x = xt.redistribute(x, expression, mesh, shape=in_order(shape, expression, 0))
         return x
 
     return whole
@@ -90,6 +88,12 @@ def test_every_step_has_a_chain() -> None:
         steps = {type(step).__name__ for plan in plans for step in plan.steps}
         assert name.split(",")[0] in steps or name.startswith(("max", "min")), f"{name}: {steps}"
     assert {rule.__name__ for rule in RULES} == {name.split(",")[0] for name in CHAINS} - {"max", "min"}
+
+
+def in_order(shape: tuple[int, ...], expression: str, side: int) -> tuple[int, ...]:
+    """The shape of an array of n and d on one side of an expression, where its dims may change places."""
+    lengths = dict(zip("nd", shape, strict=True))
+    return tuple(lengths[name] for name in xs.parse_expression(expression)[side].names)
 
 
 def shape_of(name: str) -> tuple[int, ...]:
