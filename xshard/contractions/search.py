@@ -43,14 +43,12 @@ class Found(NamedTuple):
     @property
     def moves(self) -> tuple[Move, ...]:
         """Of the operands, to the place."""
-        operands = enumerate(self.ends.operands)
-        return tuple(Move(o.layout, self.ends.layout(self.place, i), o.shape) for i, o in operands)
+        return tuple(_move(self.ends, self.place, i, self.stays) for i in range(len(self.ends.operands)))
 
     @property
     def result(self) -> Move:
         """From the place to where the result is to be."""
-        local, wanted = self.ends.layout(self.place, -1), self.ends.result
-        return Move(local, local if self.stays else wanted.layout, wanted.shape)
+        return _move(self.ends, self.place, -1, self.stays)
 
     def priced(self, prices: Prices) -> float:
         """Seconds, by the prices of all moves."""
@@ -58,6 +56,13 @@ class Found(NamedTuple):
             while leg.level < PRICE:
                 prices.look_closer(leg)
         return self.seconds
+
+
+def _move(ends: Ends, place: Place, i: int, stays: bool) -> Move:
+    """Of operand `i` to a place, -1: of the result from there."""
+    at, end = ends.layout(place, i), (*ends.operands, ends.result)[i]
+    before, after = (at, at if stays else end.layout) if i < 0 else (end.layout, at)
+    return Move(before, after, end.shape)
 
 
 def best_places(
@@ -179,8 +184,7 @@ class _Search:
         shape = (*ends.operands, ends.result)[i].shape
 
         def move() -> Move:
-            found = Found(ends, place, 0, 0.0, (), self.stays)
-            made = found.result if i < 0 else found.moves[i]
+            made = _move(ends, place, i, self.stays)
             return made.dual if is_dual else made
 
         leg = self._legs[key] = Leg(self.prices.least(before, after, shape), move)
