@@ -48,12 +48,9 @@ def contraction_of(expression: Any) -> Contraction:
 def plan_for(
     text: str, mesh: Mesh, shapes: Shapes, dtype: np.dtype, profile: str | Path | Profile, overlap: str
 ) -> ContractionPlan:
-    """The cheapest plan: for whole numbers, which have no gradients, of the result alone."""
-    objective = "forward+backward" if jnp.issubdtype(dtype, jnp.inexact) else "forward"
+    """The cheapest plan."""
     whole = tuple(map(tuple, shapes))
-    return planner.plan_contraction(
-        text, mesh, None, whole, dtype.name, profile, None, None, objective, overlap
-    )
+    return planner.plan_contraction(text, mesh, None, whole, dtype.name, profile, None, None, None, overlap)
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
@@ -241,9 +238,9 @@ def _with_own_gradients(
             travelled: dict[Layout, jax.Array] = {}  # where several take it to one place, it travels once
             found = []
             for i, own in owns.items():
-                [alone], rest = own.parts, [j for j in range(len(given)) if j != i]
-                at = zip(own.contraction.operands[1:], rest, strict=True)
-                others = [given[j] if layout == part.moves[j].src else whole(j, used[j]) for layout, j in at]
+                [alone], rest = own.parts, (j for j in range(len(given)) if j != i)
+                pairs = zip(rest, part.as_used(i), strict=True)
+                others = [whole(j, used[j]) if as_used else given[j] for j, as_used in pairs]
                 to = alone.moves[0]
                 if to.dst not in travelled:
                     travelled[to.dst] = _moved(cotangent, to, here, own.text)

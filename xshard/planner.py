@@ -152,11 +152,15 @@ def plan_contraction(
     profile: str | Path | Profile,
     memory_limit: int | None,
     flops_limit: int | tuple[int, int] | None,
-    objective: str,
+    objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction, also of one operand with all its dims, as bridges ask for it. Cached."""
-    given = contraction(text)
+    """`plan` of a contraction, also of one operand with all its dims, as bridges ask for it. Cached.
+
+    objective: None for what can be asked of the dtype: whole numbers have no gradients.
+    """
+    given, name = contraction(text), dtypes.name_of(dtype)
+    objective = objective or (BOTH if dtypes.precision(name) else FORWARD)
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
@@ -164,7 +168,7 @@ def plan_contraction(
     for layout in (*given.operands, given.result):
         check_axes(layout, mesh, text)
     ends = given, mesh, shapes_of(given, None if sizes is None else dict(sizes), shapes)
-    machine = dtypes.name_of(dtype), load_profile(profile)
+    machine = name, load_profile(profile)
     request = ContractionRequest(*ends, *machine, memory_limit, flops_limit, objective, overlap)
     with mark_errors(text):
         _ = request.ends  # a wrong shape is found before the cache of plans is asked

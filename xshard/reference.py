@@ -184,12 +184,8 @@ def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: 
             rest = [(part.result.src.names, shared), *((part.moves[j].dst.names, used[j]) for j in others)]
             yield run(move.backward, contract_gradient(rest, move.dst.names, used[i]))
         else:
-            layouts = own.contraction.operands[1:]
-            given = [
-                came[j] if layout == part.moves[j].src else used[j]
-                for j, layout in zip(others, layouts, strict=True)
-            ]
-            yield run(own, cotangent, *given)
+            pairs = zip(others, part.as_used(i), strict=True)
+            yield run(own, cotangent, *(used[j] if as_used else came[j] for j, as_used in pairs))
 
 
 def contract_gradient(

@@ -87,12 +87,9 @@ class Lowering:
         return replace(made, in_rounds=Stages(moves, Rounds.of(made.local, ring, rotation), result))
 
     def _own(self, part: Part, i: int, gradient: ContractionPlan) -> OwnGradient:
-        others = [move.dst for j, move in enumerate(part.moves) if j != i]
-        back = CommDtype(self.travels.backward, self.travels.forward)
-        own = self._part(gradient.parts[0], (back, *(self.travels for _ in others)), back)
-        pairs = zip(gradient.contraction.operands[1:], others, strict=True)
-        there = replace(own, moves=(None, *own.moves[1:]))
-        return OwnGradient(own.moves[0], there, tuple(layout == used for layout, used in pairs))
+        as_used, back = part.as_used(i), CommDtype(self.travels.backward, self.travels.forward)
+        own = self._part(gradient.parts[0], (back, *(self.travels for _ in as_used)), back)
+        return OwnGradient(own.moves[0], replace(own, moves=(None, *own.moves[1:])), as_used)
 
     def _move(self, plan: Plan, travels: CommDtype, *, lends: bool = False) -> Move:
         if not plan.steps:

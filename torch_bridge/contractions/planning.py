@@ -20,18 +20,26 @@ from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
 from torch_bridge.planning import require_mesh
-from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, load_profile
+from xshard import (
+    DtypeError,
+    Mesh,
+    MeshError,
+    NotationError,
+    Profile,
+    ShapeError,
+    dtypes,
+    load_profile,
+    planner,
+)
 from xshard.arguments import limit_of
 from xshard.contractions.blocks import whole_shapes
 from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER
-from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
-from xshard.notation.parser import mark_errors, text_spans
+from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_block
-from xshard.search.request import BOTH, FORWARD
 
 Shapes = tuple[tuple[int, ...], ...]
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a plan needs to know of a tensor
@@ -108,13 +116,9 @@ def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, Pro
         machine = load_profile(asked.profile).along(named, processes.mesh)
         processes = processes.along(named)
         shapes = asked.shapes or whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
-        limits = limit_of(asked.memory_limit), None
-        objective = BOTH if dtype.is_floating_point or dtype.is_complex else FORWARD
-        kind = dtypes.name_of(travels.forward), machine
-        request = ContractionRequest(given, processes.mesh, shapes, *kind, *limits, objective, asked.overlap)
-        with mark_errors(given.text):
-            _ = request.ends  # a wrong shape is found before the cache of plans is asked
-        found = find_contraction(request)
+        name, limit = dtypes.name_of(travels.forward), limit_of(asked.memory_limit)
+        ends = given.text, processes.mesh, None, shapes
+        found = planner.plan_contraction(*ends, name, machine, limit, None, None, asked.overlap)
     _check_product(found, dtype, device)
     _check_blocks(asked, found, processes, [shape for shape, *_ in blocks])
     return found, processes

@@ -93,6 +93,23 @@ class Part:
             rest += [*others, own.result]
         return (*{move.dst: move for move in cotangents}.values(), *rest)
 
+    @cached_property
+    def backward_flops(self) -> int:
+        """Floating point operations of the busiest device for all gradients."""
+        return sum(self.flops if own is None else own.flops for own in self.gradients)
+
+    def backward_seconds(self, rate: float) -> float:
+        """Predicted seconds of all gradients; rate: operations per second."""
+        return sum(move.cost for move in self.pulled) + self.backward_flops / rate
+
+    def as_used(self, i: int) -> tuple[bool, ...]:
+        """Of the gradient of operand `i` in a place of its own: for each of the other operands, whether it is
+        taken where it was used, else where it was given."""
+        own, others = self.gradients[i], (move for j, move in enumerate(self.moves) if j != i)
+        assert own is not None
+        pairs = zip(own.contraction.operands[1:], others, strict=True)
+        return tuple(layout != move.src for layout, move in pairs)
+
 
 @dataclass(frozen=True)
 class ContractionPlan:
@@ -172,7 +189,7 @@ class ContractionPlan:
     @property
     def backward_flops(self) -> int:
         """Floating point operations of the busiest device for all gradients."""
-        return sum(part.flops if own is None else own.flops for part in self.parts for own in part.gradients)
+        return sum(part.backward_flops for part in self.parts)
 
     @property
     def bytes_received(self) -> int:
@@ -198,8 +215,8 @@ class ContractionPlan:
     @cached_property
     def backward_cost(self) -> float:
         """Predicted seconds of all gradients."""
-        moves = sum(move.cost for part in self.parts for move in part.pulled)
-        return moves + self.backward_flops / self.profile.flops(self.dtype)
+        rate = self.profile.flops(self.dtype)
+        return sum(part.backward_seconds(rate) for part in self.parts)
 
     @cached_property
     def peak_bytes(self) -> int:

@@ -199,11 +199,10 @@ class _Solver:
     def _part(self, step: _Step, share: float) -> Part:
         """share: of the operations of all parts."""
         moves, result = tuple(map(self.prices.plan, step.found.moves)), self.prices.plan(step.found.result)
-        own: tuple[ContractionPlan | None, ...] = (None,) * len(moves)
+        part = Part(step.takes, moves, result, (None,) * len(moves))
         if self.request.objective == BOTH:
-            limit = self.backward_limit and int(self.backward_limit * share)
-            own = self._gradients(step, limit)
-        return self._in_rounds(Part(step.takes, moves, result, own))
+            part = self._with_gradients(part, step, self.backward_limit and int(self.backward_limit * share))
+        return self._in_rounds(part)
 
     def _in_rounds(self, part: Part) -> Part:
         """The part in its best ring, if that is wanted."""
@@ -214,33 +213,31 @@ class _Solver:
         gains = seconds < RING_SHARE * part.seconds(self.rate)
         return replace(part, ring=ring) if gains or self.request.overlap == ALWAYS else part
 
-    def _gradients(self, step: _Step, limit: int | None) -> tuple[ContractionPlan | None, ...]:
-        """For every operand its gradient in another place, if all gradients together are cheaper so.
+    def _with_gradients(self, part: Part, step: _Step, limit: int | None) -> Part:
+        """The part with gradients in other places, if all gradients together are cheaper so.
 
         limit: operations of all gradients; where the operands were they may do more.
         """
-        found = step.found
-        pulled = self.prices.plan(found.result.dual).cost
-        shared = [self.prices.plan(move.dual).cost + found.flops / self.rate for move in found.moves]
-        most = limit and max(limit, found.flops * len(shared))
-        single = most and most - found.flops * (len(shared) - 1)
-        own = [self._own_gradient(step, i, cost + pulled, single) for i, cost in enumerate(shared)]
+        most = limit and max(limit, part.backward_flops)
+        single = most and most - part.flops * (len(part.moves) - 1)
+        alone = part.result.backward.cost + part.flops / self.rate
+        own = [
+            self._own_gradient(step, i, alone + move.backward.cost, single)
+            for i, move in enumerate(part.moves)
+        ]
         ways = [[None, one] for one in own]
         if len(own) == 2:
             for i, one in enumerate(own):
                 if one is not None and self._may_move(step, 1 - i):
                     ways[1 - i].append(self._beside(step, i, one))
 
-        def cost(plans: tuple[ContractionPlan | None, ...]) -> tuple[float, int]:
-            # Where several take the cotangent to one place, it travels once.
-            travels = {plan.moves[0].dst: plan.moves[0].cost for plan in plans if plan}
-            seconds, flops = sum(travels.values()) + (pulled if None in plans else 0.0), 0
-            for plan, here in zip(plans, shared, strict=True):
-                seconds += plan.forward_cost - plan.moves[0].cost if plan else here
-                flops += plan.flops if plan else found.flops
-            return (math.inf if most and flops > most else round(seconds, 15)), flops
+        def cost(made: Part) -> tuple[float, int]:
+            flops = made.backward_flops
+            too_many = most is not None and flops > most
+            return (math.inf if too_many else round(made.backward_seconds(self.rate), 15)), flops
 
-        return min(itertools.product(*map(dict.fromkeys, ways)), key=cost)  # among equals the first
+        choices = itertools.product(*map(dict.fromkeys, ways))
+        return min((replace(part, gradients=plans) for plans in choices), key=cost)  # of equals the first
 
     def _may_move(self, step: _Step, i: int) -> bool:
         """Whether the gradient of operand `i` may be a contraction elsewhere."""
