@@ -20,6 +20,7 @@ from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
 from xshard.replicas import ReplicaError
+from xshard.rules import Rules
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "ReplicaError",
+    "Rules",
     "ShapeError",
     "Sharding",
     "Stage",
