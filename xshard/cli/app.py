@@ -13,11 +13,11 @@ from typer.core import TyperGroup
 
 from xshard.cli.bench import bench
 from xshard.cli.calibrate import calibrate_command
-from xshard.cli.console import print_error
 from xshard.cli.plan import plan_command
 from xshard.cli.show import show
 from xshard.cli.verify import verify
 from xshard.errors import XshardError
+from xshard.pictures.console import print_error
 
 
 class _Commands(TyperGroup):

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 
 from xshard.arguments import lengths_of
 from xshard.errors import ShapeError
+from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, check_mesh
@@ -29,8 +30,8 @@ EvenCuts = tuple[
 ]  # per dim, the axes (name, size) that cut it, outermost first
 
 
-@dataclass(frozen=True)
-class Sharding:
+@dataclass(frozen=True, repr=False)
+class Sharding(Pictured):
     """A layout applied to a shape on a mesh.
 
     Raises ShapeError if the rank or the shape does not fit, NotationError for unknown axes.
@@ -54,6 +55,9 @@ class Sharding:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ShapeError(f"shape {self.shape} has {n!r}, not a length >= 0")
         check_fit(self.layout.dims, self.shape, self.mesh)
+
+    def __repr__(self) -> str:
+        return f"Sharding({str(self.layout)!r}, {self.mesh!r}, {self.shape})"
 
     def __hash__(self) -> int:
         return self._hash

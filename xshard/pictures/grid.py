@@ -134,6 +134,33 @@ def devices_text(devices: Sequence[int], most: int = 3) -> str:
     return rows_text(runs, most).replace(", ", ",")
 
 
+def cell_text(cell: Cell) -> str:
+    """The devices of a cell, written d0, d1, ... to distinguish them from rows."""
+    owners = f"d{devices_text(cell.owners)}" if cell.owners else "."
+    return " ".join([owners, *(f"+d{guest}" for guest in cell.guests)])
+
+
+def range_text(block: tuple[int, int]) -> str:
+    """The first and the last row of a block."""
+    first, last = block[0], block[1] - 1
+    return f"{first}-{last}" if first < last else f"{first}"
+
+
+def reading(drawn: Picture) -> list[str]:
+    """Explanations of the marks in this picture."""
+    cells = list(itertools.chain.from_iterable(drawn.cells))
+    marks = [
+        f"only the first {strip.length - strip.hidden} of {strip.length} rows of {strip.dim.name} are drawn"
+        for strip in drawn.strips
+        if strip.hidden
+    ]
+    if any(cell.guests for cell in cells):
+        marks.append("+d: a device that holds the block too, as overlap")
+    if any(not cell.owners for cell in cells):
+        marks.append(".: the owner does not hold this block")
+    return marks
+
+
 def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:
     names = sharding.layout.names
     for name in dims:
