@@ -5,11 +5,13 @@ Decides how the command prints plans. Their content is decided in `xshard/plans/
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from xshard.cli.explore.page import plan_page
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh
@@ -42,6 +44,9 @@ def plan_command(
     explain: Annotated[
         bool, typer.Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
     ] = False,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of every step.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, or of a contraction, and those of the gradient.
@@ -60,6 +65,9 @@ def plan_command(
     )
     if json:
         typer.echo(made.to_json())
+        return
+    if page is not None:
+        page.write_text(plan_page(made), encoding="utf-8")
         return
     out = console()
     for name, part in [("", made)] if isinstance(made, ContractionPlan) else _named_plans(made):

@@ -20,6 +20,7 @@ from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
+_FOCUS = 'tabindex="0" role="group"'  # of what may have to be scrolled, by keyboard too
 _TITLE = f"{_FONT};font-weight:bold;white-space:pre-wrap"
 _CELL = f"{_FONT};padding:2px 10px 2px 0;text-align:{{side}};white-space:pre"
 
@@ -89,7 +90,7 @@ def steps(rows: Sequence[Row], total: str) -> str:
     body = "".join(f"<tr>{_cells('td', row, sides)}</tr>" for row in rows)
     table_of = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     whole = f'<table style="border-collapse:collapse">{table_of}</table>'
-    return f'<div style="overflow-x:auto">{whole}</div>{_pre(total)}'
+    return f'<div style="overflow-x:auto" {_FOCUS} aria-label="steps">{whole}</div>{_pre(total)}'
 
 
 def _cells(tag: str, texts: Iterable[str], sides: Iterable[str]) -> str:
@@ -115,4 +116,5 @@ def _folded(title: str, inside: str) -> str:
 
 
 def _pre(text: str) -> str:
-    return f'<pre style="margin:4px 0;font-size:13px;overflow-x:auto;background:none">{escape(text)}</pre>'
+    style = "margin:4px 0;font-size:13px;overflow-x:auto;background:none"
+    return f'<pre {_FOCUS} aria-label="text" style="{style}">{escape(text)}</pre>'

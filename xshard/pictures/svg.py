@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from xshard.formatting import format_bytes, format_seconds
@@ -22,13 +22,6 @@ COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#B
 MAX_DEVICES = 64  # whose messages are drawn one by one
 ROW, CHAR, GAP = 24.0, 7.3, 10.0  # pixels: height of a row, width of a letter, space around
 BAND = 84.0  # height of the messages of a step
-
-_DEFS = (
-    '<defs><pattern id="xshard-halo" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect width="2" height="6" fill="#111" opacity=".28"/></pattern>'
-    '<pattern id="xshard-addend" width="7" height="7" patternUnits="userSpaceOnUse">'
-    '<circle cx="2" cy="2" r="1.1" fill="#111" opacity=".45"/></pattern></defs>'
-)
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Drawing:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" width="{self.width:.0f}" role="img" '
             f'aria-label="{escape(label)}" style="max-width:100%;height:auto" font-size="12" '
-            f'font-family="ui-monospace, monospace">{_DEFS}{self.body}</svg>'
+            f'font-family="ui-monospace, monospace">{self.body}</svg>'
         )
 
 
@@ -58,10 +51,11 @@ def sharding_svg(drawn: Picture) -> str:
 def plan_svg(plan: Plan) -> str:
     """Where an array lies before and after every step; between them lines, thicker for more bytes."""
     parts = [_text(_title(plan.source), bold=True), grid_drawing(_stage_picture(plan, plan.source))]
-    for stage, cost in zip(plan.stages, plan.prices, strict=True):
+    for number, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
         what = f"{stage.step}: {format_bytes(cost.received_bytes)}, {format_seconds(cost.seconds)}"
-        parts += [_text(f"↓ {what}"), _messages(stage, plan.itemsize)]
-        parts += [_text(_title(stage.after), bold=True), grid_drawing(_stage_picture(plan, stage.after))]
+        step = [_text(f"↓ {what}"), _messages(stage, plan.itemsize), _text(_title(stage.after), bold=True)]
+        drawn = _stacked([*step, grid_drawing(_stage_picture(plan, stage.after))])
+        parts.append(replace(drawn, body=f'<g data-step="{number}">{drawn.body}</g>'))
     return _stacked(parts).svg(f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
 
 
@@ -107,16 +101,33 @@ def _table(
         for x, width, cell, text in zip(lefts, widths, row, texts[i - 1], strict=False):
             box = f'x="{x:.1f}" y="{i * ROW:.1f}" width="{width:.1f}" height="{ROW:.1f}"'
             # Each set of owners by its first device, so that all pictures of a plan agree.
-            fills = [_colour(cell.owners[0]) if cell.owners else "none"]
-            fills += ["url(#xshard-halo)"] if cell.guests else []
-            fills += ["url(#xshard-addend)"] if adds and cell.owners else []
-            body += [f'<rect {box} fill="{fill}" stroke="currentColor" stroke-width=".6"/>' for fill in fills]
-            body.append(_label(x + width / 2, i * ROW + 16, text, behind=fills[0]))
+            fill = _colour(cell.owners[0]) if cell.owners else "none"
+            body.append(f'<rect {box} fill="{fill}" stroke="currentColor" stroke-width=".6"/>')
+            body += [_stripes(x, i * ROW, width)] if cell.guests else []
+            body += [_dots(x, i * ROW, width)] if adds and cell.owners else []
+            body.append(_label(x + width / 2, i * ROW + 16, text, behind=fill))
     return Drawing("".join(body), lefts[-1] + 2, (len(cells) + 1) * ROW + 2)
 
 
 def _colour(device: int) -> str:
     return COLOURS[device % len(COLOURS)]
+
+
+def _stripes(x: float, y: float, width: float) -> str:
+    """Diagonals over a block, from edge to edge."""
+    lines = ""
+    for t in range(6, int(width + ROW), 8):
+        lines += f"M{x + min(t, width):.1f} {y + max(0.0, t - width):.1f}"
+        lines += f"L{x + max(0.0, t - ROW):.1f} {y + min(ROW, t):.1f}"
+    return f'<path class="halo" d="{lines}" stroke="#111" stroke-opacity=".3" stroke-width="2"/>'
+
+
+def _dots(x: float, y: float, width: float) -> str:
+    """Dots over a block."""
+    places = itertools.product(range(4, int(width), 7), range(4, int(ROW), 7))
+    dots = "".join(f"M{x + across:.1f} {y + down:.1f}h.01" for across, down in places)
+    style = 'stroke="#111" stroke-opacity=".5" stroke-width="2.2" stroke-linecap="round"'
+    return f'<path class="addend" d="{dots}" {style}/>'
 
 
 def _messages(stage: Stage, itemsize: int) -> Drawing:
@@ -131,7 +142,7 @@ def _messages(stage: Stage, itemsize: int) -> Drawing:
         ends = f'x1="{src * step + 14:.0f}" y1="22" x2="{dst * step + 14:.0f}" y2="{BAND - 22:.0f}"'
         title = f"d{src} to d{dst}: {format_bytes(elements * itemsize)}"
         ink = f'stroke="currentColor" stroke-opacity=".55" stroke-width="{0.5 + 3.5 * elements / most:.1f}"'
-        body.append(f"<line {ends} {ink}><title>{title}</title></line>")
+        body.append(f'<line {ends} {ink} data-src="{src}" data-dst="{dst}"><title>{title}</title></line>')
     for count, y in ((above, 12.0), (below, BAND - 12)):
         for device in range(count):
             x = device * step + 14
