@@ -23,7 +23,7 @@ from xshard.layout.partition import all_owned_rows, block_length, cut_nested
 from xshard.layout.runs import Runs, n_rows
 from xshard.layout.validation import check_fit
 from xshard.notation.overlap import Fold, Halo, Overlap, unfolded
-from xshard.notation.parser import SIZES, Dim, Shard
+from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
 EvenCuts = tuple[
     tuple[tuple[str, int], ...], ...
@@ -234,6 +234,8 @@ def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
 
 def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
     """True if this cut of `length` rows into `n` parts equals the plain contiguous one."""
+    if shard.order == SEGMENTS and len(shard.numbers) == 1:
+        return True
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     parts = [n_rows(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]

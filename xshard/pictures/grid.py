@@ -16,7 +16,7 @@ from xshard.errors import ShapeError
 from xshard.layout import Sharding
 from xshard.layout.runs import FILL, Run, Runs, as_intervals, merge_adjacent
 from xshard.notation.overlap import Fold, Halo, Window
-from xshard.notation.parser import Dim
+from xshard.notation.parser import SEGMENTS, Dim
 
 # Most blocks drawn along a dim: a cyclic cut of a long dim has as many blocks as rows.
 MAX_BLOCKS = 64
@@ -24,6 +24,7 @@ MAX_BLOCKS = 64
 _ORDER_TEXT = {
     "block": "in contiguous chunks",
     "balanced": "in contiguous chunks that differ by at most one row",
+    SEGMENTS: "each of its segments in contiguous chunks",
     "zigzag": "zigzag: part i of n holds chunks i and 2n-1-i of 2n",
     "cyclic": "cyclic: part i of n holds every n-th row from i",
     "sizes": "in contiguous chunks of given sizes",
