@@ -1,4 +1,4 @@
-"""The site builds without a warning, shows each picture that a block asks for, and names all that is public."""
+"""The site builds without a warning, shows the pictures that blocks ask for, and names all that is public."""
 
 from __future__ import annotations
 
