@@ -22,6 +22,10 @@ from xshard.testing.diagnosis.orders import rows_text
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 
+# The source of values that a gradient on one device is compared with.
+DIFFERENCES = "differences of its function along random directions"
+
+
 @dataclass(frozen=True)
 class Subject:
     """An array of a run, and the source of the values it is compared with."""
@@ -43,6 +47,7 @@ class Mismatch:
 
     index: None if shapes or dtypes differ; then `problem` says how. global_index is -1 for a row beyond the
     ends of the array. n_wrong, n_elements: over all devices. right: of every dim, the rows without an error.
+    first: the redistribution of the run at which the meaning first went wrong, where that was asked.
     """
 
     subject: Subject
@@ -58,6 +63,7 @@ class Mismatch:
     problem: str = ""
     cause: Cause | None = None
     right: str = ""
+    first: str = ""
 
     @property
     def place(self) -> str:

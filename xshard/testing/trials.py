@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
+from typing import NamedTuple
 
 import numpy as np
 
 from xshard.errors import XshardError
 from xshard.layout import Mesh
-from xshard.testing.comparison import mismatches
+from xshard.testing.comparison import mismatches, whole_of
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.mismatch import Mismatch
+from xshard.testing.mismatch import DIFFERENCES, Mismatch
+from xshard.testing.moves import find_wrong, in_turn
 from xshard.testing.runs import SIDES, Asked, Side, Truth
 
+_OUTPUT = Cause("output", "an output is wrong already")
+_LAW = 1e-3  # how well an error keeps to a law
 _MOST = 12  # sets of arguments that are transposed, beside the set of all
 
 
@@ -31,7 +35,7 @@ def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float 
         if wrong:
             if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
                 tried[runtime] = _transposition(asked, truth, tol, runtime, mesh)
-            causes[runtime, mesh] = tried.get(runtime) or Cause("output", "an output is wrong already")
+            causes[runtime, mesh] = tried.get(runtime) or _OUTPUT
         elif mesh.n_devices > 1 and any(map(_is_open, own)):
             causes[runtime, mesh] = _replica(asked, truth, runtime, mesh)
     for m in found:
@@ -40,8 +44,97 @@ def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float 
         yield replace(m, cause=cause) if cause and not is_own else m
 
 
+def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[Mismatch]:
+    """Mismatches of a function with itself on one device: where the meaning first went wrong, and causes.
+
+    The first mesh is asked where. What has no cause of its own has that of the first redistribution that is
+    wrong, or a law by which the error grows with the number of devices.
+    """
+    runs = [m.subject.mesh for m in found if m.subject.against != DIFFERENCES]
+    trail = _Trail.of(asked, truth, _side(found[0]), runs[0]) if runs else None
+    told: dict[tuple[str, str], Cause] = {}
+    for m in found:
+        kind, here = m.subject.kind, [other for other in found if _run(other) == _run(m)]
+        forward = any(other.subject.kind == "output" for other in here)
+        wrong = first = None
+        if trail is not None and m.subject.mesh == runs[0]:
+            wrong, first = trail.forward if forward else trail.backward
+        cause = m.cause
+        if not m.problem and (cause is None or cause.name == "one addend"):
+            shown = wrong.cause if wrong and forward == (kind == "output") else None
+            cause = shown or told.get((kind, m.subject.name)) or _law(m, asked, truth) or cause
+            if kind == "output":  # a factor per device shows in gradients alone
+                cause = cause or next(
+                    (o.cause for o in here if o.cause and o.cause.name == "own factors"), None
+                )
+            elif forward:
+                cause = cause or _OUTPUT
+        if cause is not None:
+            told.setdefault(
+                (kind, m.subject.name), Cause(cause.name, f"as on {m.subject.mesh}: {cause.text}")
+            )
+        yield replace(m, cause=cause, first=first or "")
+
+
+class _Trail(NamedTuple):
+    """Forward and backward, the first redistribution whose block or cotangent is wrong, and a sentence."""
+
+    forward: tuple[Mismatch | None, str]
+    backward: tuple[Mismatch | None, str]
+
+    @classmethod
+    def of(cls, asked: Asked, truth: Truth, runtime: Side, mesh: Mesh) -> _Trail | None:
+        try:
+            one, many = (asked.seen(runtime, each, truth) for each in (truth.mesh, mesh))
+        except XshardError:
+            return None
+
+        def first(cotangents: bool) -> tuple[Mismatch | None, str]:
+            before = ""
+            for a, b in zip(
+                in_turn(one, 1, cotangents), in_turn(many, mesh.n_devices, cotangents), strict=False
+            ):
+                wrong = find_wrong(a, b, mesh, runtime) if a.check.text == b.check.text else None
+                what = f"what {b} is given" if not cotangents else f"the gradient that comes back to {b}"
+                if wrong is not None:
+                    return wrong, what + (f"; right is {before}" if before else "")
+                before = what
+            return None, before and f"after {before}, which is right"
+
+        return cls(first(False), first(True))
+
+
+def _law(m: Mismatch, asked: Asked, truth: Truth) -> Cause | None:
+    """A cause by how the error grows with the number of devices along an axis: two and three are run."""
+    mesh, given = m.subject.mesh, asked.problem
+    for axis in (a for a in mesh.axes if mesh.size(a) > 1):
+        arrays = []
+        try:
+            for n in (2, 3):
+                run = asked.run(_side(m), Mesh({a: n if a == axis else 1 for a in mesh.axes}), truth)
+                arrays.append(whole_of(given, truth, run, m.subject.kind, m.subject.name))
+        except XshardError:
+            continue
+        (two, want), (three, _) = arrays
+        for power, of in ((1, "a part"), (2, "of a sum of squares a part")):
+            first, then = (np.power(x, power) - np.power(want, power) for x in (two, three))
+            for ratio, name, text in (
+                (2, "counted", f"{of} is counted on every device along {axis}, once for each"),
+                (4 / 3, "divided", f"{of} is divided by the number of devices along {axis}"),
+            ):
+                if np.abs(first).max(initial=0) and np.allclose(
+                    then, ratio * first, _LAW, _LAW * np.abs(then).max()
+                ):
+                    return Cause(name, f"{text}: so the error grows with 2 and 3 devices")
+    return None
+
+
+def _side(m: Mismatch) -> Side:
+    return SIDES[m.subject.runtime == SIDES[1]]
+
+
 def _run(m: Mismatch) -> tuple[Side, Mesh]:
-    return SIDES[m.subject.runtime == SIDES[1]], m.subject.mesh
+    return _side(m), m.subject.mesh
 
 
 def _is_open(m: Mismatch) -> bool:
@@ -71,11 +164,13 @@ def _transposition(asked: Asked, truth: Truth, tol: float | None, runtime: Side,
 def _replica(asked: Asked, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
     """Cotangents differ where a redistribution means one value, as `check_replicated=True` finds it."""
     try:
-        fault = asked.replica_fault(runtime, mesh, truth)
+        seen = asked.seen(runtime, mesh, truth)
     except XshardError:
         return None
+    moves = (each for cotangents in (False, True) for each in in_turn(seen, mesh.n_devices, cotangents))
+    fault = next((fault for each in moves if (fault := each.replica_fault)), None)
     if fault is None:
         return None
-    reason, text, _, *rest = (line.strip() for line in fault.splitlines())
+    reason, text, _, *rest = (line.strip() for line in str(fault).splitlines())
     told = "; ".join((f"{reason} {text}", *rest))
     return Cause("replica", f"gathered as a replica, and used by each device in its own way: {told}")
