@@ -1,4 +1,4 @@
-"""The equivalence kit: a torch function and its JAX port, sharded, or one on all meshes, shown to be the same."""
+"""The equivalence kit: a torch function and its JAX port, or one function on every mesh, are the same."""
 
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.diagnosis.causes import CAUSES, Cause, likely_cause

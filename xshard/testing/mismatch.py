@@ -89,7 +89,20 @@ def find_mismatch(
         problem = _problem(a, b, sharding)
         if problem:
             return Mismatch(subject, device, problem=problem)
-    case = Case(
+    case = case_of(got, want, sharding, tolerance, largest, arguments)
+    return None if agrees(case) else located(subject, case)
+
+
+def case_of(
+    got: Sequence[Block],
+    want: Sequence[Block],
+    sharding: Sharding,
+    tolerance: float | None,
+    largest: float,
+    arguments: Mapping[str, Block],
+) -> Case:
+    """Blocks that have the shapes of their layout, as evidence."""
+    return Case(
         settle(got, sharding),
         settle(want, sharding),
         Sharding(settled(sharding.layout), sharding.mesh, sharding.shape),
@@ -97,7 +110,6 @@ def find_mismatch(
         largest,
         arguments,
     )
-    return None if agrees(case) else _located(subject, case)
 
 
 def tolerance_of(*blocks: Block) -> float:
@@ -137,7 +149,8 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
     return ""
 
 
-def _located(subject: Subject, case: Case) -> Mismatch:
+def located(subject: Subject, case: Case) -> Mismatch:
+    """What is reported of blocks that do not agree: the largest error, and the likely cause."""
     errors = [np.abs(in_double(a) - in_double(b)) for a, b in zip(case.got, case.want, strict=True)]
     # NaN counts as the largest error.
     errors = [

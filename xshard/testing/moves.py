@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -18,11 +18,12 @@ import numpy as np
 from xshard import reference
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.notation.parser import Shard
+from xshard.notation.parser import Dim, Shard
 from xshard.replicas import ReplicaCheck, ReplicaError
 from xshard.steps.base import Block
-from xshard.testing.diagnosis.evidence import in_double
-from xshard.testing.mismatch import Mismatch, Subject, find_mismatch
+from xshard.testing.diagnosis.causes import Cause
+from xshard.testing.diagnosis.evidence import Case, in_double
+from xshard.testing.mismatch import Mismatch, Subject, agrees, case_of, located
 from xshard.testing.pickling import OURS
 
 _HIDDEN_ORDERS = ("block", "zigzag")  # of a cut along an axis that an expression does not name
@@ -78,30 +79,45 @@ def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
     return found[::-1] if cotangents else found
 
 
-def find_wrong(one: Seen, many: Seen, mesh: Mesh, runtime: str) -> Mismatch | None:
+def find_wrong(
+    one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Mapping[str, Block]
+) -> Mismatch | None:
     """What differs in meaning between one device and a mesh; None where the layout does not say it."""
-    given, blocks = one.check.sharding, [many.blocks[d] for d in range(mesh.n_devices)]
-    kind = "cotangent" if many.check.cotangents else "block"
-    found = None
+    given, layout = one.check.sharding, many.check.sharding.layout
+    subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
         whole = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
-        for layout in _readings(many.check.sharding.layout, mesh):
-            sharding = Sharding(layout, mesh, whole.shape)
-            shapes = [sharding.local_shape(d) for d in range(mesh.n_devices)]
-            got = blocks
-            if all(block.shape == sharding.max_local_shape for block in blocks):  # JAX pads
-                got = [block[tuple(map(slice, s))] for block, s in zip(blocks, shapes, strict=True)]
-            if [block.shape for block in got] != shapes:
-                continue
-            subject = Subject(kind, str(many), runtime, mesh, f"{runtime} on one device")
-            wanted = reference.scatter(whole, layout, mesh)
-            wrong = find_mismatch(subject, got, wanted, sharding, None, 0.0, {})
-            if wrong is None:
-                return None
-            found = found or wrong
+        own = [
+            case for each in _readings(layout, mesh) if (case := _case(many, whole, each, mesh, arguments))
+        ]
     except XshardError:  # a mesh of the function's own, or a batch of vmap
         return None
-    return found
+    if any(map(agrees, own)):
+        return None
+    wrong = located(subject, own[0]) if own else Mismatch(subject, 0)
+    for other in _readings(Layout(tuple(map(Dim, layout.names))), mesh) if wrong.cause is None else ():
+        case = _case(many, whole, other, mesh, arguments)
+        if case and agrees(case):
+            cause = Cause("another layout", f"blocks of '{other}' are taken for blocks of '{layout}'")
+            return replace(wrong, cause=cause)
+    return wrong
+
+
+def _case(
+    many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Mapping[str, Block]
+) -> Case | None:
+    """The blocks that were seen beside those of the whole array; None if that has no such blocks."""
+    devices = range(mesh.n_devices)
+    try:
+        sharding = Sharding(layout, mesh, whole.shape)
+    except XshardError:
+        return None
+    blocks, shapes = [many.blocks[d] for d in devices], [sharding.local_shape(d) for d in devices]
+    if all(block.shape == sharding.max_local_shape for block in blocks):  # JAX pads
+        blocks = [block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)]
+    if [block.shape for block in blocks] != shapes:
+        return None
+    return case_of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
 
 
 def _readings(layout: Layout, mesh: Mesh) -> Iterator[Layout]:

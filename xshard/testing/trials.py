@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from xshard.errors import XshardError
 from xshard.layout import Mesh
 from xshard.testing.comparison import mismatches, whole_of
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.mismatch import DIFFERENCES, Mismatch
+from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
 from xshard.testing.moves import find_wrong, in_turn
 from xshard.testing.runs import SIDES, Asked, Side, Truth
 
@@ -47,94 +46,77 @@ def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float 
 def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[Mismatch]:
     """Mismatches of a function with itself on one device: where the meaning first went wrong, and causes.
 
-    The first mesh is asked where. What has no cause of its own has that of the first redistribution that is
+    Its first mesh is asked where. What has no cause of its own has that of the first redistribution that is
     wrong, or a law by which the error grows with the number of devices.
     """
-    runs = [m.subject.mesh for m in found if m.subject.against != DIFFERENCES]
-    trail = _Trail.of(asked, truth, _side(found[0]), runs[0]) if runs else None
+    several = [m for m in found if m.subject.against != DIFFERENCES]
+    wrong, first = _first_wrong(several[0].subject, asked, truth) if several else (None, "")
     told: dict[tuple[str, str], Cause] = {}
     for m in found:
-        kind, here = m.subject.kind, [other for other in found if _run(other) == _run(m)]
-        forward = any(other.subject.kind == "output" for other in here)
-        wrong = first = None
-        if trail is not None and m.subject.mesh == runs[0]:
-            wrong, first = trail.forward if forward else trail.backward
-        cause = m.cause
+        kind, mesh, array = m.subject.kind, m.subject.mesh, (m.subject.kind, m.subject.name)
+        here = [other for other in several if other.subject.mesh == mesh]
+        is_first, cause = m in several and mesh == several[0].subject.mesh, m.cause
         if not m.problem and (cause is None or cause.name == "one addend"):
-            shown = wrong.cause if wrong and forward == (kind == "output") else None
-            cause = shown or told.get((kind, m.subject.name)) or _law(m, asked, truth) or cause
-            if kind == "output":  # a factor per device shows in gradients alone
-                cause = cause or next(
-                    (o.cause for o in here if o.cause and o.cause.name == "own factors"), None
-                )
-            elif forward:
-                cause = cause or _OUTPUT
-        if cause is not None:
-            told.setdefault(
-                (kind, m.subject.name), Cause(cause.name, f"as on {m.subject.mesh}: {cause.text}")
+            shown = wrong.cause if wrong and is_first and kind == several[0].subject.kind else None
+            cause = shown or told.get(array) or _law(m, asked, truth) or cause
+        if cause is None and kind == "output":  # a factor per device shows in gradients alone
+            cause = next(
+                (other.cause for other in here if other.cause and other.cause.name == "own factors"), None
             )
-        yield replace(m, cause=cause, first=first or "")
+        elif cause is None and any(other.subject.kind == "output" for other in here):
+            cause = _OUTPUT
+        if cause is not None:
+            told.setdefault(array, cause._replace(text=f"as on {mesh}: {cause.text}"))
+        yield replace(m, cause=cause, first=first if is_first else "")
 
 
-class _Trail(NamedTuple):
-    """Forward and backward, the first redistribution whose block or cotangent is wrong, and a sentence."""
-
-    forward: tuple[Mismatch | None, str]
-    backward: tuple[Mismatch | None, str]
-
-    @classmethod
-    def of(cls, asked: Asked, truth: Truth, runtime: Side, mesh: Mesh) -> _Trail | None:
-        try:
-            one, many = (asked.seen(runtime, each, truth) for each in (truth.mesh, mesh))
-        except XshardError:
-            return None
-
-        def first(cotangents: bool) -> tuple[Mismatch | None, str]:
-            before = ""
-            for a, b in zip(
-                in_turn(one, 1, cotangents), in_turn(many, mesh.n_devices, cotangents), strict=False
-            ):
-                wrong = find_wrong(a, b, mesh, runtime) if a.check.text == b.check.text else None
-                what = f"what {b} is given" if not cotangents else f"the gradient that comes back to {b}"
-                if wrong is not None:
-                    return wrong, what + (f"; right is {before}" if before else "")
-                before = what
-            return None, before and f"after {before}, which is right"
-
-        return cls(first(False), first(True))
+def _first_wrong(wrong: Subject, asked: Asked, truth: Truth) -> tuple[Mismatch | None, str]:
+    """The first redistribution whose block is wrong, or cotangent if gradients alone are; and a sentence."""
+    runtime, mesh, back = _side(wrong), wrong.mesh, wrong.kind != "output"
+    try:
+        one, many = (asked.seen(runtime, each, truth) for each in (truth.mesh, mesh))
+    except XshardError:
+        return None, ""
+    arguments, before = dict(zip(asked.problem.names, asked.problem.values, strict=True)), ""
+    for a, b in zip(in_turn(one, 1, back), in_turn(many, mesh.n_devices, back), strict=False):
+        if a.check.text != b.check.text:
+            break
+        found = find_wrong(a, b, mesh, runtime, arguments)
+        what = f"the gradient that comes back to {b}" if back else f"what {b} is given"
+        if found is not None:
+            return found, what + (f"; right is {before}" if before else "")
+        before = what
+    return None, before and f"after {before}, which is right"
 
 
 def _law(m: Mismatch, asked: Asked, truth: Truth) -> Cause | None:
-    """A cause by how the error grows with the number of devices along an axis: two and three are run."""
-    mesh, given = m.subject.mesh, asked.problem
+    """A cause by how the error grows along an axis, on which two and three devices are run."""
+    kind, name, mesh = m.subject.kind, m.subject.name, m.subject.mesh
     for axis in (a for a in mesh.axes if mesh.size(a) > 1):
-        arrays = []
         try:
-            for n in (2, 3):
-                run = asked.run(_side(m), Mesh({a: n if a == axis else 1 for a in mesh.axes}), truth)
-                arrays.append(whole_of(given, truth, run, m.subject.kind, m.subject.name))
+            meshes = [Mesh({a: n if a == axis else 1 for a in mesh.axes}) for n in (2, 3)]
+            runs = [asked.run(_side(m.subject), each, truth) for each in meshes]
+            (two, want), (three, _) = (whole_of(asked.problem, truth, run, kind, name) for run in runs)
         except XshardError:
             continue
-        (two, want), (three, _) = arrays
         for power, of in ((1, "a part"), (2, "of a sum of squares a part")):
-            first, then = (np.power(x, power) - np.power(want, power) for x in (two, three))
-            for ratio, name, text in (
-                (2, "counted", f"{of} is counted on every device along {axis}, once for each"),
-                (4 / 3, "divided", f"{of} is divided by the number of devices along {axis}"),
-            ):
-                if np.abs(first).max(initial=0) and np.allclose(
-                    then, ratio * first, _LAW, _LAW * np.abs(then).max()
-                ):
-                    return Cause(name, f"{text}: so the error grows with 2 and 3 devices")
+            first, then = two**power - want**power, three**power - want**power
+            slack = _LAW * np.abs(then).max(initial=0)
+            if slack and np.allclose(then, 2 * first, 0, slack):
+                return Cause(
+                    "counted", f"{of} is counted once on every device along {axis}, so the error grows"
+                )
+            if slack and np.allclose(then, 4 / 3 * first, 0, slack):
+                return Cause("divided", f"{of} is divided by the number of devices along {axis}")
     return None
 
 
-def _side(m: Mismatch) -> Side:
-    return SIDES[m.subject.runtime == SIDES[1]]
+def _side(subject: Subject) -> Side:
+    return SIDES[subject.runtime == SIDES[1]]
 
 
 def _run(m: Mismatch) -> tuple[Side, Mesh]:
-    return _side(m), m.subject.mesh
+    return _side(m.subject), m.subject.mesh
 
 
 def _is_open(m: Mismatch) -> bool:

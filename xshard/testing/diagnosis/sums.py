@@ -134,9 +134,9 @@ def averaged(case: Case) -> str | None:
 
 
 def scaled(case: Case) -> str | None:
-    """A constant factor that is no axis size."""
+    """A constant factor that is no axis size; of one number there always is one."""
     factor = _factor(case)
-    if factor is None or abs(factor - 1) < _CONSTANT:
+    if factor is None or abs(factor - 1) < _CONSTANT or max(block.size for block in case.want) < 2:
         return None
     return f"{factor:.6g} times what it should be, everywhere: a constant factor"
 
