@@ -129,10 +129,6 @@ def copied_twice(f, x, *weights):
     return mlp(f, f.move(x, "b d -> b d | copy(tp)"), *weights)
 
 
-def replicas_copied(f, x, up, down, bias):
-    return mlp(f, x, up, down, f.move(bias, "o -> o | copy(tp)"))
-
-
 def weight_not_summed(f, *args):
     y, bias = _mlp(f, *args, into="")
     return _summed(f, y) + bias
@@ -175,10 +171,6 @@ def loss(f, x, mask):
 
 def loss_of_local_counts(f, x, mask):
     return f.move((x**2).sum(1) @ mask / mask.sum(), "() | mean(dp) -> ()")
-
-
-def loss_of_local_counts_summed(f, x, mask):
-    return f.move((x**2).sum(1) @ mask / mask.sum(), "() | sum(dp) -> ()")
 
 
 def loss_over_world(f, x, mask):
@@ -389,58 +381,161 @@ PROGRAMS = {
     "halo": Program(wide, (_SEQUENCE,), ("h/tp d",), "h/tp d"),
 }
 
+DP, BOTH = "dp=2,tp=1", "dp=2,tp=3"
+
 MISTAKES = {
     "copy forgotten": Mistake(
-        "mlp", copy_forgotten, "gradient [0]", "not summed", "a sum over tp is missing"
+        "mlp",
+        copy_forgotten,
+        "gradient [0]",
+        "not summed",
+        "a sum over tp is missing",
+        "after the gradient that comes back to 'd f -> d f",
     ),
-    "copied twice": Mistake("mlp", copied_twice, "gradient [0]", "summed", "a gradient added up twice"),
-    "replicas copied": Mistake("mlp", replicas_copied, "gradient [3]", "summed", "size of tp"),
+    "copied twice": Mistake(
+        "mlp",
+        copied_twice,
+        "gradient [0]",
+        "summed",
+        "a gradient added up twice",
+        "the gradient that comes back to 'b d -> b d",
+    ),
     "weight not summed": Mistake(
-        "mlp", weight_not_summed, "gradient [1]", "not summed", "a sum over dp is missing", mesh="dp=2,tp=1"
+        "mlp", weight_not_summed, "gradient [1]", "not summed", "a sum over dp is missing", mesh=DP
     ),
-    "sum twice": Mistake("deep", sum_twice, "output", "summed", "size of tp"),
+    "sum twice": Mistake(
+        "deep", sum_twice, "output", "summed", "2 is the size of tp", "what 'b o | sum(tp) -> b o'"
+    ),
     "sum over another axis": Mistake(
-        "deep", sum_over_other_axis, "output", "another layout", "they are blocks of", mesh="dp=2,tp=3"
+        "deep",
+        sum_over_other_axis,
+        "output",
+        "another layout",
+        "'b/dp o | sum(tp)' are taken for",
+        "what 'b o | sum(dp) -> b o'",
+        mesh=BOTH,
     ),
-    "sum left out": Mistake("mlp", sum_left_out, "output", "not summed", ""),
-    "bias before the sum": Mistake("mlp", bias_before_sum, "output", "counted argument", ""),
+    "sum left out": Mistake(
+        "mlp", sum_left_out, "output", "not summed", "a sum over tp is missing", "after what"
+    ),
+    "bias before the sum": Mistake(
+        "mlp",
+        bias_before_sum,
+        "output",
+        "counted argument",
+        "[3] is counted 2 times",
+        "what 'b o | sum(tp) -> b o'",
+    ),
     "bias over the world": Mistake(
-        "mlp", bias_over_world, "output", "counted argument", "", mesh="dp=2,tp=1"
+        "mlp", bias_over_world, "output", "counted argument", "[3] is counted 0.5 times", mesh=DP
     ),
-    "local counts": Mistake("loss", loss_of_local_counts, "output", "own factors", "", mesh="dp=2,tp=1"),
-    "local counts, summed": Mistake(
-        "loss", loss_of_local_counts_summed, "output", "own factors", "", mesh="dp=2,tp=1"
+    "local counts": Mistake(
+        "loss",
+        loss_of_local_counts,
+        "output",
+        "own factors",
+        "own count along dp",
+        "what '() | mean(dp) -> ()'",
+        mesh=DP,
     ),
     "divided by the world": Mistake(
-        "loss", loss_over_world, "output", "averaged", "size of dp", mesh="dp=2,tp=1"
+        "loss", loss_over_world, "output", "averaged", "2 is the size of dp", "after what", mesh=DP
     ),
-    "divided by another axis": Mistake("loss", loss_over_the_other_axis, "output", "averaged", "size of tp"),
-    "loss counted on replicas": Mistake("loss", loss_counted_on_replicas, "output", "summed", ""),
+    "divided by another axis": Mistake(
+        "loss", loss_over_the_other_axis, "output", "averaged", "2 is the size of tp", "after what"
+    ),
+    "loss counted on replicas": Mistake(
+        "loss",
+        loss_counted_on_replicas,
+        "output",
+        "summed",
+        "2 is the size of tp",
+        "what '() | sum(dp,tp) -> ()'",
+    ),
     "penalty before the sum": Mistake(
-        "penalised", penalty_before_sum, "output", "counted", "", mesh="dp=2,tp=1"
+        "penalised",
+        penalty_before_sum,
+        "output",
+        "counted",
+        "a part is counted once on every device along dp",
+        "what '() | sum(dp) -> ()'",
+        mesh=DP,
     ),
-    "norm counts replicas": Mistake("norm", norm_counts_replicas, "output", "counted", "squares"),
-    "norm of a part": Mistake("norm of cut", norm_of_part, "output", "not summed", "squares"),
-    "clipped by a part": Mistake("clipped", clipped_by_part, "output", "own factors", "norm"),
-    "gathered as a replica": Mistake("columns", columns_of_replicas, "gradient [0]", "not summed", ""),
+    "norm counts replicas": Mistake(
+        "norm",
+        norm_counts_replicas,
+        "output",
+        "counted",
+        "of a sum of squares a part",
+        "what '() | sum(tp) -> ()'",
+    ),
+    "norm of a part": Mistake("norm of cut", norm_of_part, "output", "not summed", "norms of parts"),
+    "clipped by a part": Mistake(
+        "clipped", clipped_by_part, "output", "own factors", "the norm of each one's own part along tp"
+    ),
+    "gathered as a replica": Mistake(
+        "columns",
+        columns_of_replicas,
+        "gradient [0]",
+        "not summed",
+        "a sum over tp is missing",
+        "the gradient that comes back to 'n/tp d -> n d'",
+    ),
     "own rows alone have a gradient": Mistake(
-        "columns", columns_own_gradient, "gradient [0]", "one addend", ""
+        "columns", columns_own_gradient, "gradient [0]", "one addend", "along tp"
     ),
-    "gathered without a gradient": Mistake("columns", columns_detached, "gradient [0]", "zero", ""),
-    "gathered as copies": Mistake("rows", rows_of_copies, "gradient [0]", "summed", ""),
-    "router lost": Mistake("experts", router_lost, "gradient [1]", "zero", ""),
-    "router not summed": Mistake("experts", router_not_summed, "gradient [1]", "not summed", ""),
-    "scale not summed": Mistake("scaled", scale_not_summed, "gradient [1]", "not summed", ""),
-    "local positions": Mistake("rotated", rotated_locally, "output", "first only right", ""),
+    "gathered without a gradient": Mistake(
+        "columns", columns_detached, "gradient [0]", "zero", "the path of gradients is cut"
+    ),
+    "gathered as copies": Mistake(
+        "rows",
+        rows_of_copies,
+        "gradient [0]",
+        "summed",
+        "2 is the size of tp",
+        "the gradient that comes back to 'n/tp d -> n d | copy(tp)'",
+    ),
+    "router lost": Mistake("experts", router_lost, "gradient [1]", "zero", "the path of gradients is cut"),
+    "router not summed": Mistake(
+        "experts", router_not_summed, "gradient [0]", "not summed", "a sum over tp is missing"
+    ),
+    "scale not summed": Mistake(
+        "scaled", scale_not_summed, "gradient [1]", "not summed", "a sum over tp is missing"
+    ),
+    "local positions": Mistake("rotated", rotated_locally, "output", "first only right", "right where tp=0"),
     "contiguous positions of a zigzag": Mistake(
-        "zigzag", zigzag_rotated_in_blocks, "output", "positions", ""
+        "zigzag", zigzag_rotated_in_blocks, "output", "positions", "in place of 's/zigzag(tp)'"
     ),
-    "local mask": Mistake("attention", attention_masked_locally, "output", "first only right", ""),
-    "contiguous for a zigzag": Mistake("sequence", contiguous_for_zigzag, "output", "moved rows", ""),
-    "axes in another order": Mistake("group", group_reversed, "output", "moved rows", "", mesh="dp=2,tp=3"),
-    "part of the first": Mistake("part", part_of_first, "output", "stale", ""),
-    "halo of zeros": Mistake("halo", halo_of_zeros, "output", "seam", ""),
-    "halo without a gradient": Mistake("halo", halo_without_gradient, "gradient [0]", "seam", ""),
+    "local mask": Mistake(
+        "attention",
+        attention_masked_locally,
+        "output",
+        "first only right",
+        "right where tp=0",
+        "after what 's/tp d -> s d | copy(tp)'",
+    ),
+    "contiguous for a zigzag": Mistake(
+        "sequence",
+        contiguous_for_zigzag,
+        "output",
+        "moved rows",
+        "'s/zigzag(tp)' are taken for 's/tp'",
+        "what 's/tp d -> s d/tp'",
+    ),
+    "axes in another order": Mistake(
+        "group",
+        group_reversed,
+        "output",
+        "moved rows",
+        "another shard order",
+        "what 'n/(tp,dp) d -> n d'",
+        mesh=BOTH,
+    ),
+    "part of the first": Mistake("part", part_of_first, "output", "stale", "the block of the first device"),
+    "halo of zeros": Mistake("halo", halo_of_zeros, "output", "seam", "within 1 row of the seams"),
+    "halo without a gradient": Mistake(
+        "halo", halo_without_gradient, "gradient [0]", "seam", "within 1 row of the seams"
+    ),
 }
 
 # In JAX all of these are one function: mistakes that leave a trace which needs no other run.

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import torch_bridge as xt
 from tests.testing.mistakes import IN_JAX, MISTAKES, PROGRAMS, Jax, Mistake, Program, Torch, sharded, together
+from tests.testing.programs import normal
+from xshard import Mesh
 from xshard.testing import EquivalenceError, Mismatch, assert_mesh_invariant
+from xshard.testing.mismatch import DIFFERENCES
+from xshard.testing.problem import usual_meshes
 
 
 def alone(name: str) -> dict[str, Any]:
@@ -64,3 +71,49 @@ def test_mistakes_in_jax() -> None:
     error = found(**options, framework="jax", mesh="dp=2,tp=3", check_vma=False)
     for name in IN_JAX:
         check(MISTAKES[name], next(m for m in error.mismatches if repr(name) in m.subject.name))
+
+
+def test_differences_may_be_left_out_and_short_floats_are_compared_with_them_all_the_same() -> None:
+    def straight_through(x, mesh):
+        return x + (x.round() - x).detach()
+
+    options = {"args": [normal(6).astype(np.float32)], "layouts": (["n/tp"], "n/tp"), "mesh": "tp=2"}
+    error = found(straight_through, **options)
+    (first,) = error.mismatches
+    assert (first.subject.against, first.subject.mesh.n_devices) == (DIFFERENCES, 1)
+    assert "they differ on one device already" not in str(error)
+    assert_mesh_invariant(straight_through, **options, differences=False)
+    assert_mesh_invariant(torch.tanh, **options)
+
+
+def test_a_kink_and_an_array_that_does_not_matter_are_no_mistakes() -> None:
+    def function(x, unused, mesh):
+        return torch.relu(x) + 0 * unused.sum()
+
+    x = np.array([1e-6, -1e-6, 1.0, 2.0, 0.0, 3.0])  # kinks within the first step
+    assert_mesh_invariant(function, args=[x[:4], x], layouts=(["n/tp", "m | copy(tp)"], "n/tp"), mesh="tp=2")
+
+
+def test_uneven_blocks_on_the_usual_meshes() -> None:
+    def swapped(x, mesh):
+        return xt.redistribute(x, "n/tp d -> n d/tp", mesh, shape=(7, 5))
+
+    assert usual_meshes(["tp"]) == [Mesh(tp=2), Mesh(tp=3)]
+    assert_mesh_invariant(swapped, args=[normal(7, 5)], layouts=(["n/tp d"], "n d/tp"))
+
+
+def test_the_line_and_blocks_that_are_cut_along_an_axis_that_the_expression_leaves_out() -> None:
+    def twice(x, w, mesh):
+        h = xt.reduce_from(x @ w, "tp", mesh)
+        return torch.tanh(xt.reduce_from(h, "tp", mesh))
+
+    layouts = (["b/zigzag(dp) d/tp", "d/tp f | copy(dp)"], "b/zigzag(dp) f")
+    error = found(twice, args=[normal(8, 6), normal(6, 3, seed=1)], layouts=layouts, mesh="dp=2,tp=3")
+    first = error.mismatches[0]
+    assert first.cause.name == "summed" and "size of tp" in first.cause.text
+    line = twice.__code__.co_firstlineno
+    assert first.first == (
+        f"what 'd0 d1 | sum(tp) -> d0 d1' (test_invariance.py:{line + 2}) is given; "
+        f"right is what 'd0 d1 | sum(tp) -> d0 d1' (test_invariance.py:{line + 1}) is given"
+    )
+    assert f"\n  first wrong: {first.first}" in str(error)

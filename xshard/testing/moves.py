@@ -19,6 +19,7 @@ from xshard import reference
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim, Shard
+from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck, ReplicaError
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
@@ -84,18 +85,21 @@ def find_wrong(
 ) -> Mismatch | None:
     """What differs in meaning between one device and a mesh; None where the layout does not say it."""
     given, layout = one.check.sharding, many.check.sharding.layout
+    named = [axis for side in sides(many.check.text)[:2] for axis in side.axes]
+    long = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    hidden = [axis for axis in long if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
         whole = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
         own = [
-            case for each in _readings(layout, mesh) if (case := _case(many, whole, each, mesh, arguments))
+            case for each in _readings(layout, hidden) if (case := _case(many, whole, each, mesh, arguments))
         ]
     except XshardError:  # a mesh of the function's own, or a batch of vmap
         return None
     if any(map(agrees, own)):
         return None
     wrong = located(subject, own[0]) if own else Mismatch(subject, 0)
-    for other in _readings(Layout(tuple(map(Dim, layout.names))), mesh) if wrong.cause is None else ():
+    for other in _readings(Layout(tuple(map(Dim, layout.names))), long) if wrong.cause is None else ():
         case = _case(many, whole, other, mesh, arguments)
         if case and agrees(case):
             cause = Cause("another layout", f"blocks of '{other}' are taken for blocks of '{layout}'")
@@ -120,13 +124,12 @@ def _case(
     return case_of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
 
 
-def _readings(layout: Layout, mesh: Mesh) -> Iterator[Layout]:
-    """The layout, and what blocks may be along the axes that it leaves out: addends, or cuts of a dim."""
-    hidden = [a for a in mesh.axes if a not in layout.axes and mesh.size(a) > 1]
+def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
+    """The layout with what blocks may be along axes that it leaves out: copies, addends, or cuts of a dim."""
     ways = ("copy", 0), ("sum", 0), *itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
-    for choice in itertools.product(ways, repeat=len(hidden)):
+    for choice in itertools.product(ways, repeat=len(axes)):
         dims, tags = list(layout.dims), layout.tags
-        for axis, (way, d) in zip(hidden, choice, strict=True):
+        for axis, (way, d) in zip(axes, choice, strict=True):
             if way in _HIDDEN_ORDERS:
                 dims[d] = replace(dims[d], shards=(Shard((axis,), way), *dims[d].shards))
             else:

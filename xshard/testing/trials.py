@@ -59,12 +59,11 @@ def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[M
         if not m.problem and (cause is None or cause.name == "one addend"):
             shown = wrong.cause if wrong and is_first and kind == several[0].subject.kind else None
             cause = shown or told.get(array) or _law(m, asked, truth) or cause
-        if cause is None and kind == "output":  # a factor per device shows in gradients alone
-            cause = next(
-                (other.cause for other in here if other.cause and other.cause.name == "own factors"), None
-            )
-        elif cause is None and any(other.subject.kind == "output" for other in here):
+        if cause is None and kind == "gradient" and any(other.subject.kind == "output" for other in here):
             cause = _OUTPUT
+        elif cause is None:  # a factor per device shows in gradients alone
+            causes = (other.cause for other in here if other.cause is not None)
+            cause = next((c for c in causes if kind == "gradient" or c.name == "own factors"), None)
         if cause is not None:
             told.setdefault(array, cause._replace(text=f"as on {mesh}: {cause.text}"))
         yield replace(m, cause=cause, first=first if is_first else "")
