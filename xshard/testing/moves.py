@@ -98,7 +98,8 @@ def find_wrong(
         return None
     if any(map(agrees, own)):
         return None
-    wrong = located(subject, own[0]) if own else Mismatch(subject, 0)
+    found = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
+    wrong = next((m for m in found if m.cause is not None), found[0])
     for other in _readings(Layout(tuple(map(Dim, layout.names))), long) if wrong.cause is None else ():
         case = _case(many, whole, other, mesh, arguments)
         if case and agrees(case):
