@@ -71,6 +71,7 @@ def test_mistakes_in_jax() -> None:
     functions = {name: MISTAKES[name].function for name in IN_JAX}
     options = all_of(Jax, functions, {name: PROGRAMS[MISTAKES[name].program] for name in IN_JAX})
     error = found(**options, framework="jax", mesh="dp=2,tp=3", check_vma=False)
+    assert error.mismatches[0].first.startswith("what 'b o | sum(tp) -> b o' (mistakes.py:")
     for name in IN_JAX:
         check(MISTAKES[name], next(m for m in error.mismatches if repr(name) in m.subject.name))
 
@@ -119,3 +120,21 @@ def test_the_line_and_blocks_that_are_cut_along_an_axis_that_the_expression_leav
         f"right is what 'd0 d1 | sum(tp) -> d0 d1' (test_invariance.py:{line + 1}) is given"
     )
     assert f"\n  first wrong: {first.first}" in str(error)
+
+
+def test_what_devices_hold_under_a_max_and_the_share_of_a_mean_are_right() -> None:
+    def own_sum(x, mesh):
+        most = xt.redistribute(x.detach().amax(), "() | max(tp) -> ()", mesh)
+        return xt.redistribute((x - most).sum(), "() -> ()", mesh)
+
+    error = found(own_sum, args=[normal(6)], layouts=(["n/tp"], "()"), mesh="tp=2", differences=False)
+    assert error.mismatches[0].first.startswith("what '() -> ()' (")
+
+    def copied(x, mesh):
+        x = xt.copy_to(x, "tp", mesh)
+        return xt.redistribute(xt.redistribute(x, "n -> n | mean(tp)", mesh), "n | mean(tp) -> n", mesh)
+
+    error = found(copied, args=[normal(6)], layouts=(["n"], "n"), mesh="tp=2")
+    first = error.mismatches[0].first
+    assert first.startswith("the gradient that comes back to 'd0 -> d0 | copy(tp)' (")
+    assert "; right is the gradient that comes back to 'n -> n | mean(tp)' (" in first

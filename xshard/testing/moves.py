@@ -85,12 +85,14 @@ def find_wrong(
 ) -> Mismatch | None:
     """What differs in meaning between one device and a mesh; None where the layout does not say it."""
     given, layout = one.check.sharding, many.check.sharding.layout
-    named = [axis for side in sides(many.check.text)[:2] for axis in side.axes]
+    src, dst, _ = sides(many.check.text)
+    named, mean = (*src.axes, *dst.axes), dst.tagged("mean") if many.check.cotangents else ()
     long = [axis for axis in mesh.axes if mesh.size(axis) > 1]
     hidden = [axis for axis in long if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
         whole = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
+        whole = whole / mesh.size(*mean) if mean else whole
         own = [
             case for each in _readings(layout, hidden) if (case := _case(many, whole, each, mesh, arguments))
         ]
@@ -122,6 +124,10 @@ def _case(
         blocks = [block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)]
     if [block.shape for block in blocks] != shapes:
         return None
+    if not layout.is_linear:  # each may hold anything, but for the largest
+        layout = Layout(tuple(map(Dim, layout.names)))
+        blocks = [reference.gather(blocks, sharding.layout, mesh, whole.shape) for _ in devices]
+        sharding = sharding.with_layout(layout)
     return case_of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
 
 
