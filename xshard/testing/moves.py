@@ -91,8 +91,8 @@ def find_wrong(
     hidden = [axis for axis in long if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
-        whole = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
-        whole = whole / mesh.size(*mean) if mean else whole
+        whole: Block = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
+        whole = np.divide(whole, mesh.size(*mean)) if mean else whole
         own = [
             case for each in _readings(layout, hidden) if (case := _case(many, whole, each, mesh, arguments))
         ]
