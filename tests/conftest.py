@@ -18,7 +18,8 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 QUICK += " --xla_cpu_parallel_codegen_split_count=1"
-if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends a process
+# Later versions do not know this one, and a flag that XLA does not know ends its process.
+if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 
