@@ -1,5 +1,6 @@
 """Layers for blocks of arrays that are cut over a mesh, equal to torch's own on the whole array."""
 
+from torch_bridge.nn.attention import attention
 from torch_bridge.nn.checkpoint import checkpoint
 from torch_bridge.nn.conv import Convolution, conv, conv_transpose
 from torch_bridge.nn.domain_parallel import domain_parallel
@@ -67,6 +68,7 @@ __all__ = [
     "Pool",
     "RMSNorm",
     "Upsample",
+    "attention",
     "avg_pool",
     "checkpoint",
     "conv",
