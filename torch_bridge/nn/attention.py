@@ -7,6 +7,7 @@ one after another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -94,14 +95,20 @@ def attention(
     given = chosen(given, dtypes.name_of(q.dtype), machine, ways)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     move = partial(_moved, processes=processes)
-    q = move(turned[0], given.q, given.queries).flatten(0, -4)
-    kv = move(torch.cat(turned[1:], -1), given.kv, given.keys).flatten(0, -4)
+    batch = turned[0].shape[:-3]
+    q = _flat(move(turned[0], given.q, given.queries))
+    kv = _flat(move(torch.cat(turned[1:], -1), given.kv, given.keys))
     if documents is not None:
         documents = _whole_documents(documents, given.q, names, layout, processes)
     blocks = Blocks(given, processes, documents, scale)
     y = Ring.apply(blocks, q, blocks.padded(kv)) if given.how == RING else _attended(blocks, q, kv)
-    y = move(y.unflatten(0, turned[0].shape[:-3]), given.result, given.target)
+    y = move(y.reshape(*batch, *y.shape[1:]), given.result, given.target)
     return y.permute(*map(names.index, layout.names))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """All batch dims as one."""
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
 def _moved(x: Tensor, src: Sharding, dst: Sharding, processes: ProcessMesh) -> Tensor:
@@ -120,7 +127,7 @@ def _whole_documents(
     dims = {name: q.layout.dim(name) for name in mine}
     ends = Layout(tuple(dims.values())), Layout(tuple(Dim(n) if n == sequence else d for n, d in dims.items()))
     x = redistribute(x, ends, processes, shape=[q.shape[q.dim_index(name)] for name in mine])
-    return x.movedim(mine.index(sequence), -1).flatten(0, -2) if x.ndim > 1 else x[None]
+    return x.movedim(mine.index(sequence), -1).reshape(-1, q.shape[-2])
 
 
 def _attended(blocks: Blocks, q: Tensor, kv: Tensor) -> Tensor:
