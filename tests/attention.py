@@ -1,4 +1,4 @@
-"""The table of attentions that both bridges compute on four devices, and what one device makes of them, in numpy."""
+"""Attentions that both bridges compute on four devices, and what one device makes of them, in numpy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Case(NamedTuple):
         layout = self.block_layout(dims, of_keys)
         kept = "".join(dim for dim in dims if dim in layout.names)
         x = x.reshape([n for n, dim in zip(x.shape, dims, strict=True) if dim in kept])
-        return reference.scatter(x.transpose([kept.index(name) for name in layout.names]), str(layout), self.mesh)
+        x = x.transpose([kept.index(name) for name in layout.names])
+        return reference.scatter(x, str(layout), self.mesh)
 
 
 class Mask(NamedTuple):

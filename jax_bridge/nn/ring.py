@@ -1,13 +1,14 @@
 """Attention in rounds: in each, a device uses the keys and values of another, while the next ones travel.
 
-Decides what is kept and when blocks travel. The forward pass keeps no block but the device's own; in the backward
-pass they travel again, and the sums of their gradients with them, at last home. So it has a rule for reverse mode.
+Decides what is kept and when blocks travel. The forward pass keeps no block but the device's own; in the
+backward pass they travel again, and the sums of their gradients with them, at last home: a rule for reverse
+mode.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.redistribution import redistribute
 from xshard.nn.attention import HEADS, Attention, splits
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -34,11 +36,12 @@ class Blocks:
         def rows_of(device: int) -> Table:
             return self.given.key_rows(device, turn) if turn else self.given.query_rows(device)
 
-        return mine(table(self.given.q.mesh, self.given.axes, self.given.block_rows, rows_of), self.given.axes)
+        axes = self.given.axes
+        return mine(table(self.given.q.mesh, axes, self.given.block_rows, rows_of), axes)
 
     def seen(self, rows: jax.Array, keys: jax.Array, documents: jax.Array | None) -> jax.Array:
         """Which scores are not empty, `[batch or 1, 1, rows, keys]`. documents: `[batch or 1, all rows]`."""
-        seen = self.given.sees(rows[:, None], keys)[None]
+        seen: Any = self.given.sees(rows[:, None], keys)[None]  # type: ignore[arg-type]
         if documents is not None:
             of_rows, of_keys = (documents.take(x, 1, mode="clip") for x in (rows, keys))
             seen &= of_rows[:, :, None] == of_keys[:, None]
@@ -64,10 +67,11 @@ class Blocks:
         found = jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=wide_dtype(q)) * self.scale
         return jnp.where(seen, found, empty(found.dtype))
 
-    def pairs(self) -> Iterator[tuple[slice, slice]]:
+    def pairs(self) -> Sequence[tuple[slice, slice]]:
         """Runs of queries, and of keys."""
         ends = (*splits(self.given), self.given.block_rows)
-        return itertools.product(itertools.starmap(slice, itertools.pairwise(ends)), repeat=2)
+        runs = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        return [(rows, keys) for rows in runs for keys in runs]
 
     def passed_on(self, x: jax.Array, by: int = 1) -> jax.Array:
         """Send a block on, and get that of a device before this one."""
@@ -129,7 +133,8 @@ def _forward(
 
 def _backward(blocks: Blocks, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     q, kv, documents, y, log_sum = saved
-    wide, own_rows, reads, passed = log_sum.dtype, blocks.rows(), blocks.heads_read, None
+    wide, own_rows, reads = log_sum.dtype, blocks.rows(), blocks.heads_read
+    passed: Any = None
     share = (cotangent.astype(wide) * y).sum(-1, keepdims=True)
     product = partial(jnp.einsum, preferred_element_type=wide)
     of_q, nothing = (as_varying(jnp.zeros_like(x, wide), varying_axes(q)) for x in (q, kv))
@@ -144,8 +149,8 @@ def _backward(blocks: Blocks, saved: Any, cotangent: jax.Array) -> tuple[Any, ..
                 weights = jnp.exp(blocks.scores(own, k, seen) - log_sum[:, :, rows, None])
                 change = weights * (product("bhqk,bhsk->bhqs", given, v) - share[:, :, rows]) * blocks.scale
                 change, weights = change.astype(q.dtype), weights.astype(q.dtype)
-                of_k, of_v = product("bhqs,bhqk->bhsk", change, own), product("bhqs,bhqk->bhsk", weights, given)
-                found = jnp.concatenate([of_k, of_v], -1)
+                pairs = (change, own), (weights, given)
+                found = jnp.concatenate([product("bhqs,bhqk->bhsk", *pair) for pair in pairs], -1)
                 if reads is not None:
                     found = jnp.zeros_like(block[:, :, keys], wide).at[:, reads].add(found)
                 return (

@@ -1,4 +1,4 @@
-"""Pieces of scores: every score that a mask keeps is in one piece, and pieces hold as few others as they say."""
+"""Pieces of scores: every score that a mask keeps is in one piece, and pieces are full as they say."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
                     if piece.kind == ALL:
                         assert part.all()
                     if piece.kind == CAUSAL:
-                        assert np.array_equal(part, np.tri(*part.shape, part.shape[1] - part.shape[0], dtype=bool))
+                        n, m = part.shape
+                        assert np.array_equal(part, np.tri(n, m, m - n, dtype=bool))
                     assert not mine[piece.q, piece.k].any()
                     mine[piece.q, piece.k] = part
                 assert np.array_equal(mine, wanted)

@@ -1,8 +1,8 @@
 """Attention over a sequence that is cut, equal to that of one device.
 
 Decides how the moves that `xshard.nn.attention` names become redistributions, and which of torch's functions
-computes what a device has: `scaled_dot_product_attention` where that is all of its keys, `ring` where blocks come
-one after another.
+computes what a device has: `scaled_dot_product_attention` where that is all of its keys, `ring` where blocks
+come one after another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -26,8 +27,7 @@ from torch_bridge.redistribution import redistribute
 from xshard import DtypeError, Layout, Profile, Sharding, XshardError, dtypes, load_profile
 from xshard.contractions.attention import chosen
 from xshard.nn import attention as core
-from xshard.nn.attention import AUTO, RING, WAYS, pieces
-from xshard.notation.parser import Dim
+from xshard.nn.attention import AUTO, RING, SEQUENCE, WAYS, pieces
 
 
 def attention(
@@ -51,20 +51,21 @@ def attention(
 ) -> Tensor:
     """Blocks of queries, keys and values -> this process's block of `softmax(q @ k * scale) @ v`.
 
-    All processes of the mesh call it. The dims of blocks are those of `layout`, in any order but that the width of
-    heads is last; the result has those of `q`, and the width of `v`. The sequence may be cut in any order, and
-    heads and batch too. Masks follow from the positions of the rows, whatever the order.
+    All processes of the mesh call it. The dims of blocks are those of `layout`, in any order but that the
+    width of heads is last; the result has those of `q`, and the width of `v`. The sequence may be cut in
+    any order, and heads and batch too. Masks follow from the positions of the rows, whatever the order.
 
     how: "gather" brings all keys and values to the queries of a device; "ulysses" cuts heads instead of the
-    sequence and back, also into unequal parts; "ring" passes blocks of keys and values on from device to device, also
-    in the backward pass, so that no device holds all of them; "auto" takes the one that is cheapest on the
-    machine of `profile`. A ring has first derivatives, and none under torch.func.
-    causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, cut as the dims
-    of `q`: rows see those of their own document. window: rows see those fewer than so many away.
-    scale: by default `width ** -0.5`. kv_layout: of keys and values, by default that of queries: they may have
-    fewer heads, each for a group of queries' heads, also fewer than there are devices.
-    shape, kv_heads: the global shape of `q`, and heads of keys, where blocks differ in size; a length that is None is
-    the block's, times the number of parts. sequence, heads: the names of these dims.
+    sequence and back, also into unequal parts; "ring" passes blocks of keys and values on from device to
+    device, also in the backward pass, so that no device holds all of them; "auto" takes the one that is
+    cheapest on the machine of `profile`. A ring has first derivatives, and none under torch.func.
+    causal: a row sees none after it. documents: whole numbers `[*batch, sequence]` or `[sequence]`, cut as
+    the dims of `q`: rows see those of their own document. window: rows see those fewer than so many away.
+    scale: by default `width ** -0.5`. kv_layout: of keys and values, by default that of queries: they may
+    have fewer heads, each for a group of queries' heads, also fewer than there are devices.
+    shape, kv_heads: the global shape of `q`, and heads of keys, where blocks differ in size; a length that is
+    None is the block's, times the number of parts. sequence, heads: the names of these dims.
+    Under torch.compile it runs between two graphs.
 
     Raises as `redistribute` does; XshardError for another way or window.
 
@@ -76,9 +77,21 @@ def attention(
     >>> [y.flatten().tolist() for y in xt.run_ranks(2, means)]
     [[0.0, 0.5, 3.0, 3.5], [1.0, 1.5, 2.0, 2.5]]
     """
+    if torch.compiler.is_dynamo_compiling():
+        from torch_bridge import compiled  # slow: it imports torch._dynamo, half a second
+
+        options: dict[str, Any] = {
+            "documents": documents,
+            "window": window,
+            "scale": scale,
+            "kv_layout": kv_layout,
+        }
+        options |= {"shape": shape, "kv_heads": kv_heads, "sequence": sequence, "heads": heads}
+        options |= {"how": how, "causal": causal, "profile": profile}
+        return compiled.eagerly(attention, q, k, v, mesh, layout, **options)
     q, k, v = (as_tensor(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise DtypeError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
+        raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
     layout = Layout.parse(layout)
     names, kv_layout = core.order(layout, sequence, heads), Layout.parse(kv_layout or layout)
     placed = placed_as(q, layout, mesh, shape)
@@ -86,13 +99,13 @@ def attention(
     kv_shape = [known.get(name) for name in kv_layout.names]
     ends = [placed.sharding, *(placed_as(x, kv_layout, mesh, kv_shape).sharding for x in (k, v))]
     turned = [x.permute(*map(end.layout.names.index, names)) for x, end in zip((q, k, v), ends, strict=True)]
-    given = core.attention(*(end.in_order(names) for end in ends), how, causal, window)
-    processes, machine, ways = placed.processes, load_profile(profile), WAYS
-    if is_transformed():
-        if how == RING:
-            raise XshardError("a ring under torch.func", hint='how="gather" and how="ulysses" have all derivatives')
-        ways = tuple(way for way in WAYS if way != RING)
-    given = chosen(given, dtypes.name_of(q.dtype), machine, ways)
+    q_end, k_end, v_end = (end.in_order(names) for end in ends)
+    given = core.attention(q_end, k_end, v_end, how, causal, window)
+    if is_transformed() and how == RING:
+        raise XshardError("a ring under torch.func", hint='how="gather" and "ulysses" have all derivatives')
+    ways = tuple(way for way in WAYS if way != RING or not is_transformed())
+    given = chosen(given, dtypes.name_of(q.dtype), load_profile(profile), ways)
+    processes = placed.processes
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     move = partial(_moved, processes=processes)
     batch = turned[0].shape[:-3]
@@ -118,16 +131,13 @@ def _moved(x: Tensor, src: Sharding, dst: Sharding, processes: ProcessMesh) -> T
 
 
 def _whole_documents(
-    x: Tensor, q: Sharding, names: Sequence[str], layout: Layout, processes: ProcessMesh
+    x: Tensor, q: Sharding, names: tuple[str, ...], layout: Layout, processes: ProcessMesh
 ) -> Tensor:
     """The documents of the sequence: of the rows of the device's batches, or `[1, rows]` for all of them."""
-    batch, sequence = names[:-3], names[-2]
-    mine = [name for name in layout.names if name in batch or name == sequence]
-    mine = mine if x.ndim > 1 else [sequence]
-    dims = {name: q.layout.dim(name) for name in mine}
-    ends = Layout(tuple(dims.values())), Layout(tuple(Dim(n) if n == sequence else d for n, d in dims.items()))
-    x = redistribute(x, ends, processes, shape=[q.shape[q.dim_index(name)] for name in mine])
-    return x.movedim(mine.index(sequence), -1).reshape(-1, q.shape[-2])
+    ends = core.document_layouts(layout, names, x.ndim)
+    shape = [q.shape[q.dim_index(name)] for name in ends[0].names]
+    x = redistribute(x, ends, processes, shape=shape)
+    return x.movedim(ends[0].names.index(names[SEQUENCE]), -1).reshape(-1, q.shape[SEQUENCE])
 
 
 def _attended(blocks: Blocks, q: Tensor, kv: Tensor) -> Tensor:
@@ -139,8 +149,9 @@ def _attended(blocks: Blocks, q: Tensor, kv: Tensor) -> Tensor:
         mask, is_causal = blocks.mask(piece)
         if is_causal and rows.shape[2] != keys.shape[2]:
             mask, is_causal = causal_lower_right(rows.shape[2], keys.shape[2]), False
-        options = {"attn_mask": mask, "is_causal": is_causal, "scale": blocks.scale}
-        found.append(F.scaled_dot_product_attention(rows, keys, values, **options))
+        found.append(
+            F.scaled_dot_product_attention(rows, keys, values, mask, is_causal=is_causal, scale=blocks.scale)
+        )
     if not q.numel():  # without queries, too, the keys have a gradient, that other devices wait for
         return q @ k.mT @ v
     return torch.cat(found, 2)

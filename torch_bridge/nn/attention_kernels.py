@@ -1,8 +1,8 @@
 """Attention of one block of queries and one of keys, with what merges blocks: its log-sum-exp.
 
 Decides which of torch's fused kernels computes it; where there is none, plain products do, which hold the
-scores of the block. The gradient takes the result and the log-sum-exp over all blocks, so that every block gives
-its own addend. All tensors are `[batch, heads, rows, width]`; log-sum-exps have no width.
+scores of the block. The gradient takes the result and the log-sum-exp over all blocks, so that every block
+gives its own addend. All tensors are `[batch, heads, rows, width]`; log-sum-exps have no width.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The result of a block, and the log-sum-exp of its scores: of a row that sees nothing 0 and -inf.
 
-    seen: which scores count, `[batch or 1, 1, rows, keys]`. is_causal: as many queries as keys, each sees its own
-    key and those before it.
+    seen: which scores count, `[batch or 1, 1, rows, keys]`. is_causal: as many queries as keys, each sees its
+    own key and those before it.
     """
     width = v.shape[-1]
     if q.device.type == "cpu":
@@ -31,7 +31,7 @@ def attend(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif q.is_cuda and q.dtype in _FUSED:
-        q, k, v = _one_width(q, k, v)
+        q, k, v = _one_width(q, k, v, multiple=8)
         y, found, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, _bias_of_blocks(seen, q), True, 0.0, is_causal, scale=scale
         )
@@ -67,13 +67,15 @@ def pull(
             cotangent, q, k, v, result, log_sum, 0.0, is_causal, attn_mask=_bias(seen, q.dtype), scale=scale
         )
     elif q.is_cuda and q.dtype in _FUSED:
-        q, k, v, cotangent, result = _one_width(q, k, v, cotangent, result)
+        q, k, v, cotangent, result = _one_width(q, k, v, cotangent, result, multiple=8)
+        # The kernel takes these strides for granted, which are those of its own result.
+        result = result.transpose(1, 2).contiguous().transpose(1, 2)
         # Dropout's state, which is not used, and log-sum-exps padded to whole tiles.
         state, tiles = torch.zeros((), dtype=torch.int64, device=q.device), -q.shape[2] % 32
         log_sum, needed = F.pad(log_sum, (0, tiles), value=float("inf")), [True, True, True, False]
         *found, _ = aten._scaled_dot_product_efficient_attention_backward(
-            cotangent, q, k, v, _bias_of_blocks(seen, q), result, log_sum, state, state, 0.0, needed, is_causal,
-            scale=scale,
+            cotangent, q, k, v, _bias_of_blocks(seen, q), result, log_sum, state, state, 0.0, needed,
+            is_causal, scale=scale,
         )  # fmt: skip
     else:
         weights = (_scores(q, k, seen, is_causal, scale) - log_sum[..., None]).exp()
@@ -92,10 +94,10 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None, is_causal: bool, scale: f
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
-def _one_width(q: Tensor, k: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def _one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """Padded with zeros to one width, which fused kernels need: zeros change nothing."""
-    blocks = q, k, *others
     width = max(x.shape[-1] for x in blocks)
+    width += -width % multiple
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in blocks)
 
 

@@ -1,7 +1,7 @@
 """Context parallelism of models of `transformers`: their attention by `attention`, under one name.
 
-Decides what of a model's arguments it stands for, and refuses what would be computed wrongly. Their own masks are
-for sequences that are not cut: none is made, and masks follow from positions instead.
+Decides what of a model's arguments it stands for, and refuses what would be computed wrongly. Their own
+masks are for sequences that are not cut: none is made, and masks follow from positions instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, ShapeError, XshardError
 from xshard.nn.attention import AUTO
 
-# Parts of masks, by the functions of `transformers.masking_utils` that make them. Those of packed sequences stem
-# from position ids that do not count on, as they do not where a sequence is cut: `check_positions` sees to them.
-_MASKS = ("causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay")
-_MASKS += ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
+# Parts of masks, by the functions of `transformers.masking_utils` that make them. Those of packed sequences
+# stem from position ids that do not count on, as they do not where a sequence is cut: `_check_positions` sees
+# to them.
+_MASKS = ["causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks"]
+_MASKS += ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
 _REFUSED = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 
 
@@ -40,12 +41,14 @@ def register_attention(
 ) -> None:
     """Make `attn_implementation=name` of a model of `transformers` attention over a cut sequence.
 
-    The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the rows, as
-    `positions` has them. An `attention_mask` `[batch, rows]` tells padding, and `documents=` those of packed tokens.
+    The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the
+    rows, as `positions` has them. An `attention_mask` `[batch, rows]` tells padding, `documents=` those of
+    packed tokens.
     layout: of queries, `[batch, rows, heads, width]` in any order. Other options are those of `attention`.
 
-    Raises XshardError, at the call of the model, for what attention here has not: dropout, caches of keys, masks that
-    are neither causal nor windows, biases and soft caps; ShapeError for position ids of other rows.
+    Raises XshardError, at the call of the model, for what attention here has not: dropout, caches of keys,
+    masks that are neither causal nor windows, biases and soft caps; ShapeError for position ids of other
+    rows, which are compared at the first call with a shape.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
@@ -69,11 +72,12 @@ def register_attention(
         **options: Any,
     ) -> tuple[Tensor, None]:
         if refused := [option for option in _REFUSED if options.get(option) is not None]:
-            raise XshardError(f"attn_implementation={name!r} with {refused[0]}", hint="it has no such scores")
+            raise XshardError(f"{name!r} with {refused[0]}", hint="attention over a cut sequence has none")
         if dropout:
             raise XshardError(f"dropout={dropout}", hint="attention_dropout=0.0 in the model's configuration")
         if query.shape[2] != key.shape[2]:
-            raise ShapeError(f"{query.shape[2]} rows of queries, {key.shape[2]} of keys", hint="use_cache=False")
+            what = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
+            raise ShapeError(what, hint="use_cache=False: keys of earlier calls have no place here")
         q, k, v = (x.permute(order) for x in (query, key, value))
         if attention_mask is not None:  # padding sees padding: documents of their own
             documents = attention_mask.long() if documents is None else documents.where(attention_mask, -1)
@@ -91,11 +95,13 @@ def register_attention(
         )  # fmt: skip
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
 
-    def no_mask(*_: Any, mask_function: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
+    def no_mask(
+        *_: Any, mask_function: Any, attention_mask: Tensor | None = None, **__: Any
+    ) -> Tensor | None:
         """The padding alone. Raises XshardError for a mask that positions do not give."""
         for part in _parts(mask_function):
             if part not in _MASKS:
-                raise XshardError(f"attn_implementation={name!r} with a mask of {part}", hint=f"it has: {', '.join(_MASKS)}")
+                raise XshardError(f"{name!r} with a mask of {part}", hint=f"it has: {', '.join(_MASKS)}")
         return attention_mask
 
     AttentionInterface.register(name, computed)
@@ -119,6 +125,6 @@ def _check_positions(
     rows = positions(layout, mesh, shape, sequence, device=found.device)
     wrong = (found != rows).any().long()
     if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
-        mine = f"{found[0, :8].tolist()}... of rows {rows[:8].tolist()}..." if wrong else "of other rows, elsewhere"
-        hint = f"position_ids=xt.positions('{layout}', mesh, shape, '{sequence}')[None], or documents= of packed tokens"
+        mine = f"{found[0, :8].tolist()}... of rows {rows[:8].tolist()}..." if wrong else "elsewhere"
+        hint = f"position_ids=xt.positions('{layout}', mesh, shape, '{sequence}')[None]; documents= if packed"
         raise ShapeError(f"position_ids {mine}", text=str(layout), hint=hint)

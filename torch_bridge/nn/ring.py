@@ -1,8 +1,8 @@
 """Attention in rounds: in each, a device uses the keys and values of another, while the next ones travel.
 
-Decides what is kept and when blocks travel. The forward pass keeps no block but the device's own; in the backward
-pass they travel again, and the sums of their gradients with them, at last home. Every device passes on all
-blocks, also those of which it sees nothing, so that none waits.
+Decides what is kept and when blocks travel. The forward pass keeps no block but the device's own; in the
+backward pass they travel again, and the sums of their gradients with them, at last home. Every device passes
+on all blocks, also those of which it sees nothing, so that none waits.
 """
 
 from __future__ import annotations
@@ -114,14 +114,15 @@ class Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, y, log_sum = ctx.saved_tensors
-        blocks, coming = ctx.blocks, None
+        blocks: Blocks = ctx.blocks
+        coming: Any = None
         of_q = torch.zeros_like(q, dtype=log_sum.dtype)
         for turn, block in blocks.in_turn(kv):
             of_block = torch.zeros_like(block, dtype=log_sum.dtype)
             for piece in pieces(blocks.given, blocks.device, turn):
                 k, v = blocks.read(block[:, :, piece.k])
-                own = (x[:, :, piece.q] for x in (cotangent, q, y, log_sum))
-                found = pull(*own, k, v, *blocks.mask(piece, turn), blocks.scale)
+                own, q_own, y_own, sum_own = (x[:, :, piece.q] for x in (cotangent, q, y, log_sum))
+                found = pull(own, q_own, y_own, sum_own, k, v, *blocks.mask(piece, turn), blocks.scale)
                 of_q[:, :, piece.q] += found[0]
                 blocks.add(of_block[:, :, piece.k], torch.cat(found[1:], -1))
             of_kv = of_block if coming is None else coming.wait() + of_block

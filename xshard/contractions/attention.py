@@ -1,7 +1,8 @@
 """Which way attention over a cut sequence is computed: the one that takes the fewest seconds.
 
-Decides what is priced: the moves, forward and backward, by their plans, and the products of the busiest device
-by the machine's rate. A ring passes blocks on while it multiplies, so that its rounds take the longer of both.
+Decides what is priced: the moves, forward and backward, by their plans, and the products of the busiest
+device by the machine's rate. A ring passes blocks on while it multiplies, so that its rounds take the
+longer of both.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.runs import row_numbers
 from xshard.nn.receptive_fields import receptive_field
-from xshard.notation.parser import INTERVALS, SIZES, Dim, Shard
+from xshard.notation.parser import INTERVALS, Dim, Shard
 
 AUTO = "auto"
 GATHER, ULYSSES, RING = WAYS = "gather", "ulysses", "ring"
@@ -46,8 +46,9 @@ class Piece(NamedTuple):
 class Attention:
     """An attention of cut arrays.
 
-    q: where queries are. kv: where keys are, with the values beside them: as wide as both. wide: how wide values
-    are. how: one of `WAYS`. causal: a query sees no key after it. window: it sees keys fewer than so many rows away.
+    q: where queries are. kv: where keys are, with the values beside them: as wide as both. wide: how wide
+    values are. how: one of `WAYS`. causal: a query sees no key after it. window: it sees keys fewer than so
+    many rows away.
 
     >>> from xshard import Mesh
     >>> cut = Layout.parse("b h s/zigzag(cp) k")
@@ -111,7 +112,7 @@ class Attention:
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
-        if any(shard.order in (SIZES, INTERVALS) for shard in dim.shards):
+        if any(shard.numbers for shard in dim.shards):
             way = f"as in {dim.name}/balanced({','.join(dim.axes)})"
             raise NotationError("heads in groups, cut by numbers", text=str(queries.layout), hint=way)
         sizes = queries.mesh.sizes_of(dim.axes)
@@ -130,7 +131,7 @@ class Attention:
         return row_numbers(self.queries.held(len(self.q.shape) + SEQUENCE, device))
 
     def key_rows(self, device: int, turn: int = 0) -> Rows:
-        """Those of its keys; turn: in which round of a ring, where they are those of the device so far back."""
+        """Those of its keys; turn: in which round of a ring, where they come from a device so far back."""
         if turn:
             ring = self.q.mesh.group(device, self.axes)
             device = ring[(self.q.mesh.index(device, self.axes) - turn) % len(ring)]
@@ -211,8 +212,21 @@ def attention(
     if q.shape[HEADS] % (k.shape[HEADS] or 1):
         hint = "each head of keys is for equally many heads of queries"
         raise ShapeError(f"{q.shape[HEADS]} heads of queries, {k.shape[HEADS]} of keys", text=text, hint=hint)
+    if q.mesh.size(*q.layout.dims[SEQUENCE].axes) == 1:
+        how = GATHER  # there is nothing to gather
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     return Attention(q, kv, v.shape[WIDTH], how, causal, window)
+
+
+def document_layouts(layout: Layout, names: tuple[str, ...], ndim: int) -> tuple[Layout, Layout]:
+    """The layouts in which documents are given, and used: for each batch, or, of one dim, for all of them.
+
+    names: of the dims of `layout`, in `order`.
+    """
+    kept = names[SEQUENCE:WIDTH] if ndim == 1 else (*names[:HEADS], names[SEQUENCE])
+    given = tuple(dim for dim in layout.dims if dim.name in kept)
+    whole = tuple(Dim(dim.name) if dim.name == names[SEQUENCE] else dim for dim in given)
+    return Layout(given), Layout(whole)
 
 
 @lru_cache(maxsize=4096)
