@@ -16,10 +16,12 @@ from xshard.errors import (
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import parse_expression
+from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
 from xshard.replicas import ReplicaError
+from xshard.rules import Rules
 
 __version__ = "0.1.0"
 
@@ -39,6 +41,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "ReplicaError",
+    "Rules",
     "ShapeError",
     "Sharding",
     "Stage",
@@ -51,4 +54,5 @@ __all__ = [
     "parse_expression",
     "plan",
     "reference",
+    "show",
 ]
