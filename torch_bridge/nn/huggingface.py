@@ -73,6 +73,11 @@ def register_attention(
     ) -> tuple[Tensor, None]:
         if refused := [option for option in _REFUSED if options.get(option) is not None]:
             raise XshardError(f"{name!r} with {refused[0]}", hint="attention over a cut sequence has none")
+        if attention_mask is not None and attention_mask.ndim != 2:
+            what = f"{name!r} with an attention_mask of {attention_mask.ndim} dims"
+            raise XshardError(
+                what, hint="it takes that of tokens, [batch, rows]; documents= of packed tokens"
+            )
         if dropout:
             raise XshardError(f"dropout={dropout}", hint="attention_dropout=0.0 in the model's configuration")
         if query.shape[2] != key.shape[2]:
@@ -121,10 +126,10 @@ def _parts(mask: Callable[..., Any]) -> Iterator[str]:
 def _check_positions(
     found: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int], sequence: str
 ) -> None:
-    """Raise ShapeError on all processes if the position ids `[batch or 1, rows]` of one are not of its rows."""
+    """Raise ShapeError on all processes if position ids `[batch or 1, rows]` of one are not of its rows."""
     rows = positions(layout, mesh, shape, sequence, device=found.device)
     wrong = (found != rows).any().long()
     if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
-        mine = f"{found[0, :8].tolist()}... of rows {rows[:8].tolist()}..." if wrong else "elsewhere"
+        mine = f"{found[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
         hint = f"position_ids=xt.positions('{layout}', mesh, shape, '{sequence}')[None]; documents= if packed"
         raise ShapeError(f"position_ids {mine}", text=str(layout), hint=hint)
