@@ -25,6 +25,7 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
         found = given(ORDERS[name], mask, how)
         for device in range(4):
             rows, seen = found.query_rows(device), []
+            assert np.array_equal(rows, found.q.layout.positions(found.q.mesh, found.q.shape, -2, device))
             for turn in range(found.rounds):
                 keys = found.key_rows(device, turn)
                 wanted, mine = found.sees(rows[:, None], keys), np.zeros((len(rows), len(keys)), bool)
