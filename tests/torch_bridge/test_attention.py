@@ -18,15 +18,15 @@ from xshard.nn.attention import WAYS
 
 
 def test_every_order_way_and_mask_is_that_of_one_device() -> None:
-    """Values and the gradients of queries, keys and values; each way and order meets several masks."""
+    """Values and the gradients of queries, keys and values; every order meets three masks."""
     on_ranks(4, _orders)
 
 
 def _orders() -> None:
     for i, (name, case) in enumerate(ORDERS.items()):
         for j, how in enumerate(WAYS):
-            for mask in {MASKS[(i + j) % 5], MASKS[(i + 2 * j + 2) % 5]}:
-                assert difference(case, mask, how) < 1e-12, (name, how, mask)
+            mask = MASKS[(i + 2 * j) % 5]
+            assert difference(case, mask, how) < 1e-12, (name, how, mask)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         for how in (*WAYS, "auto"):
             case, mask = ORDERS["zigzag, fewer heads of keys than devices"], Mask(True, has_documents=True)
@@ -79,9 +79,10 @@ def _others() -> None:
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
     for how in ("gather", "ulysses", "auto"):
-        found = torch.func.grad(lambda q, how=how: attended(case, mask, how, q, k, v).sum())(q.detach())
-        (wanted,) = torch.autograd.grad(attended(case, mask, "ring", q, k, v).sum(), q)
-        assert torch.allclose(found, wanted, atol=1e-12)
+        loss = torch.func.grad(lambda *x, how=how: attended(case, mask, how, *x).square().sum(), (0, 1, 2))
+        wanted = torch.autograd.grad(attended(case, mask, "ring", q, k, v).square().sum(), (q, k, v))
+        for one, other in zip(loss(q.detach(), k.detach(), v.detach()), wanted, strict=True):
+            assert torch.allclose(one, other, atol=1e-12)
     whole = [mine(case, x).detach() for x in given[:3]]
     one_row = torch.from_numpy(case.blocks(np.arange(19) // 6, "s")[dist.get_rank()])
     assert torch.equal(
