@@ -225,9 +225,9 @@ def test_debug_and_check_replicated_name_the_tensor() -> None:
     assert all(found == first for found in others)
     expected = [
         ("DesyncError", "the ranks disagree about a redistribution: tensors"),
-        ("DesyncError", "tensors['b']: the ranks disagree about a redistribution: "),
-        ("ReplicaError", "tensors['b']: blocks differ along 'a', where one value is meant"),
-        ("ReplicaError", "tensors[0]: cotangents differ along 'a', where one value is meant"),
+        ("DesyncError", "leaf 'b': the ranks disagree about a redistribution: "),
+        ("ReplicaError", "leaf 'b': blocks differ along 'a', where one value is meant"),
+        ("ReplicaError", "leaf '0': cotangents differ along 'a', where one value is meant"),
     ]
     for (kind, text), (expected_kind, start) in zip(first, expected, strict=True):
         assert kind == expected_kind and text.startswith(start), text
@@ -257,13 +257,13 @@ def test_errors_say_which() -> None:
     first, *others = on_ranks(4, _errors)
     assert all(found == first for found in others)
     expected = [
-        ("ShapeError", "tensors['parts'][1]: 'n/a d' has 2 dims, the array has 1"),
-        ("XshardError", "tensors['lr'] is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
+        ("ShapeError", "leaf 'parts.1': 'n/a d' has 2 dims, the array has 1"),
+        ("XshardError", "leaf 'lr' is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
         ("PlanError", "tensors and expressions differ at 'parts'"),
         ("PlanError", "1 expressions for 2 tensors"),
-        ("NotationError", "tensors['w']: unknown mesh axis 'q'"),
-        ("MeshError", "tensors['w']: a tensor needs a mesh"),
-        ("NotationError", "tensors[0]: 8 is no expression"),
+        ("NotationError", "leaf 'w': unknown mesh axis 'q'"),
+        ("MeshError", "leaf 'w': a tensor needs a mesh"),
+        ("NotationError", "leaf '0': 8 is no expression"),
         ("PlanError", "1 expressions for 1 tensors"),
         ("PlanError", "1 expressions for 2 tensors"),
         ("PlanError", "tensors and expressions differ at 'w'"),
