@@ -1,6 +1,6 @@
 """Leaves of pytrees by name, and what is said of each: the same for all, by rules, or in a tree.
 
-Decides the names of leaves. Knows no layouts.
+Decides the names of leaves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import Rules, XshardError
+from xshard import Layout, Plan, Rules, XshardError
+from xshard.errors import located
+from xshard.plans.expression import Sides
 from xshard.rules import leaf_name, place_of
 
 Test = Callable[[Any], bool]
@@ -33,14 +35,19 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def is_layout(said: Any) -> bool:
+    """True for one layout or expression; a pair is a tree. None is said of what is no array."""
+    return said is None or isinstance(said, str | Layout | Plan | Sides)
+
+
 def of_each(
     said: Any, tree: Any, is_one: Test, *, is_leaf: Test | None = None, has_rule: Test = lambda _: True
 ) -> list[Leaf]:
     """Every leaf of a tree with what is said of it, in JAX's order.
 
     said: one thing for all leaves, rules, or a pytree prefix with either in the place of a branch, whose
-    names then count from there. is_one: whether something is what can be said. has_rule: whether a leaf needs
-    a rule; of others rules say None.
+    names then count from there. is_one: whether something is what can be said. has_rule: whether anything is
+    said of a leaf; of others it is None.
     Raises XshardError if the prefix has other branches, and as `Rules.match` does.
 
     >>> [leaf[:2] for leaf in of_each("n", {"w": 1, "b": [2]}, lambda x: x == "n")]
@@ -58,11 +65,13 @@ def of_each(
     found = []
     for (path, one), branch in zip(parts, branches, strict=True):
         leaves = _named(branch, is_leaf)
-        by_name = one.match([n for n, x in leaves if has_rule(x)]) if isinstance(one, Rules) else None
+        said_of = dict.fromkeys((name for name, x in leaves if has_rule(x)), one)
+        if isinstance(one, Rules):
+            with located(place_of(leaf_name(path))):
+                said_of = one.match(list(said_of))
         for name, x in leaves:
             whole = ".".join(part for part in (leaf_name(path), name) if part)
-            ruled = by_name is not None
-            found.append(Leaf(whole, x, (by_name[name] if has_rule(x) else None) if ruled else one))
+            found.append(Leaf(whole, x, said_of[name] if has_rule(x) else None))
     return found
 
 

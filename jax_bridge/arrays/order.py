@@ -50,12 +50,17 @@ def remember(array: Any, stored: Sharding) -> Any:
     return array
 
 
+def order_of(array: Any) -> Sharding | None:
+    """What is known of the order of the rows."""
+    return None if isinstance(array, Tracer) else getattr(array, _RECORD, None)
+
+
 def check_order(array: Any, source: Sharding, text: str) -> None:
     """Raise ShapeError if the rows of an array are in another order than its source says.
 
     Without a record the source is believed; if XSHARD_DEBUG is on, it is only where rows are contiguous.
     """
-    known: Sharding | None = getattr(array, _RECORD, None)
+    known = order_of(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
         return
     if (() if known is None else _orders(known)) == _orders(source):

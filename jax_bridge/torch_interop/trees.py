@@ -67,4 +67,3 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         bar = shown.add_task("", total=total)
         yield lambda size: shown.update(bar, advance=size)
-
