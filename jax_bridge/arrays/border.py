@@ -33,6 +33,7 @@ from xshard import Layout, MeshError, Profile, ShapeError, Sharding
 from xshard import Mesh as AxisSizes
 from xshard.errors import located
 from xshard.layout.block_rows import inferred_length
+from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, Shard, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
 
@@ -52,7 +53,9 @@ class Crossing(NamedTuple):
 
     def across(self, x: jax.Array, axes: tuple[str, ...], profile: str | Path | Profile) -> jax.Array:
         """This device's block under the left layout -> its block under the right one. axes: of the mesh."""
-        given, shape, back = self.sides, self.array.shape, None
+        given, back = self.sides, None
+        lengths = dict(zip(self.array.layout.names, self.array.shape, strict=True))
+        shape = tuple(lengths[name] for name in given.src.names)
         with located(self.place):
             if are_keys(x):
                 x, given, back = as_words(x, given)
@@ -67,8 +70,8 @@ class Crossing(NamedTuple):
 def entering(place: str, said: Any, mesh: Mesh, shape: tuple[int, ...], typed: bool) -> Crossing:
     """An array of this shape on its way to the blocks that are said. typed: whether blocks have types."""
     with located(place):
-        src, dst, text = sides_or_one(said)
-        array = held(src, free_mesh(mesh, (*src.axes, *dst.axes), text), shape, text)
+        src, dst, text, axes = _sides(said, len(shape), mesh)
+        array = held(src, axes, shape, text)
         return Crossing(place, Sides(_bordering(array, typed), dst, text), array)
 
 
@@ -77,13 +80,22 @@ def leaving(
 ) -> Crossing:
     """Blocks on their way to the array that is said. lengths: that its dims may have, by name."""
     with located(place):
-        src, dst, text = sides_or_one(said)
-        axes = free_mesh(mesh, (*src.axes, *dst.axes), text)
+        src, dst, text, axes = _sides(said, len(block), mesh)
         with mark_errors(text):
-            dims = src.resolved(len(block)).dims
-            shape = tuple(_length(dim, n, axes, lengths) for dim, n in zip(dims, block, strict=True))
-        array = held(dst, axes, shape, text)
+            shape = [_length(dim, n, axes, lengths) for dim, n in zip(src.dims, block, strict=True)]
+        by_name = dict(zip(src.names, shape, strict=True))
+        array = held(dst, axes, tuple(by_name[name] for name in dst.names), text)
         return Crossing(place, Sides(src, _bordering(array, typed), text), array)
+
+
+def _sides(said: Any, ndim: int, mesh: Mesh) -> tuple[Layout, Layout, str, AxisSizes]:
+    """Both sides of what is said of an array, their text, and the axes that they may name."""
+    src, dst, text = sides_or_one(said)
+    axes = free_mesh(mesh, (*src.axes, *dst.axes), text)
+    with mark_errors(text):
+        for side in (src, dst):
+            check_axes(side, axes, text)
+        return src.resolved(ndim), dst.resolved(ndim), text, axes
 
 
 def _bordering(array: Sharding, typed: bool) -> Layout:
@@ -129,13 +141,15 @@ def _length(dim: Dim, rows: int, mesh: AxisSizes, lengths: Lengths) -> int:
         return found
     if len(fitting) == 1:
         return fitting[0]
-    blocks = " or ".join(f"{longest[n]}, if it is {n} long" for n in fitting or known)
-    raise ShapeError(
-        f"the block has {rows} rows of dim {dim.name!r}"
-        + (f", not {blocks}" if known and not fitting else ""),
-        text=str(dim),
-        hint=f"as arguments have it; another length needs another name, or sizes={{{dim.name!r}: ...}}",
-    )
+    if fitting:
+        reason = f"{rows} rows are a block of dim {dim.name!r} if it is {' or '.join(map(str, fitting))} long"
+    elif known:
+        blocks = " or ".join(f"{longest[n]} if it is {n} long" for n in known)
+        reason = f"the block has {rows} rows of dim {dim.name!r}, not {blocks}"
+    else:
+        reason = f"{rows} rows do not say how long dim {dim.name!r} is"
+    hint = f"dims are as long as arguments have them: take another name, or say sizes={{{dim.name!r}: ...}}"
+    raise ShapeError(reason, text=str(dim), hint=hint)
 
 
 def arrived(x: jax.Array, crossing: Crossing, mesh: Mesh, here: Mesh) -> jax.Array:
