@@ -155,6 +155,12 @@ def _trees() -> None:
     assert torch.equal(moved["layers"][0]["b"][1], alone[2])
     assert torch.equal(moved["layers"][1]["w"], xt.redistribute(z, turned, MESH))
     assert torch.equal(moved["head"], xt.redistribute(y, turned, MESH, shape=(8, 5)))
+    rules = xs.Rules({"layers.*.b.**": "n/a d -> n d", "**.w|head": turned})
+    by_rules = xt.redistribute_many(tree, rules, MESH)
+    assert torch.equal(by_rules["layers"][0]["b"][1], alone[2])
+    assert torch.equal(by_rules["head"], xt.redistribute(y, turned, MESH))
+    inner = {"layers": xs.Rules({"*.w": turned, "**": "n/a d -> n d"}), "head": turned}
+    assert all(map(torch.equal, tree_leaves(xt.redistribute_many(tree, inner, MESH)), tree_leaves(by_rules)))
     assert torch.equal(xt.redistribute_many((x,), [("n/a d", "n d")], MESH)[0], alone[0])
     in_flight = xt.redistribute(x.requires_grad_(), "n/a d -> n d | copy(a)", MESH, async_op=True)
     (y,) = xt.redistribute_many([in_flight], "n d -> n/b d", MESH)
@@ -248,6 +254,7 @@ def _errors() -> list[tuple[str, str]]:
         error_of(lambda: xt.redistribute_many([x, x], ["n/a d -> n d"], MESH)),
         error_of(lambda: xt.redistribute_many({"w": x}, {"v": "n/a d -> n d"}, MESH)),
         error_of(lambda: xt.redistribute_many([x], "n/a d -> n d", MESH, shapes=[(8, 4), (8, 4)])),
+        error_of(lambda: xt.redistribute_many(tree, xs.Rules({"w": "n/a d -> n d", "v": "n -> n"}), MESH)),
     ]
     assert still_connected()
     return found
@@ -268,6 +275,7 @@ def test_errors_say_which() -> None:
         ("PlanError", "1 expressions for 2 tensors"),
         ("PlanError", "tensors and expressions differ at 'w'"),
         ("PlanError", "2 shapes for 1 tensors"),
+        ("XshardError", "no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name"),
     ]
     for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
         assert kind == expected_kind and part in text
