@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.sharding import Sharding as JaxSharding
 
 from jax_bridge.arrays.given import brought, found_elsewhere, free_mesh, is_on
@@ -182,4 +182,6 @@ def where(x: jax.Array, found: JaxSharding | None, at: Sharding) -> Layout:
     if known is not None:
         dims = zip(known.layout.dims, names, strict=True)
         return Layout(tuple(replace(dim, name=name) for dim, name in dims), known.layout.tags)
-    return storage_layout(at.layout) if found is None else from_partition_spec(found.spec, x.ndim, names)
+    if isinstance(found, NamedSharding):
+        return from_partition_spec(found.spec, x.ndim, names)
+    return storage_layout(at.layout)

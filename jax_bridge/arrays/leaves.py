@@ -53,6 +53,7 @@ def of_each(
     >>> [leaf[:2] for leaf in of_each("n", {"w": 1, "b": [2]}, lambda x: x == "n")]
     [('b.0', 2), ('w', 1)]
     """
+    structure: Any
     parts, structure = jax.tree_util.tree_flatten_with_path(said, lambda x: isinstance(x, Rules) or is_one(x))
     try:
         branches = structure.flatten_up_to(tree)

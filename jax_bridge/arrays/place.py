@@ -82,7 +82,7 @@ def _placed(x: Any, target: Sharding, mesh: Mesh, profile: str | Path | Profile)
     host = np.asarray(x)
     stored = [_stored_rows(target, dim) for dim in range(host.ndim)]
 
-    def part(index: tuple[slice, ...]) -> NDArray:
+    def part(index: Any) -> NDArray:
         mine = host
         for dim, (rows, at) in enumerate(zip(stored, index, strict=True)):
             mine = mine[(slice(None),) * dim + (at if rows is None else rows[at],)]

@@ -40,5 +40,5 @@ def test_the_same_layouts_make_it_a_function_of_global_arrays() -> None:
     weights = xj.place(llama.WEIGHTS, llama.STORED, mesh)
     x = xj.place(llama.X, "b/dp s/tp d", mesh)
     found = xj.shard_map(llama.block_jax, mesh, llama.LAYOUTS)(weights, x)
-    expected = llama.block_whole(llama.WEIGHTS, llama.X)
+    expected = jax.jit(llama.block_whole)(llama.WEIGHTS, llama.X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
