@@ -47,6 +47,7 @@ EXTRAS = {
     "torch": "import torch_bridge.nn, torch_bridge.compat",
     "jax": "import jax_bridge.nn, jax_bridge.compat",
     "cli": "import xshard.cli.app",
+    "explore": "import xshard.cli.explore.server; xshard.cli.explore.server.live_page()",
     "plot": "import matplotlib.pyplot",
     "relabel": RELABEL,
     "calibrate": "import xshard.runtimes.fit, scipy.optimize",
@@ -135,7 +136,7 @@ def test_the_wheel_has_three_packages_with_types_and_profiles(wheel):
         str(path.relative_to(ROOT))
         for package in ("xshard", "torch_bridge", "jax_bridge")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".json", ".typed")
+        if path.suffix in (".py", ".json", ".typed", ".css", ".js")
     }
     assert names == expected
     assert {f"{package}/py.typed" for package in ("xshard", "torch_bridge", "jax_bridge")} <= names
