@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.sharding import Sharding as JaxSharding
 
 from jax_bridge.arrays.given import brought, found_elsewhere, free_mesh, is_on
-from jax_bridge.arrays.order import check_order, order_of
+from jax_bridge.arrays.order import check_order, order_of, stored_rows
 from jax_bridge.arrays.partition_spec import (
     from_partition_spec,
     storage_layout,
@@ -118,9 +118,10 @@ def held(layout: Layout, mesh: AxisSizes, shape: tuple[int, ...], text: str) -> 
 
 def _held(dim: Dim, mesh: AxisSizes, length: int, text: str) -> Dim:
     plain = replace(dim, overlap=None)
-    if Sharding(Layout((plain,)), mesh, (length,)).is_even:
+    alone = Sharding(Layout((plain,)), mesh, (length,))
+    if alone.is_even:
         return plain
-    if any(shard.order not in ("block", "balanced", "sizes") for shard in dim.shards):
+    if stored_rows(alone, 0) is not None:
         raise ShapeError(
             f"a jax.Array has no uneven blocks to keep the order of '{plain}', {length} long",
             text=text,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jax_bridge.arrays.border import held, where
 from jax_bridge.arrays.given import found_elsewhere, free_mesh, is_on
 from jax_bridge.arrays.leaves import is_array, is_layout, of_each
-from jax_bridge.arrays.order import check_order, remember
+from jax_bridge.arrays.order import check_order, remember, stored_rows
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.reshard import reshard
@@ -25,7 +25,6 @@ from jax_bridge.keys import are_keys
 from jax_bridge.planning import check_dtype, jax_mesh
 from xshard import Layout, Profile, Rules, Sharding
 from xshard.errors import located
-from xshard.layout.runs import row_numbers
 from xshard.plans.expression import sides_or_one
 
 
@@ -80,7 +79,7 @@ def _placed(x: Any, target: Sharding, mesh: Mesh, profile: str | Path | Profile)
         return reshard(x, (where(x, found, target), target.layout), mesh, profile=profile)
     check_order(x, target.with_layout(Layout.parse("...")), text)
     host = np.asarray(x)
-    stored = [_stored_rows(target, dim) for dim in range(host.ndim)]
+    stored = [stored_rows(target, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
         mine = host
@@ -89,10 +88,3 @@ def _placed(x: Any, target: Sharding, mesh: Mesh, profile: str | Path | Profile)
         return mine
 
     return remember(jax.make_array_from_callback(host.shape, sharding, part), target)
-
-
-def _stored_rows(array: Sharding, dim: int) -> NDArray | None:
-    """The rows of a dim in the order in which devices store them; None for their own."""
-    if all(shard.order == "block" for shard in array.layout.dims[dim].shards):
-        return None
-    return np.concatenate([row_numbers(rows) for rows in array.owners(dim)])

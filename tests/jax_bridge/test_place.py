@@ -72,6 +72,8 @@ def test_devices_get_their_part_of_what_is_on_the_host() -> None:
     )
     assert np.array_equal(placed["s"][0], x[[0, 1, 6, 7, 2, 3, 4, 5]])
     assert np.array_equal(xj.reshard(placed["s"][0], "n/zigzag(a) d -> n d"), x)
+    fused = xj.place(x, "n/block(a,6,2) d", mesh())  # each of two segments is cut
+    assert np.array_equal(fused, x[[0, 1, 2, 6, 3, 4, 5, 7]])
     assert np.array_equal(placed["s"][1], x[:7])  # 7 rows do not divide, and are whole
 
 
@@ -95,7 +97,7 @@ def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
 
 @in_jax
 def test_errors_come_with_the_leaf_before_anything_moves() -> None:
-    tree = {"up": {"w": array(4, 2), "b": array(3)}}
+    tree = {"up": {"w": array(4, 2), "b": array(7)}}
     for rules, kind, words in (
         ({"**.w": "i/q o", "**": "..."}, xs.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
         ({"**.w": "i/a", "**": "..."}, xs.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
