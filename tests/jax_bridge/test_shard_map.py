@@ -92,6 +92,15 @@ def test_gradients_of_what_layouts_leave_to_types() -> None:
 
 
 @in_jax
+def test_gradients_without_types_where_layouts_say_what_devices_share() -> None:
+    x, w = whole(4, 4), whole(4, 3, seed=1)
+    layouts = "n/a c/b, c/b f | copy(a) -> n/a f | sum(b)"
+    f = xj.shard_map(jnp.matmul, mesh(), layouts, check_vma=False)
+    found, expected = (jax.grad(lambda x, w: (g(x, w) ** 2).sum(), (0, 1))(x, w) for g in (f, jnp.matmul))
+    assert all(map(np.array_equal, found, expected))
+
+
+@in_jax
 def test_jit_vmap_and_donation() -> None:
     x = whole(3, 8, 2)
     f = xj.shard_map(lambda x: x + 1, mesh(), "n/a:halo(1,1) d -> n/a:halo(1,1) d")
