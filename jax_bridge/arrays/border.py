@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.sharding import Sharding as JaxSharding
 
 from jax_bridge.arrays.given import brought, found_elsewhere, free_mesh, is_on
 from jax_bridge.arrays.order import check_order, order_of, stored_rows
-from jax_bridge.arrays.partition_spec import (
-    from_partition_spec,
-    storage_layout,
-    to_named_sharding,
-    to_partition_spec,
-)
+from jax_bridge.arrays.partition_spec import from_partition_spec, storage_layout, to_named_sharding
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.keys import are_keys, as_words
@@ -41,15 +36,15 @@ Lengths = Mapping[str, Collection[int]]  # of dims by name
 
 
 class Crossing(NamedTuple):
-    """One array at the border: its blocks before and after, and the array outside. place: for errors."""
+    """One array at the border: its blocks before and after, the array outside, and how JAX shards that.
+
+    place: of the array, in errors.
+    """
 
     place: str
     sides: Sides
     array: Sharding
-
-    @property
-    def spec(self) -> PartitionSpec:
-        return to_partition_spec(storage_layout(self.array.layout))
+    source: NamedSharding
 
     def across(self, x: jax.Array, axes: tuple[str, ...], profile: str | Path | Profile) -> jax.Array:
         """This device's block under the left layout -> its block under the right one. axes: of the mesh."""
@@ -72,7 +67,8 @@ def entering(place: str, said: Any, mesh: Mesh, shape: tuple[int, ...], typed: b
     with located(place):
         src, dst, text, axes = _sides(said, len(shape), mesh)
         array = held(src, axes, shape, text)
-        return Crossing(place, Sides(_bordering(array, typed), dst, text), array)
+        source = to_named_sharding(storage_layout(array.layout), mesh)
+        return Crossing(place, Sides(_bordering(array, typed), dst, text), array, source)
 
 
 def leaving(
@@ -85,7 +81,8 @@ def leaving(
             shape = [_length(dim, n, axes, lengths) for dim, n in zip(src.dims, block, strict=True)]
         by_name = dict(zip(src.names, shape, strict=True))
         array = held(dst, axes, tuple(by_name[name] for name in dst.names), text)
-        return Crossing(place, Sides(src, _bordering(array, typed), text), array)
+        source = to_named_sharding(storage_layout(array.layout), mesh)
+        return Crossing(place, Sides(src, _bordering(array, typed), text), array, source)
 
 
 def _sides(said: Any, ndim: int, mesh: Mesh) -> tuple[Layout, Layout, str, AxisSizes]:
@@ -162,8 +159,7 @@ def arrived(x: jax.Array, crossing: Crossing, mesh: Mesh, here: Mesh) -> jax.Arr
     at, text = crossing.array, crossing.sides.text
     with located(crossing.place):
         check_order(x, at, text)
-        source = to_named_sharding(storage_layout(at.layout), here)
-        found = found_elsewhere(x, text, source.spec, mesh)
+        found = found_elsewhere(x, text, crossing.source.spec, mesh)
         if found is not None:
             if not is_on(x, mesh):
                 raise MeshError(
@@ -171,7 +167,7 @@ def arrived(x: jax.Array, crossing: Crossing, mesh: Mesh, here: Mesh) -> jax.Arr
                 )
             dst = storage_layout(at.layout) if order_of(x) is None else at.layout
             x = reshard(x, (where(x, found, at), dst), mesh)
-        return brought(x, source, here is not mesh)
+        return brought(x, crossing.source, here is not mesh)
 
 
 def where(x: jax.Array, found: JaxSharding | None, at: Sharding) -> Layout:

@@ -207,7 +207,7 @@ class _Bordered:
             return ()
 
         border: Any = {"mesh": here, "axis_names": frozenset(axes), "check_vma": self.typed}
-        border["in_specs"] = tuple(crossing.spec for crossing in enter)
+        border["in_specs"] = tuple(crossing.source.spec for crossing in enter)
         jax.eval_shape(jax.shard_map(probe, out_specs=(), **border), *placed)
         types, structure = seen
         lengths = defaultdict[str, set[int]](set)
@@ -232,7 +232,7 @@ class _Bordered:
             leaves = dict(enumerate(types)) | dict(zip(leave, arrays, strict=True))
             return jax.tree.unflatten(structure, [leaves[i] for i in range(len(types))])
 
-        specs = [crossing.spec for crossing in leave.values()]
+        specs = [crossing.source.spec for crossing in leave.values()]
         owners = {names[i] for i in self.donated}
         donated = [at for at, i in enumerate(taken) if said[i].name.partition(".")[0] in owners]
         run = jax.jit(jax.shard_map(local, out_specs=specs, **border), donate_argnums=donated)

@@ -105,6 +105,8 @@ def test_jit_vmap_and_donation() -> None:
     x = whole(3, 8, 2)
     f = xj.shard_map(lambda x: x + 1, mesh(), "n/a:halo(1,1) d -> n/a:halo(1,1) d")
     assert np.array_equal(jax.jit(jax.vmap(f))(x), x + 1)
+    along_b = jax.shard_map(f, mesh=mesh(), in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"})
+    assert np.array_equal(jax.jit(along_b)(x[0]), x[0] + 1)  # inside another, over the axes that are left
     given = xj.place(x, "... d/a", mesh())
     jax.jit(xj.shard_map(lambda x: x + 1, mesh(), "... d/a -> ... d/a"), donate_argnums=0)(given)
     assert given.is_deleted()
