@@ -131,8 +131,9 @@ class _Bordered:
         texts = [sides_or_one(leaf.said).text for leaf in said if leaf.said is not None]
         mesh = mesh_of(arrays, texts) if self.mesh is None else self.mesh
         here = mesh_here(mesh, "".join(texts[:1]))
-        rest = tuple(x if leaf.said is None else None for x, leaf in zip(leaves, said, strict=True))
-        key = key, rest, tuple((x.shape, x.dtype) for x in arrays), here
+        rest = [x if leaf.said is None else None for x, leaf in zip(leaves, said, strict=True)]
+        typed = tuple((type(x), x) for x in rest)  # True, 1 and 1.0 are equal
+        key = key, typed, tuple((x.shape, x.dtype) for x in arrays), here
         try:
             enter = self.enter.get(key)
         except TypeError as error:
