@@ -150,7 +150,7 @@ print(*sorted(found.metadata.get_all("Provides-Extra")))
 print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.entry_points))
 """
     extras, points = run(environment / "bin/python", "-c", code, cwd=environment).splitlines()
-    assert set(extras.split()) == {*EXTRAS, "dev", "dev-jax"} - {""}
+    assert set(extras.split()) == {*EXTRAS, "dev", "dev-jax", "docs"} - {""}
     plugin = "pytest11:xshard.testing.plugin=xshard.testing.plugin"
     assert points == f"console_scripts:xshard=xshard.cli.main:main {plugin}"
 
