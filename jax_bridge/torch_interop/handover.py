@@ -18,7 +18,7 @@ from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, t
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors
-from xshard.plans.expression import Expression, Sides, sides, whole_shape
+from xshard.plans.expression import Expression, sides_or_one, whole_shape
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _arranged(
     *,
     to_jax: bool,
 ) -> Arrangement:
-    src, dst, text = layouts_of(layout)
+    src, dst, text = sides_or_one(layout)
     before, after = (ends.axes, ends.jax_axes) if to_jax else (ends.jax_axes, ends.axes)
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
@@ -108,13 +108,6 @@ def _arranged(
         array, stored = named(of_array, ends, whole), Sharding(of_array, ends.jax_axes, whole)
         route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=to_jax)
     return Arrangement(src, text, blocks, array, stored, route)
-
-
-def layouts_of(layout: Layout | Expression) -> Sides:
-    """The sides of a hand-over: equal for one layout, under which blocks stay as they are."""
-    if isinstance(layout, str) and "->" not in layout:
-        layout = Layout.parse(layout)
-    return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
 
 
 def _by_side(profile: Profiles) -> tuple:
