@@ -80,12 +80,11 @@ def test_a_copy_that_cannot_be_avoided_has_a_reason(why) -> None:
 
 
 @on_gpu
-def test_a_tensor_on_the_host_is_copied_to_the_device() -> None:
-    x = torch.arange(64.0)
-    array = to_jax(x, "n/a", jax_mesh(a=1))
-    assert array.devices() == {jax.devices("cuda")[0]} and (np.asarray(array) == x.numpy()).all()
-    with pytest.raises(xs.XshardError):
-        to_jax(x, "n/a", jax_mesh(a=1), copy=False)
+def test_a_tensor_on_the_host_stays_there() -> None:
+    with pytest.raises(xs.MeshError, match="the tensor is on cpu, JAX's mesh has cuda:0"):
+        to_jax(torch.arange(64.0), "n/a", jax_mesh(a=1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("a",))
+    assert memory(to_jax(x := torch.arange(64.0), "n/a", mesh)) == memory(x)
 
 
 @on_gpu
@@ -115,7 +114,7 @@ def test_each_inside_the_other(jitted) -> None:
     y, pull = jax.vjp(jit(inside), jnp.array(x), jnp.array(w))
     gx, gw = pull(jnp.ones_like(y))
     leaves = [torch.from_numpy(v).cuda().requires_grad_() for v in (x, w)]
-    outside = from_jax(jit(lambda x, w: jnp.matmul(x, w, precision="highest")), ("n i", "i o"), "n o", mesh)
+    outside = from_jax(jit(jnp.matmul), ("n i", "i o"), "n o", mesh)
     out = outside(*leaves)
     gradients = torch.autograd.grad(out.sum(), leaves)
     assert out.is_cuda and np.array_equal(y, x @ w) and np.array_equal(out.detach().cpu(), x @ w)

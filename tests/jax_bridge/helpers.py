@@ -24,8 +24,12 @@ TIMEOUT_S = 600.0
 CALL = "jax_bridge.testing.equivalence.call_packed"
 
 
-# Beside tests of other frameworks, which share the GPU.
-GPU = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+# Memory as it is needed, since others share the GPU; products of float32 that are not rounded first (TF32).
+GPU = {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+}
 HAS_GPU = Path("/dev/nvidiactl").exists() and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device is here that JAX could use")
 

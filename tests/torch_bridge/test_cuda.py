@@ -5,6 +5,7 @@ Skipped where there is no GPU, as `test_nccl.py`; the ranks share one where ther
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,11 +121,10 @@ def _layers() -> None:
                     raise
 
 
+@pytest.mark.parametrize("n", [PAIR.n_devices, GRID.n_devices])
 @needs_gpu
-def test_layers_equal_their_modules() -> None:
-    assert {PAIR.n_devices, GRID.n_devices} == {2, 4}
-    for n in (2, 4):
-        on_gpus(n, "nccl", _layers)
+def test_layers_equal_their_modules(n: int) -> None:
+    on_gpus(n, "nccl", _layers)
 
 
 def _placed() -> None:

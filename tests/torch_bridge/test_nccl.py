@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_bridge as xt
 import xshard as xs
-from tests.cases import CASES
+from tests.cases import CASES, one_of_each
 from tests.contractions.cases import CASES as CONTRACTIONS
 from tests.torch_bridge.gpus import needs_gpu, on_gpus
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks
@@ -67,16 +67,17 @@ def _outcomes(tasks: Sequence[Task]) -> list[worker.RankOutcome]:
         return worker._run_all(tasks)
 
 
-@pytest.mark.parametrize(
-    ("backend", "n"), [("nccl", 2), ("nccl", 3), ("nccl", 4), ("gloo", 2), ("gloo", 4), ("gloo", 8)]
-)
+@pytest.mark.parametrize(("backend", "n"), [("nccl", 2), ("nccl", 3), ("nccl", 4), ("gloo", 2), ("gloo", 4)])
 @needs_gpu
 def test_values_gradients_and_bytes_of_the_case_tables(backend: str, n: int) -> None:
-    tasks = {case.name: make_task(case.plan()) for case in CASES if case.mesh.n_devices == n}
-    for name, mesh, sizes, text in CONTRACTIONS:
-        if xs.Mesh(mesh).n_devices == n:
-            plan = xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
-            tasks[name] = make_task(plan)
+    """Of those on more than two ranks one of each kind: kernels of ranks that share a GPU take turns."""
+    plans: dict[str, Any] = {case.name: case.plan() for case in CASES if case.mesh.n_devices == n}
+    kept = set(plans if n == 2 else one_of_each(plans))
+    for i, (name, mesh, sizes, text) in enumerate(CONTRACTIONS):
+        if xs.Mesh(mesh).n_devices == n and i % 4 == 0:
+            plans[name] = xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
+            kept.add(name)
+    tasks = {name: make_task(plan) for name, plan in plans.items() if name in kept}
     by_rank, wrong = on_gpus(n, backend, _outcomes, list(tasks.values())), []
     for (name, task), *parts in zip(tasks.items(), *by_rank, strict=True):
         found, expected = worker._outcome(parts), run_reference(task)
