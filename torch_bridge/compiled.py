@@ -15,8 +15,10 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_constant
 
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
@@ -28,6 +30,9 @@ from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, proce
 from torch_bridge.planning import plan_of, require_mesh
 from xshard import Mesh, Plan, PlanError, XshardError
 from xshard.plans.expression import Expression, sides
+
+if not hasattr(device_mesh, "_register_distributed_opaque_types"):  # before torch 2.13
+    register_constant(DeviceMesh)  # which Dynamo else takes for no argument of a function that it records
 
 # A mesh in a form that Dynamo accepts as a constant and compares at every call.
 ConstantMesh = DeviceMesh | tuple[tuple[str, ...], tuple[int, ...]]

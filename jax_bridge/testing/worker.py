@@ -68,7 +68,7 @@ def _run(task: Task, mode: str) -> Outcome:
 
 
 class Measured(NamedTuple):
-    """Blocks per device (None on devices of other processes), bytes if counted, the seconds of a second run."""
+    """Blocks per device (None on those of other processes), bytes if counted, and seconds of a second run."""
 
     blocks: list[Any]
     received_bytes: int | None

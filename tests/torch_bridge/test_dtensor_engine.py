@@ -162,7 +162,7 @@ LINE: list[tuple[Program, Ends]] = [
     (pointwise, [([S0], [S1]), ([R], [S1])]),
     (reductions, [([S0], []), ([S1], [])]),
     *([(views, [([S0], [S1]), ([S1], [R]), ([S2], [S0])])] if RECENT else []),
-    (attention, [([S0], [S1]), ([S1], [R])]),
+    (attention, [([S0], [S1]), *([([S1], [R])] if RECENT else [])]),
     (optimiser_steps, [([S1], [S0])]),
 ]
 # A few: on two axes torch enumerates its own strategies for long.

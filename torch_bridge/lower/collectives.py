@@ -128,8 +128,9 @@ class Collective:
         def end(_messages: Tensor = messages) -> Tensor:  # keeps the messages alive until they have been sent
             if work is not None:
                 call_backend(self.kind, self.group.ranks, work.wait)
-            if out.is_cuda:  # the stream that waits may not be the one on which `out` was allocated
-                out.record_stream(torch.cuda.current_stream(out.device))
+            if out.is_cuda:  # the stream that waits may not be the one on which they were allocated
+                for x in (out, _messages):
+                    x.record_stream(torch.cuda.current_stream(x.device))
             return out
 
         return end
