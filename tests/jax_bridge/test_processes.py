@@ -86,6 +86,5 @@ def test_every_case_by_nccl(processes: int) -> None:
     """Processes that share one GPU: to NCCL, which refuses that, each is a host of its own."""
     names = [name for name, task in TASKS.items() if task.plan.mesh.n_devices == processes]
     shared = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    shared["NCCL_RUNTIME_CONNECT"] = "0"
     shared["XLA_FLAGS"] = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
     check([GPU | shared | {"NCCL_HOSTID": f"process {i}"} for i in range(processes)], names)

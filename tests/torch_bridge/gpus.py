@@ -28,8 +28,6 @@ def _with_gpu(backend: str, function: Callable[..., Any], args: tuple[Any, ...])
     if n > torch.cuda.device_count():
         # NCCL refuses two ranks of one host on one GPU: let each be a host of its own, behind a socket.
         os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        # Connect when a group is made: later, a kernel that waits for its peer may keep that from connecting.
-        os.environ["NCCL_RUNTIME_CONNECT"] = "0"
     torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
