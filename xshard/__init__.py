@@ -3,6 +3,7 @@
 from xshard import reference
 from xshard.contractions import einsum_type
 from xshard.contractions.plan import ContractionPlan
+from xshard.cost.machine import use_profile
 from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
@@ -51,4 +52,5 @@ __all__ = [
     "parse_expression",
     "plan",
     "reference",
+    "use_profile",
 ]

@@ -23,6 +23,7 @@ from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.keys import are_keys, as_words
+from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call
 from xshard import Layout, Plan, Profile, XshardError
 from xshard.plans.expression import Expression, Sides
@@ -68,7 +69,7 @@ def reshard(
     mesh = mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     here = mesh_here(mesh, parsed[0].text)
-    program = make_program(moves, here, shapes, dtypes, donate, profile)
+    program = make_program(moves, here, shapes, dtypes, donate, machine(profile, here))
     checked = zip(leaves, given, parsed, program.plans, program.sources, strict=True)
     for x, array, p, plan, source in checked:
         check_sharding(x, p.src, p.text, source.spec, mesh, donate)

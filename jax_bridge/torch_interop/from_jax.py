@@ -179,7 +179,8 @@ class ThreadSettings(NamedTuple):
 
     @classmethod
     def here(cls) -> ThreadSettings:
-        return cls(jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+        config: Any = jax.config
+        return cls(config.jax_enable_x64, config.jax_default_matmul_precision)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

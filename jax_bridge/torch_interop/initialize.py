@@ -54,7 +54,7 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
 
 def _on_gpus() -> bool:
     """Whether there are GPUs, and JAX is not told to leave them alone."""
-    platforms = jax.config.jax_platforms or ""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     return torch.cuda.is_available() and not platforms.startswith("cpu")
 
 

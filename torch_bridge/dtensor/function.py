@@ -42,6 +42,7 @@ from torch_bridge.mesh.process_mesh import (
 )
 from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
+from xshard.cost.machine import asked_for
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags
 
@@ -141,7 +142,8 @@ def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **opt
     """The move of a DTensor, in its own dtype unless the options say otherwise."""
     made_of_blocks = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     dtypes_ = {"op_dtype": x.dtype, "out_dtype": x.dtype}
-    return DTensorMove(src, dst, **{**dtypes_, **options}, profile=profile, by_block=made_of_blocks)
+    machine = asked_for(profile)
+    return DTensorMove(src, dst, **{**dtypes_, **options}, profile=machine, by_block=made_of_blocks)
 
 
 def local_block(x: DTensor) -> Tensor:
