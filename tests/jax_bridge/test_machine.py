@@ -12,6 +12,7 @@ import numpy as np
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.mesh.machine import machine
+from jax_bridge.torch_interop.handover import _by_side
 from tests.jax_bridge.helpers import in_jax
 
 
@@ -26,6 +27,14 @@ def test_host_devices_and_what_overrides_them() -> None:
     assert y.sharding.spec == jax.P(None, "a") and np.array_equal(x, y)
     z = xj.einsum("n/a d, d e -> n/a e", x, jnp.eye(2), mesh=mesh, profile="auto")
     assert np.array_equal(z, x)
+
+
+@in_jax
+def test_both_sides_of_a_hand_over() -> None:
+    with xs.use_profile("h100:2"):
+        assert _by_side("auto") == (xs.load_profile("h100:2"),) * 2
+    found = [profile.name for profile in _by_side({"torch": "auto", "jax": "auto"})]
+    assert found == ["gloo", "host"] and _by_side("a100") == ("a100", "a100")
 
 
 @in_jax

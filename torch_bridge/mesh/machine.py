@@ -33,7 +33,7 @@ def machine(profile: str | Path | Profile, device: torch.device | None = None) -
 def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
     """Cached by the world too: its store ends with it."""
     found = json.dumps(_found(device_type))
-    with suppress(NotImplementedError, RuntimeError):  # of a store of processes that do not exist
+    with suppress(NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
         found = c10d._get_default_store().compare_set(f"xshard/machine/{device_type}", "", found).decode()
     kind, node_devices = json.loads(found)
     return machine_of(kind, node_devices)
