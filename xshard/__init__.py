@@ -17,10 +17,12 @@ from xshard.errors import (
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import parse_expression
+from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
 from xshard.replicas import ReplicaError
+from xshard.rules import Rules
 
 __version__ = "0.1.0"
 
@@ -40,6 +42,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "ReplicaError",
+    "Rules",
     "ShapeError",
     "Sharding",
     "Stage",
@@ -52,5 +55,6 @@ __all__ = [
     "parse_expression",
     "plan",
     "reference",
+    "show",
     "use_profile",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -76,7 +77,7 @@ def test_values_and_gradients_of_every_case(processes: int) -> None:
     names = one_of_each({name: TASKS[name].plan for name in names_for(processes)})
     assert len(names) > 25
     # Only values are compared here, no bytes of compiled programs.
-    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": QUICK_XLA_FLAGS}
+    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"}
     check([BACKENDS["jax"].environment(MOST_DEVICES // processes) | settings] * processes, names)
 
 

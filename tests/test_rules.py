@@ -1,0 +1,105 @@
+"""Which names a pattern fits, which rule decides, and what is said when none does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import xshard as xs
+from xshard import NotationError, Rules, XshardError
+
+FITS = [
+    ("**", ["", "a", "a.b.c"], []),
+    ("**.weight", ["weight", "a.weight", "a.b.weight"], ["aweight", "a.weight.b", "x.aweight"]),
+    ("model.**", ["model", "model.a", "model.a.b"], ["models", "modela.b", "x.model"]),
+    ("a.**.c", ["a.c", "a.b.c", "a.x.y.c"], ["ac", "a.bc", "a.c.d"]),
+    ("**.**.a", ["a", "x.a", "x.y.a"], ["b", "xa"]),
+    ("*", ["a", "ab"], ["", "a.b"]),
+    ("layers.*", ["layers.0", "layers.12"], ["layers", "layers.0.mlp", "layers."]),
+    ("l*r.*_x", ["layer.a_x", "lr._x"], ["l.r.a_x", "layer.a_y"]),
+    ("a*b*c", ["abc", "aXbYc", "abbcc"], ["acb", "ab.c"]),
+    (
+        "**.{q,k}_proj.w|head.w",
+        ["x.q_proj.w", "k_proj.w", "head.w"],
+        ["v_proj.w", "x.head.w", "q_proj.w|head.w"],
+    ),
+    ("{a.b,c{1,2}}.**", ["a.b", "c1", "c2.x.y"], ["b", "c", "c3", "a.c1"]),
+    ("a,b", ["a,b"], ["a", "b"]),
+    ("a[0].w", ["a[0].w"], ["a0.w"]),
+    ("", [""], ["a"]),
+    (re.compile(r"layers\.[0-3]\..*"), ["layers.3.w"], ["layers.4.w", "x.layers.3.w"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "fitting", "others"), FITS, ids=[str(pattern) for pattern, *_ in FITS])
+def test_a_pattern_fits_whole_names(pattern: str, fitting: list[str], others: list[str]) -> None:
+    rules = Rules({pattern: "..."})
+    assert [rules.find(name) for name in fitting] == ["..."] * len(fitting)
+    assert [rules.find(name) for name in others] == [None] * len(others)
+
+
+def test_the_first_pattern_that_fits_decides() -> None:
+    rules = Rules({"**.up.weight": "o/tp i", "**.weight": "o i -> o/dp i", "**": "..."})
+    names = ["a.up.weight", "a.down.weight", "a.bias"]
+    assert rules.match(names) == dict(zip(names, rules.values(), strict=True))
+    assert list(rules.match(names)) == names
+    assert Rules({"*.w": "n"}).match(["a.w", "b"], partial=True) == {"a.w": "n"}
+    assert Rules(rules) == rules and eval(repr(rules), {"Rules": Rules}) == rules
+    assert Rules({"**": "..."}).match([]) == {}
+
+
+def test_names_and_rules_that_do_not_meet_are_listed_together() -> None:
+    rules = {"*.weigth": "o/tp i", "*.bias": "o"}
+    with pytest.raises(XshardError) as error:
+        Rules(rules).match(["a.weight", "a.bias"], what="parameter")
+    assert str(error.value) == (
+        "no rule for 1 of 2 parameters: a.weight; rule '*.weigth' fits no parameter\n"
+        "  the rules are for: '*.weigth', '*.bias'; '**' is for all others, '...' for whole arrays\n"
+        "  the parameters are: a.weight, a.bias"
+    )
+    with pytest.raises(XshardError, match=r"^rule '\*.weigth' fits no name") as error:
+        Rules(rules).match(["a.bias"], partial=True)
+    with pytest.raises(XshardError, match=r"for 30 of 30 names: a0, .*a7 and 22 more\n"):
+        Rules({}).match([f"a{i}" for i in range(30)])
+
+
+def test_a_rule_that_comes_too_late_is_an_error() -> None:
+    names = ["a.weight", "a.bias"]
+    with pytest.raises(XshardError, match=r"'\*\*.weight' comes too late: '\*\*' decides a.weight"):
+        Rules({"**": "...", "**.weight": "o/tp i"}).match(names)
+    assert Rules({"*.weight": "n", "*.bias": "n", "**": "..."}).match(names)  # `**` is left with nothing
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("a.{b,c", "'{' is not closed in\n    'a.{b,c'\n       ^\n"),
+        ("a.b}.c", "'}' closes nothing in\n    'a.b}.c'\n        ^\n"),
+        ("a**.b", "'**' stands for whole parts in\n    'a**.b'\n      ^^\n"),
+        ("{a,b,c,d,e,f,g,h,i,j}" * 40, "a pattern of more than 1000 spellings in\n"),
+        ("{" * 10_000, "braces inside more than 8 others in\n"),
+    ],
+)
+def test_a_malformed_pattern_is_marked(pattern: str, reason: str) -> None:
+    with pytest.raises(NotationError) as error:
+        Rules({pattern: "..."})
+    assert str(error.value).startswith(reason)
+
+
+def test_a_malformed_layout_is_found_before_any_name_is_seen() -> None:
+    with pytest.raises(NotationError, match=r"rule '\*\*.weight': .* in\n    'o/\(tp i'"):
+        Rules({"**.weight": "o/(tp i"})
+    with pytest.raises(NotationError, match="are no rules"):
+        Rules(["o/tp i"])  # type: ignore[arg-type]
+    with pytest.raises(NotationError, match="5 is no pattern"):
+        Rules({5: "..."})  # type: ignore[dict-item]
+
+
+def test_many_stars_do_not_take_for_ever() -> None:
+    # An expression that goes back over its choices would not end.
+    assert Rules({"*a" * 50 + "b": "..."}).find("a" * 5000) is None
+
+
+def test_rules_are_public() -> None:
+    assert xs.Rules is Rules
