@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.mesh.axis_types import as_varying, axis_size, bound_sizes, is_typed, is_vmapped, varying_axes
+from jax_bridge.mesh.machine import machine
 from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import (
     DtypeError,
@@ -202,7 +203,7 @@ def machine_here(
     context = _context(mesh, layouts, text)
     here = _named_mesh(context, _named(layouts), text)
     # On a part of the mesh devices are renumbered; the links between them stay the same.
-    return here, load_profile(profile).along(here.axes, context)
+    return here, load_profile(machine(profile, mesh)).along(here.axes, context)
 
 
 def given_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str) -> Mesh:

@@ -24,6 +24,7 @@ from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.keys import are_keys, as_words
+from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call
 from xshard import Layout, Plan, Profile
 from xshard.errors import located
@@ -73,7 +74,7 @@ def reshard(
     mesh = mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     here = mesh_here(mesh, parsed[0].text)
-    program = make_program(moves, here, shapes, dtypes, donate, profile, places)
+    program = make_program(moves, here, shapes, dtypes, donate, machine(profile, here), places)
     checked = zip(leaves, given, parsed, program.plans, program.sources, strict=True)
     for x, leaf, p, plan, source in checked:
         with located(leaf.place):

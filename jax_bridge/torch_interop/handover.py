@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from jax.sharding import NamedSharding
 
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
+from jax_bridge.mesh.machine import machine as jax_machine
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
+from torch_bridge.mesh.machine import machine as torch_machine
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors
@@ -112,4 +114,5 @@ def _arranged(
 
 def _by_side(profile: Profiles) -> tuple:
     """The profile of either side."""
-    return tuple(profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
+    given = (profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
+    return tuple(find(each) for find, each in zip((torch_machine, jax_machine), given, strict=True))
