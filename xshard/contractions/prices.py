@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xshard import dtypes
 from xshard.contractions.places import Cut, Use
@@ -58,7 +58,7 @@ class Prices:
     mesh: Mesh
     dtype: str
     profile: Profile
-    _guesses: dict[Any, tuple[float, bool]] = field(default_factory=dict)
+    _guesses: dict[tuple[tuple[int, ...], State, State], float] = field(default_factory=dict)
     _spaces: dict[tuple[int, ...], Space] = field(default_factory=dict)
     _cuts: dict[Cut, tuple[int, ...] | None] = field(default_factory=dict)
     _sizes: dict[frozenset[str], int] = field(default_factory=dict)
@@ -77,20 +77,17 @@ class Prices:
     def look_closer(self, leg: Leg) -> None:
         """Guess what a move costs after its bound, find its price after the guess."""
         if leg.level == BOUND:
-            seconds, is_price = self._guess(leg)
-            leg.level, leg.seconds = PRICE if is_price else GUESS, max(leg.seconds, seconds)
+            leg.level, leg.seconds = GUESS, max(leg.seconds, self._guess(leg))
         else:
             leg.level, leg.seconds = PRICE, self.plan(leg.make()).cost
 
-    def _guess(self, leg: Leg) -> tuple[float, bool]:
-        """A guess, and whether it is the price."""
+    def _guess(self, leg: Leg) -> float:
         start, goal = self._state(leg.before), self._state(leg.after)
         if start is None or goal is None:  # cuts other than the axes' own: a space of the two ends
             move = leg.make()
-            ends = (Sharding(layout, self.mesh, leg.shape) for layout in (move.src, move.dst))
-            space = Space(
-                *(without_copies(end.with_layout(end.normal)) for end in ends), self.dtype, self.profile
-            )
+            ends = [Sharding(layout, self.mesh, leg.shape) for layout in (move.src, move.dst)]
+            start_end, goal_end = (without_copies(end.with_layout(end.normal)) for end in ends)
+            space = Space(start_end, goal_end, self.dtype, self.profile)
             return guess(space, space.start_state, space.goal_state)
         key = leg.shape, start, goal
         found = self._guesses.get(key)
