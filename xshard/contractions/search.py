@@ -83,7 +83,7 @@ def best_places(
     stays: the result may stay where it is contracted. flops_limit: operations of the forward pass that no
     device may exceed. below: only places of fewer seconds. level: what has to be known of their moves.
     """
-    search = _Search(ends, prices, objective, stays, below, level)
+    search = _Search(ends, prices, objective, stays, below)
     places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
     if len(places) > MAX_PLACES:
         places = search.climbed()
@@ -97,7 +97,7 @@ def best_places(
 
 def found_at(ends: Ends, place: Place, prices: Prices, objective: str, *, stays: bool) -> Found:
     """A given place, with bounds of its seconds. stays: the result stays where it is contracted."""
-    return _Search(ends, prices, objective, stays, math.inf, PRICE).found(place)
+    return _Search(ends, prices, objective, stays, math.inf).found(place)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,6 @@ class _Search:
     objective: str
     stays: bool
     below: float
-    level: int
 
     def ordered(self, places: Iterable[Place]) -> Iterator[Found]:
         """Places by their seconds, then their operations, then what is held there; the best first."""
