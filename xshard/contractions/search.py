@@ -21,7 +21,7 @@ from xshard.contractions.prices import GUESS, PRICE, Leg, Move, Prices
 from xshard.search.request import BOTH
 
 FINALISTS = 8  # places that are priced, the best by guesses first
-SLACK = 1.03  # how much too dear a guess may be
+SLACK = 1.04  # how much too dear a guess may be
 
 
 class Found(NamedTuple):
