@@ -293,10 +293,14 @@ def test_what_the_local_products_are_told() -> None:
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     expression, mesh = "n d/tp, d/tp f -> n f", jax_mesh(xs.Mesh(tp=4))
     call = functools.partial(xj.einsum, expression, mesh=mesh)
-    jaxpr = str(
-        jax.make_jaxpr(functools.partial(call, preferred_element_type="float32", precision="highest"))(x, w)
-    )
-    assert "preferred_element_type=float32" in jaxpr and "precision=(Precision.HIGHEST" in jaxpr
+    told = functools.partial(call, preferred_element_type="float32", precision="highest")
+    # The value is kept, or the forward pass is made again: policies see products.
+    for policy, products in ((jax.checkpoint_policies.dots_saveable, 3), (None, 4)):
+        loss = jax.checkpoint(lambda x, w: (told(x, w) ** 2).sum(), policy=policy)
+        text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, w).as_text()
+        found = re.findall(r"stablehlo.dot_general .*", text)
+        assert len(found) == products
+        assert all("[HIGHEST, HIGHEST]" in line and re.search(r"-> tensor<\w+xf32>", line) for line in found)
     assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
     assert jax.eval_shape(call, x, W).dtype == np.float32
     assert (
