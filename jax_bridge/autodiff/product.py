@@ -38,18 +38,29 @@ def _run(
     **options: Any,
 ) -> jax.Array:
     """cuts: of the result, by Explicit axes; None where the operands' say them."""
-    a, b, kept = names
-    if next((name in b for name in kept if name not in a or name not in b), False):
-        x, y, a, b = y, x, b, a  # rows of the result are rows of x
-    batch = [name for name in kept if name in a and name in b]
-    rows, columns = ([name for name in kept if name not in other] for other in (b, a))
-    summed = [name for name in b if name in a and name not in kept]
-    order = (*batch, *rows, *summed)
-    is_matrix = prod(n for n, name in zip(y.shape, b, strict=True) if name in columns) > 1
-    if a != order and summed and is_matrix and set(a) == set(order) and kept == (*batch, *rows, *columns):
-        x, a = _in_order(lax.transpose(x, [a.index(name) for name in order])), order
-    to = None if cuts is None else jax.P(*cuts)
-    return jnp.einsum(x, a, y, b, kept, out_sharding=to, **options)
+    kept, sizes = names[2], dict(zip(itertools.chain(*names[:2]), (*x.shape, *y.shape), strict=True))
+
+    def rows_of(i: int) -> tuple[int, int, Names, Names]:
+        """Elements to copy where operand i has the rows, i, its order, and that of the result."""
+        mine, other = names[i], names[1 - i]
+        batch, summed = ([n for n in one if n in mine and n in other] for one in (kept, other))
+        rows = [*batch, *(n for n in kept if n not in other)]
+        order = (*rows, *(n for n in summed if n not in kept))
+        made = (*rows, *(n for n in kept if n not in mine))
+        copied = [dims for dims, wanted in ((mine, order), (made, kept)) if dims != wanted]
+        return sum(prod(sizes[n] for n in dims) for dims in copied), i, order, made
+
+    _, i, order, made = min(rows_of(0), rows_of(1))
+    arrays, dims = [x, y], [*names[:2]]
+    if dims[i] != order and sorted(dims[i]) == sorted(order):  # else it has dims that are summed before
+        arrays[i], dims[i] = _in_order(_turned(arrays[i], dims[i], order)), order
+    to = None if cuts is None else jax.P(*(cuts[kept.index(n)] for n in made))
+    found = jnp.einsum(arrays[i], dims[i], arrays[1 - i], dims[1 - i], made, out_sharding=to, **options)
+    return found if made == kept else _turned(_in_order(found), made, kept)
+
+
+def _turned(x: jax.Array, dims: Names, to: Names) -> jax.Array:
+    return lax.transpose(x, [dims.index(n) for n in to])
 
 
 _traced = jax.jit(_run, static_argnames=("names", "cuts", "preferred_element_type", "precision"), inline=True)
