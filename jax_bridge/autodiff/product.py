@@ -29,15 +29,8 @@ def multiplied(x: jax.Array, y: jax.Array, names: Sequence[Names], **options: An
     return _product(as_varying(x, varying), as_varying(y, varying), names=tuple(names), cuts=None, **options)
 
 
-def _run(
-    x: jax.Array,
-    y: jax.Array,
-    *,
-    names: tuple[Names, Names, Names],
-    cuts: tuple[Any, ...] | None,
-    **options: Any,
-) -> jax.Array:
-    """cuts: of the result, by Explicit axes; None where the operands' say them."""
+def _run(x: jax.Array, y: jax.Array, *, names: Any, cuts: Any, **options: Any) -> jax.Array:
+    """names: of the dims of both, and of the result. cuts: of the result, by Explicit axes, or None."""
     kept, sizes = names[2], dict(zip(itertools.chain(*names[:2]), (*x.shape, *y.shape), strict=True))
 
     def rows_of(i: int) -> tuple[int, int, Names, Names]:
@@ -53,14 +46,11 @@ def _run(
     _, i, order, made = min(rows_of(0), rows_of(1))
     arrays, dims = [x, y], [*names[:2]]
     if dims[i] != order and sorted(dims[i]) == sorted(order):  # else it has dims that are summed before
-        arrays[i], dims[i] = _in_order(_turned(arrays[i], dims[i], order)), order
+        arrays[i] = _in_order(lax.transpose(arrays[i], [dims[i].index(n) for n in order]))
+        dims[i] = order
     to = None if cuts is None else jax.P(*(cuts[kept.index(n)] for n in made))
     found = jnp.einsum(arrays[i], dims[i], arrays[1 - i], dims[1 - i], made, out_sharding=to, **options)
-    return found if made == kept else _turned(_in_order(found), made, kept)
-
-
-def _turned(x: jax.Array, dims: Names, to: Names) -> jax.Array:
-    return lax.transpose(x, [dims.index(n) for n in to])
+    return found if made == kept else lax.transpose(_in_order(found), [made.index(n) for n in kept])
 
 
 _traced = jax.jit(_run, static_argnames=("names", "cuts", "preferred_element_type", "precision"), inline=True)
@@ -88,25 +78,15 @@ def _transpose(
 
 
 def _batch(
-    x: jax.Array,
-    y: jax.Array,
-    x_dim: int | None,
-    y_dim: int | None,
-    along: Batch,
-    *,
-    names: Any,
-    cuts: Any,
-    **options: Any,
+    x: jax.Array, y: jax.Array, x_dim: Any, y_dim: Any, along: Batch, *, names: Any, cuts: Any, **options: Any
 ) -> tuple[jax.Array, int | None]:
     if x_dim is None and y_dim is None:
         return _product(x, y, names=names, cuts=cuts, **options), None
     new = 1 + max(itertools.chain(*names))
-    a, b, kept = (
-        some if dim is None else (*some[:dim], new, *some[dim:])
-        for some, dim in zip(names, (x_dim, y_dim, 0), strict=True)
-    )
-    cuts = cuts and (along.mesh_axes or None, *cuts)
-    return _product(x, y, names=(a, b, kept), cuts=cuts, **options), 0
+    pairs = zip(names, (x_dim, y_dim, 0), strict=True)
+    wider = tuple(some if dim is None else (*some[:dim], new, *some[dim:]) for some, dim in pairs)
+    cuts = None if cuts is None else (along.mesh_axes or None, *cuts)
+    return _product(x, y, names=wider, cuts=cuts, **options), 0
 
 
 _product: Callable[..., jax.Array] = bilinear_primitive(
