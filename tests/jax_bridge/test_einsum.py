@@ -318,7 +318,8 @@ def test_what_the_local_products_are_told() -> None:
         text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, w).as_text()
         found = re.findall(r"stablehlo.dot_general .*", text)
         assert len(found) == products
-        assert all("[HIGHEST, HIGHEST]" in line and re.search(r"-> tensor<\w+xf32>", line) for line in found)
+        as_told = re.compile(r"= \[1\] x .* = \[HIGHEST, HIGHEST\] .*-> tensor<\w+xf32>")
+        assert all(map(as_told.search, found)), found
     assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
     assert jax.eval_shape(call, x, W).dtype == np.float32
     assert (
