@@ -22,6 +22,7 @@ from xshard.search.request import BOTH
 
 FINALISTS = 8  # places that are priced, the best by guesses first
 SLACK = 1.04  # how much too dear a guess may be
+WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
 class Found(NamedTuple):
@@ -40,8 +41,9 @@ class Found(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the moves and the operations, by all that is known."""
-        return round(self.work + sum([leg.seconds for leg in self.legs]), 15)
+        """Of the moves, by all that is known, of the operations, and of waiting."""
+        times = [leg.seconds for leg in self.legs if leg.seconds]
+        return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
     @property
     def moves(self) -> tuple[Move, ...]:
