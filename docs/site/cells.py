@@ -29,7 +29,7 @@ def shown_by(code: str) -> str:
 def forget() -> None:
     """Leave no name of the cells before."""
     if _kernel.cache_info().currsize:
-        shown_by("%reset -f")
+        shown_by("%reset_selective -f .")
 
 
 def stop() -> None:

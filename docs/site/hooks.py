@@ -66,7 +66,8 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Show what cells show, and lead links out of docs/ to pages."""
-    forget()
+    if CELL.search(markdown):
+        forget()
     return CELL.sub(lambda found: f"```python\n{found[1]}```\n{shown_by(found[1])}", _relinked(markdown))
 
 
