@@ -56,8 +56,8 @@ def _as_markdown(message: dict[str, Any], code: str) -> str:
     if message["msg_type"] == "error":
         raise CellError("\n".join([code, *content["traceback"]]))
     if message["msg_type"] == "stream":
-        return f"\n```text\n{content['text'].rstrip()}\n```\n" if content["name"] == "stdout" else ""
+        return f"\n``` {{.text .shown}}\n{content['text'].rstrip()}\n```\n" if content["name"] == "stdout" else ""
     if message["msg_type"] not in ("display_data", "execute_result"):
         return ""
     data = content["data"]
-    return f"\n{data['text/html']}\n" if "text/html" in data else f"\n```text\n{data['text/plain']}\n```\n"
+    return f"\n{data['text/html']}\n" if "text/html" in data else f"\n``` {{.text .shown}}\n{data['text/plain']}\n```\n"

@@ -30,6 +30,8 @@ API = (
 # A block of code that is a cell: what it prints and shows stands below it.
 CELL = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+TABLE_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Add README and CONTRIBUTING, the notebooks, and a page for every public name and for each package."""
@@ -69,6 +71,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     if CELL.search(markdown):
         forget()
     return CELL.sub(lambda found: f"```python\n{found[1]}```\n{shown_by(found[1])}", _relinked(markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A bar in a cell of a table is written `\\|`, which this markdown leaves as it is inside code."""
+    return TABLE_CELL.sub(lambda found: found[0].replace(r"\|", "|"), html)
 
 
 def on_post_build(**_: Any) -> None:
