@@ -10,6 +10,8 @@ from torch_bridge.dtensor.redistribution import redistribute_dtensor
 from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.desync import DesyncError
 from torch_bridge.mesh.failures import CollectiveError
+from torch_bridge.models.parallel import check_replicas, no_sync
+from torch_bridge.models.parallelize import parallelize
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -38,12 +40,15 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "check_replicas",
     "copy_to",
     "einsum",
     "from_jax",
     "from_placements",
     "halo_exchange",
     "nn",
+    "no_sync",
+    "parallelize",
     "positions",
     "redistribute",
     "redistribute_between",
