@@ -21,7 +21,7 @@ from xshard.notation.parser import ARROW, ELLIPSIS
 
 
 class Rule(NamedTuple):
-    """What a rule says of one array: how it arrives, and how it goes on. Axes without a name are left alone."""
+    """What a rule says of one array: how it arrives, and how it goes on; other axes are left alone."""
 
     src: Layout
     dst: Layout
@@ -97,8 +97,8 @@ def arriving_shape(
         raise ShapeError(
             f"the block has shape {local_shape}, not {expected}",
             text=rule.text,
-            hint=f"{rows} rows of '{dim}', not the {want} of {length} in all: it arrives under another layout, "
-            f"or {dim.name!r} names another dim outside, and this one needs its own name",
+            hint=f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
+            f"{dim.name!r} names another dim outside, and this one needs a name of its own",
         )
     return tuple(shape)
 
@@ -119,7 +119,7 @@ def known_inside(
 
 
 class Use(NamedTuple):
-    """A parameter in one module: where it is stored, how it is used there, and along which axes uses differ."""
+    """A parameter in one module: how it is stored and used, and along which axes activations vary there."""
 
     stored: Layout
     used: Layout
@@ -132,7 +132,7 @@ class Use(NamedTuple):
 
     @property
     def apart(self) -> frozenset[str]:
-        """Axes that cut the parameter, while activations are equal along them: their gradient would not be."""
+        """Axes that cut the parameter where activations are equal: their gradient would not be equal."""
         return frozenset(self.used.axes) - self.varying
 
     def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
@@ -163,7 +163,9 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Use:
             )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         raise ShapeError(
-            f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint="'...' is any number of dims"
+            f"{len(rule.src.dims)} dims, the parameter has {ndim}",
+            text=text,
+            hint="'...' is any number of dims",
         )
     return Use(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
 

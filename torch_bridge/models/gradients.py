@@ -88,7 +88,7 @@ class Gradients:
         return local
 
     def prepare(self) -> None:
-        """Before a forward pass: forget a backward pass that failed, and follow parameters that were replaced."""
+        """Before a forward pass: forget a backward pass that failed, follow parameters that are new."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, inside a backward pass
         if self._is_queued:
@@ -252,4 +252,3 @@ def paused(gradients: Gradients) -> Iterator[None]:
         yield
     finally:
         gradients.syncs = before
-

@@ -44,10 +44,12 @@ class Parallel:
             self.gradients.prepare()
 
     def compare(self) -> None:
-        """Raise ReplicaError, on all processes, for parameters or gradients that should be equal and are not."""
+        """Raise ReplicaError, on all processes, where what should be equal is not."""
         processes = self.setting.processes
         for each in self.kept:
             x = each.tensor
+            if not isinstance(x, nn.Parameter):
+                continue  # running statistics may differ
             for what, block in (("", x), ("the gradient of ", x.grad)):
                 if block is None or block.is_meta:
                     continue
@@ -61,7 +63,9 @@ def parallel_of(model: nn.Module) -> Parallel:
     """The state of a parallel model. Raises XshardError for any other."""
     found = getattr(model, ATTRIBUTE, None)
     if not isinstance(found, Parallel):
-        raise XshardError(f"a {type(model).__name__} that is not parallel", hint="parallelize(model, mesh, ...)")
+        raise XshardError(
+            f"a {type(model).__name__} that is not parallel", hint="parallelize(model, mesh, ...)"
+        )
     return found
 
 

@@ -47,20 +47,19 @@ def parallelize(
     The model is changed in place and returned. It keeps its names, optimisers, hooks and code; `.grad` after
     `backward()` is the block of the whole gradient, that of the sum of what processes computed apart.
 
-    parameters: rules for names of parameters (and of buffers, which are whole without one). A layout says
-    where one is stored; `"o/dp i -> o i"` that its module uses it gathered; a buffer is kept as it is used. inputs: rules for names of
-    modules, "" is the model: what happens to the first tensor argument, or to several, as a dict by name or
-    a tuple by place. One layout says where it is. Axes that a rule does not name are as in the enclosing
-    module. outputs: the same, for the first tensor of a result. A rule for an argument's name may be
-    idle, where it is absent.
+    parameters: rules for names of parameters, and of buffers, which are whole without one. A layout says
+    where one is stored; `"o/dp i -> o i"`, that its module uses it gathered (a buffer is kept as it is used).
+    inputs: rules for names of modules, "" is the model: what happens to the first tensor argument, or to
+    several, as a dict by name or a tuple by place, of which some may be absent. One layout says where it is.
+    Axes that a rule does not name are as in the enclosing module. outputs: likewise, for results.
     Derived, and written nowhere: over which axes gradients are summed. Those are the axes along which
     activations differ in a module, by the right side of its rule or of the nearest one around it.
     A parameter that is used gathered is gathered by the nearest module with a rule for its input, with all
     others of that module. keep: whether it stays until the backward pass, or is gathered again.
 
-    init: values for tensors on the meta device: a function of one module, as `lambda m: m.reset_parameters()`,
-    or a state dict of whole tensors. device: where those will be. bucket_bytes: how much of gradients
-    travels together. comm_dtype: in which parameters and gradients travel, as in `redistribute`.
+    init: values for tensors on the meta device: a function of one module that sets its own tensors, or a
+    state dict of whole ones. device: where those will be. bucket_bytes: how much of gradients travels
+    together. comm_dtype: in which parameters and gradients travel, as in `redistribute`.
 
     Raises XshardError with the name of the parameter or the module: for a name without a rule, a rule
     without a name, layouts that do not fit, tensors that differ between processes, and, in the forward pass,
@@ -74,7 +73,8 @@ def parallelize(
     ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     ...     whole = model(torch.ones(2, 4))
     ...     parallel = xt.parallelize(
-    ...         model, Mesh(tp=2),
+    ...         model,
+    ...         Mesh(tp=2),
     ...         parameters={"0.weight": "o/tp i", "0.bias": "o/tp", "2.weight": "o i/tp", "**": "..."},
     ...         inputs={"": "b i -> b i | copy(tp)"},
     ...         outputs={"2": "b o | sum(tp) -> b o"},
@@ -109,9 +109,7 @@ def _device(mesh: MeshLike, device: torch.device | str | None) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _units(
-    model: nn.Module, setting: Setting, inputs: RulesLike, outputs: RulesLike
-) -> dict[str, Unit]:
+def _units(model: nn.Module, setting: Setting, inputs: RulesLike, outputs: RulesLike) -> dict[str, Unit]:
     """The modules that have rules, by name, outer ones first."""
     modules = {name: m for name, m in model.named_modules() if _has_forward(m)}
     rules = [Rules(each).match(list(modules), partial=True, what="module") for each in (inputs, outputs)]
@@ -169,8 +167,9 @@ def _kept(
 ) -> tuple[list[Kept], dict[str, Use]]:
     """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: x for name, x in model.named_buffers() if rules.find(name) is not None}
-    texts = rules.match([*parameters, *buffers], what="parameter")
+    buffers = dict(model.named_buffers())
+    ruled = [*parameters, *(name for name in buffers if rules.pattern_for(name) is not None)]
+    texts = rules.match(ruled, what="parameter")
     kept: dict[int, Kept] = {}
     uses: dict[str, Use] = {}
     later: dict[int, list[Use]] = {}
@@ -183,7 +182,7 @@ def _kept(
                 hint='inputs= has a rule for it, or for a module around it; "" is the model',
             )
         try:
-            use = use_of(texts[name], x.ndim, setting.axes, unit.varying if unit else frozenset())
+            use = use_of(texts.get(name, "..."), x.ndim, setting.axes, unit.varying if unit else frozenset())
             if name in buffers:  # nothing gathers it
                 use = use._replace(stored=use.used)
             sharding = Sharding(use.stored, setting.axes, tuple(x.shape))
@@ -193,7 +192,7 @@ def _kept(
         known = kept.setdefault(id(x), Kept([], [], sharding))
         if known.sharding.layout != sharding.layout:
             raise PlanError(
-                f"{name} is {known.name}, and is stored as '{sharding.layout}', not as '{known.sharding.layout}'",
+                f"{name} is {known.name}, and stored as '{sharding.layout}', not '{known.sharding.layout}'",
                 hint="tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'",
             )
         known.names.append(name)
@@ -218,7 +217,7 @@ def _prepare_use(
         owner.register_forward_pre_hook(partial(_check_apart, name, use), with_kwargs=True)
     move = use.move(each.later)
     if move is not None:
-        unit.gathered.append(Gathered(owner, attribute, f"{move[0]} -> {move[1]}", each.sharding.shape))
+        unit.gathered.append(Gathered(name, owner, attribute, f"{move[0]} -> {move[1]}", each.sharding.shape))
 
 
 def _check_apart(name: str, use: Use, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -228,6 +227,6 @@ def _check_apart(name: str, use: Use, module: nn.Module, args: Any, kwargs: Any)
         raise PlanError(
             f"{name} is cut over '{axes}', and what comes into its module is equal along it",
             text=str(use.used),
-            hint=f"its gradient would lack the parts of other processes: write copy({axes}) on the right side of "
-            "the rule for the input of this module, or of one around it",
+            hint=f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
+            "of the rule for the input of this module, or of one around it",
         )

@@ -77,10 +77,10 @@ class Kept:
     def put(self, block: Tensor) -> None:
         """Make it the parameter's data; what has the parameter, as an optimiser, keeps it."""
         old = self.tensor
-        if isinstance(old, nn.Parameter) and old.device == block.device:
-            old.data = block
-            return
-        new = nn.Parameter(block, old.requires_grad) if isinstance(old, nn.Parameter) else block
+        new = block
+        if isinstance(old, nn.Parameter):
+            new = old if old.device == block.device else nn.Parameter(block, old.requires_grad)
+            new.data = block
         for owner, attribute in self.places:
             _own(owner, attribute)[attribute] = new
 
@@ -91,16 +91,13 @@ def cut_all(kept: Sequence[Kept], setting: Setting, init: Init, device: torch.de
     Raises XshardError where a tensor differs from process to process, or a name is not in `init`.
     """
     sums: list[Tensor] = []
-    prepared: set[nn.Module] = set()
     for each in kept:
-        owner, attribute = each.places[0]
-        if each.tensor.is_meta and callable(init):
-            if owner not in prepared:
-                _initialise(owner, init, device, {id(e.tensor) for e in kept})
-                prepared.add(owner)
-        x = _own(owner, attribute)[attribute]
-        if isinstance(init, Mapping) and x.is_meta:
+        x = each.tensor
+        if x.is_meta and isinstance(init, Mapping):
             x = _given(init, each, x, device)
+        elif x.is_meta and callable(init):
+            _initialise(each.places[0][0], init, device)
+            x = each.tensor
         if not x.is_meta:
             sums.append(x.detach().double().sum())
         each.put(each.cut(x, setting))
@@ -111,14 +108,18 @@ def _own(owner: nn.Module, attribute: str) -> dict[str, Any]:
     return owner._parameters if attribute in owner._parameters else owner._buffers
 
 
-def _initialise(owner: nn.Module, init: Callable[[nn.Module], Any], device: Any, keep: set[int]) -> None:
-    """Whole tensors for one module alone, from its own initialisation."""
-    for own in (owner._parameters, owner._buffers):
-        for attribute, old in own.items():
-            if old is not None and old.is_meta:
-                new = torch.empty_like(old, device=device)
-                own[attribute] = nn.Parameter(new, old.requires_grad) if own is owner._parameters else new
+def _initialise(owner: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
+    """Whole tensors for one module alone, from its own initialisation; what it has already stays."""
+    tensors: tuple[dict[str, Any], dict[str, Any]] = owner._parameters, owner._buffers  # type: ignore[assignment]
+    values = [(own, name, x) for own in tensors for name, x in own.items() if x is not None]
+    for own, attribute, old in values:
+        new = torch.empty_like(old, device=device if old.is_meta else old.device)
+        is_parameter = isinstance(old, nn.Parameter)
+        own[attribute] = nn.Parameter(new, old.requires_grad) if is_parameter else new
     init(owner)
+    for own, attribute, old in values:
+        if not old.is_meta:
+            own[attribute] = old
 
 
 def _given(init: Mapping[str, Tensor], each: Kept, x: Tensor, device: Any) -> Tensor:
@@ -126,7 +127,7 @@ def _given(init: Mapping[str, Tensor], each: Kept, x: Tensor, device: Any) -> Te
     if name is None:
         raise XshardError(
             f"{each.name} is on the meta device, and init= does not have it",
-            hint="a buffer that no state dict has needs a function, init=lambda module: ..., or a real device",
+            hint="a buffer that no state dict has needs init= as a function, or a real device",
         )
     given = init[name]
     if tuple(given.shape) != tuple(x.shape):

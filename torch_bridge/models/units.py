@@ -27,6 +27,7 @@ Place = str | int | None  # of an argument or of a part of a result; None: of th
 class Gathered(NamedTuple):
     """A parameter that a module uses under another layout. attribute: its name in `owner`."""
 
+    name: str
     owner: nn.Module
     attribute: str
     move: str
@@ -45,7 +46,9 @@ class Placed:
         self.last: tuple[tuple[int, ...], torch.dtype, bool] | None = None
         self.seen: dict[Any, tuple[tuple[int, ...], tuple[Known, ...]]] = {}
 
-    def move(self, x: Tensor, setting: Setting, outside: tuple[Known, ...]) -> tuple[Tensor, tuple[Known, ...]]:
+    def move(
+        self, x: Tensor, setting: Setting, outside: tuple[Known, ...]
+    ) -> tuple[Tensor, tuple[Known, ...]]:
         """A block -> the block after its rule, and what is known of its dims then."""
         rule = self.rule
         if torch.compiler.is_compiling():
@@ -154,7 +157,7 @@ class Unit:
             raise with_path(error, f"{what} of {self.name or 'the model'}") from error.__cause__
 
     def _find(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-        """The argument that a rule is for: its position or its name. None: there is none, or it is no tensor."""
+        """The argument that a rule is for: its position, its name, or None where it is no tensor."""
         if place is None:
             for i, x in enumerate(args):
                 if isinstance(x, Tensor):
@@ -166,9 +169,9 @@ class Unit:
                 f"input of {self.name or 'the model'}: no argument is a tensor",
                 hint='rules for several, or for some that may be absent, go by name: {"labels": "b s"}',
             )
-        name = self._arguments[place] if isinstance(place, int) and place < len(self._arguments) else place
+        name = dict(enumerate(self._arguments)).get(place, "") if isinstance(place, int) else place
         if name in kwargs:
-            return name if isinstance(kwargs[name], Tensor) else None  # type: ignore[index,return-value]
+            return name if isinstance(kwargs[name], Tensor) else None
         at = place if isinstance(place, int) else self._arguments.index(place)
         return at if at < len(args) and isinstance(args[at], Tensor) else None
 
