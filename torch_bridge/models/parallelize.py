@@ -190,7 +190,7 @@ def _kept(
         except XshardError as error:
             raise with_path(error, name) from None
         known = kept.setdefault(id(x), Kept([], [], sharding))
-        if known.sharding.layout != sharding.layout:
+        if [d.shards for d in known.sharding.layout.dims] != [d.shards for d in sharding.layout.dims]:
             raise PlanError(
                 f"{name} is {known.name}, and stored as '{sharding.layout}', not '{known.sharding.layout}'",
                 hint="tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'",

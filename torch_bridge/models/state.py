@@ -25,9 +25,9 @@ from xshard.errors import with_path
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The state of a parallel model under its own names: a DTensor for each tensor that is cut.
 
-    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them.
-    A block under a layout that no DTensor has, as zigzag, is gathered: that tensor is whole, and a copy. All
-    processes call it.
+    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
+    `load_state_dict` ends a loading. A block under a layout that no DTensor has, as zigzag, or some uneven
+    ones, is gathered: that tensor is whole, and a copy. All processes call it.
     """
     parallel, found = parallel_of(model), model.state_dict()
     for each in parallel.kept:
