@@ -176,4 +176,9 @@ def block_of_each(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tens
     from torch_bridge.models.parallel import parallel_of
 
     state = parallel_of(model)
-    return {name: each.cut(values[name], state.setting) for each in state.kept for name in each.names if name in values}
+    return {
+        name: each.cut(values[name], state.setting)
+        for each in state.kept
+        for name in each.names
+        if name in values
+    }
