@@ -36,7 +36,16 @@ def explain(model: nn.Module) -> str:
         x, shape = each.tensor, each.sharding.shape
         used = "as stored" if use.used.dims == use.stored.dims else _text(use.used)
         over = " ".join(a for a in axes.axes if a in use.copied) if x.requires_grad else "frozen"
-        parameters.append((name, str(list(shape)), _text(use.stored), used, over, x.nbytes))
+        parameters.append(
+            (
+                name,
+                str(list(shape)),
+                _text(use.stored),
+                used,
+                over,
+                each.sharding.max_local_size * x.element_size(),
+            )
+        )
         if each.later and name == each.name and x.requires_grad:
             text = f"n | sum({','.join(a for a in axes.axes if a in each.later)}) -> n"
             back = _received(rule_of(text, axes), axes, profile, (x.numel(),), x.dtype, False)[0]

@@ -216,8 +216,14 @@ def _prepare_use(
     if use.apart:
         owner.register_forward_pre_hook(partial(_check_apart, name, use), with_kwargs=True)
     move = use.move(each.later)
-    if move is not None:
-        unit.gathered.append(Gathered(name, owner, attribute, f"{move[0]} -> {move[1]}", each.sharding.shape))
+    if move is None:
+        return
+    text = f"{move[0]} -> {move[1]}"
+    same = [g for g in unit.gathered if g.move == text and g.tensor is owner._parameters[attribute]]
+    if same:  # a tied parameter, which is gathered once
+        same[0].places.append((owner, attribute))
+    else:
+        unit.gathered.append(Gathered(name, [(owner, attribute)], text, each.sharding.shape))
 
 
 def _check_apart(name: str, use: Use, module: nn.Module, args: Any, kwargs: Any) -> None:

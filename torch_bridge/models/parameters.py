@@ -81,6 +81,7 @@ class Kept:
         if isinstance(old, nn.Parameter):
             new = old if old.device == block.device else nn.Parameter(block, old.requires_grad)
             new.data = block
+            _check_no_graph(new, self.name)
         for owner, attribute in self.places:
             _own(owner, attribute)[attribute] = new
 
@@ -102,6 +103,18 @@ def cut_all(kept: Sequence[Kept], setting: Setting, init: Init, device: torch.de
             sums.append(x.detach().double().sum())
         each.put(each.cut(x, setting))
     _check_equal([each.name for each in kept if not each.tensor.is_meta], sums, setting)
+
+
+def _check_no_graph(x: nn.Parameter, name: str) -> None:
+    """Raise XshardError where a graph is alive that was made with the whole tensor; it would be used again."""
+    if x.requires_grad:
+        with torch.enable_grad():
+            node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        if tuple(node._input_metadata[0].shape) != tuple(x.shape):  # type: ignore[union-attr]
+            raise XshardError(
+                f"{name} is part of a graph, which still waits for its backward pass",
+                hint="parallelize first, or drop what was computed before, or compute that under no_grad()",
+            )
 
 
 def _own(owner: nn.Module, attribute: str) -> dict[str, Any]:

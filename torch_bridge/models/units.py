@@ -25,17 +25,21 @@ Place = str | int | None  # of an argument or of a part of a result; None: of th
 
 
 class Gathered(NamedTuple):
-    """A parameter that a module uses under another layout. attribute: its name in `owner`."""
+    """A parameter that modules use under another layout. places: modules, and its name in each."""
 
     name: str
-    owner: nn.Module
-    attribute: str
+    places: list[tuple[nn.Module, str]]
     move: str
     shape: tuple[int, ...]
 
     @property
     def tensor(self) -> Any:
-        return self.owner._parameters[self.attribute]
+        owner, attribute = self.places[0]
+        return owner._parameters[attribute]
+
+    def put(self, x: Any) -> None:
+        for owner, attribute in self.places:
+            owner._parameters[attribute] = x
 
 
 class Placed:
@@ -121,7 +125,7 @@ class Unit:
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
         if self._depth == 1 and self._own:
             for part, own in zip(self.gathered, self._own, strict=True):
-                part.owner._parameters[part.attribute] = own  # type: ignore[assignment]
+                part.put(own)
             self._own = []
             if self._hooks is not None:
                 self._hooks.__exit__(None, None, None)
@@ -148,7 +152,7 @@ class Unit:
                 self._hooks.__enter__()
         self._own = own
         for part, x in zip(self.gathered, used, strict=True):
-            part.owner._parameters[part.attribute] = x  # type: ignore[assignment]
+            part.put(x)
 
     def _moved(self, placed: Placed, x: Any, known: tuple[Known, ...], what: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, small and with random weights, and rules for them: one row per way to be parallel."""
+"""Models of Hugging Face, small and with random weights: one row per way to be parallel."""
 
 from __future__ import annotations
 

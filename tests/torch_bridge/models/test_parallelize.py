@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
@@ -123,7 +122,9 @@ def _behaves() -> None:
         model = net()
         before = dict(model.named_parameters())
         seen: list[tuple[int, ...]] = []
-        model.blocks[0].up.register_forward_hook(lambda m, args, y: seen.append(tuple(m.weight.shape)))
+        model.blocks[0].up.register_forward_hook(
+            lambda m, args, y, seen=seen: seen.append(tuple(m.weight.shape))
+        )
         assert xt.parallelize(model, MESH, **rules) is model and model.head.weight is model.embed.weight
         assert all(p is before[n] for n, p in model.named_parameters())
         loss = _step(model)
@@ -308,6 +309,12 @@ def _refused() -> list[tuple[str, str]]:
         model = parallel()
         torch.autograd.grad(model(_ids()).sum(), [model.embed.weight])
 
+    def graph_alive() -> None:
+        model = net()
+        y = model(_ids())
+        xt.parallelize(model, MESH, **RULES)
+        del y
+
     def differing() -> None:
         model = net()
         model.blocks[1].up.weight.data += dist.get_rank()
@@ -330,6 +337,7 @@ def _refused() -> list[tuple[str, str]]:
         error_of(differing),
         error_of(unsummed),
         error_of(lambda: xt.grad_norm(net())),
+        error_of(graph_alive),
         error_of(lambda: xt.parallelize(parallel(), MESH, **RULES)),
     ]
     assert still_connected()
@@ -361,7 +369,44 @@ def test_what_cannot_be_right_is_refused() -> None:
         ("XshardError", "blocks.1.up.weight is not the same on all processes, before it is cut"),
         ("XshardError", "torch.autograd.grad would give each process its share of a parameter's gradient"),
         ("XshardError", "a Net that is not parallel"),
+        ("XshardError", "blocks.0.up.weight is part of a graph, which still waits for its backward pass"),
         ("XshardError", "the model is parallel already"),
     ]
     for (kind, text), (expected_kind, start) in zip(first, expected, strict=True):
         assert (kind, text[: len(start)]) == (expected_kind, start)
+
+
+def _explained() -> list[Any]:
+    model = xt.parallelize(net(), MESH, **RULES)
+    tables = [xt.explain(model)]
+    _step(model)
+    gathered = xt.parallelize(net(), MESH, **GATHERED)
+    with Meter() as meter:
+        gathered(_ids())
+    return [*tables, xt.explain(model), xt.explain(gathered), sum(meter.received)]
+
+
+def test_the_tables_say_what_is_where() -> None:
+    found = on_ranks(4, _explained)
+    before, after, gathered = (
+        [" ".join(line.split()) for line in table.splitlines()] for table in found[0][:3]
+    )
+    assert before[0] == "Net on dp=2,tp=2"
+    assert {
+        "parameter shape stored used gradient summed over block",
+        "blocks.*.norm.weight x 2 [6] ... as stored dp tp 96 B",
+        "blocks.*.up.weight x 2 [10, 6] o/tp i as stored dp 480 B",
+        "head.weight [12, 6] v c v/tp c dp 576 B",
+    } <= set(before) & set(after)
+    assert "head, output b s v/tp -> b s v not called yet not called yet" in before
+    assert {
+        "blocks.*.down, output x 2 b s c | sum(tp) -> b s/tp c 1.31 KiB 768 B",
+        "head, output b s v/tp -> b s v 672 B 0 B",
+        "gradients, in buckets x 4 n | sum(dp,tp) -> n 0 B 288 B",
+        "a step 3.09 KiB 5.26 KiB",
+    } <= set(after)
+    # A tied parameter is gathered once; the outermost module keeps what it gathered.
+    assert "embed.weight o/(dp,tp) ... -> o ... | copy(dp) 432 B 288 B" in gathered
+    assert not any(line.startswith("head.weight o/") and "->" in line for line in gathered)
+    busiest = max(received for *_, received in found)
+    assert (busiest, gathered[-1]) == (2616, "a step 2.55 KiB 4.63 KiB")
