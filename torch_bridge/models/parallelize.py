@@ -24,6 +24,7 @@ from xshard import PlanError, Profile, Rules, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.errors import with_path
 from xshard.models import Use, rule_of, summed_later, use_of, varying
+from xshard.rules import Pattern
 
 RulesLike = Rules | Mapping[Any, Any]
 
@@ -35,6 +36,7 @@ def parallelize(
     inputs: RulesLike,
     outputs: RulesLike | None = None,
     *,
+    gathers: Pattern | None = None,
     init: Init = None,
     device: torch.device | str | None = None,
     keep: bool = False,
@@ -54,8 +56,9 @@ def parallelize(
     Axes that a rule does not name are as in the enclosing module. outputs: likewise, for results.
     Derived, and written nowhere: over which axes gradients are summed. Those are the axes along which
     activations differ in a module, by the right side of its rule or of the nearest one around it.
-    A parameter that is used gathered is gathered by the nearest module with a rule for its input, with all
-    others of that module. keep: whether it stays until the backward pass, or is gathered again.
+    gathers: a pattern of the modules that gather parameters, all inside them at once, as "layers.*"; the
+    model gathers the rest. None: those that have a rule for their input. keep: whether what was gathered stays
+    until the backward pass, or is gathered again; that of the outermost stays.
 
     init: values for tensors on the meta device: a function of one module that sets its own tensors, or a
     state dict of whole ones. device: where those will be. bucket_bytes: how much of gradients travels
@@ -87,7 +90,7 @@ def parallelize(
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     processes = process_mesh(mesh)
     setting = Setting(mesh, mesh_of(mesh), processes, profile, comm_dtype)
-    units = _units(model, setting, inputs, outputs or {})
+    units = _units(model, setting, inputs, outputs or {}, gathers)
     kept, uses = _kept(model, setting, Rules(parameters), units)
     cut_all(kept, setting, init, _device(mesh, device))
     for name, module in model.named_modules():
@@ -109,18 +112,23 @@ def _device(mesh: MeshLike, device: torch.device | str | None) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _units(model: nn.Module, setting: Setting, inputs: RulesLike, outputs: RulesLike) -> dict[str, Unit]:
-    """The modules that have rules, by name, outer ones first."""
+def _units(
+    model: nn.Module, setting: Setting, inputs: RulesLike, outputs: RulesLike, gathers: Pattern | None
+) -> dict[str, Unit]:
+    """The modules that have rules, or gather, by name, outer ones first."""
     modules = {name: m for name, m in model.named_modules() if _has_forward(m)}
     rules = [Rules(each).match(list(modules), partial=True, what="module") for each in (inputs, outputs)]
+    gathering = set(rules[0])
+    if gathers is not None:
+        gathering = {"", *Rules({gathers: "..."}).match(list(modules), partial=True, what="module")}
     units: dict[str, Unit] = {}
     for name, module in modules.items():
-        if name not in rules[0] and name not in rules[1]:
+        if not any(name in names for names in (*rules, gathering)):
             continue
         incoming, outgoing = (_placed(each.get(name), name, setting) for each in rules)
         parent = _around(name, units)
         axes = varying(parent.varying if parent else (), [placed.rule for placed in incoming])
-        units[name] = Unit(name, module, setting, parent, incoming, outgoing, axes)
+        units[name] = Unit(name, module, setting, parent, incoming, outgoing, axes, name in gathering)
     return units
 
 
@@ -152,12 +160,14 @@ def _placed(found: Any, name: str, setting: Setting) -> list[Placed]:
     return placed
 
 
-def _around(name: str, units: Mapping[str, Unit], *, itself: bool = False) -> Unit | None:
-    """The nearest unit around a name that has a rule for its input."""
+def _around(
+    name: str, units: Mapping[str, Unit], *, itself: bool = False, gathers: bool = False
+) -> Unit | None:
+    """The nearest unit around a name that has a rule for its input, or that gathers."""
     parts = name.split(".") if name else []
     for n in range(len(parts) - (not itself), -1, -1):
         unit = units.get(".".join(parts[:n]))
-        if unit is not None and unit.inputs:
+        if unit is not None and (unit.gathers if gathers else unit.inputs):
             return unit
     return None
 
@@ -211,8 +221,8 @@ def _kept(
 def _prepare_use(
     name: str, use: Use, each: Kept, owner: nn.Module, attribute: str, units: Mapping[str, Unit]
 ) -> None:
-    unit = _around(name.rpartition(".")[0], units, itself=True)
-    assert unit is not None
+    unit = _around(name.rpartition(".")[0], units, itself=True, gathers=True)
+    assert unit is not None  # the nearest one with a rule, or the model
     if use.apart:
         owner.register_forward_pre_hook(partial(_check_apart, name, use), with_kwargs=True)
     move = use.move(each.later)

@@ -106,7 +106,7 @@ def cut_all(kept: Sequence[Kept], setting: Setting, init: Init, device: torch.de
 
 
 def _check_no_graph(x: nn.Parameter, name: str) -> None:
-    """Raise XshardError where a graph is alive that was made with the whole tensor; it would be used again."""
+    """Raise XshardError where a graph of the whole tensor is alive: its shape would be expected."""
     if x.requires_grad:
         with torch.enable_grad():
             node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

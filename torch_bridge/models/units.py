@@ -1,8 +1,7 @@
 """A module that has rules: what happens on the way into it and out of it.
 
 Decides which argument and which part of a result a rule is for, and that parameters of which a module needs
-more than is stored are gathered for its forward pass alone. A unit is a module with a rule for its input; it
-gathers for itself and for all modules inside that have no such rule.
+more than is stored are gathered for its forward pass alone.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Placed:
 
 
 class Unit:
-    """The rules of one module. parent: the unit in which it is.
+    """The rules of one module. parent: the nearest around it that has a rule for its input.
 
-    varying: the axes along which activations differ inside.
+    varying: the axes along which activations differ inside. gathers: whether it gathers parameters inside.
     """
 
     def __init__(
@@ -89,9 +88,10 @@ class Unit:
         inputs: Sequence[Placed],
         outputs: Sequence[Placed],
         varying: frozenset[str],
+        gathers: bool,
     ) -> None:
         self.name, self.setting, self.parent = name, setting, parent
-        self.inputs, self.outputs, self.varying = inputs, outputs, varying
+        self.inputs, self.outputs, self.varying, self.gathers = inputs, outputs, varying, gathers
         self.gathered: list[Gathered] = []
         self.keep = True
         self.known: tuple[Known, ...] = ()
