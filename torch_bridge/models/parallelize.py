@@ -56,9 +56,9 @@ def parallelize(
     Axes that a rule does not name are as in the enclosing module. outputs: likewise, for results.
     Derived, and written nowhere: over which axes gradients are summed. Those are the axes along which
     activations differ in a module, by the right side of its rule or of the nearest one around it.
-    gathers: a pattern of the modules that gather parameters, all inside them at once, as "layers.*"; the
-    model gathers the rest. None: those that have a rule for their input. keep: whether what was gathered stays
-    until the backward pass, or is gathered again; that of the outermost stays.
+    gathers: a pattern of the modules that gather parameters, all inside them at once, as "layers.*";
+    the model gathers the rest. None: those with a rule for their input. keep: whether it stays until
+    the backward pass, or is gathered again; that of the outermost stays.
 
     init: values for tensors on the meta device: a function of one module that sets its own tensors, or a
     state dict of whole ones. device: where those will be. bucket_bytes: how much of gradients travels

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+from torch import Tensor, nn
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import on_ranks
@@ -21,29 +26,49 @@ COLLECTIVES = {
 }
 
 
+STEPS = 20
+
+
+class Alone(NamedTuple):
+    """The training of a model on one device: losses, the first gradients and their norm, the last parameters."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    norm: Tensor
+    parameters: dict[str, Tensor]
+
+
+@functools.cache
+def alone(build: Callable[[], nn.Module]) -> Alone:
+    model, losses, first = build(), [], {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        losses.append(loss_of(model(tokens()).logits, tokens()))
+        losses[-1].backward()
+        first = first or {name: p.grad for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    norm = torch.nn.utils.get_total_norm(first.values())
+    return Alone(losses, first, norm, {name: p.detach() for name, p in model.named_parameters()})
+
+
 def _as_on_one_device() -> dict[str, tuple[int, int]]:
     counts = {}
     for name, case in CASES.items():
-        alone, model = case.build(), parallel(case)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (alone, model)]
-        for number in range(20):
-            want = loss_of(alone(tokens()).logits, tokens())
-            want.backward()
+        want, model = alone(case.build), parallel(case)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for number in range(STEPS):
             loss = step(model, case)
-            assert abs(loss - want) < 1e-12 * want, (name, number)
+            assert abs(loss - want.losses[number]) < 1e-12 * loss, (name, number)
             if number == 0:
-                gradients = {n: p.grad for n, p in alone.named_parameters()}
-                blocks = block_of_each(model, gradients)
+                blocks = block_of_each(model, want.gradients)
                 for n, p in model.named_parameters():
                     worst = (p.grad - blocks[n]).abs().max()
-                    assert worst < 1e-12 * gradients[n].abs().max(), (name, n)
-            if number == 1:
-                norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()])
-                assert abs(xt.grad_norm(model) - norm) < 1e-12 * norm, name
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        blocks = block_of_each(model, dict(alone.named_parameters()))
+                    assert worst < 1e-12 * want.gradients[n].abs().max(), (name, n)
+                assert abs(xt.grad_norm(model) - want.norm) < 1e-12 * want.norm, name
+            optimizer.step()
+            optimizer.zero_grad()
+        blocks = block_of_each(model, want.parameters)
         assert max((p - blocks[n]).abs().max() for n, p in model.named_parameters()) < 1e-9, name
         with Meter() as forward:
             logits = model(tokens()).logits
