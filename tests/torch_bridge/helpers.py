@@ -22,8 +22,8 @@ import xshard as xs
 from xshard import reference
 
 # Ranks are forked from a server that has only imported modules: pytest's own process may have run JAX or a
-# backward pass before, after which it cannot be forked safely. Dynamo, which torch.func needs too, and models take
-# a second to import: once here, not on every rank.
+# backward pass before, after which it cannot be forked safely. Dynamo, which torch.func needs too, and models
+# take a second to import: once here, not on every rank.
 PRELOADED = [
     "torch_bridge",
     "pytest",

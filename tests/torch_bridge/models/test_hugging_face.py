@@ -30,7 +30,7 @@ STEPS = 20
 
 
 class Alone(NamedTuple):
-    """The training of a model on one device: losses, the first gradients and their norm, the last parameters."""
+    """A training on one device: losses, the first gradients and their norm, the last parameters."""
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]
