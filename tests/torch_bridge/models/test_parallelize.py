@@ -142,13 +142,15 @@ def _behaves() -> None:
         _step(model)
         assert _off(model, 2) < 1e-12
         model.zero_grad()
-        with xt.no_sync(model):
+        with xt.no_sync(model):  # all that was gathered goes with it, here and before
             _step(model)
         model.zero_grad(set_to_none=True)
         _step(model)
         assert _off(model) < 1e-12
 
         twin = copy.deepcopy(model)
+        if rules is RULES:  # followed from the start, also where a compiler calls the model first
+            assert all(p._post_accumulate_grad_hooks for p in twin.parameters())
         twin.zero_grad()
         _step(twin)
         assert _off(twin) < 1e-12 and twin.head.weight is twin.embed.weight is not model.embed.weight
