@@ -29,7 +29,7 @@ JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/p
 	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-jax lint format clean
+.PHONY: help setup demo check test test-jax docs lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -65,6 +65,9 @@ test: $(DEV) ## all tests, then lint
 
 test-jax: $(JAX) ## the tests of the core and of JAX that need no torch, which is not installed for them
 	$(BIN)/pytest -n $(WORKERS) --without torch $(JAX_TESTS) $(ARGS)
+
+docs: $(DEV) ## build the documentation site in build/site, without a network; a warning is an error
+	$(BIN)/mkdocs build
 
 lint: $(DEV) ## ruff, mypy and the order of imports alone
 	$(LINT)

@@ -1,6 +1,9 @@
-"""Settings for every test: repeatable examples, and one thread per process."""
+"""Settings for every test: repeatable examples, and no processor time for what none of them needs."""
 
+import gc
 import os
+from importlib.metadata import version
+from importlib.util import find_spec
 
 from hypothesis import settings
 
@@ -10,8 +13,15 @@ pytest_plugins = ["tests.order", "tests.without"]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
-# XLA compiles each program for one run or two: what its backend would optimise takes longer than it saves.
+# XLA compiles each program for one run or two: what its backend would optimise takes longer than it saves,
+# and so do an emitter by way of MLIR and a module of LLVM for each kernel of a few instructions.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK += " --xla_cpu_parallel_codegen_split_count=1"
+# Later versions do not know this one, and a flag that XLA does not know ends its process.
+if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", QUICK)
 
 # As many as the largest case of tests/data/halo.json has.
 os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
@@ -20,6 +30,15 @@ os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
 settings.register_profile("xshard", derandomize=True, deadline=None, database=None, max_examples=150)
 settings.load_profile("xshard")
 
+gc.disable()  # while frameworks are imported and tests are collected, all of which stay
+
 
 def pytest_addoption(parser):
     parser.addoption("--pairs", default="5", help="pairs of layouts per mesh of three axes, or: all")
+
+
+def pytest_collection_finish():
+    """What is there now is never looked at again."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()

@@ -32,9 +32,10 @@ def cut(rows: Rows, shard: Shard, n: int, index: int) -> Rows:
     if order == "cyclic":
         together = shard.numbers[0] if shard.numbers else 1
         return [row for i, row in enumerate(rows) if i // together % n == index]
-    if order == "zigzag" and shard.numbers:
-        documents = np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])
-        return [row for d in documents for row in cut(d.tolist(), Shard(shard.axes, "zigzag"), n, index)]
+    if order in ("zigzag", "segments") and shard.numbers:
+        pieces = np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])
+        alone = Shard(shard.axes, "zigzag" if order == "zigzag" else "block")
+        return [row for piece in pieces for row in cut(piece.tolist(), alone, n, index)]
     if order == "balanced":
         return np.array_split(np.array(rows, int), n)[index].tolist()
     if order == "zigzag":

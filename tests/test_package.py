@@ -47,6 +47,7 @@ EXTRAS = {
     "torch": "import torch_bridge.nn, torch_bridge.compat",
     "jax": "import jax_bridge.nn, jax_bridge.compat",
     "cli": "import xshard.cli.app",
+    "explore": "import xshard.cli.explore.server; xshard.cli.explore.server.live_page()",
     "plot": "import matplotlib.pyplot",
     "relabel": RELABEL,
     "calibrate": "import xshard.runtimes.fit, scipy.optimize",
@@ -135,7 +136,7 @@ def test_the_wheel_has_three_packages_with_types_and_profiles(wheel):
         str(path.relative_to(ROOT))
         for package in ("xshard", "torch_bridge", "jax_bridge")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".json", ".typed")
+        if path.suffix in (".py", ".json", ".typed", ".css", ".js")
     }
     assert names == expected
     assert {f"{package}/py.typed" for package in ("xshard", "torch_bridge", "jax_bridge")} <= names
@@ -149,7 +150,7 @@ print(*sorted(found.metadata.get_all("Provides-Extra")))
 print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.entry_points))
 """
     extras, points = run(environment / "bin/python", "-c", code, cwd=environment).splitlines()
-    assert set(extras.split()) == {*EXTRAS, "dev", "dev-jax"} - {""}
+    assert set(extras.split()) == {*EXTRAS, "dev", "dev-jax", "docs"} - {""}
     plugin = "pytest11:xshard.testing.plugin=xshard.testing.plugin"
     assert points == f"console_scripts:xshard=xshard.cli.main:main {plugin}"
 

@@ -16,6 +16,7 @@ from xshard.errors import (
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.block_rows import output_dim
 from xshard.layout.layout import parse_expression
+from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan, Stage
 from xshard.plans.transfer import Transfer
@@ -53,4 +54,5 @@ __all__ = [
     "parse_expression",
     "plan",
     "reference",
+    "show",
 ]

@@ -1,8 +1,10 @@
-"""Bytes, seconds and columns as text for people."""
+"""Bytes, seconds, columns and values as text and pictures for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 
 def format_bytes(n: int) -> str:
@@ -29,3 +31,16 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+class Pictured:
+    """A value that a notebook and rich show as a picture, while `print` shows its text.
+
+    Pictures know all that they show; so their modules are imported here by name, when one is asked for.
+    """
+
+    def _repr_html_(self) -> str:
+        return str(import_module("xshard.pictures.html").html(self))
+
+    def __rich__(self) -> Any:
+        return import_module("xshard.pictures.terminal").renderable(self)

@@ -136,10 +136,19 @@ def _fitting(pattern: Pattern) -> re.Pattern[str]:
         raise NotationError(
             f"{shown(pattern)} is no pattern", hint="text such as '**.weight', or re.compile(...)"
         )
-    spellings, end = _spellings(pattern, 0, depth=0)
+    return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)))
+
+
+def spellings(pattern: str) -> list[str]:
+    """A pattern with its braces and bars written out. Raises NotationError.
+
+    >>> spellings("{q,k}_proj|out")
+    ['q_proj', 'k_proj', 'out']
+    """
+    found, end = _spellings(pattern, 0, depth=0)
     if end != len(pattern):
         raise _malformed("'}' closes nothing", pattern, (end, end + 1))
-    return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings))
+    return found
 
 
 def _spellings(pattern: str, start: int, depth: int) -> tuple[list[str], int]:

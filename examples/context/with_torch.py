@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+import torch._dynamo  # which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from support.runs import report

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo  # which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
 from support.runs import report
 from torch import Tensor, nn

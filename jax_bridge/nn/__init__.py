@@ -1,5 +1,6 @@
 """Layers inside `jax.shard_map` with the results that they have on the global array."""
 
+from jax_bridge.nn.attention import attention
 from jax_bridge.nn.conv import conv_general_dilated
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
 from jax_bridge.nn.placed import Placed, place
@@ -8,6 +9,7 @@ from jax_bridge.nn.resample import interpolate, resize
 
 __all__ = [
     "Placed",
+    "attention",
     "avg_pool",
     "batch_norm",
     "conv_general_dilated",

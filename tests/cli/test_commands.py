@@ -262,7 +262,7 @@ def test_without_the_extra_the_script_says_what_to_install(package):
 
 def test_the_library_needs_neither_typer_nor_rich():
     code = """
-import sys, xshard, xshard.runtimes.registry, xshard.cli.picture
+import sys, xshard, xshard.runtimes.registry, xshard.pictures.grid
 print({'typer', 'rich'} & set(sys.modules))
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

@@ -10,6 +10,7 @@ import contextlib
 import io
 import runpy
 from importlib import import_module
+from pathlib import Path
 
 
 def printed(path: str, _timeout_s: float = 0.0) -> str:
@@ -23,6 +24,9 @@ def on_ranks(n: int, path: str, timeout_s: float) -> None:
     """The script on `n` forked gloo ranks."""
     import torch_bridge as xt
 
-    for module in ("torch._dynamo", "torch.distributed.tensor"):  # once here, not in every rank that needs it
+    needed = ["torch._dynamo", "torch.distributed.tensor"]  # once here, not in every rank that needs it
+    if "transformers" in Path(path).read_text():
+        needed.append("transformers.models.llama.modeling_llama")
+    for module in needed:
         import_module(module)
     xt.run_ranks(n, printed, path, timeout_s=timeout_s)

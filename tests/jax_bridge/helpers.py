@@ -7,6 +7,7 @@ JAX makes its devices once per process, so pytest's own process never asks for a
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from xshard.testing.pickling import packed
 
 TIMEOUT_S = 600.0
 CALL = "jax_bridge.testing.equivalence.call_packed"
+
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, and little garbage that is in cycles
 
 
 def in_jax(test: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ def run_together(processes: int, tasks: list[Task]) -> list[list[Outcome]]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     # Only values are compared here, no bytes of compiled programs.
-    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": QUICK_XLA_FLAGS}
+    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"}
     environment = BACKENDS["jax"].environment(MOST_DEVICES // processes) | settings
 
     def outcomes(process: Process, i: int) -> list[Outcome]:

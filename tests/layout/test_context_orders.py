@@ -192,3 +192,17 @@ def test_the_busiest_of_four_devices_against_the_mean(text, balance):
     work = causal_work(text, 4, 4096)
     assert max(work) / np.mean(work) == pytest.approx(balance, rel=0.001)
     assert (min(work) == max(work)) == ("zigzag" in text)
+
+
+def test_segments_are_cut_one_by_one():
+    """Rows of q, k and v in one weight: every device has its part of each, as three weights cut alone."""
+    layout, mesh = xs.Layout("o/block(tp,8,4,4) i"), xs.Mesh(tp=2)
+    sharding = xs.Sharding(layout, mesh, (16, 3))
+    rows = [xs.layout.runs.row_numbers(sharding.owned(0, device)).tolist() for device in range(2)]
+    alone = [np.array_split(part, 2) for part in np.split(np.arange(16), [8, 12])]
+    assert rows == [[row for part in alone for row in part[device].tolist()] for device in range(2)]
+    assert str(layout) == "o/block(tp,8,4,4) i" and xs.Layout("o/block(tp,16)") != xs.Layout("o/tp")
+    whole = [xs.Sharding(text, mesh, (16,)) for text in ("o/block(tp,16)", "o/tp", "o/block(tp,8,8)")]
+    assert whole[0].means_the_same_as(whole[1]) and not whole[2].means_the_same_as(whole[1])
+    with pytest.raises(xs.ShapeError, match=r"'block\(tp,8,4\)' adds up to 12 rows, not 16"):
+        xs.Sharding("o/block(tp,8,4)", mesh, (16,))

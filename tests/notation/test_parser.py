@@ -42,6 +42,7 @@ def test_dual_swaps_sum_and_copy_and_nothing_else(layout):
         ("  b   s/cp\tc ", "b s/cp c"),
         ("s/(cp) / block( dp )", "s/cp/dp"),
         ("s/block(a,b)", "s/(a,b)"),
+        ("s/block(a,b,4,2)", "s/block(a,b,4,2)"),
         ("s/zigzag( a , b )/c", "s/zigzag(a,b)/c"),
         ("n|copy(d) sum(b) sum(a)", "n | sum(a,b) copy(d)"),
         ("| sum(a)", "() | sum(a)"),

@@ -1,9 +1,11 @@
 """Layers for blocks of arrays that are cut over a mesh, equal to torch's own on the whole array."""
 
+from torch_bridge.nn.attention import attention
 from torch_bridge.nn.checkpoint import checkpoint
 from torch_bridge.nn.conv import Convolution, conv, conv_transpose
 from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.nn.halo import HaloExchange
+from torch_bridge.nn.huggingface import register_attention
 from torch_bridge.nn.layers import (
     AdaptiveAvgPool1d,
     AdaptiveAvgPool2d,
@@ -67,6 +69,7 @@ __all__ = [
     "Pool",
     "RMSNorm",
     "Upsample",
+    "attention",
     "avg_pool",
     "checkpoint",
     "conv",
@@ -75,5 +78,6 @@ __all__ = [
     "interpolate",
     "max_pool",
     "placed_as",
+    "register_attention",
     "sharding_of",
 ]

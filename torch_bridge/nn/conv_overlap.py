@@ -19,6 +19,7 @@ from torch_bridge.lower.executable import Executable
 from torch_bridge.nn.conv import ConvGeometry, Convolution, conv, conv_geometry
 from torch_bridge.nn.placed import Placement
 from torch_bridge.planning import executable_of
+from xshard.notation.parser import SEGMENTS
 
 Slices = tuple[slice, ...]
 
@@ -54,7 +55,8 @@ def overlapped_conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, convolution: Convolution
 ) -> tuple[Tensor, Placement]:
     """`conv`, computing while rows travel; for orders with several runs of rows it is `conv` itself."""
-    if any(shard.order in ("zigzag", "cyclic") for dim in placement.layout.dims for shard in dim.shards):
+    orders = {shard.order for dim in placement.layout.dims for shard in dim.shards}
+    if orders & {"zigzag", "cyclic", SEGMENTS}:
         return conv(x, placement, weight, bias, convolution)
     geometry = conv_geometry(placement, convolution, weight.shape)
     expression = (placement.layout, geometry.windowed.source)

@@ -13,11 +13,12 @@ from typer.core import TyperGroup
 
 from xshard.cli.bench import bench
 from xshard.cli.calibrate import calibrate_command
-from xshard.cli.console import print_error
+from xshard.cli.explore.command import explore
 from xshard.cli.plan import plan_command
 from xshard.cli.show import show
 from xshard.cli.verify import verify
 from xshard.errors import XshardError
+from xshard.pictures.console import print_error
 
 
 class _Commands(TyperGroup):
@@ -41,6 +42,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan_command,
     "show": show,
+    "explore": explore,
     "verify": verify,
     "bench": bench,
     "calibrate": calibrate_command,

@@ -9,12 +9,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from xshard.cli.console import console, headed_table
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
 from xshard.contractions.explain import alternatives as places
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
+from xshard.pictures.console import console, headed_table
 from xshard.planner import plan as make_plan
 from xshard.plans.explain import Alternative, alternatives
 from xshard.plans.plan import Plan

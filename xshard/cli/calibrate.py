@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from xshard.arguments import parse_bytes
-from xshard.cli.console import console, headed_table
 from xshard.cli.options import MeshText
 from xshard.cost.model import Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
+from xshard.pictures.console import console, headed_table
 from xshard.runtimes.backends import BACKENDS, backend_named
 from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.calibration_plans import SIZES

@@ -5,20 +5,18 @@ Decides how the command prints plans. Their content is decided in `xshard/plans/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from xshard.cli.console import console, headed_table
+from xshard.cli.explore.page import plan_page
 from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
-from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh
+from xshard.pictures.console import console
 from xshard.planner import plan as make_plan
-from xshard.plans import table
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.search.request import OBJECTIVES
@@ -46,6 +44,9 @@ def plan_command(
     explain: Annotated[
         bool, typer.Option("--explain", help="Also print the alternatives and why the plan is cheaper.")
     ] = False,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of every step.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
     """Print the cheapest steps from one layout to another, or of a contraction, and those of the gradient.
@@ -65,18 +66,13 @@ def plan_command(
     if json:
         typer.echo(made.to_json())
         return
-    out = console()
-    if isinstance(made, ContractionPlan):
-        out.print(Text(contractions.title(made), "bold"), soft_wrap=True)
-        out.print(_rich_table(contractions.rows(made)))
-        out.print(Text(f"{contractions.total(made)}\n"), soft_wrap=True)
-        if explain:
-            out.print(Text(f"{made.explain()}\n"), soft_wrap=True)
+    if page is not None:
+        page.write_text(plan_page(made), encoding="utf-8")
         return
-    for name, part in _named_plans(made):
-        out.print(Text.assemble((f"{name}  ", "bold"), table.title(part)), soft_wrap=True)
-        out.print(_rich_table(table.rows(part)))
-        out.print(Text(f"{table.total(part)}\n"), soft_wrap=True)
+    out = console()
+    for name, part in [("", made)] if isinstance(made, ContractionPlan) else _named_plans(made):
+        out.print(Text(name, "bold"), end="  " if name else "")
+        out.print(part)
         if explain:
             out.print(Text(f"{part.explain()}\n"), soft_wrap=True)
 
@@ -94,10 +90,3 @@ def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
         ("backward, how many addends won", winners.count),
         ("backward, the cotangent beside every addend", winners.cotangent),
     ]
-
-
-def _rich_table(rows: Sequence[table.Row]) -> Table:
-    out = headed_table(*table.HEAD, left=("step", "layout after"))
-    for row in rows:
-        out.add_row(*row)
-    return out

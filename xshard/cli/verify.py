@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from xshard.cli.console import console, print_error
 from xshard.cli.options import MESH_HELP, Dtype, ExpressionText, ShapeOrNone, SizesOrNone, lengths_of_arrays
 from xshard.cli.verify_table import Row, Section, print_sections
 from xshard.layout import Mesh
+from xshard.pictures.console import console, print_error
 from xshard.planner import plan as make_plan
 from xshard.runtimes.examples import EXAMPLES, Example
 from xshard.runtimes.processes import FunctionError

@@ -21,6 +21,7 @@ from xshard.contractions.ring import Ring, rings
 from xshard.contractions.types import local_type
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import PlanError
+from xshard.formatting import Pictured
 from xshard.layout import Mesh, Sharding
 from xshard.plans.plan import Plan
 from xshard.plans.serialize import reading_plan
@@ -111,8 +112,8 @@ class Part:
         return tuple(layout != move.src for layout, move in pairs)
 
 
-@dataclass(frozen=True)
-class ContractionPlan:
+@dataclass(frozen=True, repr=False)
+class ContractionPlan(Pictured):
     """Where a contraction is computed on `mesh`, and the moves before and after, for operands of `shapes`.
 
     parts: one local contraction, or with three and more operands one for every pair.
@@ -236,6 +237,10 @@ class ContractionPlan:
 
     def __str__(self) -> str:
         return table.text(self)
+
+    def __repr__(self) -> str:
+        given = f"{self.text.strip()!r}, {self.mesh!r}, {self.shapes}, {self.dtype!r}"
+        return f"ContractionPlan({given}, local={self.local!r})"
 
     def explain(self) -> str:
         """What every mesh axis does, by the names that schemes have, and what other places would cost."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, shown, whole_number
 from xshard.errors import LinearityError, NotationError, ShapeError
+from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.runs import Runs, n_rows, row_numbers
@@ -26,29 +27,31 @@ from xshard.notation.parser import ELLIPSIS, Dim, Tags
 NONLINEAR = ("max", "min")
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, init=False, repr=False)
+class Layout(Pictured):
     """The dims of an array with their cuts, and the tags of mesh axes that cut no dim.
 
     Axes without a name here hold replicas. Tags are merged and sorted (sum, mean, max, min, copy; axes by
     name), so that equal layouts are equal values.
-    Raises NotationError if an axis or a dim name is used twice.
+    `Layout(text)` reads the notation. Raises NotationError if an axis or a dim name is used twice.
 
-    >>> layout = Layout.parse("n/tp d | sum(dp)")
-    >>> str(layout), str(layout.dual)
-    ('n/tp d | sum(dp)', 'n/tp d | copy(dp)')
+    >>> layout = Layout("n/tp d | sum(dp)")
+    >>> layout, str(layout.dual)
+    (Layout('n/tp d | sum(dp)'), 'n/tp d | copy(dp)')
     """
 
     dims: tuple[Dim, ...]
     tags: Tags = ()
 
-    def __post_init__(self) -> None:
-        given: object = self.dims
-        if not isinstance(given, tuple) or not all(isinstance(dim, Dim) for dim in given):
-            text = given if isinstance(given, str) else "b s/cp"
-            raise NotationError(f"{shown(given)} is no tuple of dims", hint=f"write Layout.parse({text!r})")
-        check_form(self.dims, self.tags)
-        merged = {kind: sorted(a for k, axes in self.tags if k == kind for a in axes) for kind in parser.TAGS}
+    def __init__(self, dims: tuple[Dim, ...] | str, tags: Tags = ()) -> None:
+        if isinstance(dims, str) and not tags:
+            parsed = Layout.parse(dims)
+            dims, tags = parsed.dims, parsed.tags
+        if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
+            raise NotationError(f"{shown(dims)} is no tuple of dims", hint="write Layout('b s/cp')")
+        check_form(dims, tags)
+        merged = {kind: sorted(a for k, axes in tags if k == kind for a in axes) for kind in parser.TAGS}
+        object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes))
 
     @classmethod
@@ -61,6 +64,9 @@ class Layout:
 
     def __str__(self) -> str:
         return parser.write(self.dims, self.tags)
+
+    def __repr__(self) -> str:
+        return f"Layout({str(self)!r})"
 
     def __hash__(self) -> int:
         return self._hash

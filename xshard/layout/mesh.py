@@ -15,12 +15,13 @@ from functools import cached_property, lru_cache
 
 from xshard.arguments import shown, whole_number
 from xshard.errors import MeshError
+from xshard.formatting import Pictured
 
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, init=False)
-class Mesh:
+class Mesh(Pictured):
     """Ordered named axes with sizes; device numbers run row-major over them.
 
     Raises MeshError for malformed axis names and for sizes that are no whole number >= 1.

@@ -1,7 +1,7 @@
 """Which rows of a dim each device owns under the dim's cuts.
 
-Decides how a cut divides a length (torch.chunk's ceil rule, balanced, zigzag, cyclic, given sizes or
-intervals), how cuts nest and which numbers fit. Knows one dim at a time: no overlaps, no tags.
+Decides how a cut divides a length (torch.chunk's ceil rule, balanced, zigzag, cyclic, segments, given sizes
+or intervals), how cuts nest and which numbers fit. Knows one dim at a time: no overlaps, no tags.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from xshard.layout.runs import Run, Runs, interval, interval_pairs, n_rows, select
-from xshard.notation.parser import INTERVALS, SIZES, Dim, Shard
+from xshard.notation.parser import INTERVALS, SEGMENTS, SIZES, Dim, Shard
 
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
@@ -33,15 +33,17 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
         each, longer = divmod(length, n)
         start = index * each + min(index, longer)
         return interval(start, start + each + (index < longer))
-    if order == "zigzag":
-        documents = [d for d in numbers if isinstance(d, int)] or [length]
-        starts = itertools.accumulate(documents, initial=0)
+    if order in ("zigzag", SEGMENTS):
+        pieces = [d for d in numbers if isinstance(d, int)] or [length]
+        starts = itertools.accumulate(pieces, initial=0)
         return tuple(
-            itertools.chain(*(_zigzag(s, d, n, index) for s, d in zip(starts, documents, strict=False)))
+            run._replace(start=start + run.start)
+            for start, piece in zip(starts, pieces, strict=False)
+            for run in (_zigzag if order == "zigzag" else _chunk)(piece, n, index)
         )
     if order == "cyclic":
         return _cyclic(length, int(numbers[0]) if numbers else 1, n, index)  # type: ignore[arg-type]
-    return _chunk(length, -(-length // n), index)
+    return _chunk(length, n, index)
 
 
 def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
@@ -76,7 +78,7 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
         n, at = math.prod(sizes[at : at + len(shard.axes)]), at + len(shard.axes)
         if not shard.numbers or shard.order == "cyclic":
             continue
-        if shard.order != "zigzag" and len(shard.numbers) != n:
+        if shard.order in (SIZES, INTERVALS) and len(shard.numbers) != n:
             return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
         for rows in {n_rows(runs) for runs in all_owned_rows(outer, length, tuple(sizes[: len(outer.axes)]))}:
             if shard.order == INTERVALS:
@@ -131,11 +133,9 @@ def all_owned_rows(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[Runs,
     return tuple(owned_rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
 
 
-def _zigzag(start: int, length: int, n: int, index: int) -> Runs:
+def _zigzag(length: int, n: int, index: int) -> Runs:
     """Chunks `index` and `2n - 1 - index` of the 2n chunks of a document."""
-    chunk = -(-length // (2 * n))
-    both = _chunk(length, chunk, index) + _chunk(length, chunk, 2 * n - 1 - index)
-    return tuple(run._replace(start=start + run.start) for run in both)
+    return _chunk(length, 2 * n, index) + _chunk(length, 2 * n, 2 * n - 1 - index)
 
 
 def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
@@ -148,5 +148,7 @@ def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
     return (Run(index * rows, rows, whole, n * rows), *tail)
 
 
-def _chunk(length: int, chunk: int, index: int) -> Runs:
+def _chunk(length: int, n: int, index: int) -> Runs:
+    """Part `index` of `n` contiguous ones, as torch.chunk makes them."""
+    chunk = -(-length // n)
     return interval(min(index * chunk, length), min((index + 1) * chunk, length))

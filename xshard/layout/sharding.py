@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 
 from xshard.arguments import lengths_of
 from xshard.errors import ShapeError
+from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, check_mesh
@@ -22,15 +23,15 @@ from xshard.layout.partition import all_owned_rows, block_length, cut_nested
 from xshard.layout.runs import Runs, n_rows
 from xshard.layout.validation import check_fit
 from xshard.notation.overlap import Fold, Halo, Overlap, unfolded
-from xshard.notation.parser import SIZES, Dim, Shard
+from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
 EvenCuts = tuple[
     tuple[tuple[str, int], ...], ...
 ]  # per dim, the axes (name, size) that cut it, outermost first
 
 
-@dataclass(frozen=True)
-class Sharding:
+@dataclass(frozen=True, repr=False)
+class Sharding(Pictured):
     """A layout applied to a shape on a mesh.
 
     Raises ShapeError if the rank or the shape does not fit, NotationError for unknown axes.
@@ -54,6 +55,9 @@ class Sharding:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ShapeError(f"shape {self.shape} has {n!r}, not a length >= 0")
         check_fit(self.layout.dims, self.shape, self.mesh)
+
+    def __repr__(self) -> str:
+        return f"Sharding({str(self.layout)!r}, {self.mesh!r}, {self.shape})"
 
     def __hash__(self) -> int:
         return self._hash
@@ -230,6 +234,8 @@ def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
 
 def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
     """True if this cut of `length` rows into `n` parts equals the plain contiguous one."""
+    if shard.order == SEGMENTS and len(shard.numbers) == 1:
+        return True
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     parts = [n_rows(cut_nested(length, (replace(shard, axes=("_",)),), (n,), (i,))) for i in range(n)]

@@ -13,7 +13,7 @@ from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import misfit
 from xshard.notation.overlap import Boundary, Halo, unfolded
-from xshard.notation.parser import ARROW, Dim, text_spans
+from xshard.notation.parser import ARROW, SEGMENTS, Dim, text_spans
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
             raise ShapeError(
                 f"{len(widths)} widths for {parts} parts", text=str(dim), hint="one width, or one per part"
             )
-        if any(shard.order in ("zigzag", "cyclic") for shard in dim.shards):
+        if any(shard.order in ("zigzag", "cyclic", SEGMENTS) for shard in dim.shards):
             raise NotationError(
                 "widths per part need contiguous parts", text=str(dim), hint="one width for all parts"
             )

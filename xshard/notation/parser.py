@@ -20,6 +20,7 @@ from xshard.notation.scanner import Scanner
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")
 SIZES, INTERVALS = "sizes", "intervals"  # orders that list their parts in numbers
+SEGMENTS = "segments"  # written block(axes, numbers)
 ELLIPSIS = "..."
 ARROW = "->"
 
@@ -29,8 +30,8 @@ class Shard:
     """One cut of a dim over mesh axes taken as one; the first axis is the slowest.
 
     numbers: for `cyclic` the rows dealt out together; for `zigzag` the lengths of documents, each
-    cut on its own; for `sizes` the rows of every part; for `intervals` the (start, stop, start, stop, ...)
-    of every part.
+    cut on its own; for `segments`, which is written `block`, the same, but in contiguous parts; for
+    `sizes` the rows of every part; for `intervals` the (start, stop, start, stop, ...) of every part.
     """
 
     axes: tuple[str, ...]
@@ -39,7 +40,8 @@ class Shard:
 
     def __str__(self) -> str:
         if self.order != "block":
-            return f"{self.order}({','.join((*self.axes, *map(bracketed, self.numbers)))})"
+            order = "block" if self.order == SEGMENTS else self.order
+            return f"{order}({','.join((*self.axes, *map(bracketed, self.numbers)))})"
         return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
 
 
@@ -160,7 +162,7 @@ _ORDERS_ELSEWHERE |= {"headtail": "zigzag", "uneven": "sizes", "ragged": "sizes"
 
 # Hints: the numbers that each order takes after its axes.
 _NUMBERS = {
-    "block": "block takes no number, as in s/(dp,cp)",
+    "block": "block takes no number, or the lengths of segments, as in block(tp,512,128,128)",
     "balanced": "balanced takes no number, as in s/balanced(cp)",
     "zigzag": "zigzag takes no number, or the lengths of documents, as in zigzag(cp,4,8,4)",
     "cyclic": "cyclic takes no number, or the rows dealt out together, 1 or more, as in cyclic(cp,16)",
@@ -262,12 +264,12 @@ class _Parser(Scanner):
             if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
                 raise self.error(f"a number below 0: {bracketed(numbers[-1])}", at, _NUMBERS[order])
         self.expect(")")
-        most = {"block": 0, "balanced": 0, "cyclic": 1}.get(order, len(numbers))
+        most = {"balanced": 0, "cyclic": 1}.get(order, len(numbers))
         least = int(order in (SIZES, INTERVALS))
         if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
             count = f"{len(numbers) or 'no'} number{'' if len(numbers) == 1 else 's'}"
             raise self.error(f"{count} in {order}", span, _NUMBERS[order])
-        return Shard(tuple(axes), order, tuple(numbers))
+        return Shard(tuple(axes), SEGMENTS if order == "block" and numbers else order, tuple(numbers))
 
     def axes(self) -> tuple[str, ...]:
         return tuple(self.listed(self.axis))

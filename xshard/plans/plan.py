@@ -19,7 +19,7 @@ from xshard.cost import bounds
 from xshard.cost.device_links import located
 from xshard.cost.model import Price, Profile, load_profile, price
 from xshard.errors import PlanError
-from xshard.formatting import format_bytes
+from xshard.formatting import Pictured, format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
@@ -42,8 +42,8 @@ class Stage(NamedTuple):
     after: Sharding
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Pictured):
     """Steps that lead an array of `shape` on `mesh` from layout `src` to layout `dst`.
 
     `dst` is on the mesh to which the steps' `Transfer` leads, if there is one, else on `mesh` too.
@@ -255,6 +255,11 @@ class Plan:
 
     def __str__(self) -> str:
         return table.text(self)
+
+    def __repr__(self) -> str:
+        given = f"'{self.src} -> {self.dst}', {self.mesh!r}, {self.shape}, {self.dtype!r}"
+        to = f", dst_mesh={self.dst_mesh!r}" if self.transfer else ""
+        return f"Plan({given}{to}, steps={', '.join(map(str, self.steps))!r})"
 
     def explain(self) -> str:
         """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won.

@@ -27,7 +27,7 @@ from xshard.layout.runs import Segment, common_segments
 from xshard.search.request import device_numbers
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message
-from xshard.steps.traffic import Hop, LinkSpans, Traffic
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
 
 # Messages that a printed transfer lists.
 MAX_LISTED = 32
@@ -134,6 +134,10 @@ class Transfer(Step):
             out[index] = np.where(known[index], REDUCERS[self.op](out[index], box), box) if self.op else box
             known[index] = True
         return outs
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        """As positions on the two meshes."""
+        return tuple(PairTraffic(m.src, m.dst, m.size) for m in self.messages if not self.is_kept(m))
 
     @property
     def received(self) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from xshard import dtypes
 from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout, Sharding
-from xshard.layout.partition import block_length
+from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.search.grid import Grid, Tables, grid
 from xshard.steps import Exchange, Traffic
@@ -133,7 +133,10 @@ class Space:
                 known = whole // parts, True
             else:
                 d = Dim("", tuple(self.shards[s] for s in cut))
-                known = block_length(d, whole, self.start.mesh.sizes_of(d.axes))
+                sizes = self.start.mesh.sizes_of(d.axes)
+                longest, even = block_length(d, whole, sizes)
+                # Documents and segments inside another cut would have other lengths: no step leads there.
+                known = longest, even and misfit(d, whole, sizes) is None
             self.tables.lengths[dim, cut] = known
         return known
 

@@ -24,7 +24,7 @@ from xshard.steps.base import (
     with_inner,
     without_inner,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, slowest_first
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class AllToAll(Step):
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.src_shards), spans)
         return all_to_all_traffic(before.max_local_size, group)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        axes = axes_of(self.src_shards)
+        return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh, after = before.mesh, self.after(before)

@@ -19,7 +19,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
 from xshard.layout.runs import Runs, as_index
 from xshard.notation.parser import Shard, Tags
-from xshard.steps.traffic import LinkSpans, Traffic
+from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 Block = NDArray[Any]
 Blocks = Sequence[Block]
@@ -48,6 +48,10 @@ class Step(ABC):
 
         spans: the links along every axis, the slowest first; without them all links are alike.
         """
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        """Who sends whom how much: `traffic` of every pair of devices. A local step sends nothing."""
+        return ()
 
     @abstractmethod
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:

@@ -30,7 +30,7 @@ from xshard.steps.base import (
     with_inner,
     without_inner,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slowest_first
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class AllGather(Step):
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.shards), spans)
         return gather_traffic(before.max_local_size, group, lands_in_place(before, self.dim, self.shards))
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after, at = self.after(before), before.dim_index(self.dim)

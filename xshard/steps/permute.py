@@ -11,7 +11,7 @@ from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.layout.runs import Runs
 from xshard.steps.base import Block, Blocks, Step, without_tags
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, slowest_first
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Permute(Step):
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         moved = [a for a in before.mesh.axes if before.layout.role(a) != self.to.role(a)]
         return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        block = before.max_local_size
+        pairs = enumerate(senders(before, before.with_layout(self.to)))
+        return tuple(PairTraffic(src, dst, block) for dst, src in pairs if src != dst)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]

@@ -28,7 +28,7 @@ from xshard.steps.base import (
     with_inner,
     without_tags,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, rings, slowest_first
+from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, pairs_in_groups, rings, slowest_first
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class AllReduce(Step):
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         return all_reduce_traffic(before.max_local_size, slowest_first(before.mesh, self.axes, spans))
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        share = -(-2 * before.max_local_size // before.mesh.size(*self.axes))  # scattered, then gathered
+        return pairs_in_groups(before.mesh, self.axes, share)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh = before.mesh
@@ -83,6 +87,9 @@ class ReduceScatter(Step):
         group = slowest_first(before.mesh, axes_of(self.shards), spans)
         in_place = lands_in_place(before, self.dim, self.shards)
         return reduce_scatter_traffic(before.max_local_size, group, in_place)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(before.mesh, axes_of(self.shards), self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         mesh, at, axes = before.mesh, before.dim_index(self.dim), axes_of(self.shards)

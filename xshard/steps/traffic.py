@@ -6,6 +6,7 @@ bytes, which `xshard/cost/` derives, nor any particular step.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,20 @@ class Traffic:
     copied: int = 0
     hops: tuple[Hop, ...] = ()
     kept: int = 0
+
+
+class PairTraffic(NamedTuple):
+    """What one device sends another in a step, in elements; an addend counts as often as it travels."""
+
+    src: int
+    dst: int
+    elements: int
+
+
+def pairs_in_groups(mesh: Mesh, axes: Sequence[str], elements: int) -> tuple[PairTraffic, ...]:
+    """Every device of a group along `axes` sends as many elements to every other."""
+    pairs = (pair for group in mesh.groups(axes) for pair in itertools.permutations(group, 2))
+    return tuple(PairTraffic(src, dst, elements) for src, dst in pairs)
 
 
 def slowest_first(mesh: Mesh, axes: Sequence[str], spans: LinkSpans) -> LinkSpans:

@@ -19,7 +19,7 @@ from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import fill_boxes, messages_to
 from xshard.steps.exchange.near_senders import near_traffic
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
-from xshard.steps.traffic import LinkSpans, Traffic
+from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,15 @@ class Exchange(Step):
         if self.node_devices is not None:
             return near_traffic(before, after, self.node_devices)
         return exchange_traffic(before, after, spans)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        after = before.with_layout(self.to)
+        found = (
+            message
+            for device in range(before.mesh.n_devices)
+            for message in messages_to(before, after, device, self.node_devices)
+        )
+        return tuple(PairTraffic(m.src, m.dst, m.size) for m in found if m.src != m.dst)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)

@@ -16,7 +16,7 @@ from xshard.errors import ShapeError
 from xshard.layout import Sharding
 from xshard.layout.runs import FILL, Run, Runs, as_intervals, merge_adjacent
 from xshard.notation.overlap import Fold, Halo, Window
-from xshard.notation.parser import Dim
+from xshard.notation.parser import SEGMENTS, Dim
 
 # Most blocks drawn along a dim: a cyclic cut of a long dim has as many blocks as rows.
 MAX_BLOCKS = 64
@@ -24,6 +24,7 @@ MAX_BLOCKS = 64
 _ORDER_TEXT = {
     "block": "in contiguous chunks",
     "balanced": "in contiguous chunks that differ by at most one row",
+    SEGMENTS: "each of its segments in contiguous chunks",
     "zigzag": "zigzag: part i of n holds chunks i and 2n-1-i of 2n",
     "cyclic": "cyclic: part i of n holds every n-th row from i",
     "sizes": "in contiguous chunks of given sizes",
@@ -132,6 +133,33 @@ def devices_text(devices: Sequence[int], most: int = 3) -> str:
     else:
         runs = tuple(Run(device, 1) for device in devices)
     return rows_text(runs, most).replace(", ", ",")
+
+
+def cell_text(cell: Cell) -> str:
+    """The devices of a cell, written d0, d1, ... to distinguish them from rows."""
+    owners = f"d{devices_text(cell.owners)}" if cell.owners else "."
+    return " ".join([owners, *(f"+d{guest}" for guest in cell.guests)])
+
+
+def range_text(block: tuple[int, int]) -> str:
+    """The first and the last row of a block."""
+    first, last = block[0], block[1] - 1
+    return f"{first}-{last}" if first < last else f"{first}"
+
+
+def reading(drawn: Picture) -> list[str]:
+    """Explanations of the marks in this picture."""
+    cells = list(itertools.chain.from_iterable(drawn.cells))
+    marks = [
+        f"only the first {strip.length - strip.hidden} of {strip.length} rows of {strip.dim.name} are drawn"
+        for strip in drawn.strips
+        if strip.hidden
+    ]
+    if any(cell.guests for cell in cells):
+        marks.append("+d: a device that holds the block too, as overlap")
+    if any(not cell.owners for cell in cells):
+        marks.append(".: the owner does not hold this block")
+    return marks
 
 
 def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:

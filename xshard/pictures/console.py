@@ -1,6 +1,6 @@
 """Consoles that print the notation as it is, and errors as a traceback ends.
 
-Decides how text reaches a terminal or a pipe. Knows no command.
+Decides how text and tables reach a terminal or a pipe. Knows no command.
 """
 
 from __future__ import annotations

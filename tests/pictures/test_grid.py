@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from xshard.cli.picture import Picture, devices_text, picture, rows_text
 from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim, Shard
+from xshard.pictures.grid import Picture, devices_text, picture, rows_text
 from xshard.testing.strategies import any_overlap, layouts, meshes, shapes
 
 

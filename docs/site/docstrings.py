@@ -1,0 +1,24 @@
+"""Docstrings as pages show them: their examples are code.
+
+Decides where an example begins and ends. The prose of docstrings is markdown already.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+# An example with what it prints, up to the next line of prose: a blank line ends it.
+EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+class Examples(griffe.Extension):
+    """Fences the examples of every docstring, so that brackets in them are no links."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = EXAMPLE.sub(
+                lambda found: f"\n```pycon\n{found[0]}\n```\n", obj.docstring.value
+            )

@@ -1,0 +1,220 @@
+"""The page of `xshard explore` in a real browser, its answers, and who may ask."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+import xshard as xs
+from xshard.cli.app import app
+from xshard.cli.explore import server, views
+from xshard.runtimes.processes import running
+
+CHROMIUM = shutil.which("chromium") and shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    not CHROMIUM, reason="no browser is here: apt-get install chromium chromium-driver"
+)
+
+
+@pytest.mark.parametrize("example", views.EXAMPLES, ids=lambda example: str(example[0]))
+def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, str, str]) -> None:
+    _, expression, mesh, lengths = example
+    found = views.view({"expression": expression, "mesh": mesh, "lengths": lengths}, 5.0)
+    assert "error" not in found, found
+    shown = ElementTree.fromstring(f"<div>{found['html']}</div>")
+    heads = [head.text for head in shown.iter("h2")]
+    assert heads == (["Forward"] if "," in re.sub(r"\(.*?\)", "", expression) else ["Forward", "Backward"])
+    assert f'"{expression}"' in found["torch"] and f'"{expression}"' in found["jax"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"expression": "b s/cq -> b s", "lengths": "2,64"},
+            "unknown mesh axis 'cq' in\n    'b s/cq -> b s'\n         ^^",
+        ),
+        ({"lengths": "b=2,s=64"}, "no length for c in 'b=2,s=64'"),
+        ({"lengths": "2,sixty,32"}, "a length is a whole number >= 0"),
+        ({"mesh": "dp=2000"}, "2000 devices, the page shows up to 1024 in 'dp=2000'"),
+        ({"lengths": "b=2,s=99999999,c=32"}, "the page shows 12 dims up to 1048576"),
+        ({"expression": "b" * 401}, "is unknown, or longer than 400 letters"),
+        ({"path": "/"}, "field 'path' is unknown"),
+        ({"profile": "/etc/passwd"}, "profile '/etc/passwd' is no shipped one"),
+        ({"memory_limit": "1"}, "PlanError"),
+        ({"dtype": "float31"}, "DtypeError"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, str], reason: str) -> None:
+    found = views.view(fields, 5.0)
+    assert list(found) == ["error"] and reason in found["error"]
+
+
+def test_uneven_blocks_bring_their_shape_along() -> None:
+    lines = views.view({"expression": "n/a -> n", "mesh": "a=3", "lengths": "8"}, 5.0)["torch"]
+    assert lines.endswith('xt.redistribute(x, "n/a -> n", mesh, shape=(8,))')
+
+
+def test_a_plan_is_written_as_a_page_that_needs_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    arguments = ["plan", "n/a d -> n d/a", "--mesh", "a=4", "--shape", "8,8", "--html", str(page)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    text = page.read_text()
+    assert text.count("<svg") == 2 and "all_to_all" in text
+    assert not re.search(r'(?<![-\w])(?:src|href)="(?!data:)|@import|url\((?!#)|fetch\(', text)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    at = server.listening(0)
+    running("xshard", {})
+    served = uvicorn.Server(uvicorn.Config(server.application(), log_level="warning"))
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [at]}, daemon=True)
+    thread.start()
+    yield f"http://{server.HOST}:{at.getsockname()[1]}/"
+    served.should_exit = True
+    thread.join()
+
+
+def get(url: str, host: str | None = None) -> tuple[int, Any, bytes]:
+    request = urllib.request.Request(url, headers={"Host": host} if host else {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def test_only_the_loopback_is_answered(url: str) -> None:
+    status, headers, _ = get(url)
+    assert status == 200 and "default-src 'none'" in headers["Content-Security-Policy"]
+    assert [get(url, host)[0] for host in ("elsewhere.example", "127.0.0.1.elsewhere.example")] == [400, 400]
+    assert get(url + "view", "elsewhere.example")[0] == 400
+    assert get(url + "nowhere")[0] == 404
+    with pytest.raises(
+        (http.client.HTTPException, ConnectionError, urllib.error.URLError)
+    ):  # the connection is closed
+        get(url + "view?expression=" + "b" * 1_000_000)
+
+
+def test_an_answer_that_takes_too_long_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LIMIT_S", 0.0)
+    monkeypatch.setattr("xshard.runtimes.processes._PATIENCE_S", 0.0)
+    slow = "view?expression=" + "b%20s/zigzag(x)%20-%3E%20b/(x,y)%20s&mesh=x=32,y=32&lengths=1048576,1048576"
+    answer = json.loads(get(url + slow)[2])
+    assert answer["error"].startswith("this takes over 0 seconds")
+    monkeypatch.undo()
+    assert "html" in json.loads(get(url + "view")[2])  # by a new process
+
+
+@pytest.fixture(scope="module")
+def browser(url: str) -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1100,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    yield made
+    made.quit()
+
+
+def wait(browser: Any, until: Callable[[Any], Any]) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 60).until(until)
+
+
+def shows(text: str) -> Callable[[Any], bool]:
+    return lambda browser: (
+        text in browser.find_element("id", "shown").text
+        and "stale" not in browser.find_element("id", "shown").get_attribute("class")
+    )
+
+
+@needs_browser
+def test_the_page_follows_what_one_types(url: str, browser: Any) -> None:
+    browser.get(url)
+    wait(browser, shows("all_to_all s/cp -> c/cp"))
+    field = browser.find_element("name", "expression")
+    field.clear()
+    field.send_keys("b s/cq c -> b s c")
+    error = browser.find_element("id", "error")
+    wait(browser, lambda _: "unknown mesh axis 'cq'" in error.text)
+    assert "^^" in error.text
+    field.clear()
+    field.send_keys("b s/cp c -> b s c")
+    wait(browser, shows("all_gather s/cp"))
+    assert not error.is_displayed()
+    # The address holds the state, and brings it back.
+    state = browser.current_url
+    browser.get("about:blank")
+    browser.get(state)
+    wait(browser, shows("all_gather s/cp"))
+    assert browser.find_element("name", "expression").get_attribute("value") == "b s/cp c -> b s c"
+
+
+@needs_browser
+def test_steps_are_stepped_through_by_keyboard_alone(url: str, browser: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get(url + "#expression=n+%7C+sum(a)+-%3E+n/b&mesh=a%3D2,b%3D2&lengths=8")
+    wait(browser, shows("Forward"))
+    n_steps = len(browser.find_elements("css selector", "section:first-of-type g[data-step]"))
+    assert n_steps == len(xs.plan("n | sum(a) -> n/b", xs.Mesh(a=2, b=2), (8,)).steps) > 0
+    for _ in range(60):
+        if browser.switch_to.active_element.text == "Step back":
+            break
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    later = "section:first-of-type g.later"
+    assert len(browser.find_elements("css selector", later)) == 1
+    select = browser.find_element("css selector", "section select")
+    select.send_keys("device 1")
+    lines = browser.find_elements("css selector", "section:first-of-type line")
+    own = [line for line in lines if "1" in (line.get_attribute("data-src"), line.get_attribute("data-dst"))]
+    faded = [line for line in lines if "aside" in (line.get_attribute("class") or "")]
+    assert own and len(faded) == len(lines) - len(own) > 0
+
+
+@needs_browser
+def test_examples_fill_the_fields_and_lines_are_copied(url: str, browser: Any) -> None:
+    browser.get(url)
+    for example in views.EXAMPLES:
+        button = next(b for b in browser.find_elements("css selector", "nav button") if b.text == example[0])
+        button.click()
+        wait(browser, shows(example[1].split(" ->")[0]))
+    browser.find_element("css selector", "[data-copy=jax]").click()
+    wait(browser, lambda b: b.find_element("id", "copied").text)
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1100])
+def test_everybody_can_read_it(url: str, browser: Any, scheme: str, width: int) -> None:
+    from axe_core_python.selenium import Axe
+
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(url + "#expression=b+h/sp+-%3E+b+h/sp:halo(1,1)&mesh=sp%3D4&lengths=2,16")
+    wait(browser, shows("exchange"))
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    found = Axe().run(browser)["violations"]
+    assert not found, [(each["id"], each["nodes"][0]["html"]) for each in found]

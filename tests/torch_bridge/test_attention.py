@@ -1,0 +1,111 @@
+"""Attention over a cut sequence on ranks, beside that of one device: orders, ways, masks; refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_bridge as xt
+from tests.attention import MASKS, ORDERS, ROW, Case, Mask, one_device, problem
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from torch_bridge.testing.byte_counter import Meter
+from xshard.nn.attention import WAYS
+
+
+def test_every_order_way_and_mask_is_that_of_one_device() -> None:
+    """Values and the gradients of queries, keys and values; every order meets three masks."""
+    on_ranks(4, _orders)
+
+
+def _orders() -> None:
+    for i, (name, case) in enumerate(ORDERS.items()):
+        for j, how in enumerate(WAYS):
+            mask = MASKS[(i + 2 * j) % 5]
+            assert difference(case, mask, how) < 1e-12, (name, how, mask)
+    for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        for how in (*WAYS, "auto"):
+            case, mask = ORDERS["zigzag, fewer heads of keys than devices"], Mask(True, has_documents=True)
+            assert difference(case, mask, how, dtype) < most, (dtype, how)
+
+
+def difference(case: Case, mask: Mask, how: str, dtype: torch.dtype = torch.float64) -> float:
+    """The largest, relative to the largest number of its array."""
+    given, worst = problem(case, mask), 0.0
+    wanted = one_device(given, mask)
+    x = [mine(case, x, dtype, of_keys=i in (1, 2)) for i, x in enumerate(given[:4])]
+    y = attended(case, mask, how, *x[:3], documents=given.documents)
+    y.backward(x[3])
+    for i, (found, whole) in enumerate(zip([y, *(block.grad for block in x[:3])], wanted, strict=True)):
+        block = mine(case, whole, of_keys=i > 1)
+        assert found.shape == block.shape and found.dtype == dtype
+        if block.numel():
+            worst = max(worst, (found.double() - block).abs().max().item() / max(1, np.abs(whole).max()))
+    return worst
+
+
+def mine(case: Case, x: np.ndarray, dtype: torch.dtype = torch.float64, of_keys: bool = False) -> Tensor:
+    """This rank's block of an array, with a gradient."""
+    return torch.from_numpy(case.blocks(x, of_keys=of_keys)[dist.get_rank()]).to(dtype).requires_grad_()
+
+
+def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, documents: Any = None) -> Tensor:
+    if documents is not None:
+        documents = torch.from_numpy(case.blocks(documents, "bs")[dist.get_rank()])
+    options = {"kv_layout": case.kv_layout, "shape": case.shape, "kv_heads": case.heads[1], "how": how}
+    asked = {"causal": mask.causal, "window": mask.window, "documents": documents}
+    return xt.nn.attention(*blocks, case.mesh, case.layout, **options, **asked)
+
+
+def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
+    on_ranks(4, _others)
+
+
+def _others() -> None:
+    case, mask = Case(ROW, "b s/cp h k", (4, 4)), Mask(True, 3)
+    given = problem(case, mask)
+    q, k, v, _ = [mine(case, x) for x in given[:4]]
+    # Blocks of 5 rows and a window of 3: each device needs those of one other, so there are two rounds.
+    with Meter() as meter:
+        y = attended(case, mask, "ring", q, k, v)
+        y.backward(torch.ones_like(y))
+    one = 2 * 4 * 5 * 10 * 8  # batch, heads, rows, both widths, bytes of a number
+    assert meter.received == [one] * 4, "forward; again, and sums there and home"
+    (g,) = torch.autograd.grad(attended(case, mask, "ring", q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+    for how in ("gather", "ulysses", "auto"):
+        loss = torch.func.grad(lambda *x, how=how: attended(case, mask, how, *x).square().sum(), (0, 1, 2))
+        wanted = torch.autograd.grad(attended(case, mask, "ring", q, k, v).square().sum(), (q, k, v))
+        for one, other in zip(loss(q.detach(), k.detach(), v.detach()), wanted, strict=True):
+            assert torch.allclose(one, other, atol=1e-12)
+    whole = [mine(case, x).detach() for x in given[:3]]
+    one_row = torch.from_numpy(case.blocks(np.arange(19) // 6, "s")[dist.get_rank()])
+    assert torch.equal(
+        xt.nn.attention(*whole, ROW, case.layout, documents=one_row, shape=case.shape),
+        xt.nn.attention(*whole, ROW, case.layout, documents=one_row.expand(2, -1), shape=case.shape),
+    )
+    said = [
+        error_of(lambda: attended(case, mask, "rings", q, k, v))[1],
+        error_of(lambda: attended(case, Mask(window=0), "ring", q, k, v))[1],
+        error_of(lambda: xt.nn.attention(q, k, v, ROW, "b t/cp h k"))[1],
+        error_of(lambda: xt.nn.attention(q, k, v, ROW, "b s h k/cp"))[1],
+        error_of(lambda: xt.nn.attention(q[:, :4, :3], k[:, :4, :2], v[:, :4, :2], ROW, case.layout))[1],
+        error_of(lambda: attended(case, mask, "ring", q, k[:1], v[:1]))[1],
+        error_of(lambda: attended(case, mask, "ring", q, k.float(), v))[1],
+        error_of(lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q))[1],
+    ]
+    parts = [
+        "no way how='rings'",
+        "window=0",
+        "no dim 's'",
+        "the width of heads is cut",
+        "3 heads of queries, 2 of keys",
+    ]
+    parts += ["the block has shape (1,", "keys torch.float32", "a ring under torch.func"]
+    assert all(part in text for part, text in zip(parts, said, strict=True)), said
+    assert still_connected()

@@ -1,0 +1,42 @@
+"""`xshard explore`: serves the page, and opens it."""
+
+from __future__ import annotations
+
+import webbrowser
+from importlib.util import find_spec
+from typing import Annotated
+from urllib.parse import urlencode
+
+import typer
+
+from xshard.errors import XshardError
+from xshard.pictures.console import console
+
+
+def explore(
+    expression: Annotated[
+        str | None, typer.Argument(metavar="EXPR", help="What the page shows first.")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", help="As in dp=2,cp=4.")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", "--sizes", metavar="LENGTHS", help="As in 2,64,32, or b=2,s=64.")
+    ] = None,
+    port: Annotated[int, typer.Option(metavar="N", help="On 127.0.0.1; 0: a free one.")] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+) -> None:
+    """Serve a page on this machine that plans as one types, with pictures before and after every step.
+
+    Example: xshard explore "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
+    """
+    if missing := [name for name in ("starlette", "uvicorn") if not find_spec(name)]:
+        raise XshardError(f"{' and '.join(missing)} not installed", hint="pip install 'xshard[explore]'")
+    from xshard.cli.explore.server import HOST, listening, serve
+
+    given = {"expression": expression, "mesh": mesh, "lengths": shape}
+    at = listening(port)
+    state = urlencode({name: text for name, text in given.items() if text is not None})
+    url = f"http://{HOST}:{at.getsockname()[1]}/" + (f"#{state}" if state else "")
+    console().print(f"{url}   (Ctrl-C ends it)", soft_wrap=True)
+    if browser:
+        webbrowser.open(url)
+    serve(at)

@@ -1,0 +1,67 @@
+"""`show`: the picture of a layout or a plan, as a notebook or a terminal can show it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from xshard.contractions.plan import ContractionPlan
+from xshard.errors import PlanError, XshardError
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.pictures.grid import picture
+from xshard.plans.plan import Plan
+
+Shown = Layout | str | Sharding | Mesh | Plan | ContractionPlan
+
+
+def show(
+    what: Shown,
+    mesh: Mesh | str | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    dims: Sequence[str] = (),
+) -> None:
+    """Show which device holds which block of an array, or the steps of a plan with what travels in each.
+
+    what: a layout, with the mesh and the global shape of the array; or a sharding, a mesh or a plan, alone.
+    dims: of a sharding, the one or two dims to draw; by default the first two that are cut.
+    A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
+    Raises PlanError for a layout without a mesh or a shape, XshardError if a terminal needs rich, which
+    `pip install 'xshard[cli]'` brings.
+
+    >>> from xshard import Mesh, show
+    >>> show("s/zigzag(cp) c", Mesh(cp=2), (8, 3))  # doctest: +ELLIPSIS
+    s/zigzag(cp) c   [8, 3] on cp=2
+    ...
+    """
+    value: Any = what
+    if isinstance(what, Layout | str):
+        if mesh is None or shape is None:
+            raise PlanError("a layout alone has no blocks to show", hint="show(layout, mesh, shape)")
+        made = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+        value = Sharding(Layout.parse(what), made, tuple(shape))
+    elif mesh is not None or shape is not None:
+        raise PlanError(f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone")
+    if isinstance(value, Sharding):
+        value = picture(value, dims)
+    if _in_notebook():
+        from xshard.pictures.html import html
+
+        notebook = import_module("IPython.display")
+        notebook.display(notebook.HTML(html(value)))
+        return
+    if not find_spec("rich"):
+        raise XshardError("rich is not installed", hint="pip install 'xshard[cli]'; or print a plan")
+    from xshard.pictures.console import console
+    from xshard.pictures.terminal import renderable
+
+    console().print(renderable(value))
+
+
+def _in_notebook() -> bool:
+    """True in a kernel of IPython, which shows HTML; its terminal does not."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")

@@ -1,0 +1,147 @@
+"""Pictures and plans in a terminal, by rich.
+
+Decides how a grid looks in a terminal. Every block has its device numbers, so that the grid can be
+read without colour. What a picture shows is decided in `grid`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from xshard.contractions import table as contractions
+from xshard.contractions.plan import ContractionPlan
+from xshard.layout import Sharding
+from xshard.pictures.console import headed_table
+from xshard.pictures.grid import Picture, cell_text, picture, range_text, reading, rows_text
+from xshard.plans import table
+from xshard.plans.plan import Plan
+
+# Light backgrounds of the 256-colour palette with different hues, used in turn under black text.
+_COLOURS = (153, 223, 157, 217, 183, 229, 159, 216, 193, 225, 189, 187)
+
+
+@singledispatch
+def renderable(value: object) -> RenderableType:
+    """What rich prints for a value: its text, unless there is more to show."""
+    return Text(str(value))
+
+
+@renderable.register
+def _(sharding: Sharding) -> RenderableType:
+    return Grid(picture(sharding))
+
+
+@renderable.register
+def _(drawn: Picture) -> RenderableType:
+    return Grid(drawn)
+
+
+@renderable.register
+def _(plan: Plan) -> RenderableType:
+    return titled(table.title(plan), table.rows(plan), table.total(plan))
+
+
+@renderable.register
+def _(plan: ContractionPlan) -> RenderableType:
+    return titled(contractions.title(plan), contractions.rows(plan), contractions.total(plan))
+
+
+def titled(title: str | Text, rows: Sequence[table.Row], total: str) -> RenderableType:
+    """A table of steps between its title and its total, neither of them folded."""
+    steps = headed_table(*table.HEAD, left=("step", "layout after"))
+    for row in rows:
+        steps.add_row(*row)
+    head = title if isinstance(title, Text) else Text(title, "bold")
+    return Group(head, steps, Text(f"{total}\n"))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A picture as a title, a grid, notes and a line for every device."""
+
+    drawn: Picture
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        sharding = self.drawn.sharding
+        yield Text(f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}", style="bold")
+        for grid in _grids(self.drawn, options.max_width):
+            yield ""
+            yield grid
+        yield ""
+        for note in (*reading(self.drawn), *self.drawn.notes):
+            yield Text(f"- {note}")
+        yield _legend(self.drawn)
+
+
+def _grids(drawn: Picture, width: int) -> Iterator[Table]:
+    """The grid, its columns split into bands that fit the width of the console."""
+    colour = _colours(drawn)
+    columns, rows = drawn.strips[-1:], drawn.strips[:-1]
+    labels = [range_text(block) for strip in columns for block in strip.blocks] if columns else [""]
+    sides = [range_text(block) for strip in rows for block in strip.blocks] if rows else [""]
+    corner = " / ".join(f"{strip.dim.name} {strip.length}" for strip in drawn.strips) or "scalar"
+    texts = [[cell_text(cell) for cell in row] for row in drawn.cells]
+    widths = [max(map(len, (label, *column))) + 2 for label, *column in zip(labels, *texts, strict=True)]
+    for band in _bands(widths, width - max(map(len, (corner, *sides))) - 1):
+        grid = Table(box=None, padding=0)
+        grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
+        for j in band:
+            grid.add_column(Text(labels[j].center(widths[j])), no_wrap=True)
+        for side, row, line in zip(sides, drawn.cells, texts, strict=True):
+            cells = [Text(line[j].center(widths[j]), style=colour.get(row[j].owners, "dim")) for j in band]
+            grid.add_row(Text(f"{side} "), *cells)
+        yield grid
+
+
+def _bands(widths: list[int], room: int) -> Iterator[list[int]]:
+    """Bands of consecutive columns that fit in `room`, as lists of indices; at least one column each."""
+    band: list[int] = []
+    for j, width in enumerate(widths):
+        if band and sum(widths[i] for i in band) + width > room:
+            yield band
+            band = []
+        band.append(j)
+    yield band
+
+
+def _colours(drawn: Picture) -> dict[tuple[int, ...], str]:
+    """A style for every set of owners, in order of appearance."""
+    owners = dict.fromkeys(cell.owners for row in drawn.cells for cell in row if cell.owners)
+    return {
+        devices: f"black on color({number})"
+        for devices, number in zip(owners, itertools.cycle(_COLOURS), strict=False)
+    }
+
+
+def _legend(drawn: Picture) -> Table:
+    """One line per device: coordinates, local shape, and its rows of every dim that is cut or overlaps."""
+    colour = {device: style for owners, style in _colours(drawn).items() for device in owners}
+    cut = [(d, dim) for d, dim in enumerate(drawn.sharding.layout.dims) if dim.axes or dim.overlap]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("device", *drawn.sharding.mesh.axes, "local shape"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, dim in cut:
+        table.add_column(f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}")
+        if dim.overlap:
+            table.add_column(f"{dim.name} held")
+    for block in drawn.devices:
+        rows = []
+        for d, dim in cut:
+            rows.append(rows_text(block.owned[d]))
+            if dim.overlap:
+                rows.append(rows_text(block.held[d]))
+        table.add_row(
+            Text(f" {block.device} ", style=colour.get(block.device, "")),
+            *(str(c) for _, c in block.coords),
+            "x".join(map(str, block.local_shape)) or "scalar",
+            *rows,
+        )
+    return table
