@@ -66,6 +66,20 @@ def own_experts(model: nn.Module) -> None:
         experts.register_forward_pre_hook(renumber)
 
 
+def around_the_sequence(how: str) -> Any:
+    def prepare(model: nn.Module) -> None:
+        xt.nn.register_attention(xs.Mesh(dp=2, cp=2), "b s/zigzag(cp) h k", name=f"xshard-{how}", how=how)
+        model.set_attn_implementation(f"xshard-{how}")
+
+    return prepare
+
+
+# Tokens and their positions are cut on the way in; the attention of the model does the rest.
+CONTEXT = {
+    "parameters": {"**": "..."},
+    "inputs": {"": {"input_ids": "b s -> b/dp s/zigzag(cp)", "position_ids": "one s -> one s/zigzag(cp)"}},
+}
+
 CASES = {
     "tensor, sequence and data": Case(
         xs.Mesh(dp=2, tp=2),
@@ -124,6 +138,12 @@ CASES = {
         "b/(dp,fsdp) s",
     ),
     "data": Case(xs.Mesh(dp=4), {"parameters": {"**": "..."}, "inputs": {"": "b s -> b/dp s"}}, "b/dp s"),
+    **{
+        f"context and data, {how}": Case(
+            xs.Mesh(dp=2, cp=2), CONTEXT, "b/dp s/zigzag(cp)", prepare=around_the_sequence(how)
+        )
+        for how in ("gather", "ulysses", "ring")
+    },
     "experts": Case(
         xs.Mesh(dp=2, ep=2),
         {
@@ -146,10 +166,20 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """This process's share of the mean over all tokens but the first of each sequence."""
-    shares = cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1), reduction="sum")
+def targets() -> Tensor:
+    """The next token of each; the last has none."""
+    return torch.cat([tokens()[:, 1:], torch.full((BATCH, 1), -100)], dim=1)
+
+
+def loss_of(logits: Tensor, own: Tensor) -> Tensor:
+    """This process's share of the mean over tokens that have a next one. own: its block of `targets()`."""
+    shares = cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
     return shares / (BATCH * (SEQUENCE - 1))
+
+
+def call(model: Any) -> Tensor:
+    """The logits of this process's part of the batch."""
+    return model(input_ids=tokens(), position_ids=torch.arange(SEQUENCE)[None]).logits
 
 
 def parallel(case: Case, **options: Any) -> nn.Module:
@@ -161,10 +191,9 @@ def parallel(case: Case, **options: Any) -> nn.Module:
 
 def step(model: Any, case: Case) -> Tensor:
     """One forward and backward pass -> the loss of the whole batch."""
-    ids = tokens()
-    own = xt.redistribute(ids, f"b s -> {case.data}", case.mesh)
+    own = xt.redistribute(targets(), f"b s -> {case.data}", case.mesh)
     axes = ",".join(xs.Layout.parse(case.data).axes)
-    loss = loss_of(model(ids).logits, own)
+    loss = loss_of(call(model), own)
     if axes:
         loss = xt.redistribute(loss, f"() | sum({axes}) -> ()", case.mesh)
     loss.backward()
