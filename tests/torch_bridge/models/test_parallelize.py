@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.helpers import error_of, failed_examples, on_ranks, still_connected
 from tests.torch_bridge.models.cases import block_of_each
 from torch_bridge.testing.byte_counter import Meter
 
@@ -411,3 +411,7 @@ def test_the_tables_say_what_is_where() -> None:
     assert not any(line.startswith("head.weight o/") and "->" in line for line in gathered)
     busiest = max(received for *_, received in found)
     assert (busiest, gathered[-1]) == (2616, "a step 2.55 KiB 4.63 KiB")
+
+
+def test_the_example_runs() -> None:
+    assert failed_examples(["torch_bridge.models.parallelize"]) == {}
