@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 from jax_bridge.arrays.einsum import einsum
 from jax_bridge.arrays.order import stored_as
 from jax_bridge.arrays.partition_spec import from_partition_spec, to_named_sharding, to_partition_spec
+from jax_bridge.arrays.place import place
 from jax_bridge.arrays.reshard import reshard
+from jax_bridge.arrays.shard_map import shard_map
 from jax_bridge.ops import (
     all_gather,
     all_reduce,
@@ -33,11 +35,13 @@ __all__ = [
     "from_partition_spec",
     "from_torch",
     "halo_exchange",
+    "place",
     "positions",
     "redistribute",
     "reduce_from",
     "reduce_scatter",
     "reshard",
+    "shard_map",
     "slice",
     "stored_as",
     "to_named_sharding",

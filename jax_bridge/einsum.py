@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jax_bridge.autodiff.product import multiplied
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
 from jax_bridge.redistribution import carry_out
@@ -165,11 +166,14 @@ def _part(
 def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array:
     """Blocks under the layouts where they are contracted -> the block of the local result."""
     numbers = defaultdict[str, int](itertools.count().__next__)
-    given: list[Any] = []
-    for x, move in zip(used, part.moves, strict=True):
-        given += [x, [numbers[name] for name in move.dst.names]]
-    kept = [numbers[name] for name in part.result.src.names]
-    return jnp.einsum(*given, kept, preferred_element_type=product.dtype, precision=product.precision)
+    names = [
+        tuple(numbers[name] for name in layout.names)
+        for layout in (*(move.dst for move in part.moves), part.result.src)
+    ]
+    options = {"preferred_element_type": product.dtype, "precision": product.precision}
+    if len(used) == 1:
+        return jnp.einsum(used[0], *names, **options)
+    return multiplied(used[0], used[1], names, **options)
 
 
 def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) -> list[jax.Array]:

@@ -18,7 +18,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.mesh.axis_types import as_varying, bound_sizes, is_typed, is_vmapped, varying_axes
+from jax_bridge.mesh.axis_types import as_varying, axis_size, bound_sizes, is_typed, is_vmapped, varying_axes
+from jax_bridge.mesh.machine import machine
 from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import (
     DtypeError,
@@ -87,15 +88,25 @@ def as_array(x: Any, text: str) -> jax.Array:
     try:
         found = jnp.asarray(x)
     except (TypeError, ValueError):
-        what = f"of {x.dtype}" if isinstance(x, np.ndarray) else f"in a {type(x).__name__}"
-        raise DtypeError(f"JAX sees no numbers {what}", text=text, hint="pass an array") from None
-    if isinstance(x, np.ndarray | np.generic) and x.dtype != found.dtype:
+        if isinstance(x, np.ndarray):
+            check_dtype(x.dtype, text)
+        hint = "pass an array"
+        raise DtypeError(f"JAX sees no numbers in a {type(x).__name__}", text=text, hint=hint) from None
+    if isinstance(x, np.ndarray | np.generic):
+        check_dtype(x.dtype, text)
+    return found
+
+
+def check_dtype(dtype: np.dtype, text: str) -> None:
+    """Raise DtypeError if JAX would narrow the dtype, or has no such numbers."""
+    if dtype.kind in "OSUMm":
+        raise DtypeError(f"JAX sees no numbers of {dtype}", text=text, hint="pass an array")
+    if (found := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise DtypeError(
-            f"the block is {x.dtype.name}, which JAX would make {found.dtype.name}",
+            f"the block is {dtype.name}, which JAX would make {found.name}",
             text=text,
             hint='jax.config.update("jax_enable_x64", True), or convert it',
         )
-    return found
 
 
 def plan_here(
@@ -174,7 +185,7 @@ def with_entry_type(
             )
         if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue
-        if plan.mesh.size(axis) > 1:
+        if axis_size(axis) > 1:
             raise NotationError(
                 f"the block varies along {axis!r}, where the source holds one value",
                 text=text,
@@ -192,7 +203,7 @@ def machine_here(
     context = _context(mesh, layouts, text)
     here = _named_mesh(context, _named(layouts), text)
     # On a part of the mesh devices are renumbered; the links between them stay the same.
-    return here, load_profile(profile).along(here.axes, context)
+    return here, load_profile(machine(profile, mesh)).along(here.axes, context)
 
 
 def given_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str) -> Mesh:

@@ -8,7 +8,7 @@ A block that is invariant along an axis is equal by JAX's own proof, and not com
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import Batch, batch_first, host_callback, linear_primitive
-from xshard import Mesh, Plan, XshardError
+from xshard import Mesh, Plan, XshardError, replicas
 from xshard.replicas import ReplicaCheck
 
 
@@ -30,23 +30,33 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     the result's cotangents along those of the right side's dual. text: what the error marks.
     """
     everyone = Mesh(bound_sizes(plan.mesh.axes))
-    x = _expect(
-        x, entering=ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False), returning=None
-    )
+    check = ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False)
+    x = _expect(x, entering=_held(check), returning=None)
     y = apply(plan, x, ad)
     if not plan.dst.is_linear:
         return y
     dual = plan.target.with_layout(plan.target.layout.dual)
-    return _expect(
-        y, entering=None, returning=ReplicaCheck(dual, everyone, plan.dtype, text, cotangents=True)
-    )
+    return _expect(y, entering=None, returning=_held(check._replace(sharding=dual, cotangents=True)))
+
+
+class _Watched(NamedTuple):
+    """What stands in the place of a check where `replicas.WATCH` is told the blocks."""
+
+    tell: Callable[[int, Any], object]
+    check: ReplicaCheck
+
+
+def _held(check: ReplicaCheck) -> ReplicaCheck | _Watched:
+    return check if replicas.WATCH is None else _Watched(replicas.WATCH(check), check)
 
 
 Verdict = Callable[[ReplicaCheck, jax.Array], jax.Array]
 
 
-def _compared(x: jax.Array, held: ReplicaCheck | None, verdict: Verdict) -> jax.Array:
+def _compared(x: jax.Array, held: ReplicaCheck | _Watched | None, verdict: Verdict) -> jax.Array:
     """The block, once it has been compared."""
+    if isinstance(held, _Watched):
+        return _told(x, held)
     if held is None or not any(_may_differ(x, axis) for axis in held.axes):
         return x
     axes, mesh = held.axes, held.mesh
@@ -70,6 +80,18 @@ def _compared(x: jax.Array, held: ReplicaCheck | None, verdict: Verdict) -> jax.
         everywhere = lax.pmax(everywhere, axis)
 
     return jnp.where(verdict(held, everywhere), x, jnp.zeros_like(x))
+
+
+def _told(x: jax.Array, held: _Watched) -> jax.Array:
+    """The block, once it has been seen."""
+
+    def see(_: Any, right: Any, device: Any, block: Any) -> None:
+        held.tell(int(np.asarray(device)), np.asarray(block).copy())
+        np.asarray(right)[...] = True
+
+    index, block = lax.axis_index(held.check.mesh.axes), without_padding(x, held.check.sharding)
+    seen = host_callback(see, jax.ShapeDtypeStruct((), bool))(index, block)
+    return jnp.where(seen, x, jnp.zeros_like(x))
 
 
 def _verdict(held: ReplicaCheck, table: jax.Array) -> jax.Array:
@@ -117,11 +139,11 @@ def _batched(
     dim: int | None,
     along: Batch,
     *,
-    entering: ReplicaCheck | None,
-    returning: ReplicaCheck | None,
+    entering: ReplicaCheck | _Watched | None,
+    returning: ReplicaCheck | _Watched | None,
 ) -> tuple[jax.Array, int | None]:
     for held in (entering, returning):
-        if held is not None and along.name in held.axes:
+        if isinstance(held, ReplicaCheck) and along.name in held.axes:
             raise XshardError(
                 f"check_replicated along {along.name!r}, which is a batch of vmap",
                 text=held.text,

@@ -6,6 +6,7 @@ Written for 0.10; the only file to change for a release that differs. Knows no p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -52,12 +53,56 @@ def linear_primitive(
     abstract_eval: type of the array -> type of the result, and effects. transpose: the cotangent's map.
     batch: the array, its batch dim or None, the batch -> the result and its batch dim.
     """
-    made = Primitive(name)
-    made.def_impl(run)
-    made.def_effectful_abstract_eval(abstract_eval)
+    made = _primitive(name, run, abstract_eval, batch, on_platforms or {})
 
     def transposed(cotangent: jax.Array, _: object, **params: object) -> list[jax.Array]:
         return [transpose(cotangent, **params)]
+
+    ad.deflinear2(made, transposed)
+    jet.deflinear(made)
+    return made.bind
+
+
+def bilinear_primitive(
+    name: str,
+    *,
+    run: Callable[..., jax.Array],
+    abstract_eval: Callable[..., Any],
+    transposes: tuple[Callable[..., jax.Array], Callable[..., jax.Array]],
+    batch: Callable[..., tuple[jax.Array, int | None]],
+) -> Callable[..., jax.Array]:
+    """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
+
+    Where it is differentiated, the value is made by the operations of `run`, for which policies of
+    `jax.checkpoint` look. transposes: cotangent, type of one array, the other array -> cotangent of the one.
+    """
+    made = _primitive(name, run, abstract_eval, batch, {})
+
+    def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
+        pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
+        terms = [made.bind(*pair, **params) for pair, tangent in pairs if type(tangent) is not ad.Zero]
+        return run(*primals, **params), reduce(ad.add_tangents, terms)
+
+    ad.defbilinear(
+        made,
+        lambda cotangent, x, y, **params: transposes[0](cotangent, x.aval, y, **params),
+        lambda cotangent, x, y, **params: transposes[1](cotangent, y.aval, x, **params),
+    )
+    ad.primitive_jvps[made] = jvp
+    jet.jet_rules[made] = partial(jet._bilinear_taylor_rule, made)
+    return made.bind
+
+
+def _primitive(
+    name: str,
+    run: Callable[..., jax.Array],
+    abstract_eval: Callable[..., Any],
+    batch: Callable[..., tuple[jax.Array, int | None]],
+    on_platforms: Mapping[str, Callable[..., jax.Array]],
+) -> Primitive:
+    made = Primitive(name)
+    made.def_impl(run)
+    made.def_effectful_abstract_eval(abstract_eval)
 
     def batched(axis_data: Any, arrays: Any, dims: Any, **params: object) -> tuple[jax.Array, int | None]:
         # A batch that `spmd_axis_name` spreads is whole to its type, where the axes are Explicit.
@@ -67,13 +112,11 @@ def linear_primitive(
         cut = axis_data.explicit_mesh_axis or spread
         return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, cut), **params)
 
-    ad.deflinear2(made, transposed)
-    jet.deflinear(made)
     batching.fancy_primitive_batchers[made] = batched
     mlir.register_lowering(made, mlir.lower_fun(run, multiple_results=False))
-    for platform, runs_there in (on_platforms or {}).items():
+    for platform, runs_there in on_platforms.items():
         mlir.register_lowering(made, mlir.lower_fun(runs_there, multiple_results=False), platform=platform)
-    return made.bind
+    return made
 
 
 def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:

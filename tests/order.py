@@ -29,6 +29,7 @@ LONGEST = (
     "interop/test_processes.py",
     "torch_bridge/test_hygiene.py",
     "testing/test_equivalence.py",
+    "testing/test_invariance.py",
     "torch_bridge/test_nn.py",
     "documents/test_context.py",
     "runtimes/test_calibrate.py",

@@ -15,8 +15,10 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_constant
 
 from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
@@ -24,10 +26,14 @@ from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.eager import redistribute_eagerly
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower, lower_traced
+from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.planning import plan_of, require_mesh
 from xshard import Mesh, Plan, PlanError, XshardError
 from xshard.plans.expression import Expression, sides
+
+if not hasattr(device_mesh, "_register_distributed_opaque_types"):  # before torch 2.13
+    register_constant(DeviceMesh)  # which Dynamo else takes for no argument of a function that it records
 
 # A mesh in a form that Dynamo accepts as a constant and compares at every call.
 ConstantMesh = DeviceMesh | tuple[tuple[str, ...], tuple[int, ...]]
@@ -155,7 +161,9 @@ def traced_executable(
             processes = process_mesh(mesh)
             if whole is not None:
                 whole = tuple(lengths[d] if d in free else n for d, n in enumerate(whole))
-            plan, processes = plan_of(request, processes, lengths, travels.forward, whole, profile)
+            plan, processes = plan_of(
+                request, processes, lengths, travels.forward, whole, machine(profile, x.device)
+            )
             executable = lower(plan, processes, x.device).casting(x.dtype, travels.backward)
             plans = _plans(executable, differentiated)
         names = plan.source.layout.names

@@ -6,8 +6,7 @@ of them do is decided in `lower.buckets`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import Redistribute
@@ -30,16 +29,17 @@ from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.planning import executable_for
-from xshard import PlanError, Profile, XshardError
-from xshard.errors import with_path
+from xshard import PlanError, Profile, Rules
+from xshard.errors import located
 from xshard.plans.expression import Expression, sides
 from xshard.replicas import are_checked
+from xshard.rules import leaf_name, place_of
 
 T = TypeVar("T")
 
 
 class Leaf(NamedTuple):
-    """A tensor of the tree with what is asked for it; its name is its place, as in `tensors['w']`."""
+    """A tensor of the tree with what is asked for it; its name as errors have it."""
 
     name: str
     x: Tensor
@@ -73,11 +73,12 @@ def redistribute_many(
     them, forward and backward; every result and gradient equals that of `redistribute` alone. The result
     has the structure of `tensors`.
 
-    expressions: one for all, or a list or dict with one for each, nested like `tensors`; one in the place of
-    a branch is for all of it. shapes: the global shapes, likewise, where blocks differ in size. mesh: of all
-    tensors but DTensors, which bring theirs. bucket_bytes: about how much a device sends together; the
-    default is all, which needs memory for a second copy. profile, comm_dtype, debug: as in `redistribute`.
-    check_replicated: likewise; each tensor then travels alone, as DTensors do that need a gradient.
+    expressions: one for all, `xshard.Rules` over the names of tensors (`"layers.*.weight"`), or a list or
+    dict nested like `tensors` with either in the place of a branch; a plain dict is no rules. shapes: the
+    global shapes, likewise, where blocks differ in size. mesh: of all tensors but DTensors, which bring
+    theirs. bucket_bytes: about how much a device sends together; the default is all, which needs memory for a
+    second copy. profile, comm_dtype, debug: as in `redistribute`. check_replicated: likewise; each tensor
+    then travels alone, as DTensors do that need a gradient.
 
     Raises as `redistribute` does, before anything is sent, with the name of the tensor; PlanError where the
     other trees have other branches than `tensors`.
@@ -105,42 +106,49 @@ def redistribute_many(
     together = _joint(leaves, mesh, **options)
     if are_checked(check_replicated):
         together = {}
-    found: dict[str, Any] = {}
+    found: dict[int, Any] = {}
     for differentiated in (False, True):
         # Tensors without a gradient are apart: nothing is sent back for them.
-        some = {name: part for name, part in together.items() if _records(part.block) == differentiated}
+        some = {i: part for i, part in together.items() if _records(part.block) == differentiated}
         if some:
             joint = BucketedExecutable(tuple(part.executable for part in some.values()), bucket_bytes)
             results = Redistribute.apply(joint, *(part.block for part in some.values()))
-            found |= {name: some[name].finish(y) for name, y in zip(some, results, strict=True)}
-    for leaf in leaves:
-        if leaf.name not in found:
+            found |= {i: some[i].finish(y) for i, y in zip(some, results, strict=True)}
+    for i, leaf in enumerate(leaves):
+        if i not in found:
             call = leaf.x, leaf.expression, _mesh_of(leaf, mesh), leaf.shape, profile, comm_dtype
-            with _named(leaf):
-                found[leaf.name] = redistribute_eagerly(*call, False, False, check_replicated, leaf.name)
-    return tree_unflatten([found[leaf.name] for leaf in leaves], structure)
+            with located(leaf.name):
+                found[i] = redistribute_eagerly(*call, False, False, check_replicated, leaf.name)
+    return tree_unflatten([found[i] for i in range(len(leaves))], structure)
 
 
 def _leaves(tensors: Any, expressions: Any, shapes: Any) -> list[Leaf]:
     """The tensors in their order. Raises PlanError for trees that differ, XshardError for other leaves."""
     each = zip(
-        tree_flatten_with_path(tensors)[0],
+        _named(tensors),
         _of_each("expressions", expressions, tensors),
         _of_each("shapes", shapes, tensors),
         strict=True,
     )
-    names = ((f"tensors{keystr(path)}", x, expression, shape) for (path, x), expression, shape in each)
-    return [Leaf(name, as_tensor(x, name), expression, shape) for name, x, expression, shape in names]
+    return [
+        Leaf(place_of(name), as_tensor(x, place_of(name) or "x"), expression, shape)
+        for (name, x), expression, shape in each
+    ]
 
 
-def _joint(leaves: list[Leaf], mesh: MeshLike | None, **options: Any) -> dict[str, Joint]:
-    """What may travel together, by name; every tensor is checked, so that errors come before messages."""
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf of a tree by its name."""
+    return [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
+
+
+def _joint(leaves: list[Leaf], mesh: MeshLike | None, **options: Any) -> dict[int, Joint]:
+    """What may travel together, by place; every tensor is checked, so that errors come before messages."""
     found = {}
-    for leaf in leaves:
-        with _named(leaf):
+    for i, leaf in enumerate(leaves):
+        with located(leaf.name):
             part = _prepared(leaf, mesh, **options)
         if part is not None:
-            found[leaf.name] = part
+            found[i] = part
     return found
 
 
@@ -173,17 +181,6 @@ def _mesh_of(leaf: Leaf, mesh: MeshLike | None) -> MeshLike | None:
     return None if isinstance(leaf.x, DTensor) else mesh
 
 
-@contextmanager
-def _named(leaf: Leaf) -> Iterator[None]:
-    """Errors that are raised inside begin with the name of the tensor."""
-    try:
-        yield
-    except XshardError as error:
-        if error.reason.startswith(leaf.name):
-            raise
-        raise with_path(error, leaf.name) from error.__cause__
-
-
 def _compare(tensors: Any, expressions: Any, shapes: Any, mesh: MeshLike | None, **options: Any) -> None:
     """Raise on all ranks of the mesh unless all of them are about to move the same tensors, and can."""
     meshes = [x.device_mesh for x in tree_leaves(tensors) if isinstance(x, DTensor)]
@@ -199,12 +196,19 @@ def _compare(tensors: Any, expressions: Any, shapes: Any, mesh: MeshLike | None,
     if dist.get_rank() in ranks:
         compare_ranks(ranks, "redistribute_many", facts)
         for leaf in found:
-            with _named(leaf):
+            with located(leaf.name):
                 compare_calls(leaf.x, leaf.expression, _mesh_of(leaf, mesh), leaf.shape, **options)
 
 
 def _of_each(what: str, given: Any, tree: Any, at: str = "") -> list[Any]:
-    """One value for each tensor of a tree, given as one for all or as a tree with the same branches."""
+    """One value for each tensor of a tree, given as one for all, by rules, or in a tree of the same branches.
+
+    Rules in the place of a branch have names that begin there.
+    """
+    if isinstance(given, Rules):
+        names = [name for name, _ in _named(tree)]
+        found = given.match(names)
+        return [found[name] for name in names]
     if not isinstance(tree, Mapping | list | tuple):
         return [given] * len(tree_leaves(tree))
     parts, by_key = dict(tree if isinstance(tree, Mapping) else enumerate(tree)), isinstance(tree, Mapping)

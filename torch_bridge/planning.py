@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_bridge.comm_dtype import CommDtype, CommDtypeLike, comm_dtype_of
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     ProcessMesh,
@@ -32,6 +33,7 @@ from torch_bridge.mesh.process_mesh import (
 )
 from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.arguments import lengths_of
+from xshard.cost.machine import asked_for
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import Expression, as_expression, check_block, sides, whole_shape
 
@@ -63,7 +65,7 @@ def executable_for(
         x.dtype,
         x.device,
         None if shape is None else lengths_of(shape),
-        profile,
+        asked_for(profile),
         None if comm_dtype is None else comm_dtype_of(comm_dtype, x.dtype),
         dist.group.WORLD,
     )
@@ -98,7 +100,8 @@ def executable_of(
     processes = process_mesh(require_mesh(mesh))
     check_device(device)
     travels = comm_dtype or CommDtype(dtype, dtype)
-    plan, processes = plan_of(expression, processes, tuple(local_shape), travels.forward, shape, profile)
+    found = machine(profile, device)
+    plan, processes = plan_of(expression, processes, tuple(local_shape), travels.forward, shape, found)
     return lower(plan, processes, device).casting(dtype, travels.backward)
 
 
@@ -178,7 +181,7 @@ def plan_between(
         src_devices=ranks_of(src_mesh),
         dst_devices=ranks_of(dst_mesh),
         relabel=relabel,
-        profile=profile,
+        profile=machine(profile),
     )
 
 

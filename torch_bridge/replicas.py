@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch_bridge.dtensor.placements import from_placements
 from torch_bridge.lower.collectives import FOUR_BITS, Collective
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.process_mesh import ProcessMesh, dtensor_mesh, mesh_of_ranks, process_mesh, takes_part
-from xshard import Mesh, Plan, Sharding, dtypes
+from xshard import Mesh, Plan, Sharding, dtypes, replicas
 from xshard.replicas import ReplicaCheck
 
 
@@ -136,7 +137,9 @@ def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Ten
     return Collective("all_reduce", processes.group(axes), n, n, "max").run(values.reshape(-1), values.shape)
 
 
-def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Comparison | None:
+def _comparison(check: ReplicaCheck, processes: ProcessMesh) -> Callable[[Tensor], object] | None:
+    if replicas.WATCH is not None:
+        return partial(replicas.WATCH(check), dist.get_rank())
     return Comparison(check, processes.ranks, processes, processes) if check.axes else None
 
 

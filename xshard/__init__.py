@@ -3,6 +3,7 @@
 from xshard import reference
 from xshard.contractions import einsum_type
 from xshard.contractions.plan import ContractionPlan
+from xshard.cost.machine import use_profile
 from xshard.cost.model import Link, Profile, ProfileError, load_profile
 from xshard.errors import (
     DtypeError,
@@ -55,4 +56,5 @@ __all__ = [
     "plan",
     "reference",
     "show",
+    "use_profile",
 ]

@@ -7,6 +7,8 @@ part at fault, and a way to put it right. Knows nothing of layouts or plans.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 Span = tuple[int, int]
@@ -59,6 +61,17 @@ def with_path(error: _E, path: str) -> _E:
     """The same error, its reason after the place where it arose, as `layers.0: ...`; "" for no place."""
     reason = f"{path}: {error.reason}" if path else error.reason
     return type(error)(reason, text=error.text, span=error.span, hint=error.hint)
+
+
+@contextmanager
+def located(path: str) -> Iterator[None]:
+    """Errors that are raised inside begin with a place, once."""
+    try:
+        yield
+    except XshardError as error:
+        if error.reason.startswith(path):
+            raise
+        raise with_path(error, path) from error.__cause__
 
 
 class NotationError(XshardError):

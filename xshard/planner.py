@@ -17,6 +17,7 @@ from xshard.contractions.expression import contraction, is_contraction, shapes_o
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.solve import ContractionRequest, find_contraction
+from xshard.cost.machine import without_devices
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
@@ -86,7 +87,8 @@ def plan(
     contracted, and a reduce-scatter while its addends are (`contractions.ring`): "never", "auto", where it
     is predicted to save a tenth of the seconds, or "always", where it can be.
 
-    dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for.
+    dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for: a name that is
+    shipped, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto", see `xshard.use_profile`.
     memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".
     objective: "forward", the default for a move, plans the move; its gradient is planned on its own when it
     is asked for. "forward+backward", the default for a contraction, plans both now: `cost` is the seconds of
@@ -115,7 +117,7 @@ def plan(
     >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
     'transfer, 3 messages'
     """
-    expression = as_expression(expression)
+    expression, profile = as_expression(expression), without_devices(profile)
     for given in (mesh, src_mesh, dst_mesh):
         if given is not None:
             check_mesh(given)

@@ -7,8 +7,8 @@ the differences of all devices; the verdict is computed here, the same on every 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,6 +21,10 @@ from xshard.notation.parser import ARROW
 
 # True if calls without `check_replicated=` compare replicas.
 ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
+
+# Set by `xshard.testing`: given each check that calls make, it returns what is told the number of a device of
+# the whole mesh and its block, where otherwise blocks are compared.
+WATCH: Callable[[ReplicaCheck], Callable[[int, Any], object]] | None = None
 
 
 class ReplicaError(XshardError):
@@ -96,5 +100,5 @@ class ReplicaCheck(NamedTuple):
 
 
 def are_checked(asked: bool | None) -> bool:
-    """True if replicas are compared: as the call asks, else as the environment does."""
-    return ALWAYS if asked is None else asked
+    """True if replicas are compared: as the call asks, else as the environment does. Or they are watched."""
+    return WATCH is not None or (ALWAYS if asked is None else asked)

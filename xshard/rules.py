@@ -6,7 +6,7 @@ Decides which names a pattern fits, and which rule a name gets. Knows no tree, n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +29,9 @@ class Rules(Mapping[Pattern, Any]):
 
     Names have parts between dots, as in `model.layers.0.mlp.up_proj.weight`. In a pattern `*` stands for one
     part or a piece of one, `**` for any number of whole parts, none too, `{a,b}` for either, and `|` stands
-    between whole patterns; a compiled regular expression fits whole names. Wherever rules are asked for, a
-    plain dict does.
+    between whole patterns; a compiled regular expression fits whole names. Leaves of trees are called as in
+    `model.state_dict()`: keys, attributes and indices, with dots between them.
+    Where rules are asked for, a plain dict does; where expressions are, a dict is a tree of them.
     Raises NotationError for a pattern or a layout that is malformed.
 
     >>> rules = Rules({"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."})
@@ -115,6 +116,17 @@ class Rules(Mapping[Pattern, Any]):
                 reasons.append(f"rule '{text_of(pattern)}' fits no {what}")
                 hints.append(f"the {what}s are: {_listed(names)}")
         return XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
+
+
+def leaf_name(path: Iterable[Any]) -> str:
+    """The name of a leaf of a tree: the keys on the way to it, of JAX or torch, with dots between them."""
+    named = ("key", "idx", "name")
+    return ".".join(str(next((getattr(k, a) for a in named if hasattr(k, a)), k)) for k in path)
+
+
+def place_of(name: str) -> str:
+    """How errors begin that are about a leaf; a tree that is one leaf has no place in it."""
+    return f"leaf '{name}'" if name else ""
 
 
 def text_of(pattern: Pattern) -> str:

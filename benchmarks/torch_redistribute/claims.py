@@ -19,23 +19,7 @@ def judge(
     host: Sequence[Row], ends: Sequence[Row], memory: Sequence[Row], packs: Sequence[Row]
 ) -> tuple[Claim, ...]:
     """Every claim, in order."""
-    ours = [row for row in host if "xshard" in row]
-    beside = [row for row in ours if "DTensor" in row]
-    on_gpu = bool(packs) and packs[0]["device"] == "cuda"
-    found = [
-        worst(
-            "host time of a forward call, us", [(r["move"], r["xshard"]["forward_s"] * 1e6) for r in ours], 60
-        ),
-        worst(
-            "host time with the gradient, us", [(r["move"], r["xshard"]["both_s"] * 1e6) for r in ours], 200
-        ),
-        mean(
-            "DTensor's host time / ours, forward: geometric mean",
-            [(r["move"], r["DTensor"]["forward_s"] / r["xshard"]["forward_s"]) for r in beside],
-            2.0,
-            at_least=True,
-        ),
-    ]
+    found = [*host_times(host)]
     for way, least in (("DTensor", 2.0), ("by hand", LEAST)):
         faster = [(_label(row), row["faster_than"][way]) for row in ends if way in row["faster_than"]]
         found.append(mean(f"run time, {way} / ours: geometric mean", faster, least, at_least=True))
@@ -52,20 +36,41 @@ def judge(
             [(r["move"], r["extra_bytes"]) for r in memory if not r["needs_packing"]],
             0.0,
         ),
-        worst(
-            f"time to pack / to copy as many bytes, {'GPU' if on_gpu else 'CPU'}",
-            [(_packed(row), row["slower_than_copy"]) for row in packs],
-            1 / 0.85 if on_gpu else 1.3,
-        ),
-        worst(
-            "the same, to copy them in a quarter of a row each",
-            [(_packed(row), row["slower_than_copy_of_pieces"]) for row in packs],
-            1 / 0.85 if on_gpu else 1.3,
-        ),
+        *packing(packs),
     )
 
 
-def _packed(row: Row) -> str:
+def host_times(host: Sequence[Row]) -> tuple[Claim, ...]:
+    """What a cached call costs the host."""
+    ours = [row for row in host if "xshard" in row]
+    beside = [row for row in ours if "DTensor" in row]
+    forward, both = (
+        [(row["move"], row["xshard"][key] * 1e6) for row in ours] for key in ("forward_s", "both_s")
+    )
+    ratios = [(row["move"], row["DTensor"]["forward_s"] / row["xshard"]["forward_s"]) for row in beside]
+    return (
+        worst("host time of a forward call, us", forward, 60),
+        worst("host time with the gradient, us", both, 200),
+        mean("DTensor's host time / ours, forward: geometric mean", ratios, 2.0, at_least=True),
+    )
+
+
+def packing(packs: Sequence[Row]) -> tuple[Claim, ...]:
+    """What it takes to pack blocks, beside copies of as many bytes."""
+    on_gpu = bool(packs) and packs[0]["device"] == "cuda"
+    limit = 1 / 0.85 if on_gpu else 1.3
+    whole, pieces = (
+        [(packed_label(row), row[key]) for row in packs]
+        for key in ("slower_than_copy", "slower_than_copy_of_pieces")
+    )
+    return (
+        worst(f"time to pack / to copy as many bytes, {'GPU' if on_gpu else 'CPU'}", whole, limit),
+        worst("the same, to copy them in a quarter of a row each", pieces, limit),
+    )
+
+
+def packed_label(row: Row) -> str:
+    """What a row of packing is of."""
     return f"{row['move']}, {row['what']} of {format_bytes(row['block_bytes'])}"
 
 

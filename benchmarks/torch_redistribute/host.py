@@ -49,22 +49,22 @@ MOVES = {
 
 
 @contextmanager
-def nobody() -> Iterator[DeviceMesh]:
+def nobody(device: str = "cpu") -> Iterator[DeviceMesh]:
     """A mesh of processes that do not exist, on a fake process group."""
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",))
+        yield init_device_mesh(device, (RANKS,), mesh_dim_names=("a",))
     finally:
         dist.destroy_process_group()
 
 
-def call_times(rounds: int) -> list[dict[str, Any]]:
+def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
     """Seconds per cached call of every kind of step, beside DTensor and torch's own all-gather."""
     rows = []
-    with nobody() as mesh:
+    with nobody(device) as mesh:
         for name, text in MOVES.items():
             src, dst = xs.parse_expression(text)
-            block = torch.ones(xs.Sharding(src, MESH, (16, 8)).local_shape(1))
+            block = torch.ones(xs.Sharding(src, MESH, (16, 8)).local_shape(1), device=device)
             row: dict[str, Any] = {"move": name, "expression": text}
             row["xshard"] = _both(lambda x, text=text: xt.redistribute(x, text, mesh), block, rounds)
             try:
@@ -73,7 +73,7 @@ def call_times(rounds: int) -> list[dict[str, Any]]:
             except (xs.PlanError, NotImplementedError, RuntimeError):
                 pass  # DTensor has no placements for halos, zigzag, and partial sums made from replicas
             rows.append(row)
-        out, block = torch.empty(16, 8), torch.ones(4, 8)
+        out, block = torch.empty(16, 8, device=device), torch.ones(4, 8, device=device)
         rows.append(
             {
                 "move": "dist.all_gather_single",

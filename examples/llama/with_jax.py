@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jax_bridge import to_named_sharding
+import jax_bridge as xj
 from jax_bridge.testing import hlo
 from llama.data import LEARNING_RATE, Run, initial_weights, windows
 from llama.layouts import Scheme
@@ -18,19 +17,20 @@ Weights = dict[str, jax.Array]
 def train(scheme: Scheme, steps: int) -> Run:
     """One training run. What is received is counted before XLA joins collectives."""
     mesh, n = jax.make_mesh(scheme.mesh.sizes, scheme.mesh.axes), scheme.mesh.n_devices
+    stored = {name: scheme.stored(name) for name in initial_weights()}
 
-    def place(array: ArrayLike, layout: str) -> jax.Array:
-        return jax.device_put(array, to_named_sharding(layout, mesh))
+    def local_loss(w: Weights, characters: jax.Array, following: jax.Array) -> jax.Array:
+        return Llama(w, scheme).loss(characters, following)
+
+    loss_of = xj.shard_map(local_loss, mesh, ((stored, scheme.tokens, scheme.tokens), "()"))
 
     def step(w: Weights, characters: jax.Array, following: jax.Array) -> tuple[Weights, Weights, jax.Array]:
-        loss, gradients = jax.value_and_grad(lambda w: Llama(w, scheme).loss(characters, following))(w)
+        loss, gradients = jax.value_and_grad(loss_of)(w, characters, following)
         return jax.tree.map(lambda w, g: w - LEARNING_RATE * g, w, gradients), gradients, loss
 
-    weights = {name: place(value, scheme.stored(name)) for name, value in initial_weights().items()}
-    specs = {name: weight.sharding.spec for name, weight in weights.items()}
-    on_devices = jax.jit(jax.shard_map(step, mesh=mesh, out_specs=(specs, specs, jax.P())))
-    tokens = [[place(array, scheme.tokens) for array in window] for window in windows(steps)]
-    lowered = on_devices.lower(weights, *tokens[0])
+    weights = xj.place(initial_weights(), stored, mesh)
+    tokens = [xj.place(window, scheme.tokens, mesh) for window in windows(steps)]
+    lowered = jax.jit(step).lower(weights, *tokens[0])
     program, compiled, losses = lowered.as_text("hlo"), lowered.compile(), []
     for characters, following in tokens:
         weights, gradients, loss = compiled(weights, characters, following)

@@ -32,6 +32,7 @@ from jax_bridge.einsum import (
 )
 from jax_bridge.keys import are_keys
 from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
+from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
 from xshard import ContractionPlan, DtypeError, Profile
 from xshard.contractions.blocks import Shapes, check_operands
@@ -90,7 +91,7 @@ def einsum(
     mesh = mesh_of(arrays, [text] * len(arrays)) if mesh is None else jax_mesh(mesh)
     here = mesh_here(mesh, text)
     check_shapes(shapes or found, found, text)
-    program = _program(expression, here, found, dtype, profile, overlap, product)
+    program = _program(expression, here, found, dtype, machine(profile, here), overlap, product)
     for x, move, source in zip(arrays, program.plan.moves, program.sources, strict=True):
         check_sharding(x, move.src, text, source.spec, mesh)
         check_order(x, move.source, text)

@@ -43,19 +43,25 @@ def check_sharding(
     x: jax.Array, src: Layout, text: str, spec: PartitionSpec, mesh: Mesh, donate: bool = False
 ) -> None:
     """Raise if the array is known to be sharded differently from the left side."""
+    if donate and isinstance(x, Tracer):
+        raise XshardError(
+            "a traced array cannot be donated",
+            text=text,
+            hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
+        )
+    if (found := found_elsewhere(x, text, spec, mesh)) is not None:
+        raise ShapeError(f"the array is not sharded as '{src}' says", text=text, hint=f"it has {found}")
+
+
+def found_elsewhere(x: jax.Array, text: str, spec: PartitionSpec, mesh: Mesh) -> Sharding | None:
+    """The sharding of an array that is known to have another one; None if it has this, or may have."""
     if isinstance(x, Tracer):
-        if donate:
-            raise XshardError(
-                "a traced array cannot be donated",
-                text=text,
-                hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
-            )
         found = jax.typeof(x).sharding
         if found.mesh.empty or any(kind != AxisType.Explicit for kind in found.mesh.axis_types):
-            return
+            return None
         source = NamedSharding(found.mesh, spec, memory_kind=found.memory_kind)
     elif not x.committed:
-        return
+        return None
     elif isinstance(mesh, AbstractMesh):
         raise MeshError(
             "the array is on devices, the mesh given has none",
@@ -64,8 +70,13 @@ def check_sharding(
         )
     else:
         found, source = x.sharding, NamedSharding(mesh, spec)
-    if not are_the_same(found, source, x.ndim):
-        raise ShapeError(f"the array is not sharded as '{src}' says", text=text, hint=f"it has {found}")
+    return None if are_the_same(found, source, x.ndim) else found
+
+
+def is_on(x: jax.Array, mesh: Mesh) -> bool:
+    """True for an array that is cut over the mesh."""
+    own = _own_mesh(x)
+    return own is not None and _are_one(own, mesh)
 
 
 def are_the_same(found: Sharding, source: NamedSharding, ndim: int) -> bool:
@@ -99,7 +110,9 @@ def mesh_of(leaves: Sequence[jax.Array], texts: Sequence[str]) -> Mesh:
         return found
     if not (context := jax.sharding.get_abstract_mesh()).empty:
         return context
-    raise MeshError("JAX does not say on which mesh the array is", text=texts[0], hint="pass mesh=")
+    raise MeshError(
+        "JAX does not say on which mesh the array is", text=texts[0] if texts else None, hint="pass mesh="
+    )
 
 
 def _are_one(a: Mesh, b: Mesh) -> bool:

@@ -10,12 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from numpy.typing import NDArray
 
 from jax_bridge.planning import AnyMesh, xshard_mesh
 from xshard import Layout, MeshError, ShapeError, Sharding
 from xshard.environment import is_on
+from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
 
 STRICT = is_on("XSHARD_DEBUG")  # an order of which nothing is known is refused, too
@@ -50,12 +53,17 @@ def remember(array: Any, stored: Sharding) -> Any:
     return array
 
 
+def order_of(array: Any) -> Sharding | None:
+    """What is known of the order of the rows."""
+    return None if isinstance(array, Tracer) else getattr(array, _RECORD, None)
+
+
 def check_order(array: Any, source: Sharding, text: str) -> None:
     """Raise ShapeError if the rows of an array are in another order than its source says.
 
     Without a record the source is believed; if XSHARD_DEBUG is on, it is only where rows are contiguous.
     """
-    known: Sharding | None = getattr(array, _RECORD, None)
+    known = order_of(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
         return
     if (() if known is None else _orders(known)) == _orders(source):
@@ -66,6 +74,12 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
         reason = f"the rows of the array are stored as '{known.layout}'"
     say = f"stored_as(array, '{source.layout}')"
     raise ShapeError(reason, text=text, hint=f"write their order on the left, or say what it is: {say}")
+
+
+def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
+    """The rows of a dim, device by device; None if that is their own order."""
+    rows = np.concatenate([row_numbers(owned) for owned in array.owners(dim)])
+    return None if np.array_equal(rows, np.arange(array.shape[dim])) else rows
 
 
 @lru_cache(maxsize=4096)

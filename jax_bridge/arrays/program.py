@@ -20,6 +20,7 @@ from jax_bridge.arrays.given import check_given_mesh, free_mesh
 from jax_bridge.arrays.primitive import Mesh, ends, move
 from jax_bridge.planning import check_given
 from xshard import Plan, Profile, ShapeError, Sharding, planner
+from xshard.errors import located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides
@@ -44,14 +45,16 @@ def make_program(
     dtypes: tuple[np.dtype, ...],
     donate: bool,
     profile: str | Path | Profile,
+    places: tuple[str, ...] = (),
 ) -> Program:
-    """The program for one array per expression. Raises as `reshard` does."""
+    """The program for one array per expression. Raises as `reshard` does, at the place of the array."""
     plans, shardings = [], []
     for i, (expression, shape, dtype) in enumerate(zip(expressions, shapes, dtypes, strict=True), 1):
         text = sides(expression).text
-        plan = _plan_for_whole(expression, text, mesh, shape, dtype.name, profile)
-        plans.append(plan)
-        shardings.append(_ends(plan, text, mesh))
+        with located(places[i - 1] if places else ""):
+            plan = _plan_for_whole(expression, text, mesh, shape, dtype.name, profile)
+            plans.append(plan)
+            shardings.append(_ends(plan, text, mesh))
         LOG.info(
             "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device",
             *(i, len(expressions), text, dtype.name, list(shape)),

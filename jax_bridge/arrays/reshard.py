@@ -19,12 +19,15 @@ import jax
 from jax.core import Tracer
 
 from jax_bridge.arrays.given import brought, check_sharding, mesh_here, mesh_of
+from jax_bridge.arrays.leaves import of_each
 from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import Program, make_program
 from jax_bridge.keys import are_keys, as_words
+from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call
-from xshard import Layout, Plan, Profile, XshardError
+from xshard import Layout, Plan, Profile
+from xshard.errors import located
 from xshard.plans.expression import Expression, Sides
 
 
@@ -39,7 +42,8 @@ def reshard(
     """Global arrays under the left layout -> the same arrays under the right one, differentiable.
 
     arrays: one, or a pytree moved by one program. expression: `"layout -> layout"`, a pair of layouts, or a
-    plan; for a pytree one for all, or a pytree prefix with one for each. mesh: by default the arrays' own.
+    plan; for a pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix with either in
+    the place of a branch (a dict is a pytree, no rules). mesh: by default the arrays' own.
     A committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
     tracer on Auto axes, a numpy array) there. If the array is known to be stored in another order (it comes
     from here, or `stored_as` says so), it is refused; what JAX made is believed, unless XSHARD_DEBUG is on.
@@ -58,25 +62,28 @@ def reshard(
     >>> moved["b"].sharding.spec
     P(None, None)
     """
-    given, tree = jax.tree.flatten(arrays)
-    expressions = _expressions(expression, arrays, len(given))
+    given = of_each(expression, arrays, _is_expression)
     if not given:
         return arrays
-    parsed = tuple(map(parse_call, given, expressions))
-    entries = [_entry(x, e, p) for x, e, p in zip(given, expressions, parsed, strict=True)]
+    places, parsed, entries = tuple(leaf.place for leaf in given), [], []
+    for leaf in given:
+        with located(leaf.place):
+            parsed.append(parse_call(leaf.x, leaf.said))
+            entries.append(_entry(leaf.x, leaf.said, parsed[-1]))
     leaves, moves = [entry.x for entry in entries], tuple(entry.move for entry in entries)
     mesh = mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
     shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     here = mesh_here(mesh, parsed[0].text)
-    program = make_program(moves, here, shapes, dtypes, donate, profile)
+    program = make_program(moves, here, shapes, dtypes, donate, machine(profile, here), places)
     checked = zip(leaves, given, parsed, program.plans, program.sources, strict=True)
-    for x, array, p, plan, source in checked:
-        check_sharding(x, p.src, p.text, source.spec, mesh, donate)
-        check_order(array, plan.source, p.text)
+    for x, leaf, p, plan, source in checked:
+        with located(leaf.place):
+            check_sharding(x, p.src, p.text, source.spec, mesh, donate)
+            check_order(leaf.x, plan.source, p.text)
     leaves = [brought(x, at, here is not mesh) for x, at in zip(leaves, program.sources, strict=True)]
     moved = zip(_run(program, leaves, donate), entries, program.plans, strict=True)
     results = ((y if entry.back is None else entry.back(y), plan) for y, entry, plan in moved)
-    return jax.tree.unflatten(tree, [remember(y, plan.target) for y, plan in results])
+    return jax.tree.unflatten(jax.tree.structure(arrays), [remember(y, plan.target) for y, plan in results])
 
 
 class _Entry(NamedTuple):
@@ -103,20 +110,6 @@ def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[ja
             if not x.is_deleted():
                 x.delete()
     return results
-
-
-def _expressions(expression: Any, arrays: Any, n: int) -> tuple[Expression, ...]:
-    """The expression of every leaf."""
-    if _is_expression(expression):
-        return (expression,) * n
-    try:
-        found = jax.tree.broadcast(expression, arrays, is_leaf=_is_expression)
-    except ValueError as error:
-        raise XshardError(
-            f"the expressions do not fit the arrays: {error}",
-            hint="pass one for all arrays, or a pytree prefix of the arrays with one for each",
-        ) from None
-    return tuple(jax.tree.leaves(found, is_leaf=_is_expression))
 
 
 def _is_expression(value: Any) -> bool:

@@ -7,9 +7,9 @@ one device's function, and what types its outputs must have.
 from __future__ import annotations
 
 import pickle
-import re
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh as JaxMesh
+from jax.sharding import PartitionSpec as P
 
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import lead, local, spec, stacked, unstacked
 from xshard import Sharding, XshardError, replicas
 from xshard.runtimes.processes import FunctionError
+from xshard.testing.differences import Derivatives, derivatives
+from xshard.testing.moves import Recorder, Seen
 from xshard.testing.question import Answer, Question, called, draw, named_outputs
 from xshard.testing.trees import StructureError, Tree, leaves, mapped, numbered
 
@@ -55,30 +58,53 @@ def answer(question: Question, _timeout_s: float) -> Answer:
         raise FunctionError(f"the JAX function failed{where}: {type(error).__name__}", hint=text) from None
 
 
-def replica_fault(question: Question, _timeout_s: float) -> str | None:
-    """The text of the ReplicaError of such a run, as `check_replicated=True` raises it, or None."""
-    before, replicas.ALWAYS = replicas.ALWAYS, True
+def seen(question: Question, timeout_s: float) -> list[Seen]:
+    """What the redistributions of such a run were given, and the cotangents of what they made."""
+    replicas.WATCH = recorder = Recorder()
     try:
-        with jax.enable_x64(question.wide):
-            _answer_blocks(question)
-    except Exception as error:  # of JAX, which has ours in its text
-        found = re.search(r"ReplicaError: (.+(?:\n  .+)*)", str(error))
-        return found and found[1]
+        answer(question, timeout_s)
     finally:
-        replicas.ALWAYS = before
-    return None
+        replicas.WATCH = None
+    return recorder.seen
 
 
 def _answer_whole(question: Question) -> Answer:
-    """On whole arrays, on one device."""
+    """On one device: of whole arrays, or of blocks on a mesh of ones."""
     program, inputs = _UserProgram(question), [jnp.asarray(blocks[0]) for blocks in question.inputs]
-    shapes = jax.eval_shape(program.outputs, *inputs)
+    shapes = jax.eval_shape(_on_one(question, program.outputs), *inputs)
     cotangents = [
         draw(i, y.shape, y.dtype) if jnp.issubdtype(y.dtype, jnp.inexact) else None
         for i, y in enumerate(shapes)
     ]
-    made = jax.jit(lambda *inputs: program.made(inputs, cotangents))(*inputs)
-    return program.assembled(*([(np.asarray(x),) for x in part] for part in made), cotangents=cotangents)
+    made = jax.jit(_on_one(question, lambda *inputs: program.made(inputs, cotangents)))(*inputs)
+    blocks = [[(np.asarray(x),) for x in part] for part in made]
+    found = program.assembled(*blocks, cotangents=cotangents)
+    return replace(found, derivatives=_derivatives(question, found)) if question.differences else found
+
+
+def _on_one(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the one device of a mesh of ones, where axes have names but nothing varies."""
+    mesh = question.mesh
+    if not mesh.axes:
+        return function
+    one = JaxMesh(np.array(jax.devices()[:1]).reshape(mesh.sizes), mesh.axes)
+    return jax.shard_map(function, mesh=one, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def _derivatives(question: Question, found: Answer) -> Derivatives:
+    program = _UserProgram(question)
+
+    def loss(*inputs: jax.Array) -> jax.Array:
+        outputs = dict(zip(found.outputs, program.outputs(*inputs), strict=True))
+        parts = (jnp.vdot(c, outputs[name]).real for name, (c,) in found.cotangents.items())
+        return sum(parts, jnp.zeros(()))
+
+    with jax.enable_x64(True):
+        run = jax.jit(_on_one(question, loss))
+        values = [block for (block,) in question.inputs]
+        return derivatives(
+            lambda blocks: float(run(*map(jnp.asarray, blocks))), values, found.gradients or {}
+        )
 
 
 def _answer_blocks(question: Question) -> Answer:

@@ -19,14 +19,16 @@ from jax_bridge.torch_interop.options import Options
 from jax_bridge.torch_interop.route import Profiles
 from jax_bridge.torch_interop.to_jax import prepare_to_jax
 from jax_bridge.torch_interop.to_torch import prepare_to_torch
-from jax_bridge.torch_interop.trees import Rules
 from xshard import Layout
 from xshard.plans.expression import Expression
+from xshard.rules import Pattern
+
+Given = Layout | Expression | Mapping[Pattern, Layout | Expression]
 
 
 def to_jax(
     x: Any,
-    layout: Layout | Expression | Rules,
+    layout: Given,
     mesh: JaxMesh,
     *,
     torch_mesh: TorchMesh | None = None,
@@ -41,8 +43,7 @@ def to_jax(
     x: the block of this process; a list with one block per device of the process, in mesh order; a DTensor;
     or a tree of these. All processes of the mesh call it.
     layout: of the blocks and the array; `"layout -> layout"` moves blocks from the first to the second. For a
-    tree: a dict from patterns of leaf names (`"layers.*.weight"`, or a compiled regular expression) to
-    layouts; the first match counts.
+    tree: an `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.weight"`) to layouts.
     In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
     torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`. A DTensor
     brings its own.
@@ -58,7 +59,7 @@ def to_jax(
     Has no gradient: `jax_bridge.torch_interop.from_jax` makes a differentiable function.
     Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
     jax_enable_x64), MeshError (for devices, kinds of devices or processes that differ), PlanError,
-    XshardError (for a copy that is not allowed, and leaves without a rule).
+    XshardError (for a copy that is not allowed, leaves without a rule, and rules without a leaf).
 
     >>> import torch
     >>> x = torch.arange(4.0)
@@ -83,7 +84,7 @@ def to_jax(
 
 def to_torch(
     array: Any,
-    layout: Layout | Expression | Rules,
+    layout: Given,
     mesh: TorchMesh | JaxMesh | None = None,
     *,
     dtensor: bool = False,

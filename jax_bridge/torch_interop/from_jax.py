@@ -7,9 +7,10 @@ for second derivatives, the pullback becomes another such function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -23,7 +24,8 @@ from jax_bridge.torch_interop.options import Options
 from jax_bridge.torch_interop.pullback import VjpProgram, as_layouts, broadcast_layouts, make_vjp_program
 from jax_bridge.torch_interop.to_jax import prepare_to_jax
 from jax_bridge.torch_interop.to_torch import prepare_to_torch
-from torch_bridge.dtensor.placements import as_dtensor, local_of
+from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.placements import local_of
 from xshard import Layout, MeshError
 
 Group = list[Tensor]  # one tensor for each device of this process
@@ -169,6 +171,23 @@ class Invocation:
         return made if isinstance(made, list) else [made]
 
 
+class ThreadSettings(NamedTuple):
+    """Settings of JAX that hold in one thread; autograd runs the backward pass of a GPU in one of its own."""
+
+    x64: bool
+    precision: str | None
+
+    @classmethod
+    def here(cls) -> ThreadSettings:
+        config: Any = jax.config
+        return cls(config.jax_enable_x64, config.jax_default_matmul_precision)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with jax.enable_x64(self.x64), jax.default_matmul_precision(self.precision):
+            yield
+
+
 class Apply(torch.autograd.Function):
     """`Apply.apply(invocation, *tensors)` -> the tensors of all outputs; where the derivatives meet."""
 
@@ -183,7 +202,7 @@ class Apply(torch.autograd.Function):
         # An argument that the function returns unchanged must not be the caller's own tensor.
         given = {x.data_ptr() for x in flat}
         groups = [[x.clone() if x.data_ptr() in given else x for x in group] for group in groups]
-        ctx.invocation = invocation
+        ctx.invocation, ctx.settings = invocation, ThreadSettings.here()
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
             watched = [x for i in program.borrowed(outputs, ctx.pull) for x in groups[i]]
@@ -195,6 +214,11 @@ class Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.settings.applied():
+            return Apply._pulled(ctx, *cotangents)
+
+    @staticmethod
+    def _pulled(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved, invocation = ctx.saved_tensors, ctx.invocation
         program, n = invocation.program, len(invocation.ends.local)
         given = _divided(cotangents, [n] * len(program.out_avals))

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import Ends, ends_of
-from jax_bridge.torch_interop.handover import layouts_of, named
+from jax_bridge.torch_interop.handover import named
 from jax_bridge.torch_interop.host_call import Flat, HostCall
 from jax_bridge.torch_interop.pullback import broadcast_layouts
 from xshard import Plan, XshardError, plan
-from xshard.plans.expression import Sides, whole_shape
+from xshard.plans.expression import Sides, sides_or_one, whole_shape
 from xshard.steps.base import without_tags
 
 
@@ -90,7 +90,7 @@ class TorchCall:
         for x in arrays:
             buffers.torch_dtype(x.dtype)  # refused here, if torch has none
         enters = tuple(
-            _plan(layouts_of(layout), ends, x.shape, x.dtype.name, enters=True)
+            _plan(sides_or_one(layout), ends, x.shape, x.dtype.name, enters=True)
             for layout, x in zip(broadcast_layouts(self.in_layouts, tree, "in_layouts"), arrays, strict=True)
         )
         trees: list[Any] = []
@@ -105,7 +105,7 @@ class TorchCall:
         for layout, block in zip(
             broadcast_layouts(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True
         ):
-            parsed = layouts_of(layout)
+            parsed = sides_or_one(layout)
             shape = whole_shape(parsed.src, ends.axes, block.shape, parsed.text)
             leaves.append(_plan(parsed, ends, shape, buffers.jax_name(block.dtype), enters=False))
 

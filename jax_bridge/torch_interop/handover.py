@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from jax.sharding import NamedSharding
 
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
+from jax_bridge.mesh.machine import machine as jax_machine
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
+from torch_bridge.mesh.machine import machine as torch_machine
 from xshard import Layout, ShapeError, Sharding
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors
-from xshard.plans.expression import Expression, Sides, sides, whole_shape
+from xshard.plans.expression import Expression, sides_or_one, whole_shape
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _arranged(
     *,
     to_jax: bool,
 ) -> Arrangement:
-    src, dst, text = layouts_of(layout)
+    src, dst, text = sides_or_one(layout)
     before, after = (ends.axes, ends.jax_axes) if to_jax else (ends.jax_axes, ends.axes)
     of_blocks, of_array = (src, dst) if to_jax else (dst, src)
     with mark_errors(text):
@@ -110,13 +112,7 @@ def _arranged(
     return Arrangement(src, text, blocks, array, stored, route)
 
 
-def layouts_of(layout: Layout | Expression) -> Sides:
-    """The sides of a hand-over: equal for one layout, under which blocks stay as they are."""
-    if isinstance(layout, str) and "->" not in layout:
-        layout = Layout.parse(layout)
-    return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
-
-
 def _by_side(profile: Profiles) -> tuple:
     """The profile of either side."""
-    return tuple(profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
+    given = (profile[side] if isinstance(profile, Mapping) else profile for side in SIDES)
+    return tuple(find(each) for find, each in zip((torch_machine, jax_machine), given, strict=True))

@@ -30,6 +30,7 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
     computation does. Keeps what is set up already, such as a process group of torch.
 
     local_devices: devices of JAX per process, on CPUs; on GPUs both frameworks use the one of LOCAL_RANK.
+    With `JAX_PLATFORMS=cpu` both leave GPUs alone.
     backend: of torch's process group; by default NCCL for GPUs and gloo for CPUs. JAX uses gloo for
     collectives of CPUs too. timeout_s: how long processes wait for each other at the start.
 
@@ -42,17 +43,22 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
                 "no process group is initialised, and the environment has no RANK to make one",
                 hint="start the program by torchrun, or call torch.distributed.init_process_group() first",
             )
-        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
+        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo"))
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    if torch.cuda.is_available():
+    if _on_gpus():
         torch.cuda.set_device(local_rank)
     if not jax.distributed.is_initialized():
         _start_jax(local_devices, local_rank, timeout_s)
     check_processes()
 
 
+def _on_gpus() -> bool:
+    """Whether there are GPUs, and JAX is not told to leave them alone."""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    return torch.cuda.is_available() and not platforms.startswith("cpu")
+
+
 def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
-    on_gpu = torch.cuda.is_available() and "cpu" not in (jax.config.read("jax_platforms") or "")
     os.environ.setdefault("PJRT_NPROC", str(max(LEAST_THREADS, THREADS_PER_DEVICE * local_devices)))
     address = [_free_address() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(address, src=0)
@@ -61,7 +67,7 @@ def _start_jax(local_devices: int, local_rank: int, timeout_s: int) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             *(address[0], dist.get_world_size(), dist.get_rank()),
-            local_device_ids=[local_rank] if on_gpu else None,
+            local_device_ids=[local_rank] if _on_gpus() else None,
             initialization_timeout=timeout_s,
         )
     except RuntimeError as error:

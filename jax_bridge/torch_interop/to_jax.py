@@ -19,7 +19,7 @@ from jax_bridge.torch_interop.handover import Arrangement
 from jax_bridge.torch_interop.options import Options
 from torch_bridge.dtensor.placements import local_of
 from xshard import DtypeError, Layout, MeshError, ShapeError, XshardError
-from xshard.plans.expression import Expression
+from xshard.plans.expression import Expression, sides_or_one
 
 
 def prepare_to_jax(
@@ -61,7 +61,7 @@ def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
     """This process's tensors, one per device. Raises ShapeError for another number of tensors."""
     if isinstance(x, DTensor):
         check_one_block(ends, "a DTensor has")
-        src, _, text = handover.layouts_of(layout)
+        src, _, text = sides_or_one(layout)
         return [local_of(x, src, text).detach()]
     blocks = [*x] if isinstance(x, list | tuple) else [x]
     for block in blocks:

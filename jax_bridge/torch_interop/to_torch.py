@@ -17,7 +17,8 @@ from jax_bridge.torch_interop import buffers, handover
 from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
 from jax_bridge.torch_interop.execute import blocks_of, by_jax, by_torch
 from jax_bridge.torch_interop.options import Options
-from torch_bridge.dtensor.placements import as_dtensor, to_placements
+from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.placements import to_placements
 from xshard import Layout, MeshError, ShapeError, XshardError
 from xshard.plans.expression import Expression
 

@@ -112,7 +112,7 @@ def test_gradients_reach_the_parameters_of_a_module() -> None:
     parameters = dict(module.named_parameters())
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     blocks = {name: [p, p] for name, p in parameters.items()}
-    arrays = to_jax(blocks, {"*": "..."}, mesh)
+    arrays = to_jax(blocks, {"**": "..."}, mesh)
     f = from_torch(module, ("... | copy(dp)", "n/dp i"), "n/dp o", mesh)
     gradients = jax.jit(jax.grad(lambda p: (f(p, jnp.array(x)) ** 2).sum()))(arrays)
     (module(torch.tensor(x)) ** 2).sum().backward()

@@ -1,7 +1,8 @@
-"""Shared by the JAX tests: a process with host devices, where they run.
+"""Shared by the JAX tests: a process with host devices, where they run, and one with a GPU.
 
 JAX makes its devices once per process, so pytest's own process never asks for any. A test under
-`@in_jax` runs in the process that `xshard.testing` keeps for JAX, one for each process of pytest.
+`@in_jax` runs in the process that `xshard.testing` keeps for JAX, one for each process of pytest; one under
+`@on_gpu` in another, that has a GPU, and nowhere without one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import functools
 import gc
 import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from xshard.runtimes.backends import jax_process
+from xshard.runtimes.processes import Process, running
 from xshard.testing import FunctionError
 from xshard.testing.pickling import packed
 
@@ -23,14 +27,32 @@ CALL = "jax_bridge.testing.equivalence.call_packed"
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, and little garbage that is in cycles
 
 
+# Memory as it is needed, since others share the GPU; products of float32 that are not rounded first (TF32).
+GPU = {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+}
+HAS_GPU = Path("/dev/nvidiactl").exists() and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device is here that JAX could use")
+
+
 def in_jax(test: Callable[..., None]) -> Callable[..., None]:
     """The test, run in the process with devices; it fails with the traceback from there."""
+    return _run_in(jax_process, test)
 
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, run in a process with a GPU."""
+    return needs_gpu(_run_in(functools.partial(running, "jax", GPU), test))
+
+
+def _run_in(process: Callable[[], Process], test: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(test)
     def there(**arguments: object) -> None:
         sent = packed(_run_here, test.__module__, test.__name__, arguments)
         try:
-            jax_process().ask(CALL, sent, timeout_s=TIMEOUT_S)
+            process().ask(CALL, sent, timeout_s=TIMEOUT_S)
         except FunctionError as error:
             pytest.fail(str(error), pytrace=False)
 

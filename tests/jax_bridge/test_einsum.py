@@ -289,14 +289,37 @@ def test_on_explicit_axes_addends_are_unreduced() -> None:
 
 
 @in_jax
+def test_gradients_of_blocks_that_explicit_axes_cut_besides() -> None:
+    """Of a batch of them; both factors of the second gradient are cut along a dim that it sums."""
+    with jax.set_mesh(jax_mesh(BOTH, AxisType.Explicit)):
+        cut = P(None, "tp")
+        einsum = functools.partial(xj.einsum, "n d, d f/tp -> n f/tp")
+        product = jax.shard_map(einsum, in_specs=(P(), cut), out_specs=cut, axis_names={"tp"})
+        gradients = jax.grad(lambda x, w: (product(x, w) ** 2).sum(), argnums=(0, 1))
+        x, w = (
+            jax.device_put(np.stack([a, 2 * a]), s) for a, s in ((X, P(None, "dp")), (W, P(None, None, "tp")))
+        )
+        found = jax.jit(jax.vmap(gradients))(x, w)
+        assert [jax.typeof(g).sharding.spec for g in found] == [P(None, "dp", None), P(None, None, "tp")]
+    for got, right in zip(found, (2 * X @ W @ W.T, 2 * X.T @ X @ W), strict=True):
+        assert np.array_equal(got, np.stack([right, 8 * right]))
+
+
+@in_jax
 def test_what_the_local_products_are_told() -> None:
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     expression, mesh = "n d/tp, d/tp f -> n f", jax_mesh(xs.Mesh(tp=4))
     call = functools.partial(xj.einsum, expression, mesh=mesh)
-    jaxpr = str(
-        jax.make_jaxpr(functools.partial(call, preferred_element_type="float32", precision="highest"))(x, w)
-    )
-    assert "preferred_element_type=float32" in jaxpr and "precision=(Precision.HIGHEST" in jaxpr
+    told = functools.partial(call, preferred_element_type="float32", precision="highest")
+    # The value is kept, or the forward pass is made again: policies see products. All sum the last dim of the
+    # first factor, for which XLA:CPU has fast kernels.
+    for policy, products in ((jax.checkpoint_policies.dots_saveable, 3), (None, 4)):
+        loss = jax.checkpoint(lambda x, w: (told(x, w) ** 2).sum(), policy=policy)
+        text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, w).as_text()
+        found = re.findall(r"stablehlo.dot_general .*", text)
+        assert len(found) == products
+        as_told = re.compile(r"= \[1\] x .* = \[HIGHEST, HIGHEST\] .*-> tensor<\w+xf32>")
+        assert all(map(as_told.search, found)), found
     assert jax.eval_shape(call, x, w).dtype == jnp.bfloat16
     assert jax.eval_shape(call, x, W).dtype == np.float32
     assert (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 
 import pytest
 
 from tests.cases import CASES, one_of_each
+from tests.jax_bridge.helpers import GPU, needs_gpu
 from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
 from xshard.runtimes.processes import Process
 from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
@@ -25,14 +27,12 @@ def names_for(processes: int) -> list[str]:
     return [name for name, task in TASKS.items() if task.plan.mesh.n_devices % processes == 0]
 
 
-def run_together(processes: int, tasks: list[Task]) -> list[list[Outcome]]:
+def run_together(environments: Sequence[Mapping[str, str]], tasks: list[Task]) -> list[list[Outcome]]:
     """The outcomes of every process. They end together: one that fails takes the others with it."""
+    processes = len(environments)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    # Only values are compared here, no bytes of compiled programs.
-    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"}
-    environment = BACKENDS["jax"].environment(MOST_DEVICES // processes) | settings
 
     def outcomes(process: Process, i: int) -> list[Outcome]:
         process.ask("jax_bridge.testing.worker.join", address, processes, i, timeout_s=TIMEOUT_S)
@@ -42,7 +42,7 @@ def run_together(processes: int, tasks: list[Task]) -> list[list[Outcome]]:
         return found
 
     with ThreadPoolExecutor(processes) as threads, ExitStack() as ends:
-        started = [Process(environment) for _ in range(processes)]
+        started = [Process(environment) for environment in environments]
         for process in started:
             ends.callback(process.end)
         asked = [threads.submit(outcomes, process, i) for i, process in enumerate(started)]
@@ -58,14 +58,9 @@ def together(parts):
     return [held[0] for held in blocks]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_values_and_gradients_of_every_case(processes: int) -> None:
-    """On 2 x 4 and 4 x 2 devices. Their numbers are not contiguous: those of a process begin at a multiple
-    of 2048, and a mesh takes the processes in turn. One case of each kind: one process runs them all."""
-    names = one_of_each({name: TASKS[name].plan for name in names_for(processes)})
-    assert len(names) > 25
-    by_process = run_together(processes, [TASKS[name] for name in names])
-    wrong = []
+def check(environments: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+    """Values and gradients of these cases are those of numpy."""
+    by_process, wrong = run_together(environments, [TASKS[name] for name in names]), []
     for name, parts in zip(names, zip(*by_process, strict=True), strict=True):
         expected = run_reference(TASKS[name])
         forward = difference(together([part.outputs for part in parts]), expected.outputs)
@@ -73,3 +68,24 @@ def test_values_and_gradients_of_every_case(processes: int) -> None:
         if forward or backward:
             wrong.append((name, forward, backward))
     assert not wrong
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_values_and_gradients_of_every_case(processes: int) -> None:
+    """On 2 x 4 and 4 x 2 devices. Their numbers are not contiguous: those of a process begin at a multiple
+    of 2048, and a mesh takes the processes in turn. One case of each kind: one process runs them all."""
+    names = one_of_each({name: TASKS[name].plan for name in names_for(processes)})
+    assert len(names) > 25
+    # Only values are compared here, no bytes of compiled programs.
+    settings = {"PJRT_NPROC": "16", "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"}
+    check([BACKENDS["jax"].environment(MOST_DEVICES // processes) | settings] * processes, names)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@needs_gpu
+def test_every_case_by_nccl(processes: int) -> None:
+    """Processes that share one GPU: to NCCL, which refuses that, each is a host of its own."""
+    names = [name for name, task in TASKS.items() if task.plan.mesh.n_devices == processes]
+    shared = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    shared["XLA_FLAGS"] = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
+    check([GPU | shared | {"NCCL_HOSTID": f"process {i}"} for i in range(processes)], names)

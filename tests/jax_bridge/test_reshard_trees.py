@@ -61,6 +61,31 @@ def test_one_expression_for_all_and_a_prefix() -> None:
 
 
 @in_jax
+def test_rules_over_the_names_of_leaves() -> None:
+    rules = xs.Rules({"w": "n/a d/b -> n/b d/a", "layers.*.0": "n/b d -> n d", "**": "n/b -> n/a"})
+    by_rules, by_tree = xj.reshard(model(), rules), xj.reshard(model(), MOVES)
+    assert jax.tree.map(lambda x: x.sharding.spec, by_rules) == jax.tree.map(
+        lambda x: x.sharding.spec, by_tree
+    )
+    inner = xs.Rules({"*.0": "n/b d -> n d", "*.1": "n/b -> n/a"})  # names begin where rules stand
+    after = xj.reshard(model(), {"w": MOVES["w"], "layers": inner})
+    jax.tree.map(np.testing.assert_array_equal, after, by_tree)
+    for wrong, words in (
+        (
+            xs.Rules({"w": MOVES["w"], "v": "n/b -> n/a"}),
+            r"no rule for 4 of 5 names: .*; rule 'v' fits no name",
+        ),
+        (
+            {"w": MOVES["w"], "layers": xs.Rules({"0.*": "n/b -> n"})},
+            "leaf 'layers': no rule for 2 of 4 names",
+        ),
+        (xs.Rules({"**": "n/b -> n"}), "leaf 'layers.0.0': 'n/b' has 1 dims, the array has 2"),
+    ):
+        with pytest.raises(xs.XshardError, match=words):
+            xj.reshard(model(), wrong)
+
+
+@in_jax
 def test_one_program_that_moves_what_the_plans_say() -> None:
     text = jax.jit(lambda t: xj.reshard(t, MOVES)).lower(model()).compile().as_text()
     axes, vector = xs.Mesh(a=2, b=4), (16,)

@@ -59,6 +59,35 @@ def test_an_argument_left_out() -> None:
     assert found == Cause("counted argument", "bias is left out")
 
 
+def test_a_sum_over_other_axes() -> None:
+    addends = values(2, 2, 8, 3)  # [a, b, rows, columns]: rows are cut over b, and should be summed over a
+    found = cause(
+        lambda _: [addends[a].sum(0) for a in (0, 1) for _ in (0, 1)], addends.sum(0).reshape(16, 3), "n/b d"
+    )
+    assert found == Cause(
+        "other axes", "summed over b in place of a: that adds what belongs to different devices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ((3 / 2, 3 / 4), "means over each one's own count along a"),  # of 2 and 4 of 6 rows, and their mean
+        ((3.0, 3 / 2), "means over each one's own count along a"),
+        ((1 / 0.6, 1 / 0.8), "divided by the norm of each one's own part along a"),
+        ((2.0, 3.0), "weights or statistics of their own"),
+    ],
+)
+def test_a_factor_of_each_device(factors: tuple[float, float], words: str) -> None:
+    each = [factors[d // 2] for d in range(4)]
+    found = cause(lambda blocks: [f * b for f, b in zip(each, blocks, strict=True)], values(8, 3), "n/a d")
+    assert found.name == "own factors" and words in found.text
+
+
+def test_of_one_number_a_factor_says_nothing() -> None:
+    assert cause(lambda blocks: [1.1 * b for b in blocks], values(), "()") is None
+
+
 def test_rows_in_reverse() -> None:
     x = values(8, 3)
     found = cause(lambda _: reference.scatter(x[::-1], "n/a d", MESH), x, "n/a d")

@@ -35,6 +35,10 @@ PRELOADED = [
 multiprocessing.set_forkserver_preload(PRELOADED)
 
 
+# Since 2.13 gloo exchanges lists, and DTensor flattens cut dims.
+RECENT = torch.__version__ >= "2.13"
+
+
 def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
     """The results of `function(*args)` on `n` ranks; a failed assertion in any of them is raised here.
 

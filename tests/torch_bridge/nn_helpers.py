@@ -17,9 +17,9 @@ TOLERANCE = 1e-10
 
 
 def scattered(x: Tensor, layout: str | xs.Layout, mesh: xs.Mesh) -> Tensor:
-    """This rank's block of a tensor."""
-    blocks = reference.scatter(x.detach().numpy(), str(layout), mesh)
-    return torch.from_numpy(blocks[dist.get_rank()].copy())
+    """This rank's block of a tensor, on its device."""
+    blocks = reference.scatter(x.detach().cpu().numpy(), str(layout), mesh)
+    return torch.from_numpy(blocks[dist.get_rank()].copy()).to(x.device)
 
 
 def whole_gradients(module: nn.Module, x: Tensor, *more: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -31,16 +31,22 @@ def whole_gradients(module: nn.Module, x: Tensor, *more: Tensor) -> tuple[Tensor
 
 
 def weights_of(y: Tensor) -> Tensor:
-    return torch.cos(torch.arange(y.numel(), dtype=torch.float64)).reshape(y.shape)
+    return torch.cos(torch.arange(y.numel(), dtype=torch.float64, device=y.device)).reshape(y.shape)
 
 
 def check_layer(
-    module: nn.Module, shape: tuple[int, ...], layout: str, mesh: xs.Mesh, seed: int = 0, **options: Any
+    module: nn.Module,
+    shape: tuple[int, ...],
+    layout: str,
+    mesh: xs.Mesh,
+    seed: int = 0,
+    device: str = "cpu",
+    **options: Any,
 ) -> xs.Sharding:
     """Outputs, gradients and buffers of a layer are those of its module; returns where the outputs stand."""
     torch.manual_seed(seed)
-    x = torch.randn(shape, dtype=torch.float64)
-    module = module.double()
+    x = torch.randn(shape, dtype=torch.float64).to(device)
+    module = module.double().to(device)
     for p in module.parameters():
         nn.init.uniform_(p, -1, 1)
     alone = copy.deepcopy(module)

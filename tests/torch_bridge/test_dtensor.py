@@ -72,7 +72,9 @@ def test_strided_shards_are_read_as_torch_cuts_and_written_back() -> None:
     for _ in range(300):
         mesh = xs.Mesh({axis: draw.choice((1, 2, 2, 3)) for axis in "abc"[: draw.choice((1, 2, 2, 3))]})
         factors = [draw.choice((0, 1, 1, 2, 3, 4)) for _ in mesh.axes]
-        placements = [Shard(0) if f == 1 else _StridedShard(0, sf=f) if f else Replicate() for f in factors]
+        placements = [
+            Shard(0) if f == 1 else _StridedShard(0, split_factor=f) if f else Replicate() for f in factors
+        ]
         length = draw.choice((0, 7, 8, 16, 24, 30, 36))
         try:
             layout = xt.from_placements(placements, mesh, 1, (length,))

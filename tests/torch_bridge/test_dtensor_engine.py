@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redist
 from torch.distributed.tensor.placement_types import Placement
 
 import torch_bridge as xt
-from tests.torch_bridge.helpers import on_threads
+from tests.torch_bridge.helpers import RECENT, on_threads
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 theirs = _redistribute.redistribute_local_tensor
@@ -161,15 +161,15 @@ LINE: list[tuple[Program, Ends]] = [
     (matmul, [*itertools.product([[R], [S0], [S1]], repeat=2)]),
     (pointwise, [([S0], [S1]), ([R], [S1])]),
     (reductions, [([S0], []), ([S1], [])]),
-    (views, [([S0], [S1]), ([S1], [R]), ([S2], [S0])]),
-    (attention, [([S0], [S1]), ([S1], [R])]),
+    *([(views, [([S0], [S1]), ([S1], [R]), ([S2], [S0])])] if RECENT else []),
+    (attention, [([S0], [S1]), *([([S1], [R])] if RECENT else [])]),
     (optimiser_steps, [([S1], [S0])]),
 ]
 # A few: on two axes torch enumerates its own strategies for long.
 GRID: list[tuple[Program, Ends]] = [
     (matmul, [([S0, S1], [R, S0])]),
     (pointwise, [([S0, S1], [S1, S0])]),
-    (flattening, [([S1, S0], [R, R])]),
+    *([(flattening, [([S1, S0], [R, R])])] if RECENT else []),
 ]
 
 
@@ -197,7 +197,8 @@ def _programs(shape: tuple[int, ...], table: list[tuple[Program, Ends]], kinds: 
             except BaseException as error:
                 error.add_note(f"{program.__name__}: {a}, {b}")
                 raise
-    assert {kind for kind, times in ENGINE.moves.items() if times >= 4} >= kinds, ENGINE.moves
+    least = 4 if RECENT else 1
+    assert {kind for kind, times in ENGINE.moves.items() if times >= least} >= kinds, ENGINE.moves
 
 
 def test_programs_on_one_axis() -> None:

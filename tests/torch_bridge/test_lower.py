@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
+from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import RULES, lower
 from torch_bridge.lower.subarray import MAX_SLICES, Subarray, subarray
@@ -171,3 +172,26 @@ def test_the_meter_counts_what_arrives() -> None:
     first, *others = on_ranks(3, _counted)
     assert first == [32, 12, 64]
     assert all(found == [32, 0, 64] for found in others)
+
+
+def _split_sizes(plans: list[xs.Plan]) -> list[list[bool]]:
+    """Whether this rank gives the sizes of its messages, by plan and all-to-all."""
+    lowered = (lower(plan, process_mesh(plan.mesh), CPU).moves for plan in plans)
+    return [
+        [move.collective._splits != ([], []) for move in moves if isinstance(move, PackedCollective)]
+        for moves in lowered
+    ]
+
+
+def test_all_ranks_give_the_sizes_of_their_messages_or_none() -> None:
+    """Also those that have no message, or whose messages happen to have one size."""
+    square = xs.Mesh(a=2, b=2)
+    texts = (
+        "n/a d/b -> n/b d/a",
+        "n/a/b d -> n d/a/b",
+        "n/zigzag(a,b) d -> n/(a,b) d",
+        "n/(a,b) -> n/(a,b):halo(1,0)",
+    )
+    plans = [xs.plan(text, square, (8, 8)[: 1 + (" d" in text)]) for text in texts]
+    by_rank = on_ranks(4, _split_sizes, plans)
+    assert by_rank[0][0] == [True] and by_rank[0][1] == [False] and by_rank == [by_rank[0]] * 4

@@ -155,6 +155,12 @@ def _trees() -> None:
     assert torch.equal(moved["layers"][0]["b"][1], alone[2])
     assert torch.equal(moved["layers"][1]["w"], xt.redistribute(z, turned, MESH))
     assert torch.equal(moved["head"], xt.redistribute(y, turned, MESH, shape=(8, 5)))
+    rules = xs.Rules({"layers.*.b.**": "n/a d -> n d", "**.w|head": turned})
+    by_rules = xt.redistribute_many(tree, rules, MESH)
+    assert torch.equal(by_rules["layers"][0]["b"][1], alone[2])
+    assert torch.equal(by_rules["head"], xt.redistribute(y, turned, MESH))
+    inner = {"layers": xs.Rules({"*.w": turned, "**": "n/a d -> n d"}), "head": turned}
+    assert all(map(torch.equal, tree_leaves(xt.redistribute_many(tree, inner, MESH)), tree_leaves(by_rules)))
     assert torch.equal(xt.redistribute_many((x,), [("n/a d", "n d")], MESH)[0], alone[0])
     in_flight = xt.redistribute(x.requires_grad_(), "n/a d -> n d | copy(a)", MESH, async_op=True)
     (y,) = xt.redistribute_many([in_flight], "n d -> n/b d", MESH)
@@ -225,9 +231,9 @@ def test_debug_and_check_replicated_name_the_tensor() -> None:
     assert all(found == first for found in others)
     expected = [
         ("DesyncError", "the ranks disagree about a redistribution: tensors"),
-        ("DesyncError", "tensors['b']: the ranks disagree about a redistribution: "),
-        ("ReplicaError", "tensors['b']: blocks differ along 'a', where one value is meant"),
-        ("ReplicaError", "tensors[0]: cotangents differ along 'a', where one value is meant"),
+        ("DesyncError", "leaf 'b': the ranks disagree about a redistribution: "),
+        ("ReplicaError", "leaf 'b': blocks differ along 'a', where one value is meant"),
+        ("ReplicaError", "leaf '0': cotangents differ along 'a', where one value is meant"),
     ]
     for (kind, text), (expected_kind, start) in zip(first, expected, strict=True):
         assert kind == expected_kind and text.startswith(start), text
@@ -248,6 +254,7 @@ def _errors() -> list[tuple[str, str]]:
         error_of(lambda: xt.redistribute_many([x, x], ["n/a d -> n d"], MESH)),
         error_of(lambda: xt.redistribute_many({"w": x}, {"v": "n/a d -> n d"}, MESH)),
         error_of(lambda: xt.redistribute_many([x], "n/a d -> n d", MESH, shapes=[(8, 4), (8, 4)])),
+        error_of(lambda: xt.redistribute_many(tree, xs.Rules({"w": "n/a d -> n d", "v": "n -> n"}), MESH)),
     ]
     assert still_connected()
     return found
@@ -257,17 +264,18 @@ def test_errors_say_which() -> None:
     first, *others = on_ranks(4, _errors)
     assert all(found == first for found in others)
     expected = [
-        ("ShapeError", "tensors['parts'][1]: 'n/a d' has 2 dims, the array has 1"),
-        ("XshardError", "tensors['lr'] is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
+        ("ShapeError", "leaf 'parts.1': 'n/a d' has 2 dims, the array has 1"),
+        ("XshardError", "leaf 'lr' is 0.1, not a tensor\n  torch.as_tensor() makes one of it"),
         ("PlanError", "tensors and expressions differ at 'parts'"),
         ("PlanError", "1 expressions for 2 tensors"),
-        ("NotationError", "tensors['w']: unknown mesh axis 'q'"),
-        ("MeshError", "tensors['w']: a tensor needs a mesh"),
-        ("NotationError", "tensors[0]: 8 is no expression"),
+        ("NotationError", "leaf 'w': unknown mesh axis 'q'"),
+        ("MeshError", "leaf 'w': a tensor needs a mesh"),
+        ("NotationError", "leaf '0': 8 is no expression"),
         ("PlanError", "1 expressions for 1 tensors"),
         ("PlanError", "1 expressions for 2 tensors"),
         ("PlanError", "tensors and expressions differ at 'w'"),
         ("PlanError", "2 shapes for 1 tensors"),
+        ("XshardError", "no rule for 2 of 3 names: parts.0, parts.1; rule 'v' fits no name"),
     ]
     for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
         assert kind == expected_kind and part in text

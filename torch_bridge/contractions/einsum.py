@@ -20,7 +20,8 @@ from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.planning import Asked, Block, check_number, executable_of, plan_of
-from torch_bridge.dtensor.placements import as_dtensor, local_of, to_placements
+from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.placements import local_of, to_placements
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
@@ -136,7 +137,7 @@ def _compare(asked: Asked, blocks: tuple[Block, ...], differentiated: bool) -> N
 def autocast(x: Tensor) -> Tensor:
     """The block in the dtype in which autocast multiplies, cast before it travels."""
     kind = x.device.type
-    if not x.is_floating_point() or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+    if not x.is_floating_point() or x.dtype == torch.float64 or x.is_meta:
         return x
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

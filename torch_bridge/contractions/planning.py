@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
+from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
 from torch_bridge.planning import require_mesh
 from xshard import (
@@ -36,6 +37,7 @@ from xshard.contractions.blocks import whole_shapes
 from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER
+from xshard.cost.machine import asked_for
 from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import text_spans
@@ -72,7 +74,7 @@ class Asked(NamedTuple):
         overlap: str = NEVER,
     ) -> Asked:
         """A call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
-        asked = cls(expression, mesh, None, profile, memory_limit, comm_dtype, overlap)
+        asked = cls(expression, mesh, None, asked_for(profile), memory_limit, comm_dtype, overlap)
         if shape is None and sizes is None:
             return asked
         return asked._replace(shapes=shapes_of(asked.contraction, *whole_lengths(sizes, shape)))
@@ -113,12 +115,12 @@ def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, Pro
     else:
         named = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
         # Devices have other numbers in a part of the mesh, but the same links.
-        machine = load_profile(asked.profile).along(named, processes.mesh)
+        links = load_profile(machine(asked.profile, device)).along(named, processes.mesh)
         processes = processes.along(named)
         shapes = asked.shapes or whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
         name, limit = dtypes.name_of(travels.forward), limit_of(asked.memory_limit)
         ends = given.text, processes.mesh, None, shapes
-        found = planner.plan_contraction(*ends, name, machine, limit, None, None, asked.overlap)
+        found = planner.plan_contraction(*ends, name, links, limit, None, None, asked.overlap)
     _check_product(found, dtype, device)
     _check_blocks(asked, found, processes, [shape for shape, *_ in blocks])
     return found, processes

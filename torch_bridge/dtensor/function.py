@@ -8,6 +8,7 @@ takes it to the placements of the source's gradient. Which layout placements mea
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.dtensor.placements import dtensor_of, from_placements, with_sums
+from torch_bridge.dtensor.placements import (
+    dtensor_of,
+    from_placements,
+    layout_of_gradient,
+    to_placements,
+    with_sums,
+)
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
@@ -35,10 +42,12 @@ from torch_bridge.mesh.process_mesh import (
 )
 from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
+from xshard.cost.machine import asked_for
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags
 
 Placements = tuple[Placement, ...]
+_MAKERS = ("_FromTorchTensorBackward", "_OfCopiesBackward")  # what makes DTensors of blocks with a gradient
 
 
 @dataclass(frozen=True)
@@ -102,11 +111,39 @@ class RedistributeDTensor(torch.autograd.Function):
         return found, None
 
 
+class _OfCopies(torch.autograd.Function):
+    """Blocks that are copies as a DTensor of replicas. Their gradients are addends, which from torch 2.13 on
+    `from_local` would know, too."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]) -> DTensor:
+        ctx.gradient = mesh, to_placements(layout_of_gradient(layout), mesh, shape)
+        return dtensor_of(block, mesh, to_placements(layout, mesh, shape), shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
+        axes, shape = dtensor_axes(gradient.device_mesh), tuple(gradient.shape)
+        here, there = (
+            End(mesh, placements, layout_of(placements, axes, shape))
+            for mesh, placements in ((gradient.device_mesh, gradient.placements), ctx.gradient)
+        )
+        move = DTensorMove(here, there, gradient.dtype, gradient.dtype, "h100")
+        return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None
+
+
+def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+    """A local block under `layout` -> the DTensor of global `shape`."""
+    if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
+        return _OfCopies.apply(local, layout, mesh, tuple(shape))
+    return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape)
+
+
 def move_of(x: DTensor, src: End, dst: End, profile: str | Path | Profile, **options: Any) -> DTensorMove:
     """The move of a DTensor, in its own dtype unless the options say otherwise."""
-    made_of_blocks = x.grad_fn is not None and x.grad_fn.name() == "_FromTorchTensorBackward"
+    made_of_blocks = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     dtypes_ = {"op_dtype": x.dtype, "out_dtype": x.dtype}
-    return DTensorMove(src, dst, **{**dtypes_, **options}, profile=profile, by_block=made_of_blocks)
+    machine = asked_for(profile)
+    return DTensorMove(src, dst, **{**dtypes_, **options}, profile=machine, by_block=made_of_blocks)
 
 
 def local_block(x: DTensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,20 +133,12 @@ def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) ->
     return x.to_local(grad_placements=gradient)
 
 
-def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """A local block under `layout` -> the DTensor of global `shape`."""
-    options: dict[str, Any] = {}
-    if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
-        options["grad_placements"] = to_placements(layout_of_gradient(layout), mesh, shape)
-    return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape, **options)
-
-
 def dtensor_of(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], **options: Any
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """A local block -> the contiguous DTensor of global `shape`. options: as in `from_local`."""
+    """A local block -> the contiguous DTensor of global `shape`."""
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=stride, **options)
+    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=stride)
 
 
 def positional(layout: Layout, ndim: int) -> Layout:

@@ -100,7 +100,7 @@ class Collective:
     kind: all_gather, all_reduce, reduce_scatter, all_to_all, or permute: messages from rank to rank, at most
     one from every rank, which compilers cannot record. op: sum, max or min, where it reduces.
     sent, received: the number of elements of each message, in order: one per rank, or a single one
-    where all ranks receive, or send, the same.
+    where all ranks receive, or send, the same. is_even: whether all messages of all ranks have one size.
     """
 
     kind: str
@@ -108,6 +108,7 @@ class Collective:
     sent: Sequence[int] = field(compare=False)
     received: Sequence[int] = field(compare=False)
     op: str | None = None
+    is_even: bool = field(default=False, compare=False)
 
     def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
         """A flat tensor of the messages to send -> the messages received, in a tensor of `shape`."""
@@ -128,17 +129,21 @@ class Collective:
         def end(_messages: Tensor = messages) -> Tensor:  # keeps the messages alive until they have been sent
             if work is not None:
                 call_backend(self.kind, self.group.ranks, work.wait)
-            if out.is_cuda:  # the stream that waits may not be the one on which `out` was allocated
-                out.record_stream(torch.cuda.current_stream(out.device))
+            if out.is_cuda:  # the stream that waits may not be the one on which they were allocated
+                for x in (out, _messages):
+                    x.record_stream(torch.cuda.current_stream(x.device))
             return out
 
         return end
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:
-        """The split sizes of an all-to-all: none where all messages have one size, which is faster."""
-        is_even = len({*self.sent, *self.received}) == 1
-        return ([], []) if is_even else (list(self.received), list(self.sent))
+        """The split sizes of an all-to-all: none where all messages have one size, which is faster.
+
+        All ranks give them or none: NCCL has another call without sizes, in which a rank with nothing to send
+        does nothing, while others wait for its empty messages.
+        """
+        return ([], []) if self.is_even else (list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
         """Begin it -> the work to wait for, or None where it has ended."""

@@ -45,7 +45,8 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     """
     collectives = [move.collective for move in packed]
     sent, received = [c.sent for c in collectives], [c.received for c in collectives]
-    joint = replace(collectives[0], sent=_totals(sent), received=_totals(received))
+    is_even = all(c.is_even for c in collectives)
+    joint = replace(collectives[0], sent=_totals(sent), received=_totals(received), is_even=is_even)
     messages = blocks[0].new_empty(sum(joint.sent))
     for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
         move.sent.write(block, parts)

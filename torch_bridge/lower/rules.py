@@ -220,7 +220,7 @@ def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
     # that of ranks as threads knows only sums.
     reduced, n = _REDUCED[step.op], len(group.devices)
     return PackedCollective(
-        Collective("all_to_all", group, sent.sizes, part.sizes * n),
+        Collective("all_to_all", group, sent.sizes, part.sizes * n, is_even=True),
         sent,
         (n, *part.shape),
         lambda block, arrived: reduced(arrived),
@@ -236,14 +236,17 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
         site.cut(shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group)
         for shape, dim, shards in ends
     )
-    return _packed(Collective("all_to_all", group, sent.sizes, received.sizes), sent, received)
+    collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
+    return _packed(collective, sent, received)
 
 
 def _permute(step: Permute, site: Site) -> Move:
     me, sender = site.device, senders(site.before, site.after)
     group = site.group(moving_axes(site.before, site.after))
-    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks).
-    directly = group.serves(site.tensor_device, "gloo") and not group.is_traced
+    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
+    # sends from rank to rank must be in the host's memory.
+    on_host = site.tensor_device.type == "cpu"
+    directly = on_host and group.serves(site.tensor_device, "gloo") and not group.is_traced
 
     def packing(end: int, peer: int) -> Packing:
         whole, moves = site.whole(end), peer != me

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.launch import RankError, run_ranks
 from xshard import replicas
-from xshard.replicas import ReplicaError
 from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
+from xshard.testing.differences import Derivatives, derivatives
+from xshard.testing.moves import Recorder, Seen, together
 from xshard.testing.question import Answer, Question, Update, called, draw, named_outputs
 from xshard.testing.trees import StructureError, Tree, mapped, numbered
 
@@ -34,6 +36,7 @@ class RankAnswer(NamedTuple):
     updated: dict[int, Block]
     cotangents: dict[str, Block]
     tree: Tree = None
+    derivatives: Derivatives = {}  # noqa: RUF012
 
 
 def preload(modules: Sequence[str], _timeout_s: float) -> None:
@@ -71,24 +74,23 @@ def answer(question: Question, timeout_s: float) -> Answer:
         _by_device([part.updated for part in parts]),
         _by_device([part.cotangents for part in parts]),
         parts[0].tree,
+        parts[0].derivatives,
     )
 
 
-def replica_fault(question: Question, timeout_s: float) -> str | None:
-    """The text of the ReplicaError of such a run, as `check_replicated=True` raises it, or None."""
+def seen(question: Question, timeout_s: float) -> list[Seen]:
+    """What the redistributions of such a run were given, and the cotangents of what they made."""
     try:
-        return run_ranks(question.mesh.n_devices, _replica_fault, question, timeout_s=timeout_s)[0]
+        return together(run_ranks(question.mesh.n_devices, _seen, question, timeout_s=timeout_s))
     except RankError as error:
         raise FunctionError(error.reason, hint=error.hint) from None
 
 
-def _replica_fault(question: Question) -> str | None:
-    replicas.ALWAYS = True  # in this rank, which ends with its answer
-    try:
-        _answer(question)
-    except ReplicaError as error:
-        return str(error)
-    return None
+def _seen(question: Question) -> list[Seen]:
+    # In this rank, which ends with its answer.
+    replicas.WATCH = recorder = Recorder(lambda x: array_of(x.detach().clone().contiguous()))
+    _answer(question)
+    return recorder.seen
 
 
 def _call(packed: bytes) -> Any:
@@ -98,17 +100,7 @@ def _call(packed: bytes) -> Any:
 
 def _answer(question: Question) -> RankAnswer | StructureError:
     rank = dist.get_rank()
-    # Each rank has its own copy, which the function may write to.
-    inputs = [tensor_of(blocks[rank]).clone() for blocks in question.inputs]
-    for i in question.differentiable:
-        inputs[i].requires_grad_()
-    function, _ = pickle.loads(question.function)
-    try:
-        arguments = mapped(lambda i: inputs[i], question.arguments)
-        returned = called(function, arguments, question.mesh)
-    except BaseException as error:
-        error.add_note(f"on device {rank} of {question.mesh}: {question.mesh.place(rank)}")
-        raise
+    inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
     named: dict[str, Tensor] | StructureError
     try:
         named = _checked(named_outputs(returned, question.results, "torch"))
@@ -142,7 +134,34 @@ def _answer(question: Question) -> RankAnswer | StructureError:
         updated,
         {} if question.results else cotangents,
         numbered(returned),
+        _derivatives(question, gradients, cotangents) if question.differences else {},
     )
+
+
+def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Tree]:
+    """Leaves of autograd with the values of the blocks, and what the function returns for them."""
+    # Each rank has its own copy, which the function may write to.
+    inputs = [tensor_of(block).clone() for block in blocks]
+    for i in question.differentiable:
+        inputs[i].requires_grad_()
+    function, _ = pickle.loads(question.function)
+    try:
+        return inputs, called(function, mapped(inputs.__getitem__, question.arguments), question.mesh)
+    except BaseException as error:
+        rank = dist.get_rank()
+        error.add_note(f"on device {rank} of {question.mesh}: {question.mesh.place(rank)}")
+        raise
+
+
+def _derivatives(
+    question: Question, gradients: dict[int, Tensor], cotangents: dict[str, Block]
+) -> Derivatives:
+    def loss(blocks: Sequence[Block]) -> float:
+        named = named_outputs(_returned(question, blocks)[1], None, "torch")
+        return sum(float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items())
+
+    values = {i: (array_of(gradient),) for i, gradient in gradients.items()}
+    return derivatives(loss, [block for (block,) in question.inputs], values)
 
 
 def _checked(outputs: dict[str, Any]) -> dict[str, Tensor]:

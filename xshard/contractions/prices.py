@@ -13,15 +13,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from xshard import dtypes
-from xshard.contractions.places import Use
+from xshard.contractions.places import Cut, Use
 from xshard.cost.model import Profile
 from xshard.layout import Layout, Mesh, Sharding
+from xshard.notation.parser import Dim, Shard
 from xshard.plans.plan import Plan, find_plan
-from xshard.search.a_star import Search
 from xshard.search.guess import guess
 from xshard.search.request import Request
 from xshard.search.solve import without_copies
-from xshard.search.states import Space
+from xshard.search.states import Space, State
 
 BOUND, GUESS, PRICE = range(3)  # what is known of a move
 
@@ -44,18 +44,11 @@ class Leg:
     """A move of which more is known the closer it is looked at: its seconds so far, and what makes it."""
 
     seconds: float
+    before: Use
+    after: Use
+    shape: tuple[int, ...]
     make: Callable[[], Move]
     level: int = BOUND
-
-    @cached_property
-    def move(self) -> Move:
-        """The move itself: layouts are made where they are asked for."""
-        return self.make()
-
-
-class _Known(NamedTuple):
-    level: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,9 @@ class Prices:
     mesh: Mesh
     dtype: str
     profile: Profile
-    _known: dict[Move, _Known] = field(default_factory=dict)
-    _ends: dict[tuple[Layout, tuple[int, ...]], Sharding] = field(default_factory=dict)
+    _guesses: dict[tuple[tuple[int, ...], State, State], float] = field(default_factory=dict)
+    _spaces: dict[tuple[int, ...], Space] = field(default_factory=dict)
+    _cuts: dict[Cut, tuple[int, ...] | None] = field(default_factory=dict)
     _sizes: dict[frozenset[str], int] = field(default_factory=dict)
 
     def plan(self, move: Move) -> Plan:
@@ -80,46 +74,61 @@ class Prices:
         received = self._received(before, after, math.prod(shape))
         return received * self._second_per_element + self._start if received else 0.0
 
-    def look_closer(self, leg: Leg) -> bool:
-        """Guess what a move costs after its bound, find its price after the guess; tells if that was new."""
-        move = leg.move
-        start, goal = self._end(move.src, move.shape), self._end(move.dst, move.shape)
-        key = Move(start.layout, goal.layout, move.shape)  # copies and replicas cost the same
-        known = self._known.get(key)
-        is_new = known is None or known.level <= leg.level
-        if known is None or is_new:
-            known = self._known[key] = self._closer(start, goal, leg)
-        leg.level, leg.seconds = known
-        return is_new
-
-    def _closer(self, start: Sharding, goal: Sharding, leg: Leg) -> _Known:
-        if start.layout == goal.layout:
-            return _Known(PRICE, 0.0)
-        search = Search(Space(start, goal, self.dtype, self.profile), None, directed=True)
+    def look_closer(self, leg: Leg) -> None:
+        """Guess what a move costs after its bound, find its price after the guess."""
         if leg.level == BOUND:
-            seconds, is_price = guess(search.space)
-            return _Known(PRICE if is_price else GUESS, max(search.least, seconds))
-        return _Known(PRICE, search.path().seconds)
+            leg.level, leg.seconds = GUESS, max(leg.seconds, self._guess(leg))
+        else:
+            leg.level, leg.seconds = PRICE, self.plan(leg.make()).cost
 
-    def _end(self, layout: Layout, shape: tuple[int, ...]) -> Sharding:
-        """A layout in normal form and without copies."""
-        found = self._ends.get((layout, shape))
+    def _guess(self, leg: Leg) -> float:
+        start, goal = self._state(leg.before), self._state(leg.after)
+        if start is None or goal is None:  # cuts other than the axes' own: a space of the two ends
+            move = leg.make()
+            ends = [Sharding(layout, self.mesh, leg.shape) for layout in (move.src, move.dst)]
+            start_end, goal_end = (without_copies(end.with_layout(end.normal)) for end in ends)
+            space = Space(start_end, goal_end, self.dtype, self.profile)
+            return guess(space, space.start_state, space.goal_state)
+        key = leg.shape, start, goal
+        found = self._guesses.get(key)
         if found is None:
-            end = Sharding(layout, self.mesh, shape)
-            found = self._ends[layout, shape] = without_copies(end.with_layout(end.normal))
+            found = self._guesses[key] = guess(self._space(leg.shape), start, goal)
         return found
+
+    def _space(self, shape: tuple[int, ...]) -> Space:
+        found = self._spaces.get(shape)
+        if found is None:
+            whole = Sharding(Layout(tuple(Dim(f"d{i}") for i in range(len(shape)))), self.mesh, shape)
+            found = self._spaces[shape] = Space(whole, whole, self.dtype, self.profile)
+        return found
+
+    def _state(self, use: Use) -> State | None:
+        """The state of an array, if all its cuts are the axes' own."""
+        cuts = []
+        for cut in use.cuts:
+            if cut not in self._cuts:
+                plain = all(shard == Shard(shard.axes[:1]) for shard in cut.shards)
+                self._cuts[cut] = tuple(self._axes.index(s.axes[0]) for s in cut.shards) if plain else None
+            if (axes := self._cuts[cut]) is None:
+                return None
+            cuts.append(axes)
+        return State(tuple(cuts), tuple(sorted(map(self._axes.index, use.sums))))
+
+    @cached_property
+    def _axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh.axes if self.mesh.size(axis) > 1)
 
     def _received(self, before: Use, after: Use, elements: int) -> int:
         """Elements that the busiest device must receive, at least."""
-        if ended := before.sums - after.sums:
+        if (before.sums or after.sums) and (ended := before.sums - after.sums):
             # Each of n addends but one is sent, and the sum to each of m copies but one.
             kept, n = self._size(after.sums & before.sums), self.mesh.n_devices
             copies = n // self._size(after.sums.union(*(cut.axes for cut in after.cuts)))
             return -(-elements * (self._size(ended) + copies - 2) * kept // n)
-        if after.sums - before.sums:
+        if after.sums and after.sums - before.sums:
             return 0
-        rows = [(cut.rows, old.rows) for old, cut in zip(before.cuts, after.cuts, strict=True)]
-        return math.prod([there for there, _ in rows]) - math.prod(map(min, rows))
+        here, there = [cut.rows for cut in before.cuts], [cut.rows for cut in after.cuts]
+        return math.prod(there) - math.prod(map(min, here, there))
 
     def _size(self, axes: frozenset[str]) -> int:
         """The number of devices along some axes."""

@@ -1,7 +1,8 @@
 """The best place for a contraction: fewest seconds of moves and of operations, then fewest operations.
 
-Decides in which order places are looked at. Each begins with a bound of its moves; a bound gives way to the
-price only where its place would win, so that few moves are ever planned. Places share their moves.
+Decides in which order places are looked at. Each begins with a bound of its moves; a bound gives way to a
+guess only where its place would win, and a guess to the price for a few finalists, so that few moves are ever
+planned. Places share their moves.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from xshard.contractions.places import MAX_PLACES, Ends, Place
+from xshard.contractions.places import MAX_PLACES, Ends, Place, Use
 from xshard.contractions.prices import GUESS, PRICE, Leg, Move, Prices
 from xshard.search.request import BOTH
 
-MAX_PRICED = 256  # after as many new prices guesses have to do
+FINALISTS = 8  # places that are priced, the best by guesses first
+SLACK = 1.04  # how much too dear a guess may be
+WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
 class Found(NamedTuple):
@@ -37,8 +41,9 @@ class Found(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the moves and the operations, by all that is known."""
-        return round(self.work + sum([leg.seconds for leg in self.legs]), 15)
+        """Of the moves, by all that is known, of the operations, and of waiting."""
+        times = [leg.seconds for leg in self.legs if leg.seconds]
+        return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -50,10 +55,10 @@ class Found(NamedTuple):
         """From the place to where the result is to be."""
         return _move(self.ends, self.place, -1, self.stays)
 
-    def priced(self, prices: Prices) -> float:
-        """Seconds, by the prices of all moves."""
-        for leg in self.legs:
-            while leg.level < PRICE:
+    def priced(self, prices: Prices, below: float = math.inf) -> float:
+        """Seconds by the prices of all moves, the dearest first; of fewer moves once it is not below."""
+        for leg in sorted(self.legs, key=lambda leg: -leg.seconds):
+            while leg.level < PRICE and self.seconds < below:
                 prices.look_closer(leg)
         return self.seconds
 
@@ -80,20 +85,21 @@ def best_places(
     stays: the result may stay where it is contracted. flops_limit: operations of the forward pass that no
     device may exceed. below: only places of fewer seconds. level: what has to be known of their moves.
     """
-    search = _Search(ends, prices, objective, stays, below, level)
+    search = _Search(ends, prices, objective, stays, below)
     places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
     if len(places) > MAX_PLACES:
         places = search.climbed()
-    yield from search.ordered(
+    found = search.ordered(
         place
         for place in places
         if search.work(flops := ends.flops(place)) < below and (flops_limit is None or flops <= flops_limit)
     )
+    yield from (search.ranked(found) if level == PRICE else found)
 
 
 def found_at(ends: Ends, place: Place, prices: Prices, objective: str, *, stays: bool) -> Found:
     """A given place, with bounds of its seconds. stays: the result stays where it is contracted."""
-    return _Search(ends, prices, objective, stays, math.inf, PRICE).found(place)
+    return _Search(ends, prices, objective, stays, math.inf).found(place)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,6 @@ class _Search:
     objective: str
     stays: bool
     below: float
-    level: int
 
     def ordered(self, places: Iterable[Place]) -> Iterator[Found]:
         """Places by their seconds, then their operations, then what is held there; the best first."""
@@ -113,19 +118,26 @@ class _Search:
             if (seconds := one.seconds) < self.below:
                 queue.append((seconds, one.flops, self._held(place), n, one))
         heapq.heapify(queue)
-        n_priced = 0
         while queue and queue[0][0] < self.below:
             seconds, *rest, one = queue[0]
             if (now := one.seconds) > seconds:
                 heapq.heapreplace(queue, (now, *rest, one))
                 continue
-            level = self.level if n_priced < MAX_PRICED else GUESS
-            if unknown := [leg for leg in one.legs if leg.level < level]:
-                leg = max(unknown, key=lambda leg: leg.seconds)
-                n_priced += self.prices.look_closer(leg) and leg.level == PRICE
+            if unknown := [leg for leg in one.legs if leg.level < GUESS]:
+                self.prices.look_closer(max(unknown, key=lambda leg: leg.seconds))
             else:
                 heapq.heappop(queue)
                 yield one
+
+    def ranked(self, guessed: Iterator[Found]) -> Iterator[Found]:
+        """Places in the order of guesses, but the first of them in that of their prices."""
+        finalists: list[Any] = []
+        for n, one in enumerate(itertools.islice(guessed, FINALISTS)):
+            least = finalists[0][0] if finalists else math.inf
+            seconds = one.priced(self.prices, SLACK * least)
+            insort(finalists, (seconds, one.flops, self._held(one.place), n, one))
+        yield from (one for *_, one in finalists)
+        yield from guessed
 
     def climbed(self) -> list[Place]:
         """Places reached from those of the ends by changes of one axis, each for the better by the bounds."""
@@ -148,17 +160,15 @@ class _Search:
 
     def found(self, place: Place) -> Found:
         """A place, with what is known of its moves."""
-        ends, legs, duals = self.ends, list[Leg](), list[Leg]()
+        ends, legs = self.ends, list[Leg]()
         for i in self._numbers:
             cuts = ends.cuts_of(place, i)
-            # All that the price depends on: forward, copies are as good as replicas, but to addends.
-            key: tuple[object, ...] = i, cuts, place.sums, place.busy if i < 0 else None
-            legs.append(self._legs.get(key) or self._new_leg(key, place, i))
-            if self.objective == BOTH:
-                key = i, cuts, place.sums, place.busy, place.copies
-                duals.append(self._legs.get(key) or self._new_leg(key, place, i, is_dual=True))
+            key: tuple[object, ...] = i, cuts, place.sums
+            if i < 0 or self.objective == BOTH:
+                key = *key, place.busy, place.copies
+            legs += self._legs.get(key) or self._new_legs(key, place, i)
         flops = ends.flops(place)
-        return Found(ends, place, flops, self.work(flops), (*legs, *duals), self.stays)
+        return Found(ends, place, flops, self.work(flops), tuple(legs), self.stays)
 
     def work(self, flops: int) -> float:
         """Seconds of all passes."""
@@ -171,24 +181,31 @@ class _Search:
         return (*range(len(self.ends.operands)), -1)
 
     @cached_property
-    def _legs(self) -> dict[tuple[object, ...], Leg]:
+    def _legs(self) -> dict[tuple[object, ...], tuple[Leg, ...]]:
+        """By what their prices depend on."""
         return {}
 
-    def _new_leg(self, key: tuple[object, ...], place: Place, i: int, *, is_dual: bool = False) -> Leg:
-        """The move of operand `i` to a place, -1: of the result from there; or that of its gradient."""
+    def _new_legs(self, key: tuple[object, ...], place: Place, i: int) -> tuple[Leg, ...]:
+        """The move of operand `i` to a place, -1: of the result from there; and that of its gradient."""
         ends = self.ends
         given, at = ends.given[i], ends.used(place, i)
         before, after = (at, at if self.stays else given) if i < 0 else (given, at)
-        if is_dual:
-            before, after = after.dual, before.dual
         shape = (*ends.operands, ends.result)[i].shape
 
-        def move() -> Move:
-            made = _move(ends, place, i, self.stays)
-            return made.dual if is_dual else made
+        def leg(before: Use, after: Use, make: Callable[[], Move]) -> Leg:
+            return Leg(self.prices.least(before, after, shape), before, after, shape, make)
 
-        leg = self._legs[key] = Leg(self.prices.least(before, after, shape), move)
-        return leg
+        def move() -> Move:
+            return _move(ends, place, i, self.stays)
+
+        # Forward, an operand's copies are as good as its replicas.
+        forward = key if i < 0 else key[:3]
+        found = self._legs.get(forward, ())[:1] or (leg(before, after, move),)
+        self._legs[forward] = found
+        if self.objective == BOTH:
+            found = *found, leg(after.dual, before.dual, lambda: move().dual)
+            self._legs[key] = found
+        return found
 
     def _held(self, place: Place) -> int:
         """Elements of all that is moved, where it is contracted."""

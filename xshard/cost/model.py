@@ -266,7 +266,7 @@ def _is_dtype(name: str) -> bool:
 
 
 def load_profile(profile: str | Path | Profile) -> Profile:
-    """A shipped name, a file or a Profile -> Profile. Raises ProfileError."""
+    """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError."""
     return profile if isinstance(profile, Profile) else _load(str(profile))
 
 
@@ -274,6 +274,13 @@ def load_profile(profile: str | Path | Profile) -> Profile:
 def _load(name: str) -> Profile:
     shipped = resources.files("xshard.cost") / "profiles"
     known = sorted(p.name[: -len(".json")] for p in shipped.iterdir() if p.name.endswith(".json"))
+    base, colon, nodes = name.rpartition(":")
+    if colon and base in known:
+        machine = _load(base)
+        if machine.across is None or not nodes.isdecimal() or int(nodes) < 1:
+            hint = f"'h100:4' has nodes of 4; {base} has nodes of {machine.node_devices}"
+            raise ProfileError(f"no profile {name!r}", hint=hint)
+        return replace(machine, name=name, node_devices=int(nodes))
     if name in known:
         text = (shipped / f"{name}.json").read_text()
     elif Path(name).is_file():

@@ -210,6 +210,18 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
     return _parse_expression(text)
 
 
+def parse_signature(text: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """`"layout, layout -> layout"` -> the layouts of arguments, and those of results. Raises NotationError.
+
+    >>> [[str(layout) for layout in side] for side in parse_signature("n d, d f/tp -> n f/tp, ()")]
+    [['n d', 'd f/tp'], ['n f/tp', '()']]
+    """
+    given, made = parser.parse_signature(text)
+    for parsed, span in zip((*given, *made), parser.text_spans(text).layouts, strict=True):
+        check_form(*parsed, text, slice(*span))
+    return tuple(Layout(*parsed) for parsed in given), tuple(Layout(*parsed) for parsed in made)
+
+
 def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
     """Raise NotationError if an axis or a dim is used twice, or max or min meets another reduction.
 

@@ -117,12 +117,22 @@ def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
     return operands, result
 
 
+def parse_signature(text: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...]]:
+    """Text of `layout, layout -> layout, layout` -> arguments, results. Raises NotationError."""
+    parser = _Parser(text)
+    given = parser.operands()
+    parser.expect(ARROW, hint="the layouts of a function read: layout, layout -> layout")
+    made = parser.operands()
+    parser.expect("end")
+    return given, made
+
+
 def text_spans(text: str) -> TextSpans:
     """Where layouts, dims and axes stand in a text that parses, so that later errors can mark them."""
     parser = _Parser(text)
     parser.operands()
     if parser.take(ARROW) and parser.kind != "end":
-        parser.layout()
+        parser.operands()
     layouts, dims, axes = parser.layout_spans, parser.dim_spans, parser.axis_spans
     return TextSpans(tuple(layouts), tuple(dims), tuple(axes), tuple(parser.whole_spans))
 

@@ -14,7 +14,7 @@ from xshard.layout import Layout, Mesh
 from xshard.layout.block_rows import inferred_length
 from xshard.layout.layout import parse_expression
 from xshard.layout.validation import check_dims
-from xshard.notation.parser import ELLIPSIS, mark_errors, text_spans
+from xshard.notation.parser import ARROW, ELLIPSIS, mark_errors, text_spans
 from xshard.plans.plan import Plan
 
 
@@ -62,6 +62,13 @@ def sides(expression: Expression) -> Sides:
     src, dst = as_expression(expression)
     check_dims(src.dims, dst.dims, text := f"{src} -> {dst}")
     return Sides(src, dst, text)
+
+
+def sides_or_one(layout: Layout | Expression) -> Sides:
+    """The sides of an expression; equal ones for a layout, under which blocks stay as they are."""
+    if isinstance(layout, str) and ARROW not in layout:
+        layout = Layout.parse(layout)
+    return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
 
 
 def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:

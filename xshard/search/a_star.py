@@ -24,7 +24,7 @@ from xshard.steps import Step
 
 # How many states of a directed space are settled before the best path found so far is taken: once by what
 # leads to the goal soonest, once by what is cheapest. Complete spaces are searched to the end.
-MAX_SETTLED, FEW_SETTLED = 32, 8
+MAX_SETTLED = 32
 
 Rank = tuple[float, float, int]  # seconds, elements held, plainness: what paths are compared by
 _WORST: Rank = (math.inf, 0, 0)
@@ -64,14 +64,12 @@ class Search:
 
     memory_limit: bytes that no device may exceed at any moment. exchanges: whether they may be used.
     scaled: elements held by the step that multiplies by the plan's constant, which no path shows.
-    directed: look at few paths, even in a small space; the best of them is seldom worse than the best of all.
     """
 
     space: Space
     memory_limit: int | None
     exchanges: bool = True
     scaled: int = 0
-    directed: bool = False
 
     def best_path(self) -> tuple[Step, ...]:
         """The steps of the cheapest path. Raises PlanError where none stays within the memory limit."""
@@ -93,15 +91,6 @@ class Search:
                 hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
             )
         return path
-
-    @property
-    def least(self) -> float:
-        """Seconds that any path takes, at least."""
-        return self._remaining(self.space.start_state)
-
-    @property
-    def _most(self) -> int:
-        return FEW_SETTLED if self.directed else MAX_SETTLED
 
     @cached_property
     def _largest(self) -> int:
@@ -133,7 +122,7 @@ class Search:
         return max((link.bytes_per_s for link in self.space.fabric.links), default=1.0)
 
     def _search(self) -> Path | None:
-        moves = Moves(self.space, directed=self.directed)
+        moves = Moves(self.space)
         # A path that comes nearer to the goal with every step is found soon, and bounds the others.
         near = None if moves.complete else self._explored(moves, None, nearest=True)
         return self._explored(moves, near)
@@ -164,10 +153,8 @@ class Search:
             if state in settled:
                 continue
             settled.add(state)
-            if (nearest or best is not None) and not moves.complete and len(settled) > self._most:
+            if (nearest or best is not None) and not moves.complete and len(settled) > MAX_SETTLED:
                 break
-            if self.directed and best is not None and path.seconds + self._remaining(state) > best.seconds:
-                continue
             for move in self._moves(moves, state, path, best, nearest):
                 longer = self._extended(path, state, move, best)
                 if longer is None or move.after in settled:

@@ -19,53 +19,56 @@ from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
 Axes = Sequence[int]
 
 
-def guess(space: Space) -> tuple[float, bool]:
-    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer.
-
-    And whether nothing is left to search for, because one step without a detour does it all.
-    """
-    state, goal = space.start_state, space.goal_state
+def guess(space: Space, state: State, goal: State) -> float:
+    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
+    if state == goal:
+        return 0.0
     old, new = space.roles(state), space.roles(goal)
     ended = tuple(a for a in state.sums if a not in goal.sums)
     changed = [*ended, *(a for a in {**old, **new} if old.get(a) != new.get(a))]
     slowest = min([space.levels(a)[0] for a in changed], default=0)
     free = set(space.free(goal))
     near = [a for a in space.free(state) if a in free and (ended or space.levels(a)[-1] > slowest)]
-    ways = [_in_turn(space, ())]
+    ways = [_in_turn(space, state, goal, ())]
     if near:
-        ways.append(_in_turn(space, near))
+        ways.append(_in_turn(space, state, goal, near))
     if not set(goal.sums) - set(state.sums):
-        ways += [seconds + _exchange(space, here) for here, seconds in _scattered(space, ended)]
+        for here, seconds in _scattered(space, state, goal, ended):
+            ways.append(seconds + _exchange(space, here, goal))
+            ways += [
+                seconds + _exchange(space, here, on_way) + later
+                for on_way, later in _gathered(space, here, goal)
+            ]
     dims = range(len(state.cuts))
     if state.sums == goal.sums and all(
         space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims
     ):
         ways.append(move_cost(space, Move("permute", (), goal), state).seconds)
-    return min(ways), not near and _is_one_step(space, ended)
+    return min(ways)
 
 
-def _is_one_step(space: Space, ended: Cut) -> bool:
-    """Whether slices, one gather, one reduction or one scattered reduction lead to the goal."""
-    state, goal = space.start_state, space.goal_state
-    pairs = [pair for pair in zip(state.cuts, goal.cuts, strict=True) if pair[0] != pair[1]]
-    begins = set(goal.sums) - set(state.sums)
-    longer = all(new[: len(old)] == old for old, new in pairs)
-    if ended:
-        added = [s for old, new in pairs for s in new[len(old) :]]
-        return not begins and longer and (not pairs or (len(pairs) == 1 and sorted(added) == sorted(ended)))
-    return not begins and (longer or (len(pairs) == 1 and pairs[0][0][: len(pairs[0][1])] == pairs[0][1]))
-
-
-def _exchange(space: Space, state: State) -> float:
+def _exchange(space: Space, state: State, goal: State) -> float:
     """Seconds of an exchange to the goal, where that is known without looking at devices."""
-    if space.even_received(state, space.goal_state) is None:
+    if space.even_received(state, goal) is None:
         return math.inf
-    return move_cost(space, Move("exchange", (), space.goal_state), state).seconds
+    return move_cost(space, Move("exchange", (), goal), state).seconds
 
 
-def _scattered(space: Space, ended: Cut) -> Iterator[tuple[State, float]]:
+def _gathered(space: Space, state: State, goal: State) -> Iterator[tuple[State, float]]:
+    """The goal with cuts by axes that are to hold replicas, each with the seconds to gather them."""
+    free = space.free(goal)
+    for axes in dict.fromkeys((free, tuple(a for a in free if a in space.roles(state)))):
+        for d, cut in enumerate(goal.cuts):
+            if axes and space.is_even(d, cut + axes):
+                on_way = State((*goal.cuts[:d], cut + axes, *goal.cuts[d + 1 :]), goal.sums)
+                traffic = gather_traffic(space.block(on_way), space.group(axes), d == 0)
+                yield on_way, space.fabric.seconds("all_gather", traffic, space.itemsize)
+                break
+
+
+def _scattered(space: Space, state: State, goal: State, ended: Cut) -> Iterator[tuple[State, float]]:
     """The start, and the state in which the sums that end are scattered over a dim, each with its seconds."""
-    state, new = space.start_state, space.roles(space.goal_state)
+    new = space.roles(goal)
     yield state, 0.0
     dims = range(len(state.cuts)) if ended else ()
     for d in sorted(dims, key=lambda d: new.get(ended[0], (d,))[0] != d):
@@ -76,12 +79,11 @@ def _scattered(space: Space, ended: Cut) -> Iterator[tuple[State, float]]:
             return
 
 
-def _in_turn(space: Space, near: Axes) -> float:
+def _in_turn(space: Space, state: State, goal: State, near: Axes) -> float:
     """Seconds of slices, then of sums that end, cuts that change places, and gathers: one step for each.
 
     near: axes that hold replicas at both ends, and take shares on the way.
     """
-    state, goal = space.start_state, space.goal_state
     old, new = space.roles(state), space.roles(goal)
     ended = [a for a in state.sums if a not in goal.sums]
     cut = [a for a in ended if a in new]
@@ -107,7 +109,9 @@ def _in_turn(space: Space, near: Axes) -> float:
         if block * _parts(space, moved) <= max(space.block(state), space.block(goal)):
             whole = price("all_gather", gather_traffic(block, group, in_place=False), space.itemsize)
             ways.append(whole + price("slice", Traffic(copied=block), space.itemsize))
-        if _permutes(space, _parts(space, [*sliced, *near, *ended]), _parts(space, [*gathered, *near])):
+        if _permutes(
+            space, state, goal, _parts(space, [*sliced, *near, *ended]), _parts(space, [*gathered, *near])
+        ):
             ways.append(price("permute", permute_traffic(block, group), space.itemsize))
         seconds += min(ways)
     if gathered or near:
@@ -117,11 +121,9 @@ def _in_turn(space: Space, near: Axes) -> float:
     return seconds
 
 
-def _permutes(space: Space, slices: int, gathers: int) -> bool:
+def _permutes(space: Space, state: State, goal: State, slices: int, gathers: int) -> bool:
     """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
-    before, after = (
-        [_parts(space, cut) for cut in end.cuts] for end in (space.start_state, space.goal_state)
-    )
+    before, after = ([_parts(space, cut) for cut in end.cuts] for end in (state, goal))
     common = list(map(math.lcm, before, after))
     most = math.prod(common)
     return most <= math.prod(before) * slices and most <= math.prod(after) * gathers

@@ -26,7 +26,7 @@ MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a larg
 class Moves:
     """The moves of one space, generated in a fixed order."""
 
-    def __init__(self, space: Space, *, directed: bool = False) -> None:
+    def __init__(self, space: Space) -> None:
         self.space = space
         self.goal = space.goal_state
         named = [s for end in (space.start, space.goal) for s in space.state(end.layout).cuts]
@@ -37,7 +37,7 @@ class Moves:
         small = len(self.usable) <= COMPLETE_AXES and dims <= COMPLETE_DIMS
         small = small and math.prod(space.sizes[a] for a in self.usable) <= COMPLETE_DEVICES
         plain = (space.is_plain(cut) and space.is_even(i % dims, cut) for i, cut in enumerate(named))
-        self.complete = small and all(plain) and not directed
+        self.complete = small and all(plain)
 
     def _usable(self, start: State) -> tuple[int, ...]:
         """The axes that steps may work on: those that change, and replicas that can take shares for them."""

@@ -1,8 +1,9 @@
-"""The equivalence kit: a torch function and its JAX port, sharded, shown to be the same."""
+"""The equivalence kit: a torch function and its JAX port, or one function on every mesh, are the same."""
 
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.diagnosis.causes import CAUSES, Cause, likely_cause
 from xshard.testing.equivalence import assert_equivalent
+from xshard.testing.invariance import assert_mesh_invariant
 from xshard.testing.mismatch import Mismatch, Subject
 from xshard.testing.report import EquivalenceError
 from xshard.testing.trees import StructureError
@@ -16,5 +17,6 @@ __all__ = [
     "StructureError",
     "Subject",
     "assert_equivalent",
+    "assert_mesh_invariant",
     "likely_cause",
 ]

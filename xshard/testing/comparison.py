@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xshard import reference
-from xshard.layout import Sharding
+from xshard.layout import Layout, Sharding
 from xshard.steps.base import Block
+from xshard.testing import differences
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import in_double
-from xshard.testing.mismatch import Mismatch, Subject, find_mismatch
+from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch, tolerance_of
 from xshard.testing.problem import Problem, wanted_gradient
 from xshard.testing.question import Devices
-from xshard.testing.runs import SIDES, TaskRun, Truth
+from xshard.testing.runs import SIDES, TaskRun, Truth, whole
 
 KINDS = ("output", "gradient", "parameter")
 
@@ -54,6 +55,8 @@ def mismatches(
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
+    On one device gradients are compared with differences, where the truth has them.
+
     runs: one device first. If an array differs on one device already, that is reported once: on several
     devices it is then compared with the function's own result on one.
     """
@@ -63,8 +66,8 @@ def mismatches(
         "gradient": _largest(truth.gradients.values()),
         "parameter": _largest(truth.updated.values()),
     }
-    found: list[Mismatch] = []
-    compared = 0
+    found = list(_wrong_derivatives(given, truth, runs[0].runtime))
+    compared = len(truth.derivatives)
 
     def differs(array: _Array, want: Devices, subject: Subject) -> Mismatch | None:
         nonlocal compared
@@ -88,13 +91,24 @@ def mismatches(
             if wrong is None:
                 right[str(run.mesh), *place] = array
             elif run.mesh.n_devices == 1 and not wrong.problem:
-                sharding = array.blocks
-                alone[place] = reference.gather(array.got, sharding.layout, run.mesh, sharding.shape)
+                alone[place] = whole(array.got, array.blocks)
     for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
         other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
         if other is not None and (SIDES[1], kind, name) not in alone:
             differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, SIDES[1]))
     return sorted(found, key=lambda m: KINDS.index(m.subject.kind)), compared
+
+
+def _wrong_derivatives(given: Problem, truth: Truth, runtime: str) -> Iterator[Mismatch]:
+    """Gradients of the truth that are not those of its function."""
+    most = max((size for *_, size in truth.derivatives.values()), default=0.0)
+    for i, (got, want, size) in truth.derivatives.items():
+        subject = Subject("gradient", given.names[i], runtime, truth.mesh, DIFFERENCES)
+        sharding = Sharding(Layout.parse("direction"), truth.mesh, got[0].shape)
+        tolerance = max(differences.TOLERANCE, tolerance_of(given.values[i]))
+        wrong = find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {})
+        if wrong is not None:
+            yield wrong
 
 
 def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
@@ -118,6 +132,12 @@ def _arrays(given: Problem, truth: Truth, run: TaskRun) -> Iterator[_Array]:
         for i, got in arrays.items():
             sharding = Sharding(given.layouts[i], mesh, given.values[i].shape)
             yield _Array(kind, given.names[i], got, wholes[i], sharding)
+
+
+def whole_of(given: Problem, truth: Truth, run: TaskRun, kind: str, name: str) -> tuple[Block, Block]:
+    """The whole array that blocks of a run stand for, and the one that they should; in double precision."""
+    (array,) = (each for each in _arrays(given, truth, run) if (each.kind, each.name) == (kind, name))
+    return in_double(whole(array.got, array.blocks)), in_double(array.whole)
 
 
 def _largest(arrays: Iterable[Block]) -> float:

@@ -14,7 +14,7 @@ from xshard.testing.comparison import mismatches
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
 from xshard.testing.report import EquivalenceError
-from xshard.testing.runs import Asked, Function, Side, updates_of
+from xshard.testing.runs import Asked, Function, Side, mesh_of_ones, updates_of
 from xshard.testing.trees import Tree
 from xshard.testing.trials import explained
 
@@ -72,7 +72,7 @@ def assert_equivalent(
     update = updates_of(given, args, parameters, optimisers)
     sent = {runtime: packed(function) for runtime, function in functions.items()}
     asked = Asked(given, sent, update, check_vma, timeout_s, tuple(preload))
-    alone = Mesh({axis: 1 for each in given.meshes for axis in each.axes})
+    alone = mesh_of_ones(given.meshes)
     if reference is None:
         truth, meshes = asked.truth("torch", asked.functions["torch"], alone), (alone, *given.meshes)
     else:

@@ -22,6 +22,10 @@ from xshard.testing.diagnosis.orders import rows_text
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 
+# The source of values that a gradient on one device is compared with.
+DIFFERENCES = "differences of its function along random directions"
+
+
 @dataclass(frozen=True)
 class Subject:
     """An array of a run, and the source of the values it is compared with."""
@@ -43,6 +47,7 @@ class Mismatch:
 
     index: None if shapes or dtypes differ; then `problem` says how. global_index is -1 for a row beyond the
     ends of the array. n_wrong, n_elements: over all devices. right: of every dim, the rows without an error.
+    first: the redistribution of the run at which the meaning first went wrong, where that was asked.
     """
 
     subject: Subject
@@ -58,6 +63,7 @@ class Mismatch:
     problem: str = ""
     cause: Cause | None = None
     right: str = ""
+    first: str = ""
 
     @property
     def place(self) -> str:
@@ -83,7 +89,20 @@ def find_mismatch(
         problem = _problem(a, b, sharding)
         if problem:
             return Mismatch(subject, device, problem=problem)
-    case = Case(
+    case = case_of(got, want, sharding, tolerance, largest, arguments)
+    return None if agrees(case) else located(subject, case)
+
+
+def case_of(
+    got: Sequence[Block],
+    want: Sequence[Block],
+    sharding: Sharding,
+    tolerance: float | None,
+    largest: float,
+    arguments: Mapping[str, Block],
+) -> Case:
+    """Blocks that have the shapes of their layout, as evidence."""
+    return Case(
         settle(got, sharding),
         settle(want, sharding),
         Sharding(settled(sharding.layout), sharding.mesh, sharding.shape),
@@ -91,7 +110,6 @@ def find_mismatch(
         largest,
         arguments,
     )
-    return None if agrees(case) else _located(subject, case)
 
 
 def tolerance_of(*blocks: Block) -> float:
@@ -131,7 +149,8 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
     return ""
 
 
-def _located(subject: Subject, case: Case) -> Mismatch:
+def located(subject: Subject, case: Case) -> Mismatch:
+    """What is reported of blocks that do not agree: the largest error, and the likely cause."""
     errors = [np.abs(in_double(a) - in_double(b)) for a, b in zip(case.got, case.want, strict=True)]
     # NaN counts as the largest error.
     errors = [

@@ -18,7 +18,7 @@ from typing import Any
 from xshard.errors import XshardError
 from xshard.runtimes.processes import FunctionError
 
-_OURS = ("xshard", "torch_bridge", "jax_bridge")
+OURS = ("xshard", "torch_bridge", "jax_bridge")
 
 
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
@@ -57,4 +57,4 @@ def is_installed(module: str) -> bool:
     root = module.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
     places = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")]
-    return root in _OURS or file is None or any(Path(file).is_relative_to(place) for place in places)
+    return root in OURS or file is None or any(Path(file).is_relative_to(place) for place in places)

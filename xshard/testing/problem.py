@@ -6,8 +6,9 @@ Decides what is refused, how a whole array becomes blocks under a layout, and wh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,11 @@ class Problem:
         return dict(zip(names, broadcast_prefix(self.outputs, returned, "output"), strict=True))
 
 
-def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes) -> Problem:
+def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, mesh: Meshes | None) -> Problem:
     """The arguments of `assert_equivalent`, checked.
 
-    function: its parameters name the arguments. Raises StructureError, ShapeError, NotationError,
-    LinearityError, MeshError, DtypeError.
+    function: its parameters name the arguments. mesh: None for `usual_meshes`. Raises StructureError,
+    ShapeError, NotationError, LinearityError, MeshError, DtypeError.
     """
     args = tuple(args)
     if not (isinstance(layouts, tuple | list) and len(layouts) == 2):
@@ -82,11 +83,14 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
             names.append(name)
             values.append(_array(value, name))
             found.append(_parsed(layout, name))
+    outputs = mapped(lambda layout: _parsed(layout, "output"), outputs)
+    if mesh is None:
+        every = (*found, *leaves(outputs).values())
+        mesh = usual_meshes(dict.fromkeys(axis for layout in every for axis in layout.axes))
     meshes = _meshes(mesh)
     for name, value, layout in zip(names, values, found, strict=True):
         for each in meshes:
             _check(name, value, layout, each)
-    outputs = mapped(lambda layout: _parsed(layout, "output"), outputs)
     for layout in leaves(outputs).values():
         for each in meshes:
             check_axes(layout, each)
@@ -190,6 +194,18 @@ def _meshes(mesh: Meshes) -> tuple[Mesh, ...]:
             raise MeshError(f"{each!r} has no axes", hint='as in mesh="dp=2,tp=2"')
         check_size(each.n_devices)
     return tuple(found)
+
+
+def usual_meshes(axes: Iterable[str]) -> list[Mesh]:
+    """Meshes that tell sizes and axes apart: each axis alone, all with 2 devices, and the first with 3.
+
+    >>> usual_meshes(["dp"]), usual_meshes(["dp", "tp"])[1:]
+    ([Mesh(dp=2), Mesh(dp=3)], [Mesh(dp=1, tp=3), Mesh(dp=2, tp=2), Mesh(dp=3, tp=2)])
+    """
+    twos, ones = dict.fromkeys(axes, 2), dict.fromkeys(axes, 1)
+    alone = [{**ones, axis: 2 + i % 2} for i, axis in enumerate(ones)]
+    threes = [{**twos, axis: 3} for axis in islice(twos, 1)]
+    return list(dict.fromkeys(map(Mesh, (*alone, twos, *threes))))
 
 
 def parse_meshes(text: str) -> list[Mesh]:

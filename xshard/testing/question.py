@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Question:
     update: Update | None = None
     wide: bool = False  # 64-bit numbers, which JAX must be told to keep
     typed: bool = True  # JAX: check_vma
+    differences: bool = False  # of a reference: its gradients are compared with them
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -70,8 +71,8 @@ class Question:
 class Answer:
     """Results of a function: outputs by name, gradients and updated values by number of input.
 
-    gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree: of a reference only,
-    its cotangents by name, and the tree of its outputs with numbers as leaves.
+    gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree, derivatives: of a
+    reference only, its cotangents by name, the tree of its outputs with numbers as leaves, and differences.
     """
 
     outputs: dict[str, Devices]
@@ -79,6 +80,7 @@ class Answer:
     updated: dict[int, Devices]
     cotangents: dict[str, Devices]
     tree: Tree = None
+    derivatives: dict[int, tuple[Devices, Devices, float]] = field(default_factory=dict)  # see `differences`
 
 
 def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:

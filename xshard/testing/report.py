@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xshard.testing.mismatch import Mismatch
+from xshard.testing.mismatch import DIFFERENCES, Mismatch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,8 @@ class EquivalenceError(AssertionError):
 
     def _text(self) -> str:
         parts = [f"{len(self.mismatches)} of {self.compared} comparisons differ"]
-        if any(m.subject.mesh.n_devices == 1 for m in self.mismatches):
+        alone = [m for m in self.mismatches if m.subject.mesh.n_devices == 1]
+        if any(m.subject.against != DIFFERENCES for m in alone):
             parts.append("they differ on one device already: the functions differ, not their sharding")
         parts += map(mismatch_text, self.mismatches[:_SHOWN])
         more = len(self.mismatches) - _SHOWN
@@ -54,7 +55,9 @@ class EquivalenceError(AssertionError):
                 _index(m.global_index),
                 _value(m.got),
                 _value(m.want),
-                m.problem or (m.cause.text if m.cause else "none that is known"),
+                "; first wrong: ".join(
+                    filter(None, (m.problem or (m.cause.text if m.cause else "none that is known"), m.first))
+                ),
                 m.right,
             )
         return made
@@ -79,6 +82,8 @@ def mismatch_text(mismatch: Mismatch) -> str:
         if m.right:
             lines.append(f"right rows: {m.right}")
         lines.append(f"likely cause: {m.cause.text if m.cause else 'none that is known'}")
+    if m.first:
+        lines.append(f"first wrong: {m.first}")
     return "\n  ".join(lines)
 
 

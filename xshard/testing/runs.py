@@ -19,6 +19,8 @@ from xshard.runtimes.backends import jax_process, torch_process
 from xshard.runtimes.processes import Process
 from xshard.steps.base import Block
 from xshard.testing.answers import remembered
+from xshard.testing.differences import Derivatives
+from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Problem, cotangents_of, whole_layout
 from xshard.testing.question import Answer, Devices, Question, Result, Update
@@ -39,6 +41,8 @@ class Truth:
     gradients: dict[int, Block]
     updated: dict[int, Block]
     source: str
+    mesh: Mesh
+    derivatives: Derivatives
 
 
 class TaskRun(NamedTuple):
@@ -57,12 +61,13 @@ class Asked:
     typed: bool
     timeout_s: float
     preload: tuple[str, ...]
+    differences: bool = False
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
         """Results of a function on one device: of whole arrays, or of blocks on a mesh of ones."""
         given = self.problem
-        whole = not mesh.axes
-        layouts = [whole_layout(x.ndim) for x in given.values] if whole else list(given.layouts)
+        is_whole = not mesh.axes
+        layouts = [whole_layout(x.ndim) for x in given.values] if is_whole else list(given.layouts)
         try:
             shardings = tuple(Sharding(s, mesh, x.shape) for s, x in zip(layouts, given.values, strict=True))
         except XshardError as error:
@@ -74,15 +79,17 @@ class Asked:
         declared = given.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
-            layout = whole_layout(block.ndim) if whole else declared[name]
+            layout = whole_layout(block.ndim) if is_whole else declared[name]
             outputs[name] = Sharding(layout, mesh, whole_shape(layout, mesh, block.shape, str(layout)))
         return Truth(
-            {name: _gathered(blocks, outputs[name]) for name, blocks in answer.outputs.items()},
+            {name: whole(blocks, outputs[name]) for name, blocks in answer.outputs.items()},
             declared,
-            {name: _gathered(blocks, _dual(outputs[name])) for name, blocks in answer.cotangents.items()},
-            {i: _gathered(blocks, _dual(shardings[i])) for i, blocks in (answer.gradients or {}).items()},
-            {i: _gathered(blocks, shardings[i]) for i, blocks in answer.updated.items()},
-            "the reference" if whole else f"{runtime} on one device",
+            {name: whole(blocks, dual(outputs[name])) for name, blocks in answer.cotangents.items()},
+            {i: whole(blocks, dual(shardings[i])) for i, blocks in (answer.gradients or {}).items()},
+            {i: whole(blocks, shardings[i]) for i, blocks in answer.updated.items()},
+            "the reference" if is_whole else f"{runtime} on one device",
+            mesh,
+            answer.derivatives,
         )
 
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
@@ -90,12 +97,11 @@ class Asked:
         question = self._on_blocks(runtime, mesh, truth)
         return TaskRun(runtime, mesh, remembered(runtime, question, partial(self._ask, runtime, question)))
 
-    def replica_fault(self, runtime: Side, mesh: Mesh, truth: Truth) -> str | None:
-        """What differs in such a run where a redistribution means one value, or None."""
-        question = self._on_blocks(runtime, mesh, truth)
-        found: str | None = self._process(runtime).ask(
-            f"{runtime}_bridge.testing.equivalence.replica_fault",
-            question,
+    def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
+        """What the redistributions of such a run were given, and the cotangents of what they made."""
+        found: list[Seen] = self._process(runtime).ask(
+            f"{runtime}_bridge.testing.equivalence.seen",
+            self._on_blocks(runtime, mesh, truth),
             timeout_s=self.timeout_s,
             quiet=True,
         )
@@ -131,6 +137,7 @@ class Asked:
             self.updates.get(runtime),
             wide,
             self.typed,
+            self.differences and results is None,
         )
 
     def _process(self, runtime: Side) -> Process:
@@ -143,11 +150,18 @@ class Asked:
         return answer
 
 
-def _gathered(blocks: Devices, sharding: Sharding) -> Block:
+def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:
+    """One device, with the axes of all these meshes."""
+    return Mesh({axis: 1 for mesh in meshes for axis in mesh.axes})
+
+
+def whole(blocks: Devices, sharding: Sharding) -> Block:
+    """The array that blocks stand for."""
     return reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
 
 
-def _dual(sharding: Sharding) -> Sharding:
+def dual(sharding: Sharding) -> Sharding:
+    """Where the cotangents of an array are."""
     return sharding.with_layout(sharding.layout.dual)
 
 

@@ -13,11 +13,14 @@ import numpy as np
 
 from xshard.errors import XshardError
 from xshard.layout import Mesh
-from xshard.testing.comparison import mismatches
+from xshard.testing.comparison import mismatches, whole_of
 from xshard.testing.diagnosis.causes import Cause
-from xshard.testing.mismatch import Mismatch
+from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
+from xshard.testing.moves import find_wrong, in_turn
 from xshard.testing.runs import SIDES, Asked, Side, Truth
 
+_OUTPUT = Cause("output", "an output is wrong already")
+_LAW = 1e-3  # how well an error keeps to a law
 _MOST = 12  # sets of arguments that are transposed, beside the set of all
 
 
@@ -31,7 +34,7 @@ def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float 
         if wrong:
             if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
                 tried[runtime] = _transposition(asked, truth, tol, runtime, mesh)
-            causes[runtime, mesh] = tried.get(runtime) or Cause("output", "an output is wrong already")
+            causes[runtime, mesh] = tried.get(runtime) or _OUTPUT
         elif mesh.n_devices > 1 and any(map(_is_open, own)):
             causes[runtime, mesh] = _replica(asked, truth, runtime, mesh)
     for m in found:
@@ -40,8 +43,79 @@ def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float 
         yield replace(m, cause=cause) if cause and not is_own else m
 
 
+def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[Mismatch]:
+    """Mismatches of a function with itself on one device: where the meaning first went wrong, and causes.
+
+    Its first mesh is asked where. What has no cause of its own has that of the first redistribution that is
+    wrong, or a law by which the error grows with the number of devices.
+    """
+    several = [m for m in found if m.subject.against != DIFFERENCES]
+    wrong, first = _first_wrong(several[0].subject, asked, truth) if several else (None, "")
+    told: dict[tuple[str, str], Cause] = {}
+    for m in found:
+        kind, mesh, array = m.subject.kind, m.subject.mesh, (m.subject.kind, m.subject.name)
+        here = [other for other in several if other.subject.mesh == mesh]
+        is_first, cause = m in several and mesh == several[0].subject.mesh, m.cause
+        if not m.problem and (cause is None or cause.name == "one addend"):
+            shown = wrong.cause if wrong and is_first and kind == several[0].subject.kind else None
+            cause = shown or told.get(array) or _law(m, asked, truth) or cause
+        if cause is None and kind == "gradient" and any(other.subject.kind == "output" for other in here):
+            cause = _OUTPUT
+        elif cause is None:  # a factor per device shows in gradients alone
+            causes = (other.cause for other in here if other.cause is not None)
+            cause = next((c for c in causes if kind == "gradient" or c.name == "own factors"), None)
+        if cause is not None:
+            told.setdefault(array, cause._replace(text=f"as on {mesh}: {cause.text}"))
+        yield replace(m, cause=cause, first=first if is_first else "")
+
+
+def _first_wrong(wrong: Subject, asked: Asked, truth: Truth) -> tuple[Mismatch | None, str]:
+    """The first redistribution whose block is wrong, or cotangent if gradients alone are; and a sentence."""
+    runtime, mesh, back = _side(wrong), wrong.mesh, wrong.kind != "output"
+    try:
+        one, many = (asked.seen(runtime, each, truth) for each in (truth.mesh, mesh))
+    except XshardError:
+        return None, ""
+    arguments, before = dict(zip(asked.problem.names, asked.problem.values, strict=True)), ""
+    for a, b in zip(in_turn(one, 1, back), in_turn(many, mesh.n_devices, back), strict=False):
+        if a.check.text != b.check.text:
+            break
+        found = find_wrong(a, b, mesh, runtime, arguments)
+        what = f"the gradient that comes back to {b}" if back else f"what {b} is given"
+        if found is not None:
+            return found, what + (f"; right is {before}" if before else "")
+        before = what
+    return None, before and f"after {before}, which is right"
+
+
+def _law(m: Mismatch, asked: Asked, truth: Truth) -> Cause | None:
+    """A cause by how the error grows along an axis, on which two and three devices are run."""
+    kind, name, mesh = m.subject.kind, m.subject.name, m.subject.mesh
+    for axis in (a for a in mesh.axes if mesh.size(a) > 1):
+        try:
+            meshes = [Mesh({a: n if a == axis else 1 for a in mesh.axes}) for n in (2, 3)]
+            runs = [asked.run(_side(m.subject), each, truth) for each in meshes]
+            (two, want), (three, _) = (whole_of(asked.problem, truth, run, kind, name) for run in runs)
+        except XshardError:
+            continue
+        for power, of in ((1, "a part"), (2, "of a sum of squares a part")):
+            first, then = two**power - want**power, three**power - want**power
+            slack = _LAW * np.abs(then).max(initial=0)
+            if slack and np.allclose(then, 2 * first, 0, slack):
+                return Cause(
+                    "counted", f"{of} is counted once on every device along {axis}, so the error grows"
+                )
+            if slack and np.allclose(then, 4 / 3 * first, 0, slack):
+                return Cause("divided", f"{of} is divided by the number of devices along {axis}")
+    return None
+
+
+def _side(subject: Subject) -> Side:
+    return SIDES[subject.runtime == SIDES[1]]
+
+
 def _run(m: Mismatch) -> tuple[Side, Mesh]:
-    return SIDES[m.subject.runtime == SIDES[1]], m.subject.mesh
+    return _side(m.subject), m.subject.mesh
 
 
 def _is_open(m: Mismatch) -> bool:
@@ -71,11 +145,13 @@ def _transposition(asked: Asked, truth: Truth, tol: float | None, runtime: Side,
 def _replica(asked: Asked, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
     """Cotangents differ where a redistribution means one value, as `check_replicated=True` finds it."""
     try:
-        fault = asked.replica_fault(runtime, mesh, truth)
+        seen = asked.seen(runtime, mesh, truth)
     except XshardError:
         return None
+    moves = (each for cotangents in (False, True) for each in in_turn(seen, mesh.n_devices, cotangents))
+    fault = next((fault for each in moves if (fault := each.replica_fault)), None)
     if fault is None:
         return None
-    reason, text, _, *rest = (line.strip() for line in fault.splitlines())
+    reason, text, _, *rest = (line.strip() for line in str(fault).splitlines())
     told = "; ".join((f"{reason} {text}", *rest))
     return Cause("replica", f"gathered as a replica, and used by each device in its own way: {told}")

@@ -21,6 +21,8 @@ CAUSES: dict[str, Callable[[Case], str | None]] = {
     "summed": sums.summed,
     "averaged": sums.averaged,
     "scaled": sums.scaled,
+    "other axes": sums.other_axes,
+    "own factors": sums.own_factors,
     "stale": placement.stale,
     "moved rows": orders.moved_rows,
     "exchanged": placement.exchanged,

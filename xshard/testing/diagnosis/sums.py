@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import Case, in_double, names_of, subsets
 
 _CUT_OFF = "nothing was written, or the path of gradients is cut (detach, no_grad, .data, stop_gradient)"
@@ -47,12 +48,51 @@ def not_summed(case: Case) -> str | None:
     """Addends in place of their sum."""
     for axes in subsets(case.free_axes):
         equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
+        if not equal and not case.want[0].ndim and all(map(case.near, _over(case, axes, _norm), case.want)):
+            return (
+                f"the squares of the values along {names_of(axes)} add up to the right one's: norms of parts"
+            )
         if not equal and all(map(case.near, _over(case, axes, np.sum), case.want)):
             return (
                 f"the blocks along {names_of(axes)} are addends and add up to what is right: "
                 f"a sum over {names_of(axes)} is missing (an all-reduce; in a gradient, that of a copy)"
             )
     return None
+
+
+def other_axes(case: Case) -> str | None:
+    """A sum over some axes in place of others, or over the devices that hold different parts."""
+    mesh = case.sharding.mesh
+    long = [a for a in mesh.axes if mesh.size(a) > 1]
+    if len({block.shape for block in case.want}) > 1:
+        return None
+    for summed in subsets(long):
+        wanted = _over(case, summed, np.sum, case.want)
+        for left in ((), *subsets([a for a in case.free_axes if a not in summed])):
+            if all(map(case.near, _over(case, left, np.sum), wanted)):
+                instead = f" in place of {names_of(left)}" if left else ""
+                return f"summed over {names_of(summed)}{instead}: that adds what belongs to different devices"
+    return None
+
+
+def own_factors(case: Case) -> str | None:
+    """Every device's part right but for a factor of its own."""
+    factors = [_ratio(got, want) for got, want in zip(case.got, case.want, strict=True)]
+    right = min(block.size for block in case.want) > 1 and all(
+        case.near(g, f * in_double(w)) for g, w, f in zip(case.got, case.want, factors, strict=True)
+    )
+    if not right or min(factors) <= 0 or np.ptp(factors) <= _CONSTANT:
+        return None
+    told = f"right but for factors {', '.join(f'{f:.4g}' for f in factors)} of the devices"
+    for axes in subsets(case.cut_axes):
+        weights = 1 / np.array([factors[d] for d in case.sharding.mesh.group(0, axes)])
+        if np.isclose(weights.sum(), (1, len(weights)), rtol=_CONSTANT).any():
+            return (
+                f"{told}: means over each one's own count along {names_of(axes)}, not over the count of all"
+            )
+        if np.isclose(np.square(weights).sum(), 1, rtol=_CONSTANT):
+            return f"{told}: divided by the norm of each one's own part along {names_of(axes)}"
+    return f"{told}: weights or statistics of their own"
 
 
 def not_averaged(case: Case) -> str | None:
@@ -94,9 +134,9 @@ def averaged(case: Case) -> str | None:
 
 
 def scaled(case: Case) -> str | None:
-    """A constant factor that is no axis size."""
+    """A constant factor that is no axis size; of one number there always is one."""
     factor = _factor(case)
-    if factor is None or abs(factor - 1) < _CONSTANT:
+    if factor is None or abs(factor - 1) < _CONSTANT or max(block.size for block in case.want) < 2:
         return None
     return f"{factor:.6g} times what it should be, everywhere: a constant factor"
 
@@ -114,12 +154,12 @@ def counted_argument(case: Case) -> str | None:
         times = float(np.real(np.vdot(x, error.mean(axis=outer)) / np.vdot(x, x)))
         if not case.near(error, np.broadcast_to(times * x, error.shape)):
             continue
-        count = round(times + 1)
-        if count == 0:
+        if round(times + 1, 6) == 0:
             return f"{name} is left out"
+        count = f"{times + 1:.4g}"
         return (
             f"{name} is counted {count} times instead of once, and {count} is the size of "
-            f"{_axes_of_size(case, count) or 'no axis'}: every device adds it before a sum; "
+            f"{_axes_of_size(case, times + 1) or 'no axis'}: every device adds it before a sum; "
             "add it after, or on one"
         )
     return None
@@ -164,22 +204,33 @@ def one_addend(case: Case) -> str | None:
     return None
 
 
-def _over(case: Case, axes: tuple[str, ...], reduce: Callable[..., object]) -> list[object]:
+def _norm(blocks: Sequence[Block], axis: int) -> object:
+    return np.sqrt(np.square(blocks).sum(axis))
+
+
+def _over(
+    case: Case, axes: tuple[str, ...], reduce: Callable[..., object], blocks: Sequence[Block] | None = None
+) -> list[object]:
     """Per device, the reduction of the blocks along the axes."""
     mesh = case.sharding.mesh
-    got = [in_double(block) for block in case.got]
+    got = [in_double(block) for block in (case.got if blocks is None else blocks)]
     return [reduce([got[d] for d in mesh.group(device, axes)], axis=0) for device in range(mesh.n_devices)]
 
 
 def _factor(case: Case) -> float | None:
     """The one factor between both arrays; exact if it is a whole number or 1/n."""
     got, want = (np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want))
-    factor = float(np.real(np.vdot(want, got) / np.vdot(want, want)))
+    factor = _ratio(got, want)
     for n in range(2, 65):
         for exact in (float(n), 1 / n):
             factor = exact if abs(factor - exact) <= 1e-3 * exact else factor
     error = np.abs(got - factor * want).max()
     return factor if error <= 4 * max(1.0, abs(factor)) * case.slack else None
+
+
+def _ratio(got: Block, want: Block) -> float:
+    got, want = in_double(got), in_double(want)
+    return float(np.real(np.vdot(want, got) / (np.vdot(want, want) or 1.0)))
 
 
 def _axes_of_size(case: Case, size: float) -> str:

@@ -1,0 +1,1 @@
+"""The torch bridge on one GPU, and what a profile of the GPU says."""

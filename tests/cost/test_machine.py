@@ -1,0 +1,82 @@
+"""`profile="auto"`: which profile a kind of device has, and what overrides it."""
+
+import warnings
+
+import pytest
+
+import xshard as xs
+from xshard.cost.machine import KINDS, asked_for, machine_of, without_devices
+
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200",
+    "AMD Instinct MI300X": "mi300x",
+    "TPU v5 lite": "tpu_v5e",
+    "TPU v5p": "tpu_v5p",
+    "TPU v5": "tpu_v5p",
+    "TPU v6 lite": "tpu_v6e",
+    "TPU v6e": "tpu_v6e",
+    "gloo": "gloo",
+    "host": "host",
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_kinds_of_devices_have_the_profile_of_their_machine(kind):
+    profile = machine_of(kind, None)
+    assert profile == xs.load_profile(NAMES[kind]) and len(profile.source) > 100
+    assert {name for _, name in KINDS} == set(NAMES.values())
+
+
+def test_nodes_are_as_large_as_the_launcher_says():
+    profile = machine_of("NVIDIA H100 80GB HBM3", 4)
+    assert (profile.name, profile.node_devices) == ("h100:4", 4) and profile == xs.load_profile("h100:4")
+    assert machine_of("NVIDIA H100 80GB HBM3", 8) == xs.load_profile("h100")
+    assert machine_of("NVIDIA GB200", 4).node_devices == 72, "a node is a rack there, not a host"
+    assert machine_of("gloo", 4) == xs.load_profile("gloo"), "it has one kind of link"
+    for wrong in ("h100:0", "h100:x", "gloo:4"):
+        with pytest.raises(xs.ProfileError, match="'h100:4' has nodes of 4"):
+            xs.load_profile(wrong)
+
+
+def test_an_unknown_kind_warns_once_and_names_calibrate():
+    with pytest.warns(UserWarning, match="no profile for devices of the kind 'Abacus 3'.*xshard calibrate"):
+        assert machine_of("Abacus 3", None) == xs.load_profile("h100")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        machine_of("Abacus 3", None)
+
+
+def test_what_overrides_what(monkeypatch):
+    mesh = xs.Mesh(a=8)
+
+    def planned(profile="auto"):
+        return xs.plan("n/a d -> n d", mesh, (8, 4), profile=profile)
+
+    assert asked_for("auto") == "auto" and without_devices("auto") == "h100" == planned().profile.name
+    monkeypatch.setenv("XSHARD_PROFILE", "a100:4")
+    assert planned().profile.name == "a100:4" and "priced for a100:4" in str(planned())
+    with xs.use_profile("tpu_v6e") as machine:
+        assert planned().profile == machine and planned("b200").profile.name == "b200"
+        with xs.use_profile(xs.load_profile("gloo")):
+            assert planned().profile.name == "gloo"
+        assert planned().profile == machine
+    assert planned().profile.name == "a100:4"
+    with pytest.raises(xs.ProfileError, match="no profile 'abacus'"), xs.use_profile("abacus"):
+        pass
+
+
+def test_a_plan_is_read_back_with_its_machine():
+    plan = xs.plan("n/a d -> n d", xs.Mesh(a=8), (8, 4), profile="h100:4")
+    assert xs.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name in KINDS} - {"gloo", "host"}))
+def test_figures_of_accelerators_are_of_one_order(name):
+    profile = xs.load_profile(name)
+    assert 1e13 < profile.flops("float32") <= profile.flops("bfloat16") <= profile.flops("int8") < 1e16
+    assert 5e10 < profile.default.bytes_per_s < profile.copy_bytes_per_s < 5e12
+    assert profile.across is None or profile.across.bytes_per_s < profile.default.bytes_per_s

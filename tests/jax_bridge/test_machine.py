@@ -1,0 +1,54 @@
+"""`profile="auto"` in JAX: the kind and number of its devices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.mesh.machine import machine
+from jax_bridge.torch_interop.handover import _by_side
+from tests.jax_bridge.helpers import in_jax
+
+
+@in_jax
+def test_host_devices_and_what_overrides_them() -> None:
+    mesh = jax.make_mesh((2,), ("a",))
+    assert machine("auto").name == machine("auto", mesh).name == "host"
+    with xs.use_profile("h100:2"):
+        assert machine("auto", mesh).name == "h100:2" and machine("a100", mesh) == "a100"
+    x = jax.device_put(jnp.arange(8.0).reshape(4, 2), jax.NamedSharding(mesh, jax.P("a")))
+    y = xj.reshard(x, "n/a d -> n d/a", mesh, profile="auto")
+    assert y.sharding.spec == jax.P(None, "a") and np.array_equal(x, y)
+    z = xj.einsum("n/a d, d e -> n/a e", x, jnp.eye(2), mesh=mesh, profile="auto")
+    assert np.array_equal(z, x)
+
+
+@in_jax
+def test_both_sides_of_a_hand_over() -> None:
+    with xs.use_profile("h100:2"):
+        assert _by_side("auto") == (xs.load_profile("h100:2"),) * 2
+    found = [profile.name for profile in _by_side({"torch": "auto", "jax": "auto"})]
+    assert found == ["gloo", "host"] and _by_side("a100") == ("a100", "a100")
+
+
+@in_jax
+def test_nodes_of_accelerators() -> None:
+    def devices(of_process: int) -> list[SimpleNamespace]:
+        kind = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3"}
+        return [SimpleNamespace(process_index=i // of_process, **kind) for i in range(8)]
+
+    for of_process, launcher, wanted in (
+        (4, "", "h100:4"),
+        (1, "", "h100"),
+        (1, "2", "h100:2"),
+        (2, "2", "h100:4"),
+    ):
+        environment = mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": launcher})
+        with environment, mock.patch.object(jax, "devices", lambda n=of_process: devices(n)):
+            assert machine("auto").name == wanted

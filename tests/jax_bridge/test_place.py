@@ -1,0 +1,129 @@
+"""`place`, and the names of leaves that its rules are about: dicts, flax, equinox."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.arrays.leaves import of_each
+from tests.jax_bridge.helpers import in_jax
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def array(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+
+def names(tree) -> list[str]:
+    return [leaf.name for leaf in of_each("...", tree, lambda said: said == "...")]
+
+
+@in_jax
+def test_leaves_have_the_names_that_their_library_gives_them() -> None:
+    import equinox as eqx
+    from flax import linen, nnx
+
+    tree = {"b": [1, (2, {"value": 3})], "a.c": 4, 5: None, "d": 6}
+    assert names({str(k): v for k, v in tree.items()}) == ["a.c", "b.0", "b.1.0", "b.1.1.value", "d"]
+    keys = jax.tree_util.tree_flatten_with_path([{"x": (1,)}])[0][0][0]
+    assert names([{"x": (1,)}]) == [jax.tree_util.keystr(keys, simple=True, separator=".")] and names(7) == [
+        ""
+    ]
+
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    found = {"layers": [model], "value": model}
+    assert names(found) == ["layers.0.bias", "layers.0.kernel", "value.bias", "value.kernel"]
+    assert names(nnx.state(model)) == ["bias", "kernel"]
+    boxed = linen.Partitioned(array(2, 2), names=("i", "o"))
+    assert names({"params": {"Dense_0": {"kernel": boxed}}}) == ["params.Dense_0.kernel"]
+    mlp = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    assert names(eqx.filter(mlp, eqx.is_array)) == [
+        f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+    ]
+
+    rules = {"**.{kernel,weight}": "i/a o", "**": "..."}
+    placed = xj.place({"nnx": model, "eqx": mlp, "box": {"kernel": boxed}}, rules, mesh())
+    assert placed["nnx"].kernel[...].sharding.spec == P("a", None)
+    assert np.array_equal(placed["nnx"](jnp.ones((1, 2))), model(jnp.ones((1, 2))))
+    assert placed["eqx"].layers[0].weight.sharding.spec == P("a", None)
+    assert placed["eqx"].activation is mlp.activation
+    assert placed["box"]["kernel"].value.sharding.spec == P("a", None)
+
+
+@in_jax
+def test_devices_get_their_part_of_what_is_on_the_host() -> None:
+    x = array(8, 3)
+    tree = {"w": x, "s": [x, x[:7]], "step": 5, "none": None, "scalar": np.float32(2)}
+    rules = {"w": "n/b d -> n d", "s.0": "n/zigzag(a) d | copy(b)", "s.1": "n/(a,b) d", "**": "..."}
+    placed = xj.place(tree, rules, mesh())
+    assert placed["step"] == 5 and placed["none"] is None and placed["scalar"] == 2
+    assert placed["w"].sharding.spec == P("b", None) and placed["w"].addressable_shards[0].data.shape == (
+        4,
+        3,
+    )
+    assert np.array_equal(placed["s"][0], x[[0, 1, 6, 7, 2, 3, 4, 5]])
+    assert np.array_equal(xj.reshard(placed["s"][0], "n/zigzag(a) d -> n d"), x)
+    fused = xj.place(x, "n/block(a,6,2) d", mesh())  # each of two segments is cut
+    assert np.array_equal(fused, x[[0, 1, 2, 6, 3, 4, 5, 7]])
+    assert np.array_equal(placed["s"][1], x[:7])  # 7 rows do not divide, and are whole
+
+
+@in_jax
+def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
+    x, on = array(8, 4), mesh()
+    for given in (
+        jax.device_put(x, NamedSharding(on, P(None, "a"))),
+        xj.place(x, "n/zigzag(b) d", on),
+        xj.place(x, "n/cyclic(a) d/b", on),
+        jnp.asarray(x),
+    ):
+        placed = xj.place([given], {"0": "n/zigzag(a) d"}, on)[0]
+        assert np.array_equal(placed, x[[0, 1, 6, 7, 2, 3, 4, 5]])
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert (xj.place(keys, "n/a", on) == keys).all()
+    gradient = jax.grad(lambda x: (xj.place(x, "n/zigzag(a) d", on)[2] ** 2).sum())
+    found = jax.jit(gradient)(xj.place(x, "n/a d", on))
+    assert np.array_equal(found[6], 2 * x[6]) and found.sum() == 2 * x[6].sum()
+
+
+@in_jax
+def test_errors_come_with_the_leaf_before_anything_moves() -> None:
+    tree = {"up": {"w": array(4, 2), "b": array(7)}}
+    for rules, kind, words in (
+        ({"**.w": "i/q o", "**": "..."}, xs.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
+        ({"**.w": "i/a", "**": "..."}, xs.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
+        (
+            {"**.b": "i/zigzag(a)", "**": "..."},
+            xs.ShapeError,
+            r"leaf 'up.b': .* no uneven blocks to keep the",
+        ),
+        ({"**.w": "..."}, xs.XshardError, "no rule for 1 of 2 names: up.b"),
+        (
+            {"**.w": "...", "**.b": "i", "**.c": "i"},
+            xs.XshardError,
+            r"rule '\*\*.c' fits no name\n.*up.b, up.w",
+        ),
+        ("i", xs.ShapeError, "leaf 'up.w'"),
+    ):
+        with pytest.raises(kind, match=words):
+            xj.place(tree, rules, mesh())
+    for wrong, words in (
+        (np.zeros(2), "float64, which JAX would make"),
+        (np.array(["a"]), "no numbers of <U1"),
+    ):
+        with pytest.raises(xs.DtypeError, match=f"leaf 'x': .*{words}"):
+            xj.place({"x": wrong}, {"x": "n"}, mesh())
+    with pytest.raises(xs.MeshError, match="is no mesh"):
+        xj.place(tree, "...", {"a": 2})
+    stored = xj.place(array(6), "n/zigzag(c)", jax.make_mesh((3,), ("c",)))
+    with pytest.raises(xs.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):
+        xj.place({"x": stored}, {"x": "n/a"}, mesh())

@@ -1,0 +1,145 @@
+"""Right programs mean the same on every mesh; each mistake is found, named, and located."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torch_bridge as xt
+from tests.testing.mistakes import IN_JAX, MISTAKES, PROGRAMS, Jax, Mistake, Program, Torch, sharded, together
+from tests.testing.programs import normal
+from xshard import Mesh
+from xshard.testing import EquivalenceError, Mismatch, assert_mesh_invariant
+from xshard.testing.mismatch import DIFFERENCES
+from xshard.testing.problem import usual_meshes
+
+
+def alone(name: str) -> dict[str, Any]:
+    """The options for one mistake in torch."""
+    wrong, program = MISTAKES[name], PROGRAMS[MISTAKES[name].program]
+    layouts, function = (program.layouts, program.result), sharded(Torch, wrong.function)
+    return {"function": function, "args": program.args, "layouts": layouts, "mesh": wrong.mesh}
+
+
+def all_of(library: Callable, functions: dict[str, Callable], programs: dict[str, Program]) -> dict[str, Any]:
+    """The options for many at once. programs: the arguments of each."""
+    layouts = {name: list(program.layouts) for name, program in programs.items()}
+    return {
+        "function": sharded(library, together(functions)),
+        "args": [{name: list(program.args) for name, program in programs.items()}],
+        "layouts": ([layouts], {name: program.result for name, program in programs.items()}),
+    }
+
+
+def found(function: Callable, **options: Any) -> EquivalenceError:
+    with pytest.raises(EquivalenceError) as raised:
+        assert_mesh_invariant(function, **options)
+    return raised.value
+
+
+def test_right_programs_are_not_accused() -> None:
+    right = {name: program.function for name, program in PROGRAMS.items()}
+    assert_mesh_invariant(**all_of(Torch, right, PROGRAMS), mesh="dp=2,tp=3; dp=3,tp=1")
+
+
+def test_right_programs_are_not_accused_in_jax() -> None:
+    programs = {name: PROGRAMS[name] for name in dict.fromkeys(MISTAKES[name].program for name in IN_JAX)}
+    right = {name: program.function for name, program in programs.items()}
+    assert_mesh_invariant(**all_of(Jax, right, programs), framework="jax", mesh="dp=2,tp=3")
+
+
+def check(wrong: Mistake, first: Mismatch) -> None:
+    kind, _, place = wrong.array.partition(" ")
+    assert first.subject.kind == kind and first.subject.name.endswith(place), first
+    assert first.cause is not None and first.cause.name == wrong.cause and wrong.words in first.cause.text, (
+        first
+    )
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_named_and_located(name: str) -> None:
+    error = found(**alone(name))
+    check(MISTAKES[name], error.mismatches[0])
+    assert MISTAKES[name].first in error.mismatches[0].first, error
+
+
+def test_mistakes_in_jax() -> None:
+    functions = {name: MISTAKES[name].function for name in IN_JAX}
+    options = all_of(Jax, functions, {name: PROGRAMS[MISTAKES[name].program] for name in IN_JAX})
+    error = found(**options, framework="jax", mesh="dp=2,tp=3", check_vma=False)
+    assert error.mismatches[0].first.startswith("what 'b o | sum(tp) -> b o' (mistakes.py:")
+    for name in IN_JAX:
+        check(MISTAKES[name], next(m for m in error.mismatches if repr(name) in m.subject.name))
+
+
+def test_differences_may_be_left_out_and_short_floats_are_compared_with_them_all_the_same() -> None:
+    def straight_through(x, mesh):
+        return x + (x.round() - x).detach()
+
+    options = {"args": [normal(6).astype(np.float32)], "layouts": (["n/tp"], "n/tp"), "mesh": "tp=2"}
+    error = found(straight_through, **options)
+    (first,) = error.mismatches
+    assert (first.subject.against, first.subject.mesh.n_devices) == (DIFFERENCES, 1)
+    assert "they differ on one device already" not in str(error)
+    assert_mesh_invariant(straight_through, **options, differences=False)
+    assert_mesh_invariant(torch.tanh, **options)
+
+
+def test_a_kink_and_an_array_that_does_not_matter_are_no_mistakes() -> None:
+    def function(x, unused, mesh):
+        return torch.relu(x) + 0 * unused.sum()
+
+    x = np.array([1e-6, -1e-6, 1.0, 2.0, 0.0, 3.0])  # kinks within the first step
+    assert_mesh_invariant(function, args=[x[:4], x], layouts=(["n/tp", "m | copy(tp)"], "n/tp"), mesh="tp=2")
+
+
+def test_uneven_blocks_on_the_usual_meshes() -> None:
+    def swapped(x, mesh):
+        return xt.redistribute(x, "n/tp d -> n d/tp", mesh, shape=(7, 5))
+
+    assert usual_meshes(["tp"]) == [Mesh(tp=2), Mesh(tp=3)]
+    assert_mesh_invariant(swapped, args=[normal(7, 5)], layouts=(["n/tp d"], "n d/tp"))
+
+
+def test_the_line_and_blocks_that_are_cut_along_an_axis_that_the_expression_leaves_out() -> None:
+    def twice(x, w, mesh):
+        h = xt.reduce_from(x @ w, "tp", mesh)
+        return torch.tanh(xt.reduce_from(h, "tp", mesh))
+
+    layouts = (["b/zigzag(dp) d/tp", "d/tp f | copy(dp)"], "b/zigzag(dp) f")
+    error = found(twice, args=[normal(8, 6), normal(6, 3, seed=1)], layouts=layouts, mesh="dp=2,tp=3")
+    first = error.mismatches[0]
+    assert first.cause.name == "summed" and "size of tp" in first.cause.text
+    line = twice.__code__.co_firstlineno
+    assert first.first == (
+        f"what 'd0 d1 | sum(tp) -> d0 d1' (test_invariance.py:{line + 2}) is given; "
+        f"right is what 'd0 d1 | sum(tp) -> d0 d1' (test_invariance.py:{line + 1}) is given"
+    )
+    assert f"\n  first wrong: {first.first}" in str(error)
+
+
+def test_what_devices_hold_under_a_max_and_the_share_of_a_mean_are_right() -> None:
+    def own_sum(x, mesh):
+        most = xt.redistribute(x.detach().amax(), "() | max(tp) -> ()", mesh)
+        return xt.redistribute((x - most).sum(), "() -> () | copy(tp)", mesh)
+
+    error = found(
+        own_sum, args=[normal(6)], layouts=(["n/tp"], "() | copy(tp)"), mesh="tp=2", differences=False
+    )
+    first = error.mismatches[0].first
+    assert (
+        first.startswith("what '() -> () | copy(tp)' (") and "; right is what '() | max(tp) -> ()' (" in first
+    )
+
+    def copied(x, mesh):
+        x = xt.copy_to(x, "tp", mesh)
+        return xt.redistribute(xt.redistribute(x, "n -> n | mean(tp)", mesh), "n | mean(tp) -> n", mesh)
+
+    error = found(copied, args=[normal(6)], layouts=(["n"], "n"), mesh="tp=2")
+    first = error.mismatches[0].first
+    assert first.startswith("the gradient that comes back to 'd0 -> d0 | copy(tp)' (")
+    assert "; right is the gradient that comes back to 'n -> n | mean(tp)' (" in first

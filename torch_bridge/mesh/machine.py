@@ -1,0 +1,47 @@
+"""What the processes of a world run on: the kind of device, and how many of them a node has.
+
+Decides how all processes of a world agree on it: the first that asks writes what it has found to the store,
+and all take that. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from xshard import Profile
+from xshard.cost.machine import AUTO, asked_for, machine_of
+
+
+def machine(profile: str | Path | Profile, device: torch.device | None = None) -> str | Path | Profile:
+    """The profile, or for "auto" that of the devices; device: of the blocks, if any is here."""
+    asked = asked_for(profile)
+    if asked != AUTO:
+        return asked
+    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    return _agreed(kind, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=64)
+def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
+    """Cached by the world too: its store ends with it."""
+    found = json.dumps(_found(device_type))
+    with suppress(NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
+        found = c10d._get_default_store().compare_set(f"xshard/machine/{device_type}", "", found).decode()
+    kind, node_devices = json.loads(found)
+    return machine_of(kind, node_devices)
+
+
+def _found(device_type: str) -> tuple[str, int | None]:
+    """This process's kind of device, and the devices of its node, which launchers tell."""
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    kind = torch.cuda.get_device_name() if on_gpu else "gloo"
+    return kind, int(local) if local.isdecimal() and int(local) > 0 else None

@@ -1,0 +1,86 @@
+"""Which machine a plan is priced for where nobody says: `profile="auto"`.
+
+Decides what overrides what, and which profile a kind of device has. Bridges tell the kind, and how many
+devices a node has.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+
+from xshard.cost.model import Profile, load_profile
+
+AUTO, DEFAULT = "auto", "h100"
+VARIABLE = "XSHARD_PROFILE"
+
+# What the name of a kind of device contains -> its profile; the first that fits. "gloo" and "host" are CPUs.
+KINDS = (
+    *(("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"), ("A100", "a100")),
+    *(("MI300X", "mi300x"), ("TPU v5 lite", "tpu_v5e"), ("TPU v5e", "tpu_v5e"), ("TPU v5", "tpu_v5p")),
+    *(("TPU v6 lite", "tpu_v6e"), ("TPU v6e", "tpu_v6e"), ("gloo", "gloo"), ("host", "host")),
+)
+
+RACKS = ("gb200",)  # whose nodes are larger than the hosts that a launcher knows
+
+_USED: ContextVar[str | Path | Profile | None] = ContextVar("xshard_profile", default=None)
+
+
+@contextmanager
+def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
+    """Plan for this machine wherever `profile="auto"` would look for one, also with XSHARD_PROFILE set.
+
+    Raises ProfileError for one that does not exist. All processes use the same.
+
+    >>> import xshard as xs
+    >>> with xs.use_profile("a100:4"):
+    ...     print(xs.plan("n/a d -> n d", xs.Mesh(a=8), (8, 4), profile="auto").profile.name)
+    a100:4
+    """
+    machine = load_profile(profile)
+    token = _USED.set(machine)
+    try:
+        yield machine
+    finally:
+        _USED.reset(token)
+
+
+def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
+    """The profile itself, or what overrides "auto": `use_profile`, then XSHARD_PROFILE; "auto" if neither."""
+    if profile != AUTO:
+        return profile
+    return _USED.get() or os.environ.get(VARIABLE) or AUTO
+
+
+@lru_cache(maxsize=64)
+def machine_of(kind: str, node_devices: int | None) -> Profile:
+    """The profile for devices of a kind, such as `NVIDIA H100 80GB HBM3` or `TPU v5 lite`.
+
+    node_devices: how many of them a node has, if known; a profile with one kind of link has no nodes.
+    An unknown kind is planned for as DEFAULT, with one warning.
+
+    >>> machine_of("NVIDIA A100-SXM4-80GB", 4).name
+    'a100:4'
+    """
+    name = next((profile for part, profile in KINDS if part.lower() in kind.lower()), None)
+    if name is None:
+        warnings.warn(
+            f"no profile for devices of the kind '{kind}': plans are priced for {DEFAULT}. "
+            f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it",
+            stacklevel=2,
+        )
+    found = load_profile(name or DEFAULT)
+    if node_devices in (None, found.node_devices) or found.across is None or name in RACKS:
+        return found
+    return load_profile(f"{found.name}:{node_devices}")
+
+
+def without_devices(profile: str | Path | Profile) -> str | Path | Profile:
+    """The profile itself, or for "auto", where no device is known, what overrides it, else DEFAULT."""
+    asked = asked_for(profile)
+    return DEFAULT if asked == AUTO else asked

@@ -1,0 +1,152 @@
+"""The redistributions of a run as they were seen: what each was given, and the cotangent of what it made.
+
+Decides in which order they are judged, and what a block means whose layout leaves an axis of the mesh out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from xshard import reference
+from xshard.errors import XshardError
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.notation.parser import Dim, Shard
+from xshard.plans.expression import sides
+from xshard.replicas import ReplicaCheck, ReplicaError
+from xshard.steps.base import Block
+from xshard.testing.diagnosis.causes import Cause
+from xshard.testing.diagnosis.evidence import Case, in_double
+from xshard.testing.mismatch import Mismatch, Subject, agrees, case_of, located
+from xshard.testing.pickling import OURS
+
+_HIDDEN_ORDERS = ("block", "zigzag")  # of a cut along an axis that an expression does not name
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a redistribution was given, or the cotangent of what it made. where: the user's file and line."""
+
+    check: ReplicaCheck
+    where: str
+    blocks: dict[int, Block] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.check.text!r}{self.where}"
+
+    @property
+    def replica_fault(self) -> ReplicaError | None:
+        """What `check_replicated=True` would have raised."""
+        mesh, axes = self.check.mesh, self.check.axes
+        found = np.zeros((mesh.n_devices, len(axes), 2))
+        for device, (a, axis) in itertools.product(range(mesh.n_devices), enumerate(axes)):
+            group = np.nan_to_num([in_double(self.blocks[d]) for d in mesh.group(device, (axis,))])
+            apart = np.abs(group[:, None] - group)
+            found[device, a] = apart.max(initial=0), np.abs(group).max(initial=0)
+        return self.check.fault(found)
+
+
+class Recorder:
+    """What `replicas.WATCH` is while a run is recorded. Of a call that runs again the first time counts."""
+
+    def __init__(self, as_array: Callable[[Any], Block] = np.array) -> None:
+        self.seen: list[Seen] = []
+        self._as_array = as_array
+
+    def __call__(self, check: ReplicaCheck) -> Callable[[int, Any], Block]:
+        found = Seen(check, _users_line())
+        self.seen.append(found)
+        return lambda device, block: found.blocks.setdefault(device, self._as_array(block))
+
+
+def together(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
+    """What each rank has seen of its own blocks -> what all have seen."""
+    return [
+        replace(parts[0], blocks={d: block for part in parts for d, block in part.blocks.items()})
+        for parts in zip(*ranks, strict=False)
+    ]
+
+
+def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
+    """Those of one direction that all `n` devices have seen, in the order in which they ran."""
+    found = [each for each in seen if each.check.cotangents == cotangents and len(each.blocks) == n]
+    return found[::-1] if cotangents else found
+
+
+def find_wrong(
+    one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Mapping[str, Block]
+) -> Mismatch | None:
+    """What differs in meaning between one device and a mesh; None where the layout does not say it."""
+    given, layout = one.check.sharding, many.check.sharding.layout
+    src, dst, _ = sides(many.check.text)
+    named, mean = (*src.axes, *dst.axes), dst.tagged("mean") if many.check.cotangents else ()
+    long = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    hidden = [axis for axis in long if axis not in named]
+    subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
+    try:
+        whole: Block = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
+        whole = np.divide(whole, mesh.size(*mean)) if mean else whole
+        own = [
+            case for each in _readings(layout, hidden) if (case := _case(many, whole, each, mesh, arguments))
+        ]
+    except XshardError:  # a mesh of the function's own, or a batch of vmap
+        return None
+    if any(map(agrees, own)):
+        return None
+    found = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
+    wrong = next((m for m in found if m.cause is not None), found[0])
+    for other in _readings(Layout(tuple(map(Dim, layout.names))), long) if wrong.cause is None else ():
+        case = _case(many, whole, other, mesh, arguments)
+        if case and agrees(case):
+            cause = Cause("another layout", f"blocks of '{other}' are taken for blocks of '{layout}'")
+            return replace(wrong, cause=cause)
+    return wrong
+
+
+def _case(
+    many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Mapping[str, Block]
+) -> Case | None:
+    """The blocks that were seen beside those of the whole array; None if that has no such blocks."""
+    devices = range(mesh.n_devices)
+    try:
+        sharding = Sharding(layout, mesh, whole.shape)
+    except XshardError:
+        return None
+    blocks, shapes = [many.blocks[d] for d in devices], [sharding.local_shape(d) for d in devices]
+    if all(block.shape == sharding.max_local_shape for block in blocks):  # JAX pads
+        blocks = [block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)]
+    if [block.shape for block in blocks] != shapes:
+        return None
+    if not layout.is_linear:  # each may hold anything, but for the largest
+        layout = Layout(tuple(map(Dim, layout.names)))
+        blocks = [reference.gather(blocks, sharding.layout, mesh, whole.shape) for _ in devices]
+        sharding = sharding.with_layout(layout)
+    return case_of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
+
+
+def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
+    """The layout with what blocks may be along axes that it leaves out: copies, addends, or cuts of a dim."""
+    ways = ("copy", 0), ("sum", 0), *itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
+    for choice in itertools.product(ways, repeat=len(axes)):
+        dims, tags = list(layout.dims), layout.tags
+        for axis, (way, d) in zip(axes, choice, strict=True):
+            if way in _HIDDEN_ORDERS:
+                dims[d] = replace(dims[d], shards=(Shard((axis,), way), *dims[d].shards))
+            else:
+                tags = (*tags, (way, (axis,)))
+        yield Layout(tuple(dims), tags)
+
+
+def _users_line() -> str:
+    """Where the user called, as in ` (model.py:12)`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame = frame.f_back
+    return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
