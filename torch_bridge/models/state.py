@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torch_bridge.dtensor.placements import as_dtensor, from_placements, to_placements
+from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.placements import from_placements, to_placements
 from torch_bridge.models.parallel import Parallel, parallel_of
 from torch_bridge.models.parameters import Kept
 from xshard import PlanError, ShapeError, XshardError
