@@ -46,13 +46,14 @@ def test_activations_vary_along_the_axes_of_the_right_side(
         ("o/dp i -> o i", "", "", "", "o/dp i -> o i"),
         ("o/dp i -> o i", "dp tp", "dp tp", "tp", "o/dp i -> o i | copy(dp)"),
         ("o/tp/dp i -> o/tp i", "dp tp", "dp", "", "o/tp/dp i -> o/tp i | copy(dp)"),
+        ("o -> o | sum(tp)", "dp tp", "dp", "dp", "o -> o | sum(tp)"),
         ("o i -> o/tp i", "dp tp", "dp", "dp", "o i -> o/tp i"),
     ],
 )
 def test_parameters_are_used_as_copies_where_activations_vary(
     text: str, inside: str, copied: str, later: str, move: str | None
 ) -> None:
-    use = use_of(text, 2, MESH, frozenset(inside.split()))
+    use = use_of(text, 1 + ("i" in text), MESH, frozenset(inside.split()))
     assert use.copied == set(copied.split()) and summed_later([use]) == set(later.split())
     found = use.move(summed_later([use]))
     assert (found and f"{found[0]} -> {found[1]}") == move

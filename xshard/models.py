@@ -141,25 +141,27 @@ class Use(NamedTuple):
         later: axes over which gradients are summed afterwards, with those of other parameters.
         """
         now = tuple(sorted(self.copied - later))
-        used = replace(self.used, tags=(("copy", now),) if now else ())
+        used = replace(self.used, tags=(*self.used.tags, ("copy", now)) if now else self.used.tags)
         return None if used == self.stored else (self.stored, used)
 
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Use:
     """`"stored -> used"`, or one layout for both, of a parameter with `ndim` dims.
 
+    What is added to addends is used as addends too: `"o -> o | sum(tp)"`.
     Raises NotationError for what is no place to keep values in, ShapeError for another number of dims.
 
     >>> use_of("o/dp i -> o i", 2, Mesh(dp=2, tp=2), frozenset(["dp"])).copied
     frozenset({'dp'})
     """
     rule = rule_of(text, mesh)
-    for layout in (rule.src, rule.dst):
-        if layout.tags or any(dim.overlap for dim in layout.dims):
+    for layout, tags in ((rule.src, set()), (rule.dst, {"sum"})):
+        if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
             raise NotationError(
                 f"a parameter is stored and used as values, not as '{layout}'",
                 text=text,
-                hint="cuts alone, as in 'o/dp i -> o i'; over which axes its gradient is summed is derived",
+                hint="cuts, as in 'o/dp i -> o i', and a sum on the right; over which axes its gradient is "
+                "summed is derived",
             )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         raise ShapeError(

@@ -34,7 +34,7 @@ def explain(model: nn.Module) -> str:
     for name, use in parallel.uses.items():
         each = kept[name]
         x, shape = each.tensor, each.sharding.shape
-        used = "as stored" if use.used.dims == use.stored.dims else _text(use.used)
+        used = "as stored" if use.used == use.stored else _text(use.used)
         over = " ".join(a for a in axes.axes if a in use.copied) if x.requires_grad else "frozen"
         parameters.append(
             (

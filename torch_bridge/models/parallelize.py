@@ -74,17 +74,23 @@ def parallelize(
     >>> def step():
     ...     torch.manual_seed(0)
     ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    ...     whole = model(torch.ones(2, 4))
+    ...     with torch.no_grad():
+    ...         whole = model(torch.ones(2, 4))
     ...     parallel = xt.parallelize(
     ...         model,
     ...         Mesh(tp=2),
-    ...         parameters={"0.weight": "o/tp i", "0.bias": "o/tp", "2.weight": "o i/tp", "**": "..."},
+    ...         parameters={
+    ...             "0.weight": "o/tp i",
+    ...             "0.bias": "o/tp",
+    ...             "2.weight": "o i/tp",
+    ...             "2.bias": "o -> o | sum(tp)",
+    ...         },
     ...         inputs={"": "b i -> b i | copy(tp)"},
     ...         outputs={"2": "b o | sum(tp) -> b o"},
     ...     )
-    ...     return tuple(parallel[0].weight.shape)
+    ...     return tuple(model[0].weight.shape), torch.allclose(parallel(torch.ones(2, 4)), whole)
     >>> xt.run_ranks(2, step)
-    [(4, 4), (4, 4)]
+    [((4, 4), True), ((4, 4), True)]
     """
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
@@ -210,6 +216,8 @@ def _kept(
         if name in parameters:
             uses[name] = use
             later.setdefault(id(x), []).append(use)
+    for name, use in uses.items():
+        _check_bias(name, use, uses, model)
     for key, of in later.items():
         each = kept[key]
         each.later = summed_later(of)
@@ -234,6 +242,20 @@ def _prepare_use(
         same[0].places.append((owner, attribute))
     else:
         unit.gathered.append(Gathered(name, [(owner, attribute)], text, each.sharding.shape))
+
+
+def _check_bias(name: str, use: Use, uses: Mapping[str, Use], model: nn.Module) -> None:
+    """Raise PlanError for the bias of a linear layer whose products are addends, if each adds it."""
+    path, _, attribute = name.rpartition(".")
+    weight = uses.get(f"{path}.weight" if path else "weight")
+    if attribute == "bias" and weight is not None and isinstance(model.get_submodule(path), nn.Linear):
+        missing = [axis for axis in weight.used.dims[1].axes if axis not in use.used.tagged("sum")]
+        if missing:
+            raise PlanError(
+                f"{name} would be added by each process along '{missing[0]}', where the products are addends",
+                text=str(use.used),
+                hint=f"write {use.stored} -> {use.used} | sum({','.join(missing)}), which adds it once",
+            )
 
 
 def _check_apart(name: str, use: Use, module: nn.Module, args: Any, kwargs: Any) -> None:
