@@ -10,6 +10,11 @@ from torch_bridge.dtensor.redistribution import redistribute_dtensor
 from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.desync import DesyncError
 from torch_bridge.mesh.failures import CollectiveError
+from torch_bridge.models.explain import explain
+from torch_bridge.models.norms import clip_grad_norm_, grad_norm
+from torch_bridge.models.parallel import check_replicas, no_sync
+from torch_bridge.models.parallelize import parallelize
+from torch_bridge.models.state import load_state_dict, state_dict
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -38,12 +43,19 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "check_replicas",
+    "clip_grad_norm_",
     "copy_to",
     "einsum",
+    "explain",
     "from_jax",
     "from_placements",
+    "grad_norm",
     "halo_exchange",
+    "load_state_dict",
     "nn",
+    "no_sync",
+    "parallelize",
     "positions",
     "redistribute",
     "redistribute_between",
@@ -53,6 +65,7 @@ __all__ = [
     "reduce_scatter",
     "run_ranks",
     "slice",
+    "state_dict",
     "to_placements",
     "trim_halo",
 ]

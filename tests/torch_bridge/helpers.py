@@ -22,9 +22,16 @@ import xshard as xs
 from xshard import reference
 
 # Ranks are forked from a server that has only imported modules: pytest's own process may have run JAX or a
-# backward pass before, after which it cannot be forked safely. Dynamo, which torch.func needs too, takes a
-# second to import: once here, not on every rank.
-PRELOADED = ["torch_bridge", "pytest", "hypothesis", "torch._dynamo.testing", "torch._functorch.aot_autograd"]
+# backward pass before, after which it cannot be forked safely. Dynamo, which torch.func needs too, and models
+# take a second to import: once here, not on every rank.
+PRELOADED = [
+    "torch_bridge",
+    "pytest",
+    "hypothesis",
+    "transformers.models.mixtral.modeling_mixtral",
+    "torch._dynamo.testing",
+    "torch._functorch.aot_autograd",
+]
 multiprocessing.set_forkserver_preload(PRELOADED)
 
 

@@ -13,7 +13,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from xshard.contractions.places import MAX_PLACES, Ends, Place, Use
@@ -195,8 +195,7 @@ class _Search:
         def leg(before: Use, after: Use, make: Callable[[], Move]) -> Leg:
             return Leg(self.prices.least(before, after, shape), before, after, shape, make)
 
-        def move() -> Move:
-            return _move(ends, place, i, self.stays)
+        move = partial(_move, ends, place, i, self.stays)  # does not hold on to `self`, which keeps the legs
 
         # Forward, an operand's copies are as good as its replicas.
         forward = key if i < 0 else key[:3]

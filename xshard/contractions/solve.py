@@ -21,7 +21,7 @@ from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.prices import GUESS, Move, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, best_ring
-from xshard.contractions.search import Found, best_places, found_at
+from xshard.contractions.search import SLACK, Found, best_places, found_at
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
@@ -102,6 +102,13 @@ class _Way(NamedTuple):
         total = self.seconds + found.seconds, self.flops + found.flops
         return _Way(*total, (*rest, result), (*self.steps, _Step(takes, ends, found)))
 
+    def priced(self, prices: Prices, below: float) -> float:
+        """Seconds by the prices of all moves; of fewer moves once it is not below."""
+        for step in sorted(self.steps, key=lambda step: -step.found.seconds):
+            others = sum(other.found.seconds for other in self.steps if other is not step)
+            step.found.priced(prices, below - others)
+        return sum(step.found.seconds for step in self.steps)
+
 
 class _Solver:
     """The plans for one request, the cheapest first."""
@@ -140,8 +147,11 @@ class _Solver:
         ways = [way for order in _orders(self.ends) for way in self._in_order(order, together)]
         if self.forward_limit is not None:
             ways = [way for way in ways if way.flops <= self.forward_limit]
-        finalists = sorted(ways, key=lambda way: way.seconds)[:WIDTH]
-        return sorted(finalists, key=lambda way: sum(step.found.priced(self.prices) for step in way.steps))
+        finalists: list[tuple[float, int, _Way]] = []
+        for n, way in enumerate(sorted(ways, key=lambda way: way.seconds)[:WIDTH]):
+            least = finalists[0][0] if finalists else math.inf
+            insort(finalists, (way.priced(self.prices, SLACK * least), n, way))
+        return [way for *_, way in finalists]
 
     def _in_order(self, order: Order, together: Place) -> Iterator[_Way]:
         """The best ways in one order, and the way on which all pairs are contracted in one place."""

@@ -1,0 +1,151 @@
+"""The same Llama in parallel, written in several ways.
+
+Decides nothing that is measured: each way takes a whole model and returns a function that makes one step's
+gradients. All have tensor and sequence parallelism over `tp` and cut the batch over `dp`; parameters are
+copies along `dp`, or stored in parts there and gathered for use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
+
+import torch_bridge as xt
+
+Step = Callable[
+    [Tensor], Tensor
+]  # this process's sequences -> its share of the loss, after its backward pass
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+ROW = ("o_proj", "down_proj")
+INPUTS = {
+    "": "b/dp s",
+    "model.layers.0": "b s c -> b s/tp c",
+    "model.layers.*|model.norm": "b s/tp c",
+    "**.{self_attn,mlp}|lm_head": "b s/tp c -> b s c | copy(tp)",
+}
+OUTPUTS = {"**.{self_attn,mlp}": "b s c | sum(tp) -> b s/tp c", "lm_head": "b s v/tp -> b s v"}
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+def _step(model: nn.Module, after: Callable[[], object] = lambda: None) -> Step:
+    def step(ids: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = loss_of(model(ids).logits, ids)
+        loss.backward()
+        after()
+        return loss.detach()
+
+    return step
+
+
+def rules(model: nn.Module, mesh: DeviceMesh) -> Step:
+    parameters = {
+        "**.{q,k,v,gate,up}_proj.weight|lm_head.weight": "o/tp i",
+        "**.{o,down}_proj.weight": "o i/tp",
+        "**": "...",
+    }
+    return _step(xt.parallelize(model, mesh, parameters, INPUTS, OUTPUTS))
+
+
+def rules_gathered(model: nn.Module, mesh: DeviceMesh) -> Step:
+    parameters = {
+        "**.{q,k,v,gate,up}_proj.weight|lm_head.weight": "o/tp/dp i -> o/tp i",
+        "**.{o,down}_proj.weight": "o/dp i/tp -> o i/tp",
+        "**": "o/dp ... -> o ...",
+    }
+    return _step(xt.parallelize(model, mesh, parameters, INPUTS, OUTPUTS, gathers="model.layers.*"))
+
+
+def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:
+    """Cuts, hooks and sums of gradients by `redistribute`."""
+    sums = {}
+    for name, p in model.named_parameters():
+        layer = name.split(".")[-2]
+        dst = "o/tp i" if layer in COLUMN else "o i/tp" if layer in ROW else None
+        if dst is not None:
+            p.data = xt.redistribute(p.data, f"o i -> {dst}", mesh)
+        over = "dp" if dst is not None or "embed" in name else "dp,tp"
+        sums[name] = f"{'i' if p.ndim == 1 else 'o i'} | sum({over}) -> {'i' if p.ndim == 1 else 'o i'}"
+
+    def moved(expression: str) -> Any:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (xt.redistribute(args[0], expression, mesh), *args[1:]), kwargs
+            return args, kwargs | {
+                "hidden_states": xt.redistribute(kwargs["hidden_states"], expression, mesh)
+            }
+
+        return before
+
+    def scattered(_: nn.Module, args: Any, result: Any) -> Any:
+        expression = "b s c | sum(tp) -> b s/tp c"
+        if isinstance(result, tuple):
+            return (xt.redistribute(result[0], expression, mesh), *result[1:])
+        return xt.redistribute(result, expression, mesh)
+
+    whole = moved("b s/tp c -> b s c | copy(tp)")
+    model.model.layers[0].register_forward_pre_hook(moved("b s c -> b s/tp c"), with_kwargs=True)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            part.register_forward_pre_hook(whole, with_kwargs=True)
+            part.register_forward_hook(scattered)
+    model.lm_head.register_forward_pre_hook(whole, with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda m, a, y: xt.redistribute(y, "b s v/tp -> b s v", mesh))
+
+    def after() -> None:
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        for name, gradient in xt.redistribute_many(gradients, sums, mesh).items():
+            model.get_parameter(name).grad = gradient
+
+    return _step(model, after)
+
+
+def dtensor(model: nn.Module, mesh: DeviceMesh) -> Step:
+    """`parallelize_module` and `fully_shard`."""
+    rows, whole = Shard(1), Replicate()
+    prepared = {"input_kwarg_layouts": {"hidden_states": rows}}
+    prepared |= {"desired_input_kwarg_layouts": {"hidden_states": whole}}
+    inside = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(**prepared),
+        "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+        **{f"self_attn.{name}": ColwiseParallel() for name in COLUMN[:3]},
+        **{f"mlp.{name}": ColwiseParallel() for name in COLUMN[3:5]},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=rows),
+        "mlp.down_proj": RowwiseParallel(output_layouts=rows),
+    }
+    outside = {
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(whole,), desired_input_layouts=(rows,), use_local_output=True
+        ),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], inside)
+    parallelize_module(model, mesh["tp"], outside)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return _step(model)
+
+
+COPIES = {"rules": rules, "by hand": by_hand}
+GATHERED = {"rules": rules_gathered, "DTensor": dtensor}

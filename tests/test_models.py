@@ -1,0 +1,100 @@
+"""What rules say about gradients: axes along which activations vary, uses, and blocks that arrive."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from xshard import Layout, Mesh, NotationError, ShapeError, models
+from xshard.models import Known, arriving_shape, known_inside, rule_of, summed_later, use_of, varying
+
+MESH = Mesh(dp=2, tp=4)
+
+
+def test_the_examples_run() -> None:
+    assert doctest.testmod(models).failed == 0 < doctest.testmod(models).attempted
+
+
+@pytest.mark.parametrize(
+    ("outside", "rules", "inside"),
+    [
+        ("", ["b s -> b/dp s"], "dp"),
+        ("dp", ["b s c -> b s/tp c"], "dp tp"),
+        ("dp tp", ["b s/tp c -> b s c"], "dp"),  # one value, which all use alike
+        ("dp tp", ["b s/tp c -> b s c | copy(tp)"], "dp tp"),
+        ("dp", ["b s c | sum(tp)"], "dp tp"),
+        ("dp tp", ["b/(dp,tp) s c -> b/dp s c"], "dp"),
+        ("dp", ["t c -> t c | copy(tp)", "t k"], "dp tp"),
+        ("dp", [], "dp"),
+    ],
+)
+def test_activations_vary_along_the_axes_of_the_right_side(
+    outside: str, rules: list[str], inside: str
+) -> None:
+    found = varying(outside.split(), [rule_of(text, MESH) for text in rules])
+    assert found == set(inside.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "copied", "later", "move"),
+    [
+        ("o i", "", "", "", None),
+        ("o i", "dp", "dp", "dp", None),
+        ("o/tp i", "dp tp", "dp", "dp", None),
+        ("o/dp i -> o i", "dp", "dp", "", "o/dp i -> o i | copy(dp)"),
+        ("o/dp i -> o i", "", "", "", "o/dp i -> o i"),
+        ("o/dp i -> o i", "dp tp", "dp tp", "tp", "o/dp i -> o i | copy(dp)"),
+        ("o/tp/dp i -> o/tp i", "dp tp", "dp", "", "o/tp/dp i -> o/tp i | copy(dp)"),
+        ("o -> o | sum(tp)", "dp tp", "dp", "dp", "o -> o | sum(tp)"),
+        ("o i -> o/tp i", "dp tp", "dp", "dp", "o i -> o/tp i"),
+    ],
+)
+def test_parameters_are_used_as_copies_where_activations_vary(
+    text: str, inside: str, copied: str, later: str, move: str | None
+) -> None:
+    use = use_of(text, 1 + ("i" in text), MESH, frozenset(inside.split()))
+    assert use.copied == set(copied.split()) and summed_later([use]) == set(later.split())
+    found = use.move(summed_later([use]))
+    assert (found and f"{found[0]} -> {found[1]}") == move
+    assert use.apart == set(use.used.axes) - set(inside.split())
+
+
+def test_uses_that_differ_sum_later_what_all_of_them_sum() -> None:
+    embedding, head = (use_of("v c", 2, MESH, frozenset(axes)) for axes in (["dp"], ["dp", "tp"]))
+    later = summed_later([embedding, head])
+    assert later == {"dp"} and embedding.move(later) is None
+    assert head.move(later) == (head.stored, Layout.parse("v c | copy(tp)"))
+
+
+def test_lengths_are_known_from_outside() -> None:
+    outside = known_inside(rule_of("b s -> b/dp s", MESH), (4, 10), (2, 10), ())
+    assert outside == (Known("b", frozenset({"dp"}), 4, 2), Known("s", frozenset(), 10, 10))
+    enters = rule_of("b s c -> b s/tp c", MESH)
+    assert arriving_shape(enters, MESH, 0, (2, 10, 6), outside) == (2, 10, 6)
+    inside = known_inside(enters, (2, 10, 6), (2, 3, 6), outside)
+    leaves = rule_of("b s/tp c -> b s c | copy(tp)", MESH)
+    for device, rows in ((0, 3), (3, 1)):  # uneven, and known all the same
+        assert arriving_shape(leaves, MESH, device, (2, rows, 6), inside) == (2, 10, 6)
+    both = rule_of("b/dp s/tp c -> b s c", MESH)
+    assert arriving_shape(both, MESH, 0, (2, 3, 6), inside) == (4, 10, 6)
+    again = known_inside(both, (4, 10, 6), (4, 10, 6), inside)
+    assert {dim.name: (set(dim.axes), dim.rows) for dim in again} == {
+        "b": (set(), 4),
+        "s": (set(), 10),
+        "c": (set(), 6),
+    }
+    with pytest.raises(ShapeError, match=r"the block has shape \(2, 10, 6\), not \(2, 3, 6\)"):
+        arriving_shape(leaves, MESH, 0, (2, 10, 6), inside)
+    with pytest.raises(ShapeError, match="'s' names another dim outside"):
+        arriving_shape(rule_of("b s", MESH), MESH, 0, (2, 5), inside)
+
+
+def test_parameters_are_kept_as_values() -> None:
+    for text in ("o i | sum(tp)", "o i -> o i | copy(dp)", "o/tp:halo(1,1) i"):
+        with pytest.raises(NotationError, match="a parameter is stored and used as values"):
+            use_of(text, 2, MESH, frozenset())
+    with pytest.raises(ShapeError, match="1 dims, the parameter has 2"):
+        use_of("o", 2, MESH, frozenset())
+    with pytest.raises(NotationError, match="unknown mesh axis 'cp'"):
+        rule_of("b s/cp", MESH)

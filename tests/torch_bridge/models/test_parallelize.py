@@ -1,0 +1,425 @@
+"""`parallelize` on small models: what stays as it was, what is summed when, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import error_of, failed_examples, on_ranks, still_connected
+from tests.torch_bridge.models.cases import block_of_each
+from torch_bridge.testing.byte_counter import Meter
+
+MESH = xs.Mesh(dp=2, tp=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embeds tokens, and is tied: the head has the embedding's weight. The last parameter may be unused."""
+
+    recompute: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.extra = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.full((6,), 2.0))
+
+    def forward(self, ids: Tensor, extra: bool = False) -> Tensor:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        y = self.head(x)
+        return y + self.extra.sum() if extra else y
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+# Tensor and sequence parallel over tp, with a sequence of 7, the tied weight stored whole and used cut.
+RULES: dict[str, Any] = {
+    "parameters": {
+        "**.up.weight": "o/tp i", "**.up.bias": "o/tp", "**.down.weight": "o i/tp",
+        "**.down.bias": "o -> o | sum(tp)",
+        "head.weight": "v c -> v/tp c", "**": "...",
+    },
+    "inputs": {
+        "": "b s -> b/dp s",
+        "blocks.0": "b s c -> b s/tp c",
+        "blocks.1": "b s/tp c",
+        "**.up": "b s/tp c -> b s c | copy(tp)",
+        "head": "b s/tp c -> b s c | copy(tp)",
+    },
+    "outputs": {"**.down": "b s c | sum(tp) -> b s/tp c", "head": "b s v/tp -> b s v"},
+}  # fmt: skip
+GATHERED: dict[str, Any] = {
+    "parameters": {"**": "o/(dp,tp) ... -> o ..."},
+    "inputs": {"": "b s -> b/dp s", "blocks.*": "b/dp s c"},
+}
+
+
+def _ids() -> Tensor:
+    return torch.arange(28).view(4, 7) * 5 % 12
+
+
+def _weights() -> Tensor:
+    return torch.arange(4 * 7 * 12.0, dtype=torch.float64).view(4, 7, 12).sin()
+
+
+def _step(model: Any, **options: Any) -> Tensor:
+    weights = xt.redistribute(_weights(), "b s v -> b/dp s v", MESH)
+    loss = xt.redistribute((model(_ids(), **options) * weights).sum(), "() | sum(dp) -> ()", MESH)
+    loss.backward()
+    return loss
+
+
+def _alone(**options: Any) -> tuple[Net, Tensor]:
+    model = net()
+    loss = (model(_ids(), **options) * _weights()).sum()
+    loss.backward()
+    return model, loss
+
+
+def _off(model: nn.Module, times: float = 1, **options: Any) -> float:
+    """The largest relative error of a gradient, which is to be `times` that of one device."""
+    alone, _ = _alone(**options)
+    whole = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    blocks = block_of_each(model, whole)
+    own = dict(model.named_parameters())
+    # A gathered parameter that no process used has zeros, any other keeps what it had.
+    unused = [p.grad for n, p in own.items() if n not in whole]
+    assert all(g is None or (not g.any() and g.shape[0] < 3) for g in unused)
+    return max(((own[n].grad - times * blocks[n]).norm() / g.norm()).item() for n, g in whole.items())
+
+
+def _behaves() -> None:
+    alone, want = _alone()
+    for rules in (RULES, GATHERED, GATHERED | {"keep": True}):
+        model = net()
+        before = dict(model.named_parameters())
+        seen: list[tuple[int, ...]] = []
+        model.blocks[0].up.register_forward_hook(
+            lambda m, args, y, seen=seen: seen.append(tuple(m.weight.shape))
+        )
+        assert xt.parallelize(model, MESH, **rules) is model and model.head.weight is model.embed.weight
+        assert all(p is before[n] for n, p in model.named_parameters())
+        loss = _step(model)
+        assert abs(loss - want) < 1e-12 * abs(want) and _off(model) < 1e-12
+        assert seen == [(5, 6) if rules is RULES else (10, 6)]
+        assert model.blocks[0].up.weight is before["blocks.0.up.weight"]
+
+        _step(model)  # a second pass adds to what was summed
+        assert _off(model, 2) < 1e-12
+        model.zero_grad()
+        with xt.no_sync(model):
+            _step(model)
+            if rules is RULES:
+                assert "each process's share" in error_of(lambda m=model: xt.grad_norm(m))[1]
+        _step(model)
+        assert _off(model, 2) < 1e-12
+        with xt.no_sync(model):  # all that was gathered goes with it, here and before
+            _step(model)
+        model.zero_grad(set_to_none=True)
+        _step(model)
+        assert _off(model) < 1e-12
+
+        twin = copy.deepcopy(model)
+        if rules is RULES:  # followed from the start, also where a compiler calls the model first
+            assert all(p._post_accumulate_grad_hooks for p in twin.parameters())
+        twin.zero_grad()
+        _step(twin)
+        assert _off(twin) < 1e-12 and twin.head.weight is twin.embed.weight is not model.embed.weight
+        model.zero_grad()
+        _step(model, extra=True)
+        assert _off(model, extra=True) < 1e-12
+
+        norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters() if p.grad is not None])
+        model.zero_grad()
+        _step(model)
+        assert math.isclose(xt.grad_norm(model), norm, rel_tol=1e-12)
+        largest = max(p.grad.abs().max() for p in alone.parameters() if p.grad is not None)
+        assert math.isclose(xt.grad_norm(model, math.inf), largest, rel_tol=1e-12)
+        assert math.isclose(xt.clip_grad_norm_(model, norm.item() / 2), norm, rel_tol=1e-12)
+        assert math.isclose(xt.grad_norm(model), norm / 2, rel_tol=1e-6)
+        xt.check_replicas(model)
+
+        for model.recompute in (False, True):
+            model.zero_grad()
+            _step(model)
+            assert _off(model) < 1e-12, model.recompute
+        model.recompute = None
+        with torch.no_grad():
+            assert model(_ids()).shape == (2, 7, 12)
+    if dist.get_rank() == 0:  # what is asked of no other process sends nothing
+        assert str(model.embed.weight) and "Net" in repr(model)
+    assert still_connected()
+
+
+def test_gradients_and_what_stays_as_it_was() -> None:
+    on_ranks(4, _behaves)
+
+
+def _buckets() -> None:
+    model = xt.parallelize(net(), MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32))
+    _step(model)
+    assert 1e-12 < _off(model) < 1e-5
+    model.zero_grad()
+    order: list[str] = []
+    model.blocks[0].norm.weight.register_hook(lambda g: order.append(f"sent {len(meter.received)}"))
+    with Meter() as meter:
+        _step(model)
+    assert len(meter.received) - 9 > 3 and order != ["sent 0"]  # some left before the first block's gradient
+
+    # Parameters of which a part of the processes has no gradient: zeros there, the sum on all.
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+            self.c = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.a).sum() + (self.b.sum() if dist.get_rank() == 1 else 0)
+
+    some = xt.parallelize(Some(), xs.Mesh(dp=4), {"**": "..."}, {"": "n/dp"})
+    for times in (1, 2):
+        some(torch.full((2,), 1.0)).backward()
+        assert some.a.grad.tolist() == [4.0 * times] * 2 and some.b.grad.tolist() == [1.0 * times] * 2
+        assert some.c.grad is None
+
+
+def test_buckets_and_parameters_that_some_processes_do_not_use() -> None:
+    on_ranks(4, _buckets)
+
+
+def _state() -> None:
+    whole = net().state_dict()
+    model = xt.parallelize(net(), MESH, **RULES)
+    state = xt.state_dict(model)
+    assert list(state) == list(whole) and isinstance(state["blocks.0.up.weight"], DTensor)
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(state, checkpoint_id=folder[0])
+    other = net()
+    for p in other.parameters():
+        p.data.zero_()
+    xt.parallelize(other, MESH, **GATHERED)
+    found = xt.state_dict(other)
+    dcp.load(found, checkpoint_id=folder[0])  # under another layout
+    xt.load_state_dict(other, found)
+    _step(other)
+    assert _off(other) < 1e-12
+    for p in other.parameters():
+        p.data.zero_()
+    xt.load_state_dict(other, state)  # DTensors under other placements
+    assert torch.equal(xt.state_dict(other)["embed.weight"].full_tensor(), whole["embed.weight"])
+    zigzag = {"blocks.0.up.weight": "o i/zigzag(tp) -> o i", **RULES["parameters"]}
+    odd = xt.parallelize(net(), MESH, **RULES | {"parameters": zigzag})
+    assert torch.equal(xt.state_dict(odd)["blocks.0.up.weight"], whole["blocks.0.up.weight"])
+    assert "extra is in the model alone" in error_of(lambda: xt.load_state_dict(odd, {}))[1]
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Net):
+            module.extra.data.fill_(1.0)
+            module.scale.fill_(2.0)
+        else:
+            module.reset_parameters()
+
+    for how in (init, whole):
+        with torch.device("meta"):
+            model = net()
+        torch.manual_seed(1)
+        xt.parallelize(model, MESH, **RULES, init=how)
+        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+        assert model.head.weight is model.embed.weight
+        if how is init:
+            assert model.blocks[1].up.weight.shape == (5, 6) and model.blocks[1].norm.weight.eq(1).all()
+            xt.load_state_dict(model, whole)
+        _step(model)
+        assert _off(model) < 1e-12
+
+
+def test_state_and_the_meta_device() -> None:
+    on_ranks(4, _state)
+
+
+def _compiled() -> None:
+    mesh, ids = xs.Mesh(dp=1, tp=2), torch.arange(16).view(2, 8) % 12
+    alone, model = net(), net()
+    alone.blocks, model.blocks = alone.blocks[:1], model.blocks[:1]
+    alone(ids).square().sum().backward()
+    whole = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    inputs = {name: text for name, text in RULES["inputs"].items() if name != "blocks.1"}
+    stored = {"**.norm.*": "c/tp -> c"} | RULES["parameters"]
+    xt.parallelize(model, mesh, stored, inputs, RULES["outputs"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(ids).square().sum().backward()
+    blocks = block_of_each(model, whole)
+    assert all((model.get_parameter(n).grad - g).norm() < 1e-12 * g.norm() for n, g in blocks.items())
+
+
+def test_compiled_in_one_graph() -> None:
+    on_ranks(2, _compiled)
+
+
+def _refused() -> list[tuple[str, str]]:
+    def make(**changed: Any) -> Callable[[], Any]:
+        """The first rule decides: those that change come first."""
+        return lambda: xt.parallelize(net(), MESH, **{k: {**v, **RULES[k], **v} for k, v in changed.items()})
+
+    def run(model: nn.Module, x: Any = None) -> Callable[[], Any]:
+        return lambda: model(_ids() if x is None else x)
+
+    def parallel(**changed: Any) -> nn.Module:
+        return make(**{"parameters": {}, "inputs": {}, "outputs": {}} | changed)()
+
+    def uncopied() -> None:
+        model = parallel(inputs={"**.up": "b s/tp c -> b s c"})
+        model(_ids())
+
+    def forgotten() -> None:
+        rules = {k: dict(v) for k, v in RULES.items()}
+        del rules["inputs"]["blocks.1"]  # its norm is taken to see whole sequences
+        rules["inputs"]["blocks.1.down"] = "b s f | copy(tp)"
+        _step(xt.parallelize(net(), MESH, **rules))
+
+    def unsummed() -> None:
+        model = parallel()
+        torch.autograd.grad(model(_ids()).sum(), [model.embed.weight])
+
+    def graph_alive() -> None:
+        model = net()
+        y = model(_ids())
+        xt.parallelize(model, MESH, **RULES)
+        del y
+
+    def differing() -> None:
+        model = net()
+        model.blocks[1].up.weight.data += dist.get_rank()
+        xt.parallelize(model, MESH, **RULES)
+
+    keep = {"parameters": {}, "inputs": {}, "outputs": {}}
+    found = [
+        error_of(make(**keep | {"inputs": {"blocks.7": "b s c"}})),
+        error_of(make(**keep | {"inputs": {"blocks": "b s c"}})),
+        error_of(make(**keep | {"inputs": {"embed": "b s/cp"}})),
+        error_of(make(**keep | {"parameters": {"head.weight": "v/tp c"}})),
+        error_of(make(**keep | {"parameters": {"head.weight": "v c | sum(tp)"}})),
+        error_of(make(**keep | {"parameters": {"**.norm.*": "o/tp i"}})),
+        error_of(lambda: xt.parallelize(net(), MESH, {"**": "..."}, {"blocks.*": "b s c"})),
+        error_of(lambda: xt.parallelize(net(), MESH, {"**.up.weight": "o i"}, {"": "b s"})),
+        error_of(run(parallel(inputs={"blocks.1": "b s c"}))),
+        error_of(run(parallel(inputs={"embed": "b s c"}))),
+        error_of(uncopied),
+        error_of(forgotten),
+        error_of(differing),
+        error_of(unsummed),
+        error_of(lambda: xt.grad_norm(net())),
+        error_of(graph_alive),
+        error_of(lambda: xt.parallelize(parallel(), MESH, **RULES)),
+        error_of(
+            lambda: xt.parallelize(nn.Linear(2, 2), MESH, {"weight": "o i/tp", "**": "..."}, {"": "b i"})
+        ),
+    ]
+    assert still_connected()
+    return found
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    first, *others = on_ranks(4, _refused)
+    assert all([kind for kind, _ in found] == [kind for kind, _ in first] for found in others)
+    expected = [
+        ("XshardError", "rule 'blocks.7' fits no module\n  the modules are: '', embed, blocks.0, "),
+        ("XshardError", "rule 'blocks' fits no module"),  # a list of modules is not called
+        ("NotationError", "embed: unknown mesh axis 'cp' in\n    'b s/cp'\n         ^^\n"),
+        ("PlanError", "head.weight is embed.weight, and stored as 'v/tp c', not '_0 _1'"),
+        ("NotationError", "head.weight: a parameter is stored and used as values, not as 'v c | sum(tp)'"),
+        ("ShapeError", "blocks.0.norm.weight: 2 dims, the parameter has 1 in 'o/tp i'"),
+        ("PlanError", "extra: no rule says how activations lie in 'the model'"),
+        ("XshardError", "no rule for 13 of 15 parameters: extra, embed.weight, "),
+        ("ShapeError", "input of blocks.1: the block has shape (2, 4, 6), not (2, 7, 6) in 'b s c'"),
+        ("ShapeError", "input of embed: 'b s c' has 3 dims, the array has 2"),
+        (
+            "PlanError",
+            "blocks.0.up.weight is cut over 'tp', and what comes into its module is equal along it",
+        ),
+        (
+            "ReplicaError",
+            "the gradient of blocks.1.norm.weight: blocks differ along 'tp', where one value is",
+        ),
+        ("XshardError", "blocks.1.up.weight is not the same on all processes, before it is cut"),
+        ("XshardError", "torch.autograd.grad would give each process its share of a parameter's gradient"),
+        ("XshardError", "a Net that is not parallel"),
+        ("XshardError", "blocks.0.up.weight is part of a graph, which still waits for its backward pass"),
+        ("XshardError", "the model is parallel already"),
+        (
+            "PlanError",
+            "bias would be added by each process along 'tp', where the products are addends in '_0'",
+        ),
+    ]
+    for (kind, text), (expected_kind, start) in zip(first, expected, strict=True):
+        assert (kind, text[: len(start)]) == (expected_kind, start)
+
+
+def _explained() -> list[Any]:
+    model = xt.parallelize(net(), MESH, **RULES)
+    tables = [xt.explain(model)]
+    _step(model)
+    gathered = xt.parallelize(net(), MESH, **GATHERED)
+    with Meter() as meter:
+        gathered(_ids())
+    return [*tables, xt.explain(model), xt.explain(gathered), sum(meter.received)]
+
+
+def test_the_tables_say_what_is_where() -> None:
+    found = on_ranks(4, _explained)
+    before, after, gathered = (
+        [" ".join(line.split()) for line in table.splitlines()] for table in found[0][:3]
+    )
+    assert before[0] == "Net on dp=2,tp=2"
+    assert {
+        "parameter shape stored used gradient summed over block",
+        "blocks.*.norm.weight x 2 [6] ... as stored dp tp 96 B",
+        "blocks.*.up.weight x 2 [10, 6] o/tp i as stored dp 480 B",
+        "head.weight [12, 6] v c v/tp c dp 576 B",
+    } <= set(before) & set(after)
+    assert "head, output b s v/tp -> b s v not called yet not called yet" in before
+    assert {
+        "blocks.*.down, output x 2 b s c | sum(tp) -> b s/tp c 1.31 KiB 768 B",
+        "head, output b s v/tp -> b s v 672 B 0 B",
+        "gradients, in buckets x 4 n | sum(dp,tp) -> n 0 B 288 B",
+        "a step 3.09 KiB 5.35 KiB",
+    } <= set(after)
+    # A tied parameter is gathered once; the outermost module keeps what it gathered.
+    assert "embed.weight o/(dp,tp) ... -> o ... | copy(dp) 432 B 288 B" in gathered
+    assert not any(line.startswith("head.weight o/") and "->" in line for line in gathered)
+    busiest = max(received for *_, received in found)
+    assert (busiest, gathered[-1]) == (2712, "a step 2.65 KiB 4.82 KiB")
+
+
+def test_the_example_runs() -> None:
+    assert failed_examples(["torch_bridge.models.parallelize"]) == {}
