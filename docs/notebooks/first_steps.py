@@ -9,7 +9,8 @@
 # %% [markdown]
 # # First steps, as a notebook
 #
-# A layout is text that says which device holds what. Here it is drawn, moved and differentiated, with numpy alone.
+# A layout is text that says which device holds what. Here it is drawn, moved and differentiated, with numpy
+# alone.
 
 # %%
 import numpy as np
@@ -20,22 +21,24 @@ mesh = xs.Mesh(dp=2, cp=2)
 xs.show("b/dp s/cp c", mesh, (4, 8, 3))
 
 # %% [markdown]
-# The batch `b` is cut over `dp`, the sequence `s` over `cp`. A layout that does not name an axis holds replicas along it.
+# The batch `b` is cut over `dp`, the sequence `s` over `cp`. A layout that does not name an axis holds
+# replicas along it.
 
 # %%
 layout = xs.Layout.parse("b s/zigzag(cp) c")
 layout
 
 # %% [markdown]
-# An arrow is a move. The plan is found without data. Each picture is a layout on the way, and the lines between two
-# of them are messages.
+# An arrow is a move. The plan is found without data. Each picture is a layout on the way, and the lines
+# between two of them are messages.
 
 # %%
 plan = xs.plan("b/dp s/zigzag(cp) c -> b/dp s c/cp", mesh, shape=(4, 8, 4))
 plan
 
 # %% [markdown]
-# `xs.reference` runs any plan on virtual devices. `scatter` cuts an array into blocks, `gather` puts them together.
+# `xs.reference` runs any plan on virtual devices. `scatter` cuts an array into blocks, `gather` puts them
+# together.
 
 # %%
 whole = np.arange(4 * 8 * 4).reshape(4, 8, 4)
@@ -47,8 +50,8 @@ assert (xs.reference.gather(moved, plan.dst, mesh, whole.shape) == whole).all()
 # %% [markdown]
 # ## The gradient is a plan too
 #
-# Every layout has a dual, the layout of its cotangent. Copies that are used apart have gradients that add up, so the
-# dual of `copy` is `sum`.
+# Every layout has a dual, the layout of its cotangent. Copies that are used apart have gradients that add
+# up, so the dual of `copy` is `sum`.
 
 # %%
 gather = xs.plan("n/dp d -> n d | copy(dp)", xs.Mesh(dp=4), shape=(8, 2))

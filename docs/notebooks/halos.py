@@ -60,8 +60,8 @@ print("halo: ", *found[:, 0])
 # %% [markdown]
 # ## Backward
 #
-# A row that two devices hold gets two gradients. The dual of a halo is a `fold`: what stands in the neighbours' rows
-# goes home and is added.
+# A row that two devices hold gets two gradients. The dual of a halo is a `fold`: what stands in the
+# neighbours' rows goes home and is added.
 
 # %%
 exchange.backward
@@ -75,7 +75,8 @@ home[:, 0]
 # %% [markdown]
 # ## With a stride
 #
-# With stride 2 the devices need other rows before than after. A window is the interval that the outputs read.
+# With stride 2 the devices need other rows before than after. A window is the interval that the outputs
+# read.
 
 # %%
 strided = "h/sp:window(k=3,s=2,p=1)"
@@ -83,5 +84,5 @@ xs.show(strided, mesh, (n,))
 xs.output_dim(xs.Layout.parse(strided).dims[0], n, (4,))
 
 # %% [markdown]
-# In torch and JAX: [see my neighbours' rows](../recipes/halo.md); whole networks: [layers on cut arrays](../layers.md).
-# Next: [a model](model.py).
+# In torch and JAX: [see my neighbours' rows](../recipes/halo.md); whole networks: [layers on cut
+# arrays](../layers.md). Next: [a model](model.py).

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # A model, as a notebook
 #
-# A perceptron with its weights cut over four devices, trained with its gradients, in JAX on four host devices. The
-# strings are the same in torch.
+# A perceptron with its weights cut over four devices, trained with its gradients, in JAX on four host
+# devices. The strings are the same in torch.
 
 # %%
 import os
@@ -21,7 +21,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
@@ -29,7 +28,8 @@ import xshard as xs
 # %% [markdown]
 # ## Where is what?
 #
-# The first weight is cut by columns, the second by rows, and the activations between layers by the sequence.
+# The first weight is cut by columns, the second by rows, and the activations between layers by the
+# sequence.
 
 # %%
 UP, DOWN = "s/tp d, d f/tp -> s f/tp", "s f/tp, f/tp d -> s/tp d"
@@ -40,7 +40,7 @@ xs.plan(UP, xs.Mesh(tp=4), sizes=sizes)
 xs.plan(DOWN, xs.Mesh(tp=4), sizes=sizes)
 
 # %% [markdown]
-# An all-gather before, a reduce-scatter after. Their gradients are planned too: nothing has to be added by hand.
+# An all-gather before, a reduce-scatter after. Their gradients are planned too: nothing is added by hand.
 
 # %%
 mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
@@ -51,8 +51,7 @@ def model(x, up, down):
     return x + xj.einsum(DOWN, h, down)
 
 
-specs = P("tp"), P(None, "tp"), P("tp")
-sharded = jax.shard_map(model, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+sharded = xj.shard_map(model, mesh, "s/tp d, d f/tp, f/tp d -> s/tp d")
 
 
 def whole(x, up, down):
@@ -86,5 +85,5 @@ print("one device:  ", *(f"{loss:.4f}" for loss in one[::5]))
 print("four devices:", *(f"{loss:.4f}" for loss in four[::5]))
 
 # %% [markdown]
-# When a gradient looks wrong, `XSHARD_CHECK_REPLICATED=1` compares what should be one value, and
-# [the equivalence kit](../recipes/check_port.md) compares this model with its torch twin.
+# When a gradient looks wrong, `XSHARD_CHECK_REPLICATED=1` compares what should be one value, and [the
+# equivalence kit](../recipes/check_port.md) compares this model with its torch twin.

@@ -55,9 +55,13 @@ def _as_markdown(message: dict[str, Any], code: str) -> str:
     content = message["content"]
     if message["msg_type"] == "error":
         raise CellError("\n".join([code, *content["traceback"]]))
-    if message["msg_type"] == "stream":
-        return f"\n``` {{.text .shown}}\n{content['text'].rstrip()}\n```\n" if content["name"] == "stdout" else ""
-    if message["msg_type"] not in ("display_data", "execute_result"):
-        return ""
-    data = content["data"]
-    return f"\n{data['text/html']}\n" if "text/html" in data else f"\n``` {{.text .shown}}\n{data['text/plain']}\n```\n"
+    if message["msg_type"] == "stream" and content["name"] == "stdout":
+        return _as_block(content["text"])
+    if message["msg_type"] in ("display_data", "execute_result"):
+        data = content["data"]
+        return f"\n{data['text/html']}\n" if "text/html" in data else _as_block(data["text/plain"])
+    return ""
+
+
+def _as_block(text: str) -> str:
+    return f"\n``` {{.text .shown}}\n{text.rstrip()}\n```\n"

@@ -1,4 +1,4 @@
-"""What the site has beyond the documents: pictures by the code beside them, notebooks, a page per public name.
+"""What the site has beyond the documents: cells with what they show, notebooks, a page for every public name.
 
 Decides which files of the repository are pages too, and where their links lead.
 """
