@@ -45,7 +45,7 @@ print("alone:", *seam[:, 0])
 xs.show("h/sp:halo(1,1) w", mesh, (n, 3))
 
 # %% [markdown]
-# The move into it sends two messages per device, and nothing else.
+# The move into it sends one message to each neighbour, and nothing else.
 
 # %%
 exchange = xs.plan("h/sp w -> h/sp:halo(1,1) w", mesh, shape=(n, 3), dtype="int64")
