@@ -74,8 +74,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """A bar in a cell of a table is written `\\|`, which this markdown leaves as it is inside code."""
-    return TABLE_CELL.sub(lambda found: found[0].replace(r"\|", "|"), html)
+    """In tables: bars, which this markdown leaves as `\\|` inside code, and arrows that stay on a line."""
+    arrow = '<span class="arrow">-&gt;</span>'
+    return TABLE_CELL.sub(lambda found: found[0].replace(r"\|", "|").replace("-&gt;", arrow), html)
 
 
 def on_post_build(**_: Any) -> None:
