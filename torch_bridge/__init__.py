@@ -15,6 +15,7 @@ from torch_bridge.models.norms import clip_grad_norm_, grad_norm
 from torch_bridge.models.parallel import check_replicas, no_sync
 from torch_bridge.models.parallelize import parallelize
 from torch_bridge.models.state import load_state_dict, state_dict
+from torch_bridge.models.verify import verify
 from torch_bridge.nn.halo import HaloExchange
 from torch_bridge.ops import (
     all_gather,
@@ -68,6 +69,7 @@ __all__ = [
     "state_dict",
     "to_placements",
     "trim_halo",
+    "verify",
 ]
 
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -25,11 +24,13 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     ProcessMesh,
+    World,
     callers,
     check_device,
     check_world,
     mesh_of,
     process_mesh,
+    world,
 )
 from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.arguments import lengths_of
@@ -67,7 +68,7 @@ def executable_for(
         None if shape is None else lengths_of(shape),
         asked_for(profile),
         None if comm_dtype is None else comm_dtype_of(comm_dtype, x.dtype),
-        dist.group.WORLD,
+        world(),
     )
     if isinstance(x, FakeTensor):
         with x.fake_mode:  # the tensors that an executable keeps are fake too: it is not cached
@@ -91,7 +92,7 @@ def executable_of(
     shape: tuple[int, ...] | None,
     profile: str | Path | Profile = "h100",
     comm_dtype: CommDtype | None = None,
-    world: dist.ProcessGroup | None = None,
+    world: World | None = None,
 ) -> Executable:
     """The executable of `redistribute` for such a block. Raises as `redistribute` does.
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,7 @@ from torch_bridge.contractions.einsum import autocast, einsum
 from torch_bridge.contractions.planning import Asked, executable_of
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower_traced
-from torch_bridge.mesh.process_mesh import ProcessMesh
+from torch_bridge.mesh.process_mesh import ProcessMesh, world
 from xshard import Plan, PlanError, XshardError
 
 
@@ -69,7 +68,7 @@ def _traced(expression: Any, blocks: list[Tensor], save: str, options: dict[str,
     facts = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
     with unset_fake_temporarily(), disable_proxy_modes_tracing():  # groups and cached tensors must be real
-        executable = executable_of(Asked.of(expression, **options), facts, differentiated, dist.group.WORLD)
+        executable = executable_of(Asked.of(expression, **options), facts, differentiated, world())
     lowering = replace(executable.lowering, lower=_lowered)
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 

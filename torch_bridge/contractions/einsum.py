@@ -25,7 +25,7 @@ from torch_bridge.dtensor.placements import local_of, to_placements
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world
+from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, world
 from xshard import MeshError, PlanError, Profile, ShapeError
 from xshard.contractions.expression import shapes_of
 from xshard.contractions.plan import ContractionPlan
@@ -111,9 +111,9 @@ def _of_blocks(asked: Asked, blocks: list[Tensor], keeps: bool, async_op: bool) 
         _compare(asked, facts, differentiated)
     fake = next((x.fake_mode for x in blocks if isinstance(x, FakeTensor)), None)
     if fake is None:
-        return executable_of(asked, facts, differentiated, dist.group.WORLD)(blocks, keeps, async_op)
+        return executable_of(asked, facts, differentiated, world())(blocks, keeps, async_op)
     with fake:  # the tensors that an executable keeps are fake too: it is not cached
-        executable = executable_of.__wrapped__(asked, facts, differentiated, dist.group.WORLD)
+        executable = executable_of.__wrapped__(asked, facts, differentiated, world())
     return executable(blocks, keeps, async_op)
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.mesh.machine import machine
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, check_device, process_mesh
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, World, check_device, process_mesh
 from torch_bridge.planning import require_mesh
 from xshard import (
     DtypeError,
@@ -88,7 +87,7 @@ class Asked(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def executable_of(
-    asked: Asked, blocks: tuple[Block, ...], differentiated: bool, world: dist.ProcessGroup | None
+    asked: Asked, blocks: tuple[Block, ...], differentiated: bool, world: World
 ) -> ContractionExecutable:
     """The executable for such blocks. Raises as `einsum` does.
 

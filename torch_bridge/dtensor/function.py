@@ -34,11 +34,13 @@ from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
 from torch_bridge.mesh.process_mesh import (
     ProcessMesh,
+    World,
     callers,
     check_world,
     dtensor_axes,
     dtensor_mesh,
     takes_part,
+    world,
 )
 from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
@@ -190,7 +192,7 @@ def executables(
 
     Raises as `redistribute` does, and MeshError where the meshes have different processes.
     """
-    return _executables(move, shape, local_shape, device, dist.group.WORLD)
+    return _executables(move, shape, local_shape, device, world())
 
 
 @lru_cache(maxsize=1024)
@@ -199,7 +201,7 @@ def _executables(
     shape: tuple[int, ...],
     local_shape: tuple[int, ...],
     device: torch.device,
-    world: dist.ProcessGroup | None,
+    world: World,
 ) -> tuple[Executable | TransferExecutable, ...]:
     """Cached by the world too: its groups end with it."""
     if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):

@@ -7,7 +7,8 @@ groups are made. Knows no tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -115,6 +116,25 @@ class ProcessMesh:
 
 
 MeshLike = Mesh | DeviceMesh | ProcessMesh
+World = tuple[Any, bool]
+
+_ALONE = False  # of all threads: those of a backward pass have no context of their own
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, each mesh is this process by itself: all axes have size 1, and nothing is sent."""
+    global _ALONE
+    before, _ALONE = _ALONE, True
+    try:
+        yield
+    finally:
+        _ALONE = before
+
+
+def world() -> World:
+    """On what the processes of a mesh depend, for keys of caches: the world, whose groups end with it."""
+    return dist.group.WORLD, _ALONE
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
@@ -124,10 +144,10 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     Raises MeshError where no process group is initialised, the mesh has no names, does not cover
     the world (an `xshard.Mesh`), or does not hold this process (a `DeviceMesh`).
     """
-    if isinstance(mesh, ProcessMesh):
+    if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
     check_world()
-    return _process_mesh(mesh, dist.group.WORLD)
+    return _process_mesh(mesh, world())
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
@@ -136,11 +156,11 @@ def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
     Raises MeshError as `process_mesh` does, but not for missing names.
     """
     check_world()
-    return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, dist.group.WORLD)
+    return process_mesh(mesh) if mesh.mesh_dim_names is not None else _unnamed(mesh, world())
 
 
 @functools.lru_cache(maxsize=256)
-def _unnamed(mesh: DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+def _unnamed(mesh: DeviceMesh, world: World) -> ProcessMesh:
     return mesh_of_ranks(dtensor_axes(mesh), callers(mesh), mesh)
 
 
@@ -193,9 +213,11 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 
 
 @functools.lru_cache(maxsize=256)
-def _process_mesh(mesh: Mesh | DeviceMesh, world: dist.ProcessGroup) -> ProcessMesh:
+def _process_mesh(mesh: MeshLike, world: World) -> ProcessMesh:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
     axes, ranks, size = mesh_of(mesh), callers(mesh), dist.get_world_size()
+    if world[1]:
+        return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
     if isinstance(mesh, Mesh) and axes.n_devices != size:
         raise MeshError(
             f"{axes!r} has {axes.n_devices} devices, the world has {size} processes",

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
+from torch_bridge.mesh.process_mesh import world
 from torch_bridge.models.parameters import Kept, Setting
 from torch_bridge.planning import executable_of
 from xshard import XshardError
@@ -194,7 +194,7 @@ class Gradients:
             None,
             self.setting.profile,
             CommDtype(travels, travels),
-            dist.group.WORLD,
+            world(),
         )
         self._sent.append((bucket, used, executable.begin(flat)))
 

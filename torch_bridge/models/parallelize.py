@@ -232,7 +232,7 @@ def _prepare_use(
     unit = _around(name.rpartition(".")[0], units, itself=True, gathers=True)
     assert unit is not None  # the nearest one with a rule, or the model
     if use.apart:
-        owner.register_forward_pre_hook(partial(_check_apart, name, use), with_kwargs=True)
+        owner.register_forward_pre_hook(partial(check_apart, name, use), with_kwargs=True)
     move = use.move(each.later)
     if move is None:
         return
@@ -258,7 +258,7 @@ def _check_bias(name: str, use: Use, uses: Mapping[str, Use], model: nn.Module) 
             )
 
 
-def _check_apart(name: str, use: Use, module: nn.Module, args: Any, kwargs: Any) -> None:
+def check_apart(name: str, use: Use, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise PlanError where activations need a gradient, of which each process would have its part alone."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         axes = ",".join(sorted(use.apart))

@@ -66,8 +66,7 @@ class Kept:
     @property
     def whole(self) -> Layout:
         """The layout of the whole tensor on all processes."""
-        layout = self.sharding.layout
-        return replace(layout, dims=tuple(replace(dim, shards=()) for dim in layout.dims))
+        return uncut(self.sharding.layout)
 
     def cut(self, x: Tensor, setting: Setting) -> Tensor:
         """The whole tensor -> this process's block, with memory of its own."""
@@ -84,6 +83,11 @@ class Kept:
             _check_no_graph(new, self.name)
         for owner, attribute in self.places:
             _own(owner, attribute)[attribute] = new
+
+
+def uncut(layout: Layout) -> Layout:
+    """The same dims on every process."""
+    return Layout(tuple(replace(dim, shards=(), overlap=None) for dim in layout.dims))
 
 
 def cut_all(kept: Sequence[Kept], setting: Setting, init: Init, device: torch.device | None) -> None:

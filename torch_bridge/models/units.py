@@ -107,7 +107,7 @@ class Unit:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self.parent.known if self.parent is not None else ()
         for placed in self.inputs:
-            at = self._find(placed.place, args, kwargs)
+            at = self.find(placed.place, args, kwargs)
             if at is None:
                 continue
             x = args[at] if isinstance(at, int) else kwargs[at]
@@ -160,7 +160,7 @@ class Unit:
         except XshardError as error:
             raise with_path(error, f"{what} of {self.name or 'the model'}") from error.__cause__
 
-    def _find(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    def find(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
         """The argument that a rule is for: its position, its name, or None where it is no tensor."""
         if place is None:
             for i, x in enumerate(args):

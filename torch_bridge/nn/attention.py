@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import is_transformed
@@ -148,7 +149,8 @@ def _attended(blocks: Blocks, q: Tensor, kv: Tensor) -> Tensor:
         rows, keys, values = q[:, :, piece.q], k[:, :, piece.k], v[:, :, piece.k]
         mask, is_causal = blocks.mask(piece)
         if is_causal and rows.shape[2] != keys.shape[2]:
-            mask, is_causal = causal_lower_right(rows.shape[2], keys.shape[2]), False
+            with _disable_current_modes():  # a mode makes a plain tensor of it
+                mask, is_causal = causal_lower_right(rows.shape[2], keys.shape[2]), False
         found.append(
             F.scaled_dot_product_attention(rows, keys, values, mask, is_causal=is_causal, scale=blocks.scale)
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.lower.executable import Executable
+from torch_bridge.mesh.process_mesh import world
 from torch_bridge.nn.conv import ConvGeometry, Convolution, conv, conv_geometry
 from torch_bridge.nn.placed import Placement
 from torch_bridge.planning import executable_of
@@ -61,7 +62,7 @@ def overlapped_conv(
     geometry = conv_geometry(placement, convolution, weight.shape)
     expression = (placement.layout, geometry.windowed.source)
     executable = executable_of(
-        expression, placement.processes, tuple(x.shape), x.dtype, x.device, placement.shape
+        expression, placement.processes, tuple(x.shape), x.dtype, x.device, placement.shape, world=world()
     )
     if x.requires_grad and torch.is_grad_enabled():
         executable.plan_gradient()

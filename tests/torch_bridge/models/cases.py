@@ -177,9 +177,13 @@ def loss_of(logits: Tensor, own: Tensor) -> Tensor:
     return shares / (BATCH * (SEQUENCE - 1))
 
 
+def batch() -> dict[str, Tensor]:
+    return {"input_ids": tokens(), "position_ids": torch.arange(SEQUENCE)[None]}
+
+
 def call(model: Any) -> Tensor:
     """The logits of this process's part of the batch."""
-    return model(input_ids=tokens(), position_ids=torch.arange(SEQUENCE)[None]).logits
+    return model(**batch()).logits
 
 
 def parallel(case: Case, **options: Any) -> nn.Module:
@@ -189,13 +193,17 @@ def parallel(case: Case, **options: Any) -> nn.Module:
     return model
 
 
-def step(model: Any, case: Case) -> Tensor:
-    """One forward and backward pass -> the loss of the whole batch."""
+def whole_loss(logits: Tensor, case: Case) -> Tensor:
+    """Logits of this process -> the loss of the whole batch."""
     own = xt.redistribute(targets(), f"b s -> {case.data}", case.mesh)
     axes = ",".join(xs.Layout.parse(case.data).axes)
-    loss = loss_of(call(model), own)
-    if axes:
-        loss = xt.redistribute(loss, f"() | sum({axes}) -> ()", case.mesh)
+    loss = loss_of(logits, own)
+    return xt.redistribute(loss, f"() | sum({axes}) -> ()", case.mesh) if axes else loss
+
+
+def step(model: Any, case: Case) -> Tensor:
+    """One forward and backward pass -> the loss of the whole batch."""
+    loss = whole_loss(call(model), case)
     loss.backward()
     return loss
 
