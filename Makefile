@@ -24,7 +24,8 @@ DEV  := $(VENV)/.installed-dev
 JAX  := $(VENV)/.installed-dev-jax
 
 # The part of the suite that needs no torch, without the longest files. test_nn.py compares with torch.
-JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/plans tests/contractions tests/jax_bridge \
+JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/plans tests/contractions tests/pictures tests/state \
+	tests/jax_bridge tests/test_rules.py tests/test_models.py \
 	tests/test_arguments.py tests/test_errors.py tests/test_planner.py tests/test_reference.py tests/test_replicas.py \
 	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 

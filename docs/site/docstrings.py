@@ -1,6 +1,7 @@
 """Docstrings as pages show them: their examples are code.
 
-Decides where an example begins and ends. The prose of docstrings is markdown already.
+Decides where an example begins and ends, and marks where an argument is explained. The prose of docstrings is
+markdown already.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 class Examples(griffe.Extension):
-    """Fences the examples of every docstring, so that brackets in them are no links."""
+    """Fences the examples of every docstring, so that brackets in them are no links, and marks arguments."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring:
-            obj.docstring.value = EXAMPLE.sub(
-                lambda found: f"\n```pycon\n{found[0]}\n```\n", obj.docstring.value
-            )
+        if not obj.docstring:
+            return
+        prose, mark, rest = obj.docstring.value.partition(">>> ")
+        if isinstance(obj, griffe.Function) and (names := "|".join(p.name for p in obj.parameters)):
+            # As in "src, dst: the ends. dtype: of both", which explains three arguments.
+            prose = re.sub(rf"(?<![\w`.\"])({names})(?=(?:, \w+)*:\s)", r"**`\1`**", prose)
+        obj.docstring.value = EXAMPLE.sub(lambda found: f"\n```pycon\n{found[0]}\n```\n", prose + mark + rest)

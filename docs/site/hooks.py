@@ -1,16 +1,18 @@
-"""What the site has beyond the documents: pictures by the code beside them, a page for every public name.
+"""What the site has beyond the documents: cells with what they show, notebooks, a page for every public name.
 
 Decides which files of the repository are pages too, and where their links lead.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import jupytext
+from cells import forget, shown_by, stop
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -25,14 +27,19 @@ API = (
     "jax_bridge",
     "jax_bridge.nn",
 )
-# The first line of a block of code whose values are shown below it, as a notebook does.
-PICTURE = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A block of code that is a cell: what it prints and shows stands below it.
+CELL = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+TABLE_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add README and CONTRIBUTING, a page for every public name, and one for each package that lists them."""
+    """Add README and CONTRIBUTING, the notebooks, and a page for every public name and for each package."""
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=_moved((ROOT / source).read_text())))
+    for notebook in sorted((ROOT / "docs/notebooks").glob("*.py")):
+        page = f"notebooks/{notebook.stem}.md"
+        files.append(File.generated(config, page, content=_cells_of(notebook)))
     for package in API:
         names = public_names(package)
         lines = [f"- [`{name}`]({package}.{name}.md): {_first_line(package, name)}" for name in names]
@@ -59,15 +66,33 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Show the values of blocks that begin with `# picture`, and lead links out of docs/ to pages."""
-    return PICTURE.sub(_with_pictures, _relinked(markdown))
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show what cells show, and lead links out of docs/ to pages."""
+    if CELL.search(markdown):
+        forget()
+    return CELL.sub(lambda found: f"```python\n{found[1]}```\n{shown_by(found[1])}", _relinked(markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """In tables: bars, which this markdown leaves as `\\|` inside code, and arrows that stay on a line."""
+    arrow = '<span class="arrow">-&gt;</span>'
+    return TABLE_CELL.sub(lambda found: found[0].replace(r"\|", "|").replace("-&gt;", arrow), html)
+
+
+def on_post_build(**_: Any) -> None:
+    """The kernel ends with the build."""
+    stop()
+
+
+def on_build_error(**_: Any) -> None:
+    """And with a build that fails."""
+    stop()
 
 
 def public_names(package: str) -> list[str]:
     """The names that a package exports, modules apart."""
     module = importlib.import_module(package)
-    return [name for name in module.__all__ if not isinstance(getattr(module, name), type(ast))]
+    return [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
 
 
 def _first_line(package: str, name: str) -> str:
@@ -83,27 +108,25 @@ def _described(package: str, name: str) -> str:
     return f"# {name}\n\n```\n{value!r}\n```"
 
 
-def _with_pictures(found: re.Match[str]) -> str:
-    shown = "".join(f"\n{value._repr_html_()}\n" for value in values_of(found[1]))
-    return f"```python\n{found[1]}```\n{shown}"
-
-
-def values_of(code: str) -> list[Any]:
-    """Run a block -> the values of its expressions that have a picture."""
-    namespace: dict[str, Any] = {}
-    values = []
-    for statement in ast.parse(code).body:
-        if isinstance(statement, ast.Expr):
-            values.append(eval(compile(ast.Expression(statement.value), "<picture>", "eval"), namespace))
-        else:
-            exec(compile(ast.Module([statement], []), "<picture>", "exec"), namespace)
-    return [value for value in values if hasattr(value, "_repr_html_")]
+def _cells_of(notebook: Path) -> str:
+    """A notebook as a document: each of its cells of code is one that shows something."""
+    cells = [
+        re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", cell.source)
+        if cell.cell_type == "markdown"
+        else f"```python\n# picture\n{cell.source}\n```"
+        for cell in jupytext.read(notebook).cells
+    ]
+    name = notebook.name
+    source = f"This page is [{name}]({name}): `jupytext --to ipynb {name}` makes a notebook of it."
+    return "\n\n".join((*cells, source))
 
 
 def _moved(text: str) -> str:
     """Links of a file of the root as its page has them."""
-    return text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
+    return _relinked(text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md"))
 
 
 def _relinked(text: str) -> str:
-    return text.replace("](../CONTRIBUTING.md", "](contributing.md").replace("](../README.md", "](index.md")
+    for source, page in (("CONTRIBUTING", "contributing"), ("README", "index")):
+        text = re.sub(rf"\]\(((?:\.\./)*)\.\./{source}\.md", rf"](\1{page}.md", text)
+    return re.sub(r"\]\(([\w/.]*notebooks/\w+)\.py\)", r"](\1.md)", text)

@@ -30,6 +30,25 @@ def test_every_block_with_a_picture_is_followed_by_it(site: Path) -> None:
     assert n_blocks > 0
 
 
+def test_notebooks_are_run_and_show_what_their_cells_do(site: Path) -> None:
+    notebooks = sorted((ROOT / "docs/notebooks").glob("*.py"))
+    assert [path.stem for path in notebooks] == ["first_steps", "halos", "model"]
+    for path in notebooks:
+        page = (site / "notebooks" / f"{path.stem}.html").read_text()
+        n_cells = len(re.findall(r"^# %%$", path.read_text(), re.MULTILINE))
+        assert page.count('<div class="highlight">') == n_cells, path
+        assert page.count('class="xshard"') + page.count('<div class="shown highlight">') >= 3, path
+        assert (site / "notebooks" / path.name).read_bytes() == path.read_bytes()
+    halos = (site / "notebooks/halos.html").read_text()
+    assert "right: 0 0 0 0 0 0 9 18 18 9 0 0 0 0 0 0" in halos
+    assert "alone: 0 0 0 0 0 0 9 9 9 9 0 0 0 0 0 0" in halos
+
+
+def test_bars_in_tables_are_bars(site: Path) -> None:
+    page = (site / "notation.html").read_text()
+    assert "<code>n d | sum(tp)</code>" in page
+
+
 def test_every_public_name_has_a_page_with_its_docstring(site: Path) -> None:
     page = (site / "api/xshard.Rules.html").read_text()
     first = (Rules.__doc__ or "").partition("\n")[0].split("-> ")[1]

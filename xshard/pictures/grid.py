@@ -26,7 +26,7 @@ _ORDER_TEXT = {
     "balanced": "in contiguous chunks that differ by at most one row",
     SEGMENTS: "each of its segments in contiguous chunks",
     "zigzag": "zigzag: part i of n holds chunks i and 2n-1-i of 2n",
-    "cyclic": "cyclic: part i of n holds every n-th row from i",
+    "cyclic": "cyclic: part i of n holds every n-th row, or chunk of rows, from i",
     "sizes": "in contiguous chunks of given sizes",
     "intervals": "in given intervals",
 }

@@ -35,10 +35,9 @@ def guess(space: Space, state: State, goal: State) -> float:
     if not set(goal.sums) - set(state.sums):
         for here, seconds in _scattered(space, state, goal, ended):
             ways.append(seconds + _exchange(space, here, goal))
-            ways += [
-                seconds + _exchange(space, here, on_way) + later
-                for on_way, later in _gathered(space, here, goal)
-            ]
+            for on_way, later in _gathered(space, here, goal):
+                there = min(_exchange(space, here, on_way), _in_turn(space, here, on_way, ()))
+                ways.append(seconds + there + later)
     dims = range(len(state.cuts))
     if state.sums == goal.sums and all(
         space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims

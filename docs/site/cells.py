@@ -1,0 +1,67 @@
+"""Cells of code, run as a notebook runs them.
+
+Decides how a cell is run and how its outputs stand on a page. All cells run in one kernel, which starts with
+the first of them; a page begins without the names of the page before.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+TIMEOUT_S = 300
+
+
+class CellError(Exception):
+    """A cell that raised: its code and its traceback."""
+
+
+def shown_by(code: str) -> str:
+    """Run a cell -> what it prints and shows, as markdown. Raises CellError where the cell raises."""
+    outputs: list[dict[str, Any]] = []
+    _, client = _kernel()
+    client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=outputs.append, store_history=False)
+    return "".join(_as_markdown(message, code) for message in outputs)
+
+
+def forget() -> None:
+    """Leave no name of the cells before."""
+    if _kernel.cache_info().currsize:
+        shown_by("%reset_selective -f .")
+
+
+def stop() -> None:
+    """End the kernel, if one was started."""
+    if _kernel.cache_info().currsize:
+        manager, client = _kernel()
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        _kernel.cache_clear()
+
+
+@functools.cache
+def _kernel() -> tuple[Any, Any]:
+    manager = KernelManager(transport="ipc")  # sockets in a folder of this user: nobody else can listen
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=TIMEOUT_S)
+    return manager, client
+
+
+def _as_markdown(message: dict[str, Any], code: str) -> str:
+    content = message["content"]
+    if message["msg_type"] == "error":
+        raise CellError("\n".join([code, *content["traceback"]]))
+    if message["msg_type"] == "stream" and content["name"] == "stdout":
+        return _as_block(content["text"])
+    if message["msg_type"] in ("display_data", "execute_result"):
+        data = content["data"]
+        return f"\n{data['text/html']}\n" if "text/html" in data else _as_block(data["text/plain"])
+    return ""
+
+
+def _as_block(text: str) -> str:
+    return f"\n``` {{.text .shown}}\n{text.rstrip()}\n```\n"
