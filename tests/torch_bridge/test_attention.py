@@ -75,6 +75,8 @@ def _others() -> None:
         y.backward(torch.ones_like(y))
     one = 2 * 4 * 5 * 10 * 8  # batch, heads, rows, both widths, bytes of a number
     assert meter.received == [one] * 4, "forward; again, and sums there and home"
+    with Meter():  # the mask of rows that are the last of their keys is no plain tensor
+        assert difference(case, Mask(True), "gather") < 1e-12
     (g,) = torch.autograd.grad(attended(case, mask, "ring", q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()

@@ -15,10 +15,8 @@ from torch import nn
 from torch_bridge.models.gradients import Gradients, paused
 from torch_bridge.models.parameters import Kept, Setting
 from torch_bridge.models.units import Unit
-from torch_bridge.replicas import Comparison
-from xshard import XshardError, dtypes
+from xshard import XshardError
 from xshard.models import Use
-from xshard.replicas import ReplicaCheck
 
 ATTRIBUTE = "_xshard_parallel"
 
@@ -45,18 +43,13 @@ class Parallel:
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, where what should be equal is not."""
-        processes = self.setting.processes
         for each in self.kept:
             x = each.tensor
             if not isinstance(x, nn.Parameter):
                 continue  # running statistics may differ
             for what, block in (("", x), ("the gradient of ", x.grad)):
-                if block is None or block.is_meta:
-                    continue
-                text, dtype = str(each.sharding.layout), dtypes.name_of(block.dtype)
-                check = ReplicaCheck(each.sharding, self.setting.axes, dtype, text, False, what + each.name)
-                if check.axes:
-                    Comparison(check, processes.ranks, processes, processes)(block.detach())
+                if block is not None and not block.is_meta:
+                    self.setting.compare(block, each.sharding, what + each.name)
 
 
 def parallel_of(model: nn.Module) -> Parallel:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Mesh, Profile, Sharding, XshardError
+from torch_bridge.replicas import Comparison
+from xshard import Layout, Mesh, Profile, Sharding, XshardError, dtypes
+from xshard.replicas import ReplicaCheck
 
 Init = Callable[[nn.Module], Any] | Mapping[str, Tensor] | None
 
@@ -39,6 +41,13 @@ class Setting:
         """A block without its history under another layout."""
         move = f"{src} -> {dst}"
         return redistribute(x.detach(), move, self.mesh, shape=tuple(shape), profile=self.profile)
+
+    def compare(self, block: Tensor, sharding: Sharding, name: str) -> None:
+        """Raise ReplicaError, on all processes, where blocks that should be equal are not."""
+        text, dtype = str(sharding.layout), dtypes.name_of(block.dtype)
+        check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
+        if check.axes:
+            Comparison(check, self.processes.ranks, self.processes, self.processes)(block.detach())
 
 
 @dataclass(eq=False)

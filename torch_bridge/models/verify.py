@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -99,24 +100,26 @@ def _call(batch: Any) -> Call:
 def _whole(call: Call, parallel: Parallel) -> Call:
     """What the model is called with on one device."""
     (args, kwargs), setting = call, parallel.setting
-    layouts: dict[int | str, Layout] = {}
+    layouts: dict[Any, Layout] = {}
     for unit in parallel.units:
-        if not unit.name:
-            layouts |= {unit.find(placed.place, args, kwargs): placed.rule.src for placed in unit.inputs}
-    found: dict[int | str, Any] = {}
-    for at, x in {**dict(enumerate(args)), **kwargs}.items():
-        layout = layouts.get(at, Layout("..."))
+        for placed in unit.inputs if not unit.name else ():
+            layouts[unit.find(placed.place, args, kwargs)] = placed.rule.src
+    found: dict[Any, Any] = {}
+    for at, x in [*enumerate(args), *kwargs.items()]:
         found[at] = x
         if isinstance(x, Tensor):
+            layout = layouts.get(at, Layout("...")).resolved(x.ndim)
+            ends, name = (layout, uncut(layout)), f"argument {at!r} of the batch"
             try:
-                ends, options = (layout, uncut(layout)), {"profile": setting.profile}
-                found[at] = redistribute(x.detach(), ends, setting.mesh, check_replicated=True, **options)
+                whole = redistribute(x.detach(), ends, setting.mesh, profile=setting.profile)
             except XshardError as error:
-                raise with_path(error, f"batch, argument {at!r}") from error.__cause__
+                raise with_path(error, name) from error.__cause__
+            setting.compare(whole, Sharding(ends[1], setting.axes, tuple(whole.shape)), name)
+            found[at] = whole
     return tuple(found[i] for i in range(len(args))), {name: found[name] for name in kwargs}
 
 
-def _own_loss(result: Any) -> Tensor:
+def _own_loss(result: Any) -> Any:
     return result if isinstance(result, Tensor) else getattr(result, "loss", None)
 
 
@@ -147,8 +150,7 @@ def _on_one_device(
             value = _run(copied, call, loss).detach()
         except Exception as error:
             error.add_note(
-                "in the copy of the model on one device; original= is the model as it was before, for one that "
-                "has been changed beside its rules"
+                "in the copy on one device; original= is the model before it was changed beside its rules"
             )
             raise
         if drawn():
@@ -257,16 +259,14 @@ def _compare(wanted: list[Compared], found: list[Tensor], parallel: Parallel, to
     ]
     flags = torch.tensor(apart, dtype=torch.float32, device=found[0].device)
     flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", parallel.setting.mesh)
-    wrong = []
+    wrong, group = [], processes.group(axes.axes)
     for i in flags.nonzero().flatten().tolist():
-        group, w = processes.group(axes.axes), wanted[i]
-        answers: list[Any] = [None] * len(group.devices)
+        w = wanted[i]
+        answers: list[Any] = [None] * axes.n_devices
         own = [array_of(x.cpu().contiguous()) for x in (found[i], w.want)]
-        dist.all_gather_object(answers, own, group.process_group)
-        blocks = [
-            pair for _, pair in sorted(zip(group.devices, answers, strict=True), key=lambda pair: pair[0])
-        ]
-        case = case_of(*zip(*blocks, strict=True), w.sharding, tol, most[w.kind], {})
+        dist.all_gather_object(answers, (processes.device, *own), group.process_group)
+        got, want = zip(*(blocks for _, *blocks in sorted(answers, key=itemgetter(0))), strict=True)
+        case = case_of(got, want, w.sharding, tol, most[w.kind], {})
         wrong.append(located(Subject(w.kind, w.name, "torch", axes, "one device"), case))
     if wrong:
         raise EquivalenceError(wrong, len(wanted))

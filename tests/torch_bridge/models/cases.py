@@ -36,13 +36,17 @@ def mixtral() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """data: how a batch of tokens is cut. prepare: what a model needs besides rules."""
+    """data: how a batch of tokens is cut. prepare: what a model needs besides rules.
+
+    counts: whether that counts what a process has of the model.
+    """
 
     mesh: xs.Mesh
     rules: dict[str, Any]
     data: str
     build: Any = llama
     prepare: Any = None
+    counts: bool = False
 
 
 # One group of queries for each key-value head, on devices that have one head of either.
@@ -119,6 +123,7 @@ CASES = {
         },
         "b s",
         prepare=one_group,
+        counts=True,
     ),
     "parameters cut, gathered for use": Case(
         xs.Mesh(dp=4),
@@ -158,6 +163,7 @@ CASES = {
         "b/(dp,ep) s",
         build=mixtral,
         prepare=own_experts,
+        counts=True,
     ),
 }  # fmt: skip
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.models.cases import CASES, block_of_each, call, loss_of, parallel, step, targets
+from tests.torch_bridge.models.cases import (
+    CASES,
+    Case,
+    batch,
+    block_of_each,
+    call,
+    llama,
+    loss_of,
+    parallel,
+    step,
+    targets,
+    whole_loss,
+)
 from torch_bridge.testing.byte_counter import Meter
 
 # Collectives of a step, forward and backward, that a program by hand has too: activations that move,
@@ -53,10 +65,16 @@ def alone(build: Callable[[], nn.Module]) -> Alone:
     return Alone(losses, first, norm, {name: p.detach() for name, p in model.named_parameters()})
 
 
+def verified(model: nn.Module, case: Case, **options: Any) -> None:
+    original = case.build() if case.counts else None
+    xt.verify(model, batch(), loss=lambda y: whole_loss(y.logits, case), original=original, **options)
+
+
 def _as_on_one_device() -> dict[str, tuple[int, int]]:
     counts = {}
     for name, case in CASES.items():
         want, model = alone(case.build), parallel(case)
+        verified(model, case, tol=1e-12)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for number in range(STEPS):
             loss = step(model, case)
@@ -78,6 +96,8 @@ def _as_on_one_device() -> dict[str, tuple[int, int]]:
         with Meter() as backward:
             logits.sum().backward()
         counts[name] = len(forward.received), len(backward.received)
+    short = CASES["tensor, sequence and data"]._replace(build=lambda: llama().float())
+    verified(parallel(short), short, tol=1e-5)
     return counts
 
 

@@ -280,6 +280,7 @@ def _compiled() -> None:
     compiled(ids).square().sum().backward()
     blocks = block_of_each(model, whole)
     assert all((model.get_parameter(n).grad - g).norm() < 1e-12 * g.norm() for n, g in blocks.items())
+    xt.verify(compiled, ids, loss=lambda y: y.square().sum())
 
 
 def test_compiled_in_one_graph() -> None:

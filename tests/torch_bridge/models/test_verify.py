@@ -1,0 +1,152 @@
+"""`verify`: mistakes are found, and named, on all processes; nothing of the model changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import error_of, failed_examples, on_ranks, still_connected
+from xshard.testing import EquivalenceError
+
+MESH = xs.Mesh(dp=2, tp=2)
+RULES: dict[str, Any] = {
+    "parameters": {"mlp.0.weight": "o/tp i", "mlp.0.bias": "o/tp", "mlp.2.weight": "o i/tp", "**": "..."},
+    "inputs": {"": "b c -> b/dp c", "mlp": "b c -> b c | copy(tp)"},
+    "outputs": {"mlp": "b c | sum(tp) -> b c"},
+}
+
+
+class Net(nn.Module):
+    """Counts its calls in a buffer, and may be tied."""
+
+    def __init__(self, dropout: float = 0) -> None:
+        super().__init__()
+        self.first = self.last = nn.Linear(6, 6)
+        self.mlp = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6, bias=False))
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        x = self.dropout(self.first(x))
+        return self.last(x + self.mlp(x))
+
+
+def _net(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**options).to(dtype)
+
+
+def _parallel(**changed: Any) -> nn.Module:
+    return xt.parallelize(_net(), MESH, **RULES | changed)
+
+
+def _x() -> Tensor:
+    return torch.arange(24.0, dtype=torch.float64).view(4, 6).sin()
+
+
+def _mean(y: Tensor) -> Tensor:
+    return xt.redistribute(y.square().mean(), "() | mean(dp) -> ()", MESH)
+
+
+def _mistakes() -> dict[str, list[tuple[str, str, str]]]:
+    def wrong(model: nn.Module, loss: Any = _mean, **options: Any) -> list[tuple[str, str, str]]:
+        try:
+            xt.verify(model, _x(), loss=loss, **options)
+        except EquivalenceError as error:
+            return [
+                (m.subject.kind, m.subject.name, m.cause.name if m.cause else "") for m in error.mismatches
+            ]
+        return []
+
+    found = {"none": wrong(_parallel())}
+    model = _parallel()
+    model.mlp[0].weight.register_hook(lambda g: g / 4)
+    found["a hook divides by the size of the world"] = wrong(model)
+    found["a loss is summed where its mean is meant"] = wrong(
+        _parallel(), lambda y: xt.redistribute(y.square().mean(), "() | sum(dp) -> ()", MESH)
+    )
+    found["a loss is that of each process"] = wrong(_parallel(), lambda y: y.square().mean())
+    model = _parallel()
+    model.mlp.register_forward_hook(lambda module, args, y: y.detach())
+    found["an output is detached"] = wrong(model, original=_net())
+    assert wrong(model) == []  # as on one device, where it is detached too
+    found["a rule without its sum"] = wrong(_parallel(outputs={"mlp": "b c"}))
+    return found
+
+
+def test_mistakes_are_named_on_all_processes() -> None:
+    found, *others = on_ranks(4, _mistakes)
+    assert all(other == found for other in others)
+    assert found.pop("none") == []
+    gradients = ["first.weight", "first.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight"]
+    assert found == {
+        "a hook divides by the size of the world": [("gradient", "mlp.0.weight", "averaged")],
+        "a loss is summed where its mean is meant": [
+            ("output", "loss", "summed"), *(("gradient", name, "summed") for name in gradients)
+        ],
+        "a loss is that of each process": [
+            ("output", "loss", "not averaged"), *(("gradient", name, "summed") for name in gradients)
+        ],
+        "an output is detached": [
+            *(("gradient", name, "") for name in gradients[:2]),
+            *(("gradient", name, "zero") for name in gradients[2:]),
+        ],
+        "a rule without its sum": [("output", "loss", ""), *(("gradient", name, "") for name in gradients)],
+    }  # fmt: skip
+
+
+def _unchanged() -> None:
+    model = _parallel()
+    _mean(model(_x())).backward()
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
+    state, calls = torch.get_rng_state(), model.calls
+    xt.verify(model, (_x(),), loss=_mean)
+    xt.verify(model, {"x": _x()}, loss=_mean)
+    for name, p in model.named_parameters():
+        assert p.grad is gradients[name][0] and torch.equal(p.grad, gradients[name][1])
+    assert torch.equal(torch.get_rng_state(), state) and model.calls is calls and calls == 1
+    model.zero_grad()
+    _mean(model(_x())).backward()
+    assert all(torch.equal(p.grad, gradients[name][1]) for name, p in model.named_parameters())
+
+    # A batch that arrives cut is gathered; gathered parameters, on the meta device before.
+    rules = {"parameters": {"calls": "...", "**": "o/dp ... -> o ..."}, "inputs": {"": "b/dp c"}}
+    cut = xt.parallelize(_net(torch.float32), MESH, **rules)
+    block = xt.redistribute(_x().float(), "b c -> b/dp c", MESH)
+    with torch.device("meta"):
+        original = Net()
+    xt.verify(cut, block, loss=_mean, original=original, tol=1e-5)
+    assert original.mlp[0].weight.is_meta
+
+    def refused(
+        model: nn.Module, x: Any = None, loss: Callable[[Tensor], Any] = _mean, **options: Any
+    ) -> str:
+        return error_of(lambda: xt.verify(model, _x() if x is None else x, loss=loss, **options))[1]
+
+    random = xt.parallelize(_net(dropout=0.5), MESH, **RULES)
+    assert "random numbers" in refused(random)
+    xt.verify(random.eval(), _x(), loss=_mean)
+    assert "differ along 'dp'" in refused(model, _x() + dist.get_rank() // 2)
+    assert "a scalar tensor, not shape (4, 6)" in refused(model, loss=lambda y: y)
+    assert "a scalar tensor, not a NoneType" in refused(model, loss=lambda y: None)
+    assert "first.weight is in the parallel model" in refused(model, original=nn.Linear(2, 2))
+    with xt.no_sync(model):
+        assert "outside of no_sync" in refused(model)
+    assert "not parallel" in refused(_net())
+    xt.verify(model, _x(), loss=_mean)
+    assert still_connected()
+
+
+def test_nothing_changes_and_what_is_refused() -> None:
+    on_ranks(4, _unchanged)
+
+
+def test_examples() -> None:
+    assert failed_examples(["torch_bridge.models.verify"]) == {}
