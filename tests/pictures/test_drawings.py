@@ -107,7 +107,10 @@ def test_names_of_users_are_text() -> None:
     assert "-&gt;" in html(plan) and "<script" not in html(plan)
 
 
-def test_show_prints_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # a narrow terminal folds the table
     xs.show("s/zigzag(cp) c", xs.Mesh(cp=2), (8, 3))
     assert "s 8 0-1  2-3  4-5  6-7" in capsys.readouterr().out
     xs.show("s/cp c/dp", "dp=2,cp=4", (8, 4), dims=["c"])
