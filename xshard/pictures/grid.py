@@ -135,6 +135,11 @@ def devices_text(devices: Sequence[int], most: int = 3) -> str:
     return rows_text(runs, most).replace(", ", ",")
 
 
+def title(sharding: Sharding) -> str:
+    """Which array lies where."""
+    return f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}"
+
+
 def cell_text(cell: Cell) -> str:
     """The devices of a cell, written d0, d1, ... to distinguish them from rows."""
     owners = f"d{devices_text(cell.owners)}" if cell.owners else "."

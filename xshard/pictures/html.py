@@ -13,7 +13,7 @@ from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.pictures.grid import Picture, picture, reading
+from xshard.pictures.grid import Picture, picture, reading, title
 from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
@@ -33,7 +33,7 @@ def html(value: object) -> str:
 
 @html.register
 def _(drawn: Picture) -> str:
-    return _block(sharding_title(drawn.sharding), sharding_svg(drawn), _list((*reading(drawn), *drawn.notes)))
+    return _block(title(drawn.sharding), sharding_svg(drawn), _list((*reading(drawn), *drawn.notes)))
 
 
 @html.register
@@ -66,7 +66,7 @@ def _(plan: Plan) -> str:
 @html.register
 def _(plan: ContractionPlan) -> str:
     ends = [move.source for move in plan.moves] + [plan.result.target]
-    grids = "".join(_block(sharding_title(at), sharding_svg(picture(at))) for at in ends)
+    grids = "".join(_block(title(at), sharding_svg(picture(at))) for at in ends)
     every = [move for part in plan.parts for move in (*part.moves, part.result)]
     moves = "".join(plan_svg(move) for move in every if move.steps)
     return _block(
@@ -76,11 +76,6 @@ def _(plan: ContractionPlan) -> str:
         _folded("moves", moves) if moves else "",
         _folded("alternatives", _pre(plan.explain())),
     )
-
-
-def sharding_title(sharding: Sharding) -> str:
-    """Which array lies where."""
-    return f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}"
 
 
 def steps(rows: Sequence[Row], total: str) -> str:

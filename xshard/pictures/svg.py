@@ -13,7 +13,7 @@ from html import escape
 
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh, Sharding
-from xshard.pictures.grid import Cell, Picture, cell_text, picture, range_text
+from xshard.pictures.grid import Cell, Picture, cell_text, picture, range_text, title
 from xshard.plans.plan import Plan, Stage
 
 # Light hues that people who do not see some colours can tell apart; with black text on all of them
@@ -44,16 +44,15 @@ class Drawing:
 
 def sharding_svg(drawn: Picture) -> str:
     """The blocks of an array, with the devices that hold each: stripes for overlaps, dots for addends."""
-    sharding = drawn.sharding
-    return grid_drawing(drawn).svg(f"{sharding.layout} of {list(sharding.shape)} on {sharding.mesh}")
+    return grid_drawing(drawn).svg(title(drawn.sharding))
 
 
 def plan_svg(plan: Plan) -> str:
     """Where an array lies before and after every step; between them lines, thicker for more bytes."""
-    parts = [_text(_title(plan.source), bold=True), grid_drawing(_stage_picture(plan, plan.source))]
+    parts = [_text(title(plan.source), bold=True), grid_drawing(_stage_picture(plan, plan.source))]
     for number, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
         what = f"{stage.step}: {format_bytes(cost.received_bytes)}, {format_seconds(cost.seconds)}"
-        step = [_text(f"↓ {what}"), _messages(stage, plan.itemsize), _text(_title(stage.after), bold=True)]
+        step = [_text(f"↓ {what}"), _messages(stage, plan.itemsize), _text(title(stage.after), bold=True)]
         drawn = _stacked([*step, grid_drawing(_stage_picture(plan, stage.after))])
         parts.append(replace(drawn, body=f'<g data-step="{number}">{drawn.body}</g>'))
     return _stacked(parts).svg(f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
@@ -140,9 +139,9 @@ def _messages(stage: Stage, itemsize: int) -> Drawing:
     body = []
     for src, dst, elements in pairs:
         ends = f'x1="{src * step + 14:.0f}" y1="22" x2="{dst * step + 14:.0f}" y2="{BAND - 22:.0f}"'
-        title = f"d{src} to d{dst}: {format_bytes(elements * itemsize)}"
+        said = f"d{src} to d{dst}: {format_bytes(elements * itemsize)}"
         ink = f'stroke="currentColor" stroke-opacity=".55" stroke-width="{0.5 + 3.5 * elements / most:.1f}"'
-        body.append(f'<line {ends} {ink} data-src="{src}" data-dst="{dst}"><title>{title}</title></line>')
+        body.append(f'<line {ends} {ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>')
     for count, y in ((above, 12.0), (below, BAND - 12)):
         for device in range(count):
             x = device * step + 14
@@ -157,10 +156,6 @@ def _stage_picture(plan: Plan, sharding: Sharding) -> Picture:
     cut = dict.fromkeys(dim.name for at in every for dim in at.layout.dims if dim.axes or dim.overlap)
     names = [name for name in sharding.layout.names if name in cut]
     return picture(sharding, names if len(names) <= 2 else ())
-
-
-def _title(sharding: Sharding) -> str:
-    return f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}"
 
 
 def _stacked(parts: Sequence[Drawing]) -> Drawing:

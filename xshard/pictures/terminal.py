@@ -20,7 +20,7 @@ from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Sharding
 from xshard.pictures.console import headed_table
-from xshard.pictures.grid import Picture, cell_text, picture, range_text, reading, rows_text
+from xshard.pictures.grid import Picture, cell_text, picture, range_text, reading, rows_text, title
 from xshard.plans import table
 from xshard.plans.plan import Plan
 
@@ -54,13 +54,12 @@ def _(plan: ContractionPlan) -> RenderableType:
     return titled(contractions.title(plan), contractions.rows(plan), contractions.total(plan))
 
 
-def titled(title: str | Text, rows: Sequence[table.Row], total: str) -> RenderableType:
-    """A table of steps between its title and its total, neither of them folded."""
+def titled(head: str, rows: Sequence[table.Row], total: str) -> RenderableType:
+    """A table of steps between its title and its total."""
     steps = headed_table(*table.HEAD, left=("step", "layout after"))
     for row in rows:
         steps.add_row(*row)
-    head = title if isinstance(title, Text) else Text(title, "bold")
-    return Group(head, steps, Text(f"{total}\n"))
+    return Group(Text(head, "bold"), steps, Text(f"{total}\n"))
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class Grid:
     drawn: Picture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        sharding = self.drawn.sharding
-        yield Text(f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}", style="bold")
+        yield Text(title(self.drawn.sharding), style="bold")
         for grid in _grids(self.drawn, options.max_width):
             yield ""
             yield grid
