@@ -7,6 +7,9 @@ the first of them; a page begins without the names of the page before.
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from jupyter_client.manager import KernelManager
@@ -38,12 +41,14 @@ def stop() -> None:
         manager, client = _kernel()
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+        shutil.rmtree(Path(manager.ip).parent)
         _kernel.cache_clear()
 
 
 @functools.cache
 def _kernel() -> tuple[Any, Any]:
-    manager = KernelManager(transport="ipc")  # sockets in a folder of this user: nobody else can listen
+    folder = tempfile.mkdtemp(prefix="xshard-site-")  # of this user alone: nobody else can listen
+    manager = KernelManager(transport="ipc", ip=str(Path(folder) / "kernel"))
     manager.start_kernel()
     client = manager.client()
     client.start_channels()
