@@ -1,7 +1,7 @@
 """What moves cost, as cheaply as the question allows: a bound from numbers alone, a guess, or a price.
 
-Decides nothing about contractions. A move is between two layouts of one array on one mesh. Its price is that
-of the best of a few paths, which is seldom above the plan's own.
+Decides nothing about contractions. A move is between two layouts of one array on one mesh. Its price is the
+cost of its plan.
 """
 
 from __future__ import annotations
