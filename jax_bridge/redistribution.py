@@ -31,7 +31,7 @@ def redistribute(
     mesh: AnyMesh | None = None,
     *,
     shape: Sequence[int] | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     check_replicated: bool | None = None,
     ad: Derivatives = "linear",
 ) -> jax.Array:

@@ -41,7 +41,7 @@ def redistribute_between(
     device: torch.device | str | None = None,
     requires_grad: bool = False,
     relabel: bool = False,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     debug: bool = False,
     check_replicated: bool | None = None,
 ) -> Tensor | None:

@@ -61,7 +61,7 @@ def redistribute_many(
     mesh: MeshLike | None = None,
     *,
     shapes: Any = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     comm_dtype: CommDtypeLike = None,
     bucket_bytes: int | None = None,
     debug: bool = False,

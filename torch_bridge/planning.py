@@ -34,6 +34,7 @@ from torch_bridge.mesh.process_mesh import (
 )
 from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
 from xshard.arguments import lengths_of
+from xshard.cost.device_links import located
 from xshard.cost.machine import asked_for
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import Expression, as_expression, check_block, sides, whole_shape
@@ -90,7 +91,7 @@ def executable_of(
     dtype: torch.dtype,
     device: torch.device,
     shape: tuple[int, ...] | None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     comm_dtype: CommDtype | None = None,
     world: World | None = None,
 ) -> Executable:
@@ -129,8 +130,7 @@ def plan_of(
             raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
     else:
         named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
-        # Devices have other numbers in a part of the mesh, but the same links.
-        profile = load_profile(profile).along(named, processes.mesh)
+        profile = links_along(profile, named, processes)
         processes = processes.along(named)
         whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(ends, processes.mesh, whole, name, profile=profile)
@@ -146,6 +146,12 @@ def plan_of(
         inferred=shape is None,
     )
     return plan, processes
+
+
+def links_along(profile: str | Path | Profile, axes: Sequence[str], processes: ProcessMesh) -> Profile:
+    """The profile for some axes of a mesh, whose nodes are runs of ranks, wherever those are in the mesh."""
+    found = located(load_profile(profile), processes.mesh, processes.ranks)
+    return found.along(axes, processes.mesh)
 
 
 def plan_between(

@@ -48,7 +48,7 @@ def einsum(
     mesh: AnyMesh | None = None,
     sizes: Mapping[str, int] | None = None,
     shape: Shapes | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     overlap: str = NEVER,
     preferred_element_type: Any = None,
     precision: Any = None,

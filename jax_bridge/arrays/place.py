@@ -28,7 +28,7 @@ from xshard.errors import located
 from xshard.plans.expression import sides_or_one
 
 
-def place(tree: Any, rules: Any, mesh: Mesh, *, profile: str | Path | Profile = "h100") -> Any:
+def place(tree: Any, rules: Any, mesh: Mesh, *, profile: str | Path | Profile = "auto") -> Any:
     """A tree of arrays -> the same tree of global `jax.Array`s, each under its layout.
 
     tree: of arrays of numpy or JAX: dicts, lists, `flax.nnx` modules and states, variables of `flax.linen`,

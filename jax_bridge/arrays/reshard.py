@@ -37,7 +37,7 @@ def reshard(
     mesh: Mesh | None = None,
     *,
     donate: bool = False,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
 ) -> Any:
     """Global arrays under the left layout -> the same arrays under the right one, differentiable.
 

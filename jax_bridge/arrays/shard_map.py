@@ -37,7 +37,7 @@ def shard_map(
     sizes: Mapping[str, int] | None = None,
     check_vma: bool = True,
     donate_argnums: int | Sequence[int] = (),
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
 ) -> Callable[..., Any]:
     """A function of blocks -> the function of global arrays, with layouts where `jax.shard_map` has specs.
 

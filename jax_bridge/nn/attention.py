@@ -45,7 +45,7 @@ def attention(
     kv_heads: int | None = None,
     sequence: str = "s",
     heads: str = "h",
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     implementation: Implementation = None,
 ) -> jax.Array:
     """Blocks of queries, keys and values -> this device's block of `softmax(q @ k * scale) @ v`.

@@ -34,7 +34,7 @@ def to_jax(
     torch_mesh: TorchMesh | None = None,
     shape: Sequence[int] | None = None,
     copy: bool | None = None,
-    profile: Profiles = "h100",
+    profile: Profiles = "auto",
     via: str | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -90,7 +90,7 @@ def to_torch(
     dtensor: bool = False,
     copy: bool | None = None,
     writable: bool = True,
-    profile: Profiles = "h100",
+    profile: Profiles = "auto",
     via: str | None = None,
     progress: bool | None = None,
 ) -> Any:

@@ -18,7 +18,7 @@ class Options:
     writable: bool = True
     dtensor: bool = False
     shape: tuple[int, ...] | None = None
-    profile: Profiles = "h100"
+    profile: Profiles = "auto"
     via: str | None = None
 
     def check_moved(self, found: Arrangement) -> None:

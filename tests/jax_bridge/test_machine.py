@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import inspect
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.mesh.machine import machine
+from jax_bridge.mesh.machine import _found, machine
 from jax_bridge.torch_interop.handover import _by_side
 from tests.jax_bridge.helpers import in_jax
 
@@ -23,9 +24,9 @@ def test_host_devices_and_what_overrides_them() -> None:
     with xs.use_profile("h100:2"):
         assert machine("auto", mesh).name == "h100:2" and machine("a100", mesh) == "a100"
     x = jax.device_put(jnp.arange(8.0).reshape(4, 2), jax.NamedSharding(mesh, jax.P("a")))
-    y = xj.reshard(x, "n/a d -> n d/a", mesh, profile="auto")
+    y = xj.reshard(x, "n/a d -> n d/a", mesh)
     assert y.sharding.spec == jax.P(None, "a") and np.array_equal(x, y)
-    z = xj.einsum("n/a d, d e -> n/a e", x, jnp.eye(2), mesh=mesh, profile="auto")
+    z = xj.einsum("n/a d, d e -> n/a e", x, jnp.eye(2), mesh=mesh)
     assert np.array_equal(z, x)
 
 
@@ -38,17 +39,47 @@ def test_both_sides_of_a_hand_over() -> None:
 
 
 @in_jax
-def test_nodes_of_accelerators() -> None:
-    def devices(of_process: int) -> list[SimpleNamespace]:
-        kind = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3"}
-        return [SimpleNamespace(process_index=i // of_process, **kind) for i in range(8)]
+def test_the_machine_that_is_found_is_the_default_everywhere() -> None:
+    functions = {name: f for name in xj.__all__ if callable(f := getattr(xj, name))}
+    named = {}
+    for name, f in functions.items():
+        try:
+            parameters = inspect.signature(f).parameters
+        except ValueError:
+            continue
+        if "profile" in parameters:
+            named[name] = parameters["profile"].default
+    assert set(named.values()) == {"auto"} and {"redistribute", "reshard", "place"} <= set(named)
 
-    for of_process, launcher, wanted in (
-        (4, "", "h100:4"),
-        (1, "", "h100"),
-        (1, "2", "h100:2"),
-        (2, "2", "h100:4"),
+
+class Device(NamedTuple):
+    """What is asked of a device of JAX."""
+
+    id: int
+    process_index: int
+    slice_index: int | None
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+
+
+@in_jax
+def test_nodes_are_hosts_of_gpus_and_processes_of_cpus() -> None:
+    for of_process, of_island, launcher, platform, wanted in (
+        (4, None, "", "gpu", "h100:4"),
+        (1, None, "", "gpu", "h100"),
+        (1, None, "2", "gpu", "h100:2"),
+        (2, None, "2", "gpu", "h100:4"),
+        (1, 4, "", "gpu", "h100:4"),
+        (8, None, "", "gpu", "h100"),
+        (2, None, "", "cpu", "host:2"),
+        (8, None, "", "cpu", "host"),
     ):
+        devices = [
+            Device(i, i // of_process, None if of_island is None else i // of_island, platform)
+            for i in range(8)
+        ]
         environment = mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": launcher})
-        with environment, mock.patch.object(jax, "devices", lambda n=of_process: devices(n)):
+        with environment, mock.patch.object(jax, "devices", lambda *_, n=devices: n):
+            _found.cache_clear()
             assert machine("auto").name == wanted
+    _found.cache_clear()

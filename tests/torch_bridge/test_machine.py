@@ -1,8 +1,9 @@
-"""`profile="auto"` in torch: found once, agreed by all ranks, overridden where asked for."""
+"""`profile="auto"`, the default in torch: found once, agreed by all ranks, overridden where asked for."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 
 import pytest
@@ -14,7 +15,9 @@ import xshard as xs
 from tests.torch_bridge.helpers import block_of, numbers, on_ranks
 from torch_bridge.mesh import machine as rooms
 from torch_bridge.mesh.machine import machine
-from torch_bridge.planning import executable_of
+from torch_bridge.mesh.process_mesh import mesh_of_ranks
+from torch_bridge.planning import executable_for, executable_of, links_along
+from xshard.cost.machine import LAUNCHERS
 
 MESH = xs.Mesh(a=2)
 CPU = torch.device("cpu")
@@ -24,19 +27,19 @@ def _named() -> tuple[str, str, str, int]:
     rank = dist.get_rank()
     found = str(machine("auto", CPU).name)
     rooms._agreed.cache_clear()
-    rooms._found = lambda device_type: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
+    rooms._found = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
     agreed = machine("auto", torch.device("cuda")).name
     x = block_of(numbers(4, 4), "n/a d", MESH, torch.float32).requires_grad_()
-    y = xt.redistribute(x, "n/a d -> n d/a", MESH, profile="auto")
-    assert torch.equal(y, xt.redistribute(x, "n/a d -> n d/a", MESH))
-    product = xt.einsum("n/a d, d e -> n/a e", x, torch.eye(4), mesh=MESH, profile="auto")
+    y = xt.redistribute(x, "n/a d -> n d/a", MESH)
+    assert torch.equal(y, xt.redistribute(x, "n/a d -> n d/a", MESH, profile="tpu_v5e"))
+    product = xt.einsum("n/a d, d e -> n/a e", x, torch.eye(4), mesh=MESH)
     assert torch.equal(product, x)
-    move = functools.partial(xt.redistribute, expression="n/a d -> n d/a", mesh=MESH, profile="auto")
+    move = functools.partial(xt.redistribute, expression="n/a d -> n d/a", mesh=MESH)
     assert torch.equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), y)
-    asked = "n/a d -> n d/a", MESH, (2, 4), torch.float32, CPU, None, "auto"
+    asked = "n/a d -> n d/a", MESH, (2, 4), torch.float32, CPU, None
     before = executable_of.cache_info().misses
     with xs.use_profile("tpu_v5e"):
-        xt.redistribute(x.detach(), "n/a d -> n d/a", MESH, profile="auto")
+        xt.redistribute(x.detach(), "n/a d -> n d/a", MESH)
     return found, agreed, executable_of(*asked).plan.profile.name, executable_of.cache_info().misses - before
 
 
@@ -48,7 +51,63 @@ def test_all_ranks_plan_for_what_the_first_has_found() -> None:
     assert misses <= 2, "another machine is another entry of the cache"
 
 
-def test_the_launcher_tells_how_large_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, wanted in (("4", 4), ("", None), ("0", None), ("many", None)):
-        monkeypatch.setitem(os.environ, "LOCAL_WORLD_SIZE", given)
-        assert rooms._found("cpu") == ("gloo", wanted)
+def _looked_up() -> tuple[int, int]:
+    """How often the store is asked: once a world, not per call."""
+    asked, get = [], rooms.c10d._get_default_store
+    rooms.c10d._get_default_store = lambda: asked.append(1) or get()
+    for rows in range(2, 12):
+        xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
+    return len(asked), rooms._agreed.cache_info().misses
+
+
+def test_the_store_is_asked_once() -> None:
+    assert on_ranks(2, _looked_up) == [(1, 1)] * 2
+
+
+def _plans_for_nodes_of_two() -> bool:
+    """The links of four ranks on two nodes, by axis; also of a part of them, and in another order."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    plan = executable_for(torch.ones(2, 4), "n/(a,b) d -> n d", xs.Mesh(a=2, b=2), None, "auto").plan
+    profile, rank = plan.profile, dist.get_rank()
+    assert "priced for gloo:2" in str(plan) and xs.Plan.from_json(plan.to_json()) == plan
+    assert profile.link("a", plan.mesh) == profile.across and profile.link("b", plan.mesh) == profile.default
+    whole, half = mesh_of_ranks(xs.Mesh(a=2, b=2), (0, 2, 1, 3)), (rank % 2, rank % 2 + 2)
+    turned, across = links_along("gloo:2", "ab", whole), mesh_of_ranks(xs.Mesh(c=2), half)
+    assert turned.link("a", whole.mesh) == profile.default and turned.link("b", whole.mesh) == profile.across
+    return links_along("gloo:2", "c", across).link("c", across.mesh) == profile.across
+
+
+def test_nodes_are_runs_of_ranks_wherever_those_are_in_a_mesh() -> None:
+    assert all(on_ranks(4, _plans_for_nodes_of_two))
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "wanted"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, 8, 4),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8, None),
+        ({"LOCAL_WORLD_SIZE": "4"}, 6, 2),  # and so where it is 2
+        ({"LOCAL_WORLD_SIZE": "many"}, 8, None),
+        ({"LOCAL_WORLD_SIZE": "0"}, 8, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 10, 2),
+        ({}, 8, None),
+    ],
+)
+def test_the_launcher_tells_how_large_nodes_are(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], processes: int, wanted: int | None
+) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert rooms._found("cpu", processes) == ("gloo", wanted)
+
+
+def test_the_machine_that_is_found_is_the_default_everywhere() -> None:
+    named = {
+        name: inspect.signature(f).parameters["profile"].default
+        for name, f in ((name, getattr(xt, name)) for name in xt.__all__)
+        if callable(f) and "profile" in getattr(inspect.signature(f), "parameters", {})
+    }
+    assert set(named.values()) == {"auto"} and {"redistribute", "einsum", "parallelize"} <= set(named)

@@ -255,7 +255,9 @@ def _alone(folder: str, how: str, requires_grad: bool) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the others are told to end by
     start = time.monotonic()
     kind, text = error_of(
-        (lambda: y.sum().backward()) if requires_grad else (lambda: xt.redistribute(x, GOOD, MESH))
+        (lambda: y.sum().backward())
+        if requires_grad
+        else (lambda: xt.redistribute(x, GOOD, MESH, profile="h100"))
     )
     Path(folder, f"{rank}.txt").write_text(f"{time.monotonic() - start}\n{kind}\n{text}")
 
@@ -314,8 +316,8 @@ def _errors_of_python() -> None:
         "step 1 of 1, 'slice d/a', of 'n d -> n d/a'": [lambda: xt.redistribute(x, "n d -> n d/a", pair)],
         "the messages between the meshes": [across],
     }
-    for place, some in calls.items():
-        for call in some:
+    for place, call in ((place, call) for place, some in calls.items() for call in some):
+        with xs.use_profile("h100"):
             for error in (
                 RuntimeError("a mistake"),
                 TypeError("a mistake"),
@@ -336,7 +338,8 @@ def _of_another_size(folder: str) -> None:
     rank = dist.get_rank()
     _world_that_waits(folder, 3)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kind, text = error_of(lambda: all_gather_grad(torch.ones(3 if rank == 0 else 2, 4)))
+    with xs.use_profile("h100"):
+        kind, text = error_of(lambda: all_gather_grad(torch.ones(3 if rank == 0 else 2, 4)))
     Path(folder, f"{rank}.txt").write_text(f"{kind}\n{text}")
 
 

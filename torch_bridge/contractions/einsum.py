@@ -39,7 +39,7 @@ def einsum(
     mesh: MeshLike | None = None,
     shape: Sequence[Sequence[int]] | None = None,
     sizes: Mapping[str, int] | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     memory_limit: int | str | None = None,
     save: Literal["used", "given"] = "used",
     overlap: str = NEVER,

@@ -19,18 +19,8 @@ from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, World, check_device, process_mesh
-from torch_bridge.planning import require_mesh
-from xshard import (
-    DtypeError,
-    Mesh,
-    MeshError,
-    NotationError,
-    Profile,
-    ShapeError,
-    dtypes,
-    load_profile,
-    planner,
-)
+from torch_bridge.planning import links_along, require_mesh
+from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, planner
 from xshard.arguments import limit_of
 from xshard.contractions.blocks import whole_shapes
 from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
@@ -113,8 +103,7 @@ def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, Pro
         _check_plan(found, processes.mesh, dtypes.name_of(travels.forward), asked.shapes)
     else:
         named = tuple(dict.fromkeys(axis for layout in layouts for axis in layout.axes))
-        # Devices have other numbers in a part of the mesh, but the same links.
-        links = load_profile(machine(asked.profile, device)).along(named, processes.mesh)
+        links = links_along(machine(asked.profile, device), named, processes)
         processes = processes.along(named)
         shapes = asked.shapes or whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
         name, limit = dtypes.name_of(travels.forward), limit_of(asked.memory_limit)

@@ -44,7 +44,7 @@ from torch_bridge.mesh.process_mesh import (
 )
 from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
-from xshard.cost.machine import asked_for
+from xshard.cost.machine import AUTO, asked_for
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags
 
@@ -129,7 +129,7 @@ class _OfCopies(torch.autograd.Function):
             End(mesh, placements, layout_of(placements, axes, shape))
             for mesh, placements in ((gradient.device_mesh, gradient.placements), ctx.gradient)
         )
-        move = DTensorMove(here, there, gradient.dtype, gradient.dtype, "h100")
+        move = DTensorMove(here, there, gradient.dtype, gradient.dtype, AUTO)
         return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None
 
 

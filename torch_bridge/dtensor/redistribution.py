@@ -45,7 +45,7 @@ def redistribute_dtensor(
     grad_placements: Sequence[Placement] | None = None,
     src_layout: Layout | str | None = None,
     dst_layout: Layout | str | None = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     debug: bool = False,
 ) -> DTensor:
     """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.

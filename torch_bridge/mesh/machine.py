@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from xshard import Profile
-from xshard.cost.machine import AUTO, asked_for, machine_of
+from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
 
 def machine(profile: str | Path | Profile, device: torch.device | None = None) -> str | Path | Profile:
@@ -32,16 +32,19 @@ def machine(profile: str | Path | Profile, device: torch.device | None = None) -
 @functools.lru_cache(maxsize=64)
 def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
     """Cached by the world too: its store ends with it."""
-    found = json.dumps(_found(device_type))
+    found = json.dumps(_found(device_type, 1 if world is None else world.size()))
     with suppress(NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
         found = c10d._get_default_store().compare_set(f"xshard/machine/{device_type}", "", found).decode()
     kind, node_devices = json.loads(found)
     return machine_of(kind, node_devices)
 
 
-def _found(device_type: str) -> tuple[str, int | None]:
-    """This process's kind of device, and the devices of its node, which launchers tell."""
+def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
+    """This process's kind of device, and the processes of a node as launchers tell; None for one node.
+
+    Where one node has more than another, their common divisor: such runs of ranks share a node everywhere.
+    """
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
     kind = torch.cuda.get_device_name() if on_gpu else "gloo"
-    return kind, int(local) if local.isdecimal() and int(local) > 0 else None
+    local = math.gcd(node_processes() or n_processes, n_processes)
+    return kind, None if local == n_processes else local

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_bridge.mesh.machine import machine
 from torch_bridge.models.parallel import Parallel, parallel_of
 from xshard import Layout, dtypes, load_profile, planner
 from xshard.formatting import align_columns, format_bytes
@@ -28,7 +29,7 @@ def explain(model: nn.Module) -> str:
     Bytes are those of the busiest process. Activations have theirs after the first forward pass.
     """
     parallel = parallel_of(model)
-    axes, profile = parallel.setting.axes, parallel.setting.profile
+    axes, profile = parallel.setting.axes, machine(parallel.setting.profile)
     kept = {name: each for each in parallel.kept for name in each.names}
     parameters, gathers, sums = [], [], []
     for name, use in parallel.uses.items():
@@ -74,7 +75,7 @@ def _activations(parallel: Parallel) -> Iterable[tuple[Any, ...]]:
             for placed in each:
                 sent: tuple[Any, Any] = (None, None)
                 if placed.last is not None:
-                    sent = _received(placed.rule, setting.axes, setting.profile, *placed.last)
+                    sent = _received(placed.rule, setting.axes, machine(setting.profile), *placed.last)
                 if placed.rule.moves:
                     yield (f"{unit.name or 'the model'}, {what}", placed.rule.text, *sent)
 

@@ -42,7 +42,7 @@ def parallelize(
     keep: bool = False,
     bucket_bytes: int = 25 * 2**20,
     comm_dtype: CommDtypeLike = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
 ) -> nn.Module:
     """A model of whole tensors -> the same model, each process with its blocks: layouts by name say how.
 

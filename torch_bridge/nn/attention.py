@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import is_transformed
+from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.nn.ring import Blocks, Ring
@@ -48,7 +49,7 @@ def attention(
     kv_heads: int | None = None,
     sequence: str = "s",
     heads: str = "h",
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
 ) -> Tensor:
     """Blocks of queries, keys and values -> this process's block of `softmax(q @ k * scale) @ v`.
 
@@ -105,7 +106,7 @@ def attention(
     if is_transformed() and how == RING:
         raise XshardError("a ring under torch.func", hint='how="gather" and "ulysses" have all derivatives')
     ways = tuple(way for way in WAYS if way != RING or not is_transformed())
-    given = chosen(given, dtypes.name_of(q.dtype), load_profile(profile), ways)
+    given = chosen(given, dtypes.name_of(q.dtype), load_profile(machine(profile, q.device)), ways)
     processes = placed.processes
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     move = partial(_moved, processes=processes)

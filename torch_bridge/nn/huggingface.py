@@ -37,7 +37,7 @@ def register_attention(
     shape: Sequence[int | None] | None = None,
     sequence: str = "s",
     heads: str = "h",
-    profile: Any = "h100",
+    profile: Any = "auto",
 ) -> None:
     """Make `attn_implementation=name` of a model of `transformers` attention over a cut sequence.
 

@@ -26,7 +26,7 @@ def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
 
     Returns the profile itself if it says so already, and nodes end where it assumes.
     """
-    if profile.across is None or isinstance(devices, range):
+    if profile.across is None or profile.node_devices is None or isinstance(devices, range):
         return profile
     links = dict.fromkeys(mesh.axes, profile.default)
     for axis in mesh.axes:

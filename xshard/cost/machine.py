@@ -6,7 +6,9 @@ devices a node has.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,13 @@ KINDS = (
     *(("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"), ("A100", "a100")),
     *(("MI300X", "mi300x"), ("TPU v5 lite", "tpu_v5e"), ("TPU v5e", "tpu_v5e"), ("TPU v5", "tpu_v5p")),
     *(("TPU v6 lite", "tpu_v6e"), ("TPU v6e", "tpu_v6e"), ("gloo", "gloo"), ("host", "host")),
+)
+
+# What launchers tell a process about its node; the first that is set: torchrun and Ray, Open MPI, Intel MPI
+# and MPICH, Slurm, which lists all nodes, as in `4(x2),3`.
+LAUNCHERS = (
+    *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "SLURM_STEP_TASKS_PER_NODE",
 )
 
 RACKS = ("gb200",)  # whose nodes are larger than the hosts that a launcher knows
@@ -55,6 +64,19 @@ def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
     if profile != AUTO:
         return profile
     return _USED.get() or os.environ.get(VARIABLE) or AUTO
+
+
+def node_processes() -> int | None:
+    """Processes of this job on a node, as its launcher says; of nodes that differ their common divisor.
+
+    >>> from unittest import mock
+    >>> with mock.patch.dict("os.environ", {"SLURM_STEP_TASKS_PER_NODE": "4(x2),6"}, clear=True):
+    ...     node_processes()
+    2
+    """
+    said = next(filter(None, map(os.environ.get, LAUNCHERS)), "")
+    nodes = [re.fullmatch(r"(\d+)(\(x\d+\))?", node.strip()) for node in said.split(",")]
+    return math.gcd(*(int(node[1]) for node in nodes if node)) or None
 
 
 @lru_cache(maxsize=64)

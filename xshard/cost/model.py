@@ -92,6 +92,8 @@ class Profile:
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
         """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
+        if set(axes) == set(mesh.axes):
+            return self
         links = tuple((axis, self.link(axis, mesh)) for axis in axes)
         reached = tuple((axis, self._inside(axis, mesh)) for axis in axes)
         partly = tuple((axis, n) for axis, n in reached if 1 < n < mesh.size(axis))
@@ -278,7 +280,8 @@ def _load(name: str) -> Profile:
     if colon and base in known:
         machine = _load(base)
         if machine.across is None or not nodes.isdecimal() or int(nodes) < 1:
-            hint = f"'h100:4' has nodes of 4; {base} has nodes of {machine.node_devices}"
+            own = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
+            hint = f"'h100:4' has nodes of 4; {base} has {own}"
             raise ProfileError(f"no profile {name!r}", hint=hint)
         return replace(machine, name=name, node_devices=int(nodes))
     if name in known:
