@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import signal
@@ -246,6 +247,7 @@ def _alone(folder: str, how: str, requires_grad: bool) -> None:
     _world_that_waits(folder, WAITS_S[how])
     x = torch.ones(2, 4, requires_grad=requires_grad)
     y = xt.redistribute(x, "n/a d -> n d/a", MESH)
+    gather = functools.partial(xt.redistribute, x, GOOD, MESH, profile="h100")
     dist.barrier()
     if rank == 1:
         if how == "killed":
@@ -254,11 +256,7 @@ def _alone(folder: str, how: str, requires_grad: bool) -> None:
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the others are told to end by
     start = time.monotonic()
-    kind, text = error_of(
-        (lambda: y.sum().backward())
-        if requires_grad
-        else (lambda: xt.redistribute(x, GOOD, MESH, profile="h100"))
-    )
+    kind, text = error_of((lambda: y.sum().backward()) if requires_grad else gather)
     Path(folder, f"{rank}.txt").write_text(f"{time.monotonic() - start}\n{kind}\n{text}")
 
 

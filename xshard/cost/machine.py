@@ -60,10 +60,8 @@ def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
 
 
 def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
-    """The profile itself, or what overrides "auto": `use_profile`, then XSHARD_PROFILE; "auto" if neither."""
-    if profile != AUTO:
-        return profile
-    return _USED.get() or os.environ.get(VARIABLE) or AUTO
+    """The profile itself, or for "auto" that of `use_profile`, if any: quick, since every call asks."""
+    return profile if profile != AUTO else _USED.get() or AUTO
 
 
 def node_processes() -> int | None:
@@ -79,22 +77,27 @@ def node_processes() -> int | None:
     return math.gcd(*(int(node[1]) for node in nodes if node)) or None
 
 
-@lru_cache(maxsize=64)
 def machine_of(kind: str, node_devices: int | None) -> Profile:
     """The profile for devices of a kind, such as `NVIDIA H100 80GB HBM3` or `TPU v5 lite`.
 
     node_devices: how many of them a node has, if known; a profile with one kind of link has no nodes.
-    An unknown kind is planned for as DEFAULT, with one warning.
+    XSHARD_PROFILE overrides it. An unknown kind is planned for as DEFAULT, with one warning.
 
     >>> machine_of("NVIDIA A100-SXM4-80GB", 4).name
     'a100:4'
     """
+    named = os.environ.get(VARIABLE)
+    return load_profile(named) if named else _machine_of(kind, node_devices)
+
+
+@lru_cache(maxsize=64)
+def _machine_of(kind: str, node_devices: int | None) -> Profile:
     name = next((profile for part, profile in KINDS if part.lower() in kind.lower()), None)
     if name is None:
         warnings.warn(
             f"no profile for devices of the kind '{kind}': plans are priced for {DEFAULT}. "
             f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it",
-            stacklevel=2,
+            stacklevel=3,
         )
     found = load_profile(name or DEFAULT)
     if node_devices in (None, found.node_devices) or found.across is None or name in RACKS:
@@ -105,4 +108,4 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
 def without_devices(profile: str | Path | Profile) -> str | Path | Profile:
     """The profile itself, or for "auto", where no device is known, what overrides it, else DEFAULT."""
     asked = asked_for(profile)
-    return DEFAULT if asked == AUTO else asked
+    return os.environ.get(VARIABLE) or DEFAULT if asked == AUTO else asked
