@@ -24,6 +24,7 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
 
 Move = Callable[[Tensor], Tensor]
+Moves = Move | list[Move]  # of one step
 
 
 class Casts(NamedTuple):
@@ -57,6 +58,7 @@ class Executable:
     """A plan as this process executes it: its block under `plan.src` -> its block under `plan.dst`.
 
     The result is a new tensor; the block is left as it is.
+    steps: the number of every move's step.
     lower: another plan on the same processes -> its executable.
     casts: the dtypes of blocks and of what travels, where they differ.
     lends: whether the result, which is only read, may be the block itself where nothing moves.
@@ -65,6 +67,7 @@ class Executable:
     plan: Plan
     processes: ProcessMesh
     moves: tuple[Move, ...]
+    steps: tuple[int, ...]
     lower: Callable[[Plan], Executable]
     casts: Casts | None = None
     lends: bool = False
@@ -130,7 +133,7 @@ class Executable:
         return during(lambda: self._place_of(move), act, *args)
 
     def _place_of(self, move: Move) -> str:
-        at, plan = self.moves.index(move), self.plan
+        at, plan = self.steps[self.moves.index(move)], self.plan
         return f"step {at + 1} of {len(plan.steps)}, '{plan.steps[at]}', of '{plan.src} -> {plan.dst}'"
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:

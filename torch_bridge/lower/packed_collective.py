@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from torch_bridge.lower.collectives import Collective, Pending
 from torch_bridge.lower.packing import Packing
+from torch_bridge.mesh.process_mesh import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,43 @@ class PackedCollective:
         """Begin the move -> a function that ends it and returns the result."""
         arrive = self.collective.begin(self.sent.pack(block), self.arriving)
         return lambda: self.unpack(block, arrive())
+
+
+# The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
+_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
+
+
+def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
+    """A collective that sends a block as messages, and assembles a block from those that it receives."""
+    return PackedCollective(
+        collective,
+        sent,
+        received.arriving,
+        lambda block, arrived: received.unpack(arrived),
+        lambda block, parts: received.place(block, received.split_each(parts)),
+    )
+
+
+def reduce_scattered(
+    group: Group, sent: Packing, part: Packing, op: str, tensor_device: torch.device
+) -> PackedCollective:
+    """One message for every rank of a group -> the reduction of those for this one, all of one size."""
+    if not group.serves(tensor_device, "gloo", "threaded"):
+        return packed(Collective("reduce_scatter", group, sent.sizes_by_rank, part.sizes, op), sent, part)
+    # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB);
+    # that of ranks as threads knows only sums.
+    reduced, n = _REDUCED[op], len(group.devices)
+    return PackedCollective(
+        Collective("all_to_all", group, sent.sizes_by_rank, part.sizes * n, is_even=True),
+        sent,
+        (n, *part.shape),
+        lambda block, arrived: reduced(arrived),
+        lambda block, parts: reduced(torch.stack([p.view(part.shape) for p in parts])),
+    )
 
 
 def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:

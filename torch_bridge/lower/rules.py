@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_bridge.lower import phased
 from torch_bridge.lower.collectives import CARRIERS, Collective
-from torch_bridge.lower.executable import Executable, Move
-from torch_bridge.lower.packed_collective import PackedCollective
+from torch_bridge.lower.executable import Executable, Move, Moves
+from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.subarray import Fill, Subarray, subarray
-from torch_bridge.mesh.process_mesh import Group, ProcessMesh
+from torch_bridge.lower.site import Site
+from torch_bridge.lower.subarray import Fill, Subarray
+from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import DtypeError, Plan, PlanError, Sharding
 from xshard.layout.runs import Run, Runs
 from xshard.steps import (
@@ -37,89 +39,11 @@ from xshard.steps import (
     Step,
     Transpose,
 )
-from xshard.steps.base import DimCut, axes_of, even_parts, own_part
+from xshard.steps.base import axes_of, even_parts
 from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to
 from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import senders
-
-# The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
-_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
-
-
-class Site(NamedTuple):
-    """The context of one step: the shardings around it, this process, the device and dtype of its tensors.
-
-    lengths: the symbols of a compiler for the lengths of dims that no step cuts, by the names of dims; None
-    where nothing is traced.
-    is_last: whether the output of the step is the result. is_given: whether its input may be the plan's.
-    """
-
-    before: Sharding
-    after: Sharding
-    processes: ProcessMesh
-    tensor_device: torch.device
-    dtype: str
-    lengths: Mapping[str, int] | None = None
-    is_last: bool = True
-    is_given: bool = True
-
-    @property
-    def device(self) -> int:
-        return self.processes.device
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """This process's block before and after the step."""
-        before, after = map(self._shape, (self.before, self.after))
-        return before, after
-
-    def _shape(self, end: Sharding) -> tuple[int, ...]:
-        lengths = zip(end.layout.names, end.local_shape(self.device), strict=True)
-        return tuple((self.lengths or {}).get(name, n) for name, n in lengths)
-
-    def group(self, axes: Sequence[str]) -> Group:
-        """The processes along some axes of the mesh."""
-        if self.lengths is not None:
-            return self.processes.group(axes).traced
-        if self.tensor_device.type == "meta":  # shapes alone: no process group is made
-            return Group(None, self.processes.mesh.group(self.device, axes))
-        return self.processes.group(axes)
-
-    def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
-        names = self.before.layout.names
-        named = {d: runs for d, runs in rows.items() if names[d] not in (self.lengths or {})}
-        return subarray(shape, named, self.tensor_device)
-
-    def whole(self, end: int) -> Packing:
-        """The whole block before (0) or after (1) the step as one message."""
-        shape = self.shapes[end]
-        return Packing(shape, (self.subarray(shape, {}),))
-
-    def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
-        """Rows of this process's block that hold a constant, in the dtype of what travels."""
-        dtype = getattr(torch, self.dtype)
-        constant = torch.zeros((), dtype=CARRIERS.get(dtype, dtype), device=self.tensor_device)
-        if value:  # torch writes nothing else in 4 bits, and only integers as integers
-            exact = value if dtype.is_floating_point or dtype.is_complex else int(value)
-            constant = torch.tensor(exact, dtype=dtype, device=self.tensor_device).view(constant.dtype)
-        return Fill(dim, start, stop, constant)
-
-    def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
-        """This process's rows of the dims that a step cuts or gathers."""
-        before = self.before
-        return {before.dim_index(d): own_part(before, d, shards, self.device) for d, shards in cuts}
-
-    def cut(
-        self, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], axes: tuple[str, ...], group: Group
-    ) -> Packing:
-        """A block as one message per rank of a group: the part of `dim` at the rank's index along `axes`."""
-        mine = [parts[self.before.mesh.index(device, axes)] for device in group.devices]
-        return Packing(shape, tuple(self.subarray(shape, {dim: rows}) for rows in mine))
 
 
 def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
@@ -135,7 +59,7 @@ def lower(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Ex
 @functools.lru_cache(maxsize=4096)
 def _lowered(plan: Plan, processes: ProcessMesh, tensor_device: torch.device) -> Executable:
     again = functools.partial(lower, processes=processes, tensor_device=tensor_device)
-    return Executable(plan, processes, tuple(_moves(plan, processes, tensor_device)), again)
+    return _made(plan, processes, tensor_device, None, again)
 
 
 def lower_traced(
@@ -146,12 +70,24 @@ def lower_traced(
     lengths: as in `Site`.
     """
     again = functools.partial(lower_traced, processes=processes, tensor_device=tensor_device, lengths=lengths)
-    return Executable(plan, processes, tuple(_moves(plan, processes, tensor_device, lengths)), again)
+    return _made(plan, processes, tensor_device, lengths, again)
+
+
+def _made(
+    plan: Plan,
+    processes: ProcessMesh,
+    tensor_device: torch.device,
+    lengths: Mapping[str, int] | None,
+    again: Callable[[Plan], Executable],
+) -> Executable:
+    found = list(_moves(plan, processes, tensor_device, lengths))
+    return Executable(plan, processes, tuple(m for _, m in found), tuple(i for i, _ in found), again)
 
 
 def _moves(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int] | None = None
-) -> Iterable[Move]:
+    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Mapping[str, int] | None
+) -> Iterable[tuple[int, Move]]:
+    """Moves with the numbers of their steps, which take one each, or one per kind of link."""
     on_sub_axes = processes.factored(plan.split)
     views = Slice | Retag | Mask | Transpose
     last = max((i for i, step in enumerate(plan.steps) if not isinstance(step, views)), default=-1)
@@ -169,7 +105,9 @@ def _moves(
             )
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, Retag | Mask) for s in plan.steps[:i])
-        yield rule(step, Site(before, after, *context, i >= last, is_given))
+        links = plan.profile.link_spans(before.mesh)
+        moves = rule(step, Site(before, after, *context, i >= last, is_given, links))
+        yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
 
 
 def _computes(step: Step, before: Sharding) -> bool:
@@ -180,22 +118,14 @@ def _computes(step: Step, before: Sharding) -> bool:
     return isinstance(step, AllReduce | ReduceScatter | Scale)
 
 
-def _packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
-    """A collective that sends a block as messages, and assembles a block from those that it receives."""
-    return PackedCollective(
-        collective,
-        sent,
-        received.arriving,
-        lambda block, arrived: received.unpack(arrived),
-        lambda block, parts: received.place(block, received.split_each(parts)),
-    )
-
-
-def _all_gather(step: AllGather, site: Site) -> Move:
+def _all_gather(step: AllGather, site: Site) -> Moves:
     axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
-    group, parts = site.group(axes), even_parts(site.before, step.dim, step.shards)
+    parts = even_parts(site.before, step.dim, step.shards)
+    if (phases := site.phases(axes)).are_several:
+        return phased.all_gather(phases, site, dim, parts)
+    group = site.group(axes)
     sent, received = site.whole(0), site.cut(site.shapes[1], dim, parts, axes, group)
-    return _packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
+    return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
 def _slice(step: Slice, site: Site) -> Move:
@@ -204,28 +134,22 @@ def _slice(step: Slice, site: Site) -> Move:
     return part.copied if site.is_last else part.read
 
 
-def _all_reduce(step: AllReduce, site: Site) -> Move:
+def _all_reduce(step: AllReduce, site: Site) -> Moves:
+    if (phases := site.phases(step.axes)).are_several and not site.lengths:
+        return phased.all_reduce(phases, site, step.op)
     sent, received = site.whole(0), site.whole(1)
     group = site.group(step.axes)
-    return _packed(Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received)
+    return packed(Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received)
 
 
-def _reduce_scatter(step: ReduceScatter, site: Site) -> Move:
+def _reduce_scatter(step: ReduceScatter, site: Site) -> Moves:
     axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
-    group, parts = site.group(axes), even_parts(site.before, step.dim, step.shards)
+    parts = even_parts(site.before, step.dim, step.shards)
+    if (phases := site.phases(axes)).are_several:
+        return phased.reduce_scatter(phases, site, dim, parts, step.op)
+    group = site.group(axes)
     sent, part = site.cut(site.shapes[0], dim, parts, axes, group), site.whole(1)
-    if not group.serves(site.tensor_device, "gloo", "threaded"):
-        return _packed(Collective("reduce_scatter", group, sent.sizes, part.sizes, step.op), sent, part)
-    # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB);
-    # that of ranks as threads knows only sums.
-    reduced, n = _REDUCED[step.op], len(group.devices)
-    return PackedCollective(
-        Collective("all_to_all", group, sent.sizes, part.sizes * n, is_even=True),
-        sent,
-        (n, *part.shape),
-        lambda block, arrived: reduced(arrived),
-        lambda block, parts: reduced(torch.stack([p.view(part.shape) for p in parts])),
-    )
+    return reduce_scattered(group, sent, part, step.op, site.tensor_device)
 
 
 def _all_to_all(step: AllToAll, site: Site) -> Move:
@@ -237,7 +161,7 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
         for shape, dim, shards in ends
     )
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
-    return _packed(collective, sent, received)
+    return packed(collective, sent, received)
 
 
 def _permute(step: Permute, site: Site) -> Move:
@@ -257,7 +181,7 @@ def _permute(step: Permute, site: Site) -> Move:
     kind = "permute" if directly else "all_to_all"
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
     if sender[me] != me:
-        return _packed(collective, sent, received)
+        return packed(collective, sent, received)
     kept = site.subarray(site.shapes[0], {}).copied
     if sender == tuple(range(len(sender))):
         return kept
@@ -385,7 +309,7 @@ def _scale(step: Scale, site: Site) -> Move:
 
 
 # mypy cannot tie a rule's step to its key.
-RULES: dict[type[Step], Callable[[Any, Site], Move]] = {
+RULES: dict[type[Step], Callable[[Any, Site], Moves]] = {
     AllGather: _all_gather,
     AllReduce: _all_reduce,
     AllToAll: _all_to_all,

@@ -81,6 +81,10 @@ class ProcessMesh:
             self._groups[axes] = Group(process_group, tuple(self.ranks.index(r) for r in members))
         return self._groups[axes]
 
+    def among(self, devices: tuple[int, ...]) -> Group:
+        """The processes of some devices, this one among them; all of them call this the first time."""
+        return Group(group_of(tuple(self.ranks[d] for d in devices)), devices)
+
     def along(self, axes: Sequence[str]) -> ProcessMesh:
         """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone.
 

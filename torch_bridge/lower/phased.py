@@ -1,0 +1,98 @@
+"""Gathers and reductions over links of several speeds: one collective per speed, as `Phases` says.
+
+Decides what lies beside what between two phases: the blocks of the devices that are reached by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_bridge.lower.collectives import Collective
+from torch_bridge.lower.executable import Move
+from torch_bridge.lower.packed_collective import packed, reduce_scattered
+from torch_bridge.lower.packing import Packing
+from torch_bridge.lower.site import Site
+from torch_bridge.lower.subarray import subarray
+from torch_bridge.mesh.process_mesh import Group
+from xshard.layout.runs import Run, Runs
+from xshard.steps.phases import Phases
+
+
+def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:
+    """The slowest link first, while blocks are small. parts: of `dim`, one per device of the group."""
+    *slow, last = _groups(phases, site)[::-1]
+    found, n = list[Move](), 1
+    for group in slow:
+        sent = _rows(site, 1, n, site.shapes[0]) if found else site.whole(0)
+        found.append(_gathered(site, group, sent, n, site.shapes[0]))
+        n *= len(group.devices)
+    sent, received = _rows(site, 1, n, site.shapes[0]), _parts(phases, site, site.shapes[1], dim, parts, last)
+    collective = Collective("all_gather", last, sent.sizes, received.sizes_by_rank)
+    return [*found, packed(collective, sent, received)]
+
+
+def reduce_scatter(phases: Phases, site: Site, dim: int, parts: Sequence[Runs], op: str) -> list[Move]:
+    """The slowest link last, when pieces are small. parts: of `dim`, one per device of the group."""
+    first, *slow = _groups(phases, site)
+    have, want = site.shapes
+    found, n = list[Move](), len(parts)
+    for group in (first, *slow):
+        m, n = len(group.devices), n // len(group.devices)
+        sent = _rows(site, m, n, want) if found else _parts(phases, site, have, dim, parts, first)
+        part = _rows(site, 1, n, want) if n > 1 else site.whole(1)
+        found.append(reduce_scattered(group, sent, part, op, site.tensor_device))
+    return found
+
+
+def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
+    """A reduce-scatter over fast links, so that the slowest reduces a piece for each device; and back."""
+    *near, far = _groups(phases, site)
+    shape, n = site.shapes[0], math.prod(len(group.devices) for group in near)
+    size = math.prod(shape)
+    pieces, filling = (n, -(-size // n)), -size % n
+    piece = pieces[1:]
+
+    def flat(block: Tensor) -> Tensor:
+        return torch.nn.functional.pad(block.reshape(-1), (0, filling)).view(pieces)
+
+    down, up = list[Move](), list[Move]()
+    for group in near:
+        m, n = len(group.devices), n // len(group.devices)
+        ends = _rows(site, m, n, piece), _rows(site, 1, n, piece)
+        down.append(reduce_scattered(group, *ends, op, site.tensor_device))
+        up.insert(0, _gathered(site, group, ends[1], n, piece))
+    whole = _rows(site, 1, 1, piece)
+    across = packed(Collective("all_reduce", far, whole.sizes, whole.sizes, op), whole, whole)
+    return [flat, *down, across, *up, lambda x: x.view(-1)[:size].view(shape).clone()]
+
+
+def _groups(phases: Phases, site: Site) -> list[Group]:
+    """The processes that this one meets in the phase of each level, the fastest first."""
+    return [site.among(phases.members(site.device, level)) for level in range(len(phases.levels))]
+
+
+def _gathered(site: Site, group: Group, sent: Packing, n: int, shape: tuple[int, ...]) -> Move:
+    """Every process's `n` blocks of a shape beside those of the others."""
+    received = _rows(site, len(group.devices), n, shape)
+    return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
+
+
+def _rows(site: Site, m: int, n: int, shape: tuple[int, ...]) -> Packing:
+    """`m` messages of `n` blocks of a shape each."""
+    whole = (m * n, *shape)
+    rows = ({0: (Run(i * n, n),)} for i in range(m))
+    return Packing(whole, tuple(subarray(whole, each, site.tensor_device) for each in rows))
+
+
+def _parts(
+    phases: Phases, site: Site, shape: tuple[int, ...], dim: int, parts: Sequence[Runs], group: Group
+) -> Packing:
+    """A block as parts: for each process of a group, those of the devices that it reaches by slower links."""
+    mine = [parts[phases.mesh.index(d, phases.axes)] for d in phases.reached(site.device)]
+    messages = tuple(site.subarray(shape, {dim: rows}) for rows in mine)
+    n = len(group.devices)
+    return Packing(shape, messages, (len(messages) // n,) * n)

@@ -1,0 +1,61 @@
+"""Collectives over links of several speeds, as phases: one collective for every kind of link.
+
+Decides who meets in which phase, so that a slow link carries every byte once: it gathers first, while blocks
+are small, and reduces last, when pieces are. Backends make one ring of all devices, whose links to other
+nodes carry nearly everything. Prices count phases too (`Hop`). Knows no layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from xshard.layout import Mesh
+from xshard.steps.traffic import LinkSpans
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The groups of a collective along some axes of a mesh.
+
+    levels: what each kind of link connects along them, the fastest first. numbers: of every device, in whose
+    order those of a group follow each other.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    levels: tuple[LinkSpans, ...]
+    numbers: Sequence[int]
+
+    @classmethod
+    def along(cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]) -> Phases:
+        """spans: what links connect along all axes of the mesh, the slowest first."""
+        known = reversed([span for span in spans if span.axis in axes and span.size > 1])
+        levels = tuple(tuple(level) for _, level in groupby(known, key=lambda span: span.level))
+        return cls(mesh, tuple(axes), levels, numbers)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are links of several speeds."""
+        return len(self.levels) > 1
+
+    def members(self, device: int, level: int) -> tuple[int, ...]:
+        """The devices that a device meets in the phase of a level, itself among them."""
+        here = self._place(device, level)
+        alike = (d for d in self.mesh.group(device, self.axes) if self._place(d, level) == here)
+        return tuple(sorted(alike, key=self.numbers.__getitem__))
+
+    def reached(self, device: int, level: int = 0) -> tuple[int, ...]:
+        """The devices that a device reaches by the links of a level and slower ones, by levels.
+
+        In this order their blocks lie beside each other, gathered or before they are scattered.
+        """
+        if level == len(self.levels):
+            return (device,)
+        return tuple(d for near in self.members(device, level) for d in self.reached(near, level + 1))
+
+    def _place(self, device: int, left_out: int) -> list[int]:
+        """Where a device is along the spans of all levels but one."""
+        spans = (s for level, found in enumerate(self.levels) if level != left_out for s in found)
+        return [self.mesh.index(device, (s.axis,)) // s.stride % s.size for s in spans]
