@@ -89,8 +89,8 @@ def test_rules_over_the_names_of_leaves() -> None:
 def test_one_program_that_moves_what_the_plans_say() -> None:
     text = jax.jit(lambda t: xj.reshard(t, MOVES)).lower(model()).compile().as_text()
     axes, vector = xs.Mesh(a=2, b=4), (16,)
-    plans = [xs.plan(MOVES["w"], axes, X.shape)]
-    plans += [xs.plan("n/b d -> n d", axes, X.shape), xs.plan("n/b -> n/a", axes, vector)] * 2
+    moves = (MOVES["w"], X.shape), *(("n/b d -> n d", X.shape), ("n/b -> n/a", vector)) * 2
+    plans = [xs.plan(move, axes, shape, profile="host") for move, shape in moves]
     assert received_bytes(text, 8) == sum(plan.bytes_received for plan in plans) > 0
 
 

@@ -28,7 +28,9 @@ def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> l
     found, n = list[Move](), 1
     for group in slow:
         sent = _rows(site, 1, n, site.shapes[0]) if found else site.whole(0)
-        found.append(_gathered(site, group, sent, n, site.shapes[0]))
+        received = _rows(site, len(group.devices), n, site.shapes[0])
+        collective = Collective("all_gather", group, sent.sizes, received.sizes)
+        found.append(packed(collective, sent, received))
         n *= len(group.devices)
     sent, received = _rows(site, 1, n, site.shapes[0]), _parts(phases, site, site.shapes[1], dim, parts, last)
     collective = Collective("all_gather", last, sent.sizes, received.sizes_by_rank)
@@ -53,18 +55,21 @@ def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
     *near, far = _groups(phases, site)
     shape, n = site.shapes[0], math.prod(len(group.devices) for group in near)
     size = math.prod(shape)
-    pieces, filling = (n, -(-size // n)), -size % n
-    piece = pieces[1:]
+    piece, filling = (-(-size // n),), -size % n
+    all_pieces = n, *piece
 
     def flat(block: Tensor) -> Tensor:
-        return torch.nn.functional.pad(block.reshape(-1), (0, filling)).view(pieces)
+        return torch.nn.functional.pad(block.reshape(-1), (0, filling)).view(all_pieces)
 
     down, up = list[Move](), list[Move]()
     for group in near:
         m, n = len(group.devices), n // len(group.devices)
-        ends = _rows(site, m, n, piece), _rows(site, 1, n, piece)
-        down.append(reduce_scattered(group, *ends, op, site.tensor_device))
-        up.insert(0, _gathered(site, group, ends[1], n, piece))
+        # Devices that meet over the slow link have one piece: by their places, whatever their ranks are.
+        places = [sorted(group.devices).index(device) for device in group.devices]
+        pieces, part = _rows(site, m, n, piece, places), _rows(site, 1, n, piece)
+        down.append(reduce_scattered(group, pieces, part, op, site.tensor_device))
+        collective = Collective("all_gather", group, part.sizes, pieces.sizes)
+        up.insert(0, packed(collective, part, pieces))
     whole = _rows(site, 1, 1, piece)
     across = packed(Collective("all_reduce", far, whole.sizes, whole.sizes, op), whole, whole)
     return [flat, *down, across, *up, lambda x: x.view(-1)[:size].view(shape).clone()]
@@ -75,16 +80,10 @@ def _groups(phases: Phases, site: Site) -> list[Group]:
     return [site.among(phases.members(site.device, level)) for level in range(len(phases.levels))]
 
 
-def _gathered(site: Site, group: Group, sent: Packing, n: int, shape: tuple[int, ...]) -> Move:
-    """Every process's `n` blocks of a shape beside those of the others."""
-    received = _rows(site, len(group.devices), n, shape)
-    return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
-
-
-def _rows(site: Site, m: int, n: int, shape: tuple[int, ...]) -> Packing:
-    """`m` messages of `n` blocks of a shape each."""
+def _rows(site: Site, m: int, n: int, shape: tuple[int, ...], places: Sequence[int] = ()) -> Packing:
+    """`m` messages of `n` blocks of a shape each, in their order or at the places given."""
     whole = (m * n, *shape)
-    rows = ({0: (Run(i * n, n),)} for i in range(m))
+    rows = ({0: (Run(i * n, n),)} for i in places or range(m))
     return Packing(whole, tuple(subarray(whole, each, site.tensor_device) for each in rows))
 
 

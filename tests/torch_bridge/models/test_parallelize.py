@@ -387,10 +387,10 @@ def test_what_cannot_be_right_is_refused() -> None:
 
 
 def _explained() -> list[Any]:
-    model = xt.parallelize(net(), MESH, **RULES)
+    model = xt.parallelize(net(), MESH, **RULES, profile="h100")
     tables = [xt.explain(model)]
     _step(model)
-    gathered = xt.parallelize(net(), MESH, **GATHERED)
+    gathered = xt.parallelize(net(), MESH, **GATHERED, profile="h100")
     with Meter() as meter:
         gathered(_ids())
     return [*tables, xt.explain(model), xt.explain(gathered), sum(meter.received)]

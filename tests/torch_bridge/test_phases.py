@@ -1,0 +1,67 @@
+"""Gathers and reductions over links of two speeds: one collective per speed, with the values of one."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import on_ranks
+from torch_bridge.lower.packed_collective import PackedCollective
+from torch_bridge.lower.rules import lower
+from torch_bridge.mesh.process_mesh import mesh_of_ranks
+from xshard import reference
+
+NODES = "h100:2"
+GATHER, SCATTER = ["all_gather"] * 2, ["all_to_all"] * 2
+REDUCE = ["all_to_all", "all_reduce", "all_gather"]
+# (expression, mesh, shape, collectives); of an axis of four a node has a half.
+CASES = [
+    ("n/a/b d -> n d", xs.Mesh(a=2, b=2), (8, 6), GATHER),
+    ("n/(b,a) d -> n d", xs.Mesh(a=2, b=2), (8, 6), GATHER),
+    ("n/zigzag(a) d -> n d", xs.Mesh(a=4), (8, 6), GATHER),
+    ("n d/a -> n d | copy(a)", xs.Mesh(a=4), (3, 8), GATHER),
+    ("n d | sum(a,b) -> n/b/a d", xs.Mesh(a=2, b=2), (8, 6), SCATTER),
+    ("n d | max(a) -> n d/a", xs.Mesh(a=4), (3, 8), SCATTER),
+    ("n d | sum(a) -> n d", xs.Mesh(a=4), (3, 5), REDUCE),  # pieces that do not divide
+    ("n d | min(a,b) -> n d", xs.Mesh(a=2, b=2), (0, 4), REDUCE),
+    ("n d | min(a,b) -> n d", xs.Mesh(a=2, b=2), (4, 4), REDUCE),
+]
+ORDERS = [(0, 1, 2, 3), (2, 3, 1, 0)]  # ranks of a mesh's devices
+
+
+def _blocks(plan: xs.Plan) -> list[np.ndarray]:
+    whole = np.arange(np.prod(plan.shape)).reshape(plan.shape)
+    if not plan.src.tags:
+        return reference.scatter(whole, plan.src, plan.mesh)
+    return [(whole * (7 * device + 3)) % 11 for device in range(plan.mesh.n_devices)]
+
+
+def _in_phases() -> None:
+    rank, links = dist.get_rank(), xs.load_profile(NODES)
+    for expression, mesh, shape, kinds in CASES:
+        plan = xs.plan(expression, mesh, shape, "int64", profile=links)
+        want = reference.run(plan, _blocks(plan))
+        for ranks in ORDERS:
+            device = ranks.index(rank)
+            executable = lower(plan, mesh_of_ranks(mesh, ranks), torch.device("cpu"))
+            found = [move.collective for move in executable.moves if isinstance(move, PackedCollective)]
+            assert [each.kind for each in found] == kinds, expression
+            assert len(plan.steps) == 1 and {len(each.group.ranks) for each in found} == {2}
+            x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[device]))
+            for y in (executable(x), executable.begin(x)()):
+                assert np.array_equal(y, want[device]), (expression, ranks)
+                assert y.is_contiguous() and not y._is_view()
+        x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[rank]))
+        for y in xt.redistribute_many([x, x], expression, mesh, profile=links):
+            assert np.array_equal(y, want[rank]), expression
+    move = functools.partial(xt.redistribute, expression=expression, mesh=mesh, profile=NODES)
+    assert np.array_equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), want[rank])
+
+
+def test_values_by_phases() -> None:
+    on_ranks(4, _in_phases)
