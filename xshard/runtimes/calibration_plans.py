@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from xshard.cost.model import Profile
 from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh
 from xshard.notation.parser import Dim, Shard
@@ -39,12 +41,16 @@ def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
 
 
 def held_out_plans(
-    mesh: Mesh, sizes: Sequence[int] = SIZES, count: int = HELD_OUT, seed: int = 0
+    mesh: Mesh,
+    sizes: Sequence[int] = SIZES,
+    count: int = HELD_OUT,
+    seed: int = 0,
+    profile: str | Path | Profile = "h100",
 ) -> tuple[Plan, ...]:
     """Random plans that communicate, as the planner makes them.
 
     Layouts, lengths and sizes are random, between the smallest size and the largest; equal seeds draw equal
-    plans. At least every third has several steps, if the mesh has such plans.
+    plans. At least every third has several steps, if the mesh has such plans. profile: they are planned for.
     Raises MeshError for a mesh of one device.
     """
     axes, rng = _long_axes(mesh), random.Random(seed)
@@ -53,7 +59,7 @@ def held_out_plans(
     for draws in itertools.count():
         if len(found) == count:
             break
-        made = _random_plan(mesh, axes, sizes, rng)
+        made = _random_plan(mesh, axes, sizes, rng, profile)
         single = len(made.steps) == 1
         # One axis may have too few plans of several steps: then any plan counts.
         full = single and singles >= count - count // 3 and draws < _DRAWS * count
@@ -63,13 +69,15 @@ def held_out_plans(
     return tuple(found)
 
 
-def _random_plan(mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random) -> Plan:
+def _random_plan(
+    mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: str | Path | Profile
+) -> Plan:
     src, dst = _random_sides(axes, rng)
     size = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()
     elements = size / ITEMSIZE * min(_parts(mesh, src), _parts(mesh, dst))
     rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
     columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
-    return make_plan((src, dst), mesh, (*rows, columns), DTYPE)
+    return make_plan((src, dst), mesh, (*rows, columns), DTYPE, profile=profile)
 
 
 def _long_axes(mesh: Mesh) -> tuple[str, ...]:

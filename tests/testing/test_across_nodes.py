@@ -1,0 +1,126 @@
+"""Redistributions between nodes: their values, and the bytes that arrive over each node's link.
+
+`python -m tests.testing.test_across_nodes 500` runs as many random ones on both clusters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import xshard as xs
+from benchmarks.planner.traffic import plan_flow
+from tests.cases import CASES
+from xshard import dtypes
+from xshard.runtimes.calibration_plans import held_out_plans
+from xshard.testing.nodes import NoNodesError, nodes
+
+SIZES = 1 << 15, 1 << 18  # bytes of a block: headers are the rest of what is counted
+CLUSTERS = {2: ("a=2,b=2", "a=4"), 3: ("a=3,b=2", "a=6")}  # nodes of two ranks -> meshes
+PROFILE = "gloo:2"
+LONGER = {"a=4": "a=6", "a=2,b=2": "a=3,b=2"}
+
+
+def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
+    """On a rank: the plans whose result is wrong, forward or backward, and bytes received by its node."""
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    import torch_bridge as xt
+    from xshard import reference
+
+    def received() -> int:
+        dist.barrier()
+        line = next(
+            x for x in Path("/proc/self/net/dev").read_text().splitlines() if x.strip().startswith(link)
+        )
+        return int(line.partition(":")[2].split()[0])
+
+    def blocks_of(sharding: xs.Sharding, seed: int) -> list[np.ndarray]:
+        """Any numbers, of which replicas are equal."""
+        held = sharding.layout.tagged("sum", "mean", "max", "min", "copy")
+        cut = [a for dim in sharding.layout.dims for a in dim.axes]
+        found = []
+        for device in range(sharding.mesh.n_devices):
+            own = [sharding.mesh.index(device, (*held, *cut)), seed]
+            found.append(np.random.default_rng(own).integers(-9, 10, sharding.local_shape(device)))
+        return found
+
+    rank, wrong, ready = dist.get_rank(), [], []
+    for number, plan in enumerate(plans):
+        dtype = getattr(torch, plan.dtype)
+        blocks = [b.astype(np.float64) for b in blocks_of(plan.source, number)]
+        exact = replace(plan, dtype="float64")
+        x = torch.from_numpy(blocks[rank]).to(dtype).requires_grad_(dtype.is_floating_point)
+        y = xt.redistribute(x, plan, plan.mesh)
+        right = np.array_equal(y.detach().double(), reference.run(exact, blocks)[rank])
+        if right and plan.src.is_linear and plan.dst.is_linear and y.requires_grad:
+            dual = plan.target.with_layout(plan.target.layout.dual)
+            cotangents = [b.astype(np.float64) for b in blocks_of(dual, number)]
+            y.backward(torch.from_numpy(cotangents[rank]).to(dtype))
+            right = np.array_equal(x.grad.double(), reference.run(exact.backward, cotangents)[rank])
+        if not right:
+            wrong.append(f"{plan.src} -> {plan.dst} of {plan.shape} on {plan.mesh}")
+        ready.append((x.detach(), plan))
+    before = received()
+    for x, plan in ready:  # again, when all groups have met
+        xt.redistribute(x, plan, plan.mesh)
+    return wrong, received() - before
+
+
+def crossing(plans: Sequence[xs.Plan], ranks: int) -> np.ndarray:
+    """Bytes that the plans send into each node, as they say."""
+    return sum(plan_flow(plan, ranks).nodes * dtypes.itemsize(plan.dtype) for plan in plans)
+
+
+def random_plans(n_nodes: int, count: int) -> list[xs.Plan]:
+    """As many on each mesh of a cluster."""
+    meshes = [xs.Mesh.parse(text) for text in CLUSTERS[n_nodes]]
+    each = count // len(meshes)
+    return [p for mesh in meshes for p in held_out_plans(mesh, SIZES, each, n_nodes, PROFILE)]
+
+
+@lru_cache
+def rows_of_the_table(n_devices: int) -> list[xs.Plan]:
+    """Those for as many devices; for six, those for four with an axis and its dims made longer by a half."""
+    if n_devices == 4:
+        return [case.plan(profile=PROFILE) for case in CASES if case.mesh.n_devices == 4]
+    found = []
+    for case in CASES:
+        if case.mesh_text in LONGER and not re.search(r"\d", case.expression):
+            shape = tuple(n * 3 // 2 if n % 4 == 0 else n for n in case.shape)
+            found.append(replace(case, mesh_text=LONGER[case.mesh_text], shape=shape).plan(profile=PROFILE))
+    return found
+
+
+def check(n_nodes: int, count: int) -> str:
+    """Rows of the case table, then random redistributions. Raises AssertionError."""
+    table, plans = rows_of_the_table(2 * n_nodes), random_plans(n_nodes, count)
+    with nodes(n_nodes, ranks=2) as cluster:
+        assert all(wrong == [] for wrong, _ in cluster.run_torch(moved, table, "eth0")), n_nodes
+        found = cluster.run_torch(moved, plans, "eth0")
+    assert all(wrong == [] for wrong, _ in found), [wrong for wrong, _ in found]
+    said, counted = crossing(plans, 2), np.array([n for _, n in found[::2]])
+    assert (np.abs(counted / said - 1) < 0.05).all(), (said, counted)
+    return f"{len(table)} rows, {len(plans)} random: {counted / said} of {said / 2**20} MiB"
+
+
+@pytest.mark.parametrize("n_nodes", CLUSTERS)
+def test_values_and_what_crosses(n_nodes: int) -> None:
+    try:
+        check(n_nodes, 40)
+    except NoNodesError as error:
+        pytest.skip(str(error))
+
+
+if __name__ == "__main__":
+    for n_nodes in CLUSTERS:
+        print(check(n_nodes, int(sys.argv[1])), flush=True)
