@@ -6,6 +6,7 @@ Decides how a time is taken. Which plans are measured is decided in `xshard.runt
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, timeo
     seconds: dict[int, float] = {}
     for n in sorted({plan.mesh.n_devices for plan in plans}):
         numbers = [i for i, plan in enumerate(plans) if plan.mesh.n_devices == n]
-        by_rank = run_ranks(n, _time_all, [plans[i] for i in numbers], rounds, timeout_s=timeout_s)
+        by_rank = _on_ranks(n, _time_all, [plans[i] for i in numbers], rounds, timeout_s=timeout_s)
         for i, *times in zip(numbers, *by_rank, strict=True):
             # Of every round the busiest rank counts, as in a plan.
             seconds[i] = statistics.median(map(max, zip(*times, strict=True)))
@@ -41,8 +42,19 @@ def seconds_of_products(
     n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, timeout_s: float
 ) -> list[float]:
     """The median time per dtype of a product of square matrices, on all devices at once."""
-    by_rank = run_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
+    by_rank = _on_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
     return [statistics.median(map(max, zip(*times, strict=True))) for times in zip(*by_rank, strict=True)]
+
+
+def _on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+    """By rank, what a function returns: on new ranks, or on those of a launcher, which all call this."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return run_ranks(n, function, *args, timeout_s=timeout_s)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    found: list[Any] = [None] * n
+    dist.all_gather_object(found, function(*args))
+    return found
 
 
 def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[float]]:

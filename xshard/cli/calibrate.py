@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ def calibrate_command(
 
     Example: xshard calibrate --backend torch --mesh dp=2,cp=2 --output mine.json,
     then: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=2 --shape 2,64,32 --profile mine.json
+    Over several nodes: torchrun --nnodes 2 --nproc-per-node 2 ... -m xshard calibrate --mesh n=2,x=2 ...
     """
     backend_named(backend)
     if output is not None and not output.parent.is_dir():
@@ -53,6 +55,8 @@ def calibrate_command(
     name = backend if output is None else output.stem
     with _progress() as progress:
         made = calibrate(backend, Mesh.parse(mesh), name, _sizes(largest), rounds, progress=progress)
+    if os.environ.get("RANK", "0") != "0":  # of ranks that a launcher has started, all know the same
+        return
     if output is not None:
         output.write_text(made.profile.to_json())
     out = console()
@@ -123,6 +127,8 @@ def _steps(sample: Sample) -> str:
 
 def _constants(profile: Profile) -> str:
     links = {"every axis": profile.default} if not profile.axes else dict(profile.axes)
+    if profile.across is not None:
+        links = {"inside nodes": profile.default, "between nodes": profile.across}
     speeds = [
         f"{axis} {format_seconds(link.latency_s)} a message and {link.bytes_per_s / 1e9:.3g} GB/s"
         for axis, link in links.items()

@@ -24,6 +24,7 @@ from xshard.steps import Step, Traffic
 from xshard.steps.traffic import LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
+PHASED = ("all_gather", "reduce_scatter", "all_reduce")  # kinds with a collective per kind of link
 TOPOLOGIES = ("switch", "ring")
 FREE = ("retag", "transpose")  # kinds of local steps whose result is a view
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
@@ -140,10 +141,13 @@ class Profile:
         return known.get(kind, known.get("other", 0.0))
 
     def launches(self, kind: str, traffic: Traffic) -> int:
-        """How many collectives a step of a kind starts."""
+        """How many collectives a step of a kind starts: one per kind of link where it runs in phases."""
         if kind in LOCAL:
             return 0
-        return max(1, sum(hop.messages for hop in traffic.hops)) if self.rounds and kind == "exchange" else 1
+        if self.rounds and kind == "exchange":
+            return max(1, sum(hop.messages for hop in traffic.hops))
+        levels = len({hop.level for hop in traffic.hops}) if kind in PHASED else 1
+        return max(1, 2 * levels - 1 if kind == "all_reduce" else levels)
 
     def copied(self, traffic: Traffic) -> int:
         """Elements that a step copies locally."""

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any
 
 from xshard.errors import MeshError, XshardError
 from xshard.runtimes.processes import Process, running
@@ -32,7 +34,8 @@ class Backend:
     package: what must be installed, also the name of the extra that brings it.
     worker, timing, products: the functions that run tasks, that measure plans, and matrix products.
     devices: what its devices are. rounds: see `Profile`.
-    environment: number of devices -> the variables that a process needs to have them.
+    environment: number of devices -> the variables that a process needs to have them. world: the variable
+    in which a launcher tells a rank how many there are.
     """
 
     package: str
@@ -42,12 +45,24 @@ class Backend:
     devices: str
     rounds: bool
     environment: Callable[[int], dict[str, str]]
+    world: str = ""
 
     def check_installed(self, way_out: str = "") -> None:
         """Raise NoRuntimeError if the package is not installed; nothing is imported."""
         if find_spec(self.package) is None:
             hint = f"pip install 'xshard[{self.package}]'{way_out}"
             raise NoRuntimeError(f"{self.package} is not installed", hint=hint)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether this process is one of several ranks that a launcher has started."""
+        return int(os.environ.get(self.world, "1")) > 1
+
+    def ask(self, n_devices: int, function: str, *arguments: Any, timeout_s: float) -> Any:
+        """What a function returns in the process with these devices; in this one if it is launched."""
+        if self.is_launched:
+            return resolve_name(function)(*arguments, timeout_s)
+        return self.process(n_devices).ask(function, *arguments, timeout_s=timeout_s, quiet=True)
 
     def process(self, n_devices: int) -> Process:
         """The process with these devices, where compilers have the settings that users have."""
@@ -64,6 +79,7 @@ BACKENDS = {
         "gloo processes",
         rounds=False,
         environment=lambda n: {},  # ranks are forked
+        world="WORLD_SIZE",
     ),
     "jax": Backend(
         "jax",

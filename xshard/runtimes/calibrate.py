@@ -15,7 +15,8 @@ from datetime import date
 from importlib.metadata import version
 
 from xshard.contractions.plan import ContractionPlan
-from xshard.cost.model import Profile
+from xshard.cost.machine import node_processes
+from xshard.cost.model import Profile, load_profile
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.plans.plan import Plan
@@ -55,6 +56,8 @@ def calibrate(
 ) -> Calibration:
     """Time plans on the backend and fit a profile to them.
 
+    Called by all ranks that torchrun has started, on one node or several, it measures those; the mesh has
+    as many devices. Over several nodes the profile has a link inside nodes and one between them.
     sizes: bytes of a device's block. rounds: how often every plan is measured. progress: is called with
     the number of plans that are done, and of all.
     timeout_s: of one batch of plans, see `Process.ask`.
@@ -62,11 +65,18 @@ def calibrate(
     """
     used = backend_named(backend)
     fitted, held_out = fitted_plans(mesh, sizes), held_out_plans(mesh, sizes)
+    node_devices = node_processes() if used.is_launched else None
+    if node_devices == mesh.n_devices:
+        node_devices = None
+    if node_devices is not None:
+        nodes = replace(load_profile("gloo"), node_devices=node_devices)
+        held_out = held_out_plans(mesh, sizes, profile=nodes)
+        fitted = tuple(replace(plan, profile=nodes) for plan in fitted)
     seconds = measure(used, (*fitted, *held_out), rounds, progress=progress, timeout_s=timeout_s)
     seen = tuple(map(Sample, fitted, seconds[: len(fitted)]))
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
     rates = measure_flops(used, mesh.n_devices, rounds, timeout_s=timeout_s)
-    profile = replace(fit(seen, name, rounds=used.rounds), flops_per_s=rates)
+    profile = replace(fit(seen, name, rounds=used.rounds, node_devices=node_devices), flops_per_s=rates)
     made = Calibration(profile, seen, unseen)
     return replace(made, profile=replace(profile, source=_source(used, mesh, sizes, rounds, made)))
 
@@ -76,7 +86,7 @@ def measure_flops(
 ) -> tuple[tuple[str, float], ...]:
     """Floating point operations per second of a device in matrix products, by dtype; all devices compute."""
     request = n_devices, ROWS, PRODUCTS, rounds
-    seconds = backend.process(n_devices).ask(backend.products, *request, timeout_s=timeout_s, quiet=True)
+    seconds = backend.ask(n_devices, backend.products, *request, timeout_s=timeout_s)
     return tuple((dtype, float(f"{2 * ROWS**3 / s:.4g}")) for dtype, s in zip(PRODUCTS, seconds, strict=True))
 
 
@@ -92,7 +102,7 @@ def measure(
 
     Every batch is a mixture, so that a slow spell of the machine is not taken for a slow step.
     """
-    process = backend.process(max((plan.mesh.n_devices for plan in plans), default=1))
+    n_devices = max((plan.mesh.n_devices for plan in plans), default=1)
     order = random.Random(0).sample(range(len(plans)), len(plans))
     batches = max(1, round(len(plans) / _BATCH))
     seconds: dict[int, float] = {}
@@ -100,7 +110,7 @@ def measure(
         progress(len(seconds), len(plans))
         mine = order[first::batches]
         batch = [plans[i] for i in mine]
-        times = process.ask(backend.timing, batch, rounds, timeout_s=timeout_s, quiet=True)
+        times = backend.ask(n_devices, backend.timing, batch, rounds, timeout_s=timeout_s)
         seconds.update(zip(mine, times, strict=True))
     progress(len(seconds), len(plans))
     return [seconds[i] for i in range(len(plans))]

@@ -21,7 +21,7 @@ from xshard.errors import XshardError
 from xshard.plans.plan import Plan
 
 Column = tuple[str, str]  # launch of a kind; latency and seconds per byte of an axis; copy
-_SHARED = ""  # the one link of all axes, if they share one
+_SHARED, _ACROSS = "", "between nodes"  # the one link of all axes, if they share one, or of nodes
 _GAIN = 0.9  # axes get links of their own if the error is then smaller by this factor
 _TURNS = 30  # rounds of reweighting, after which the constants no longer change
 _FAR = 0.1  # logarithms of ratios up to here count squared
@@ -53,11 +53,18 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
     return statistics.median(abs(sample.error(profile)) for sample in samples)
 
 
-def fit(samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool = False) -> Profile:
+def fit(
+    samples: Sequence[Sample],
+    name: str,
+    source: str = "",
+    *,
+    rounds: bool = False,
+    node_devices: int | None = None,
+) -> Profile:
     """The profile that predicts the samples best, by relative error. Needs scipy.
 
-    rounds: see `Profile`. All axes share one link, unless links of their own make the error smaller by a
-    tenth or more.
+    rounds: see `Profile`. node_devices: if given, one link is inside nodes and one across; else all axes
+    share one link, unless links of their own make the error smaller by a tenth or more.
     Raises CalibrationError if no sample sends anything, for times that are not positive, and without scipy.
     """
     if not any(step.traffic(before).hops for plan, _ in samples for step, before, _ in plan.stages):
@@ -65,6 +72,9 @@ def fit(samples: Sequence[Sample], name: str, source: str = "", *, rounds: bool 
     for plan, seconds in samples:
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
+    if node_devices is not None:
+        links = Link(0.0, 2.0), Link(0.0, 1.0)  # what is across nodes is taken to be slower
+        return _fit(samples, Profile(name, source, *links, node_devices, rounds=rounds), False)
     about = Profile(name, source, Link(0.0, math.inf), rounds=rounds)
     together, apart = (_fit(samples, about, own) for own in (False, True))
     return apart if _distance(samples, apart) < _GAIN * _distance(samples, together) else together
@@ -102,12 +112,14 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
     """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
     for step, before, _ in plan.stages:
-        traffic = step.traffic(before, known.link_spans(before.mesh))
+        fabric = known.fabric(before.mesh)
+        traffic = step.traffic(before, fabric.spans)
         row["copy", ""] += known.copied(traffic) * plan.itemsize
         if launches := known.launches(step.kind, traffic):
             row["launch", step.kind] += launches
         for hop in traffic.hops:
-            link = before.mesh.origin(hop.axis) if own else _SHARED
+            leaves = known.across is not None and fabric.links[hop.level] == known.across
+            link = _ACROSS if leaves else before.mesh.origin(hop.axis) if own else _SHARED
             row["latency", link] += hop.messages
             row["byte", link] += hop.received * plan.itemsize
     return row
@@ -150,9 +162,11 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
         for (what, axis), latency in found.items()
         if what == "latency"
     }
+    across = links.pop(_ACROSS, None)
     launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
     return replace(
         about,
+        across=across,
         # An axis that was not measured is as slow as the slowest that was.
         default=min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s)),
         axes=tuple(sorted((axis, link) for axis, link in links.items() if axis != _SHARED)),
