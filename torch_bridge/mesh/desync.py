@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -41,8 +41,10 @@ class CallFacts(NamedTuple):
     own: dict[str, str]
 
 
-def compare_ranks(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts]) -> None:
-    """Meet other ranks; return if all are about to make the same call, else raise on all of them.
+def compare_ranks(
+    ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts]
+) -> dict[int, dict[str, Any]]:
+    """Meet other ranks -> the facts of each, if all are about to make the same call; else all of them raise.
 
     ranks: the global ranks that meet, this one among them. asked: the call in the user's own words.
     prepare: returns the facts, and sends nothing; an error that it raises is reported to the others.
@@ -63,6 +65,7 @@ def compare_ranks(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFa
     differing = _differing(reports)
     if differing:
         raise _desync(reports, differing)
+    return reports
 
 
 @dataclass
@@ -120,14 +123,18 @@ def _differing(reports: Mapping[int, dict]) -> list[str]:
 
 
 def _unequal(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    return [name for name in facts[0] if len({one[name] for one in facts}) > 1]
+    return [
+        name
+        for name in {name: None for one in facts for name in one}
+        if len({one.get(name) for one in facts}) > 1
+    ]
 
 
 def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncError:
     def describe(one: dict) -> str:
         facts = {**one["own"], **one["within"], **one["everywhere"]}
         return ", ".join(
-            [f"'{one['asked']}'", *(f"{name} {facts[name]}" for name in (*one["own"], *differing))]
+            [f"'{one['asked']}'", *(f"{name} {facts.get(name)}" for name in (*one["own"], *differing))]
         )
 
     return DesyncError(
