@@ -37,10 +37,12 @@ def rank_in(world: dist.ProcessGroup) -> int:
     return dist.get_global_rank(world, world.rank())
 
 
-def group_of_programs(
-    store: Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
-) -> dist.ProcessGroup:
-    """The group of the processes of several programs, which meet in a store; all of them call this."""
+def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of the processes of several programs, which meet in a store; all of them call this.
+
+    Their backends are those of this program's world.
+    """
+    backend, _ = c10d._world.pg_map[dist.group.WORLD]
     return _made(tuple(range(size)), rank, name, store, backend, timeout)
 
 

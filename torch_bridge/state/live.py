@@ -55,12 +55,12 @@ class _End:
     version: int = field(default=0, init=False)
     _group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
     _sessions: str = field(default="", init=False, repr=False)
+    _session: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_world()
         if self._mesh.n_devices != dist.get_world_size():
             raise MeshError(f"{self._mesh!r} is not the {dist.get_world_size()} processes of this program")
-        self._renew()
 
     @property
     def _mesh(self) -> Mesh:
@@ -71,18 +71,23 @@ class _End:
         """The number of this program's first process among those of both."""
         return 0 if self._mesh is self.src_mesh else self.src_mesh.n_devices
 
-    def _renew(self) -> None:
-        """Meet the other program anew: connections to processes that failed, or are gone, are of no use."""
+    def _begin(self) -> None:
+        """Count this program anew after a failure: its connections are of no use then."""
+        if not self._session:
+            number = self.store.add(self._key("sessions"), 1) if dist.get_rank() == 0 else 0
+            self._session = self._told({"session": number})["session"]
+
+    def _leave(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
-        self._group = None
-        number = self.store.add(self._key("sessions"), 1) if dist.get_rank() == 0 else 0
-        self._session = self._told({"session": number})["session"]
+        self._group, self._session = None, 0
 
     def _key(self, *parts: object) -> str:
         return "/".join(("xshard", self.name, *map(str, parts)))
 
-    def _told(self, mine: dict[str, Any], error: Exception | None = None) -> dict[str, Any]:
+    def _told(
+        self, mine: dict[str, Any], error: Exception | None = None, wait_s: float = 0.0
+    ) -> dict[str, Any]:
         """What the first rank says -> the same on all ranks of this program; an error of one is of all."""
 
         def facts() -> CallFacts:
@@ -90,7 +95,8 @@ class _End:
                 raise error
             return CallFacts({}, {}, (), {"said": json.dumps(mine)})
 
-        reports = compare_ranks(range(dist.get_world_size()), self._key(), facts)
+        timeout = timedelta(seconds=self.timeout_s + wait_s)
+        reports = compare_ranks(range(dist.get_world_size()), self._key(), facts, timeout)
         return json.loads(reports[0]["own"]["said"])  # type: ignore[no-any-return]
 
     def _planned(self, facts: Mapping[str, str]) -> TreePlan:
@@ -126,9 +132,8 @@ class _End:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
             size, rank = self.src_mesh.n_devices + self.dst_mesh.n_devices, self._first + dist.get_rank()
-            backend, timeout = dist.get_backend_config(), timedelta(seconds=self.timeout_s)
-            name = self._key(sessions)
-            self._group = group_of_programs(self.store, name, rank, size, backend, timeout)
+            timeout = timedelta(seconds=self.timeout_s)
+            self._group = group_of_programs(self.store, self._key(sessions), rank, size, timeout)
             self._sessions = sessions
         return carry(plan, blocks, device, self._group, **options)
 
@@ -164,7 +169,7 @@ class Publisher(_End):
         Waits until the server receives. Raises, on all ranks of the trainer, as `transfer` does; DesyncError
         where the server plans another transfer, LostVersionError where it does not have the version whole.
         """
-        rank = dist.get_rank()
+        rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
         blocks: dict[str, torch.Tensor] = {}
         known: dict[str, Any] = {}
 
@@ -172,11 +177,10 @@ class Publisher(_End):
             own = described(tree, self.rules, self.src_mesh, shapes, rank)
             known["facts"], known["plan"] = own.facts, self._planned(own.facts)
             blocks.update(own.blocks)
-            return CallFacts(
-                {"plan": self._text(known["plan"])}, own.facts, range(self.src_mesh.n_devices), {}
-            )
+            return CallFacts({"plan": self._text(known["plan"])}, own.facts, everyone, {})
 
-        compare_ranks(range(self.src_mesh.n_devices), "publish", prepared)
+        self._begin()
+        compare_ranks(everyone, "publish", prepared)
         text, answer = self._text(known["plan"]), None
         if rank == 0:
             version = self.store.add(self._key("versions"), 1)
@@ -209,7 +213,7 @@ class Publisher(_End):
         try:
             self._told({}, error)
         except Exception as raised:
-            self._renew()
+            self._leave()
             text = f"version {told['version']} did not reach the server"
             raise LostVersionError(text, hint=str(raised)) from error
         self.version = told["version"]
@@ -240,7 +244,8 @@ class Subscriber(_End):
         stays, and later versions, of a new trainer too, can be received.
         """
         rank = dist.get_rank()
-        told = self._told(self._offered(wait_s) if rank == 0 else {})
+        self._begin()
+        told = self._told(self._offered(wait_s) if rank == 0 else {}, wait_s=wait_s)
         if not told:
             return False
         version, facts = told["version"], told["facts"]
@@ -274,7 +279,7 @@ class Subscriber(_End):
         if rank == 0:
             self.store.set(self._key("done", version), "" if failed is None else str(failed))
         if failed is not None:
-            self._renew()
+            self._leave()
             kept = f"version {self.version} stays" if self.version else "there is none before it"
             raise LostVersionError(
                 f"version {version} did not arrive whole; {kept}", hint=str(failed)
