@@ -30,6 +30,8 @@ from torch_bridge.ops import (
 )
 from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
+from torch_bridge.state.live import LostVersionError, Publisher, Subscriber
+from torch_bridge.state.transfer import transfer
 from torch_bridge.testing.launch import RankError, run_ranks
 
 if TYPE_CHECKING:
@@ -39,8 +41,11 @@ __all__ = [
     "CollectiveError",
     "DesyncError",
     "HaloExchange",
+    "LostVersionError",
     "PendingTensor",
+    "Publisher",
     "RankError",
+    "Subscriber",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -68,6 +73,7 @@ __all__ = [
     "slice",
     "state_dict",
     "to_placements",
+    "transfer",
     "trim_halo",
     "verify",
 ]

@@ -90,7 +90,7 @@ def redistribute_between(
     kind = getattr(torch, made.dtype)
     if requires_grad and not (kind.is_floating_point or kind.is_complex):
         raise DtypeError(f"{made.dtype} has no gradient", hint="floats and complex numbers have one")
-    where = _tensor_device(block, device, dst_mesh)
+    where = tensor_device_of(block, device, dst_mesh)
     crossing = cross(made, where, dist.group.WORLD)
     if requires_grad:
         crossing.plan_gradient()
@@ -160,7 +160,7 @@ def _check_ranks(made: Plan) -> None:
         )
 
 
-def _tensor_device(
+def tensor_device_of(
     x: Tensor | None, device: torch.device | str | None, dst_mesh: MeshLike | None
 ) -> torch.device:
     """Where this process's tensors are: its block's, the one asked for, or the backend's own."""

@@ -29,7 +29,7 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
     elif hasattr(x, "__array__") or isinstance(x, int | float | complex):
         hint = "torch.as_tensor() makes one of it"
     elif isinstance(x, Mapping | list | tuple):
-        hint = "redistribute_many moves the tensors of lists and dicts; torch.tensor() makes one of numbers"
+        hint = "redistribute_many moves the tensors of lists and dicts, transfer those between meshes"
     else:
         hint = "the tensor comes first, as in redistribute(x, expression, mesh)"
     raise XshardError(f"{name} is {shown(x)}, not a tensor", hint=hint)

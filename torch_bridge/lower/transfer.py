@@ -7,7 +7,9 @@ empty tensor stands for the block of a process that has none, so that autograd r
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NoReturn
@@ -23,12 +25,15 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower
 from torch_bridge.lower.subarray import Subarray, subarray
 from torch_bridge.mesh.failures import call_backend, during
+from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import DtypeError, Mesh, MeshError, Plan, PlanError, Stage
 from xshard.layout.runs import Run
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps import Scale
 from xshard.steps.exchange.messages import Message as Box
+
+_ALIGNED = 16  # bytes of the largest element, a complex number
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,37 +56,7 @@ class TransferExecutable:
     after: Executable | None
 
     def __call__(self, block: Tensor) -> Tensor:
-        dtype, carrier = block.dtype, CARRIERS.get(block.dtype, block.dtype)
-        out = start = _seen_as(carrier, dense(block))
-        if self.before:
-            out = _seen_as(carrier, self.before(_seen_as(dtype, out)))
-        if _sends(self.plan):
-            out = during(self._place, self._transferred, out)
-        if self.after:
-            out = _seen_as(carrier, self.after(_seen_as(dtype, out)))
-        # Where nothing moves the result still is the caller's own, to write to as they like.
-        return _seen_as(dtype, start.clone(memory_format=torch.contiguous_format) if out is start else out)
-
-    def _transferred(self, block: Tensor) -> Tensor:
-        me, parts, work = dist.get_rank(), {}, []
-        for rank, part in self.sent:
-            if rank == me:
-                parts[me] = part.read(block)
-            else:
-                work.append(dist.P2POp(dist.isend, _as_bytes(part.read(block)), rank, self.group))
-        for rank, part in self.received:
-            if rank != me:
-                parts[rank] = block.new_empty(part.shape)
-                work.append(dist.P2POp(dist.irecv, _as_bytes(parts[rank]), rank, self.group))
-        if work and not block.is_meta:  # else shapes alone are asked for
-            ranks = sorted({*self.plan.src_devices, *self.plan.dst_devices})
-            call_backend("an exchange", ranks, _exchange, work)
-        if self.whole is None:
-            return block.new_empty(0)
-        return self.whole.place(block, [parts[rank] for rank, _ in self.received])
-
-    def _place(self) -> str:
-        return f"the messages between the meshes of '{self.plan.src} -> {self.plan.dst}'"
+        return run_together([self], [block])[0]
 
     @property
     def is_linear(self) -> bool:
@@ -105,6 +80,102 @@ class TransferExecutable:
         raise PlanError("torch.func.vmap does not reach over two meshes", hint="name the batch as a dim")
 
 
+def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """A block for each of several crossings of one group -> their results.
+
+    What one process sends another for all of them travels as one message.
+    """
+    dtypes = [block.dtype for block in blocks]
+    starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
+    outs = [
+        _stepped(each.before, start, dtype)
+        for each, start, dtype in zip(crossings, starts, dtypes, strict=True)
+    ]
+    if sending := [i for i, each in enumerate(crossings) if _sends(each.plan)]:
+        first = crossings[sending[0]].plan
+        place = f"the messages between the meshes of '{first.src} -> {first.dst}'"
+        several = [crossings[i] for i in sending], [outs[i] for i in sending]
+        for i, out in zip(sending, during(lambda: place, _transferred, *several), strict=True):
+            outs[i] = out
+    results = []
+    for each, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True):
+        done = _stepped(each.after, out, dtype)
+        # Where nothing moves the result still is the caller's own, to write to as they like.
+        done = start.clone(memory_format=torch.contiguous_format) if done is start else done
+        results.append(_seen_as(dtype, done))
+    return results
+
+
+def _stepped(steps: Executable | None, block: Tensor, dtype: torch.dtype) -> Tensor:
+    return block if steps is None else _seen_as(block.dtype, steps(_seen_as(dtype, block)))
+
+
+def _transferred(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
+    group = crossings[0].group
+    me, kept = rank_in(group), {}
+    leaving: dict[int, list[Tensor]] = {}
+    coming: dict[int, list[tuple[int, Tensor]]] = {}  # of every giver the crossings, and what they get
+    for i, (each, block) in enumerate(zip(crossings, blocks, strict=True)):
+        for rank, part in each.sent:
+            if rank == me:
+                kept[i] = part.read(block)
+            else:
+                leaving.setdefault(rank, []).append(part.read(block))
+        for rank, part in each.received:
+            if rank != me:
+                coming.setdefault(rank, []).append((i, block.new_empty(part.shape, device="meta")))
+    work, arrived = [], {(i, me): part for i, part in kept.items()}
+    if not blocks[0].is_meta:  # else shapes alone are asked for
+        work = [dist.P2POp(dist.isend, packed(parts), rank, group) for rank, parts in leaving.items()]
+    for rank, parts in coming.items():
+        buffer = blocks[0].new_empty(_ends([part for _, part in parts])[-1], dtype=torch.uint8)
+        views = unpacked(buffer, [part for _, part in parts])
+        arrived |= {(i, rank): view for (i, _), view in zip(parts, views, strict=True)}
+        if not buffer.is_meta:
+            work.append(dist.P2POp(dist.irecv, buffer, rank, group))
+    if work:
+        ranks = sorted({rank for c in crossings for rank in (*c.plan.src_devices, *c.plan.dst_devices)})
+        call_backend("an exchange", ranks, _exchange, work)
+    return [
+        each.whole.place(block, [arrived[i, rank] for rank, _ in each.received])
+        if each.whole
+        else block.new_empty(0)
+        for i, (each, block) in enumerate(zip(crossings, blocks, strict=True))
+    ]
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of any dtypes -> their bytes in one; a view of it where it is one, and contiguous.
+
+    Bytes, because whether booleans and complex numbers travel differs by backend.
+    """
+    if len(parts) == 1:
+        return parts[0].contiguous().view(-1).view(torch.uint8)
+    out = parts[0].new_empty(_ends(parts)[-1], dtype=torch.uint8)
+    for view, part in zip(unpacked(out, parts), parts, strict=True):
+        view.copy_(part)
+    return out
+
+
+def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Where each of `parts`, which may be of `meta`, lies in a buffer of `packed`."""
+    ends = _ends(parts)
+    starts = (0, *ends[:-1])
+    return [
+        buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
+def _ends(parts: Sequence[Tensor]) -> list[int]:
+    """The end of each part among their bytes: a view of a dtype begins at a multiple of its size."""
+    last = len(parts) - 1
+    sizes = (
+        part.nbytes if i == last else -(-part.nbytes // _ALIGNED) * _ALIGNED for i, part in enumerate(parts)
+    )
+    return list(itertools.accumulate(sizes))
+
+
 @functools.lru_cache(maxsize=1024)
 def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """A plan between two meshes -> what this process executes; all of `group`, which holds both, call it.
@@ -112,15 +183,15 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
     Raises DtypeError where torch has no arithmetic for the dtype of a plan that reduces or scales, MeshError
     for ranks that are threads.
     """
-    rank, transfer = dist.get_rank(), made.transfer
+    rank, transfer = rank_in(group), made.transfer
     if transfer and transfer.op and getattr(torch, made.dtype) in CARRIERS:
         raise DtypeError(
             f"torch has no {transfer.op} of {made.dtype}",
             hint="this dtype only moves: cast before the reduction",
         )
     at = made.steps.index(transfer) if transfer else len(made.steps)
-    before = _at_end(made, made.stages[:at], made.src_devices, tensor_device)
-    after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device)
+    before = _at_end(made, made.stages[:at], made.src_devices, tensor_device, group)
+    after = _at_end(made, made.stages[at + 1 :], made.dst_devices, tensor_device, group)
     if transfer is None or not _sends(made):
         return TransferExecutable(made, tensor_device, group, before, (), (), None, after)
     if "threaded" in dist.get_backend_config(group):
@@ -150,16 +221,20 @@ def _sends(plan: Plan) -> bool:
 
 
 def _at_end(
-    made: Plan, stages: tuple[Stage, ...], ranks: tuple[int, ...], tensor_device: torch.device
+    made: Plan,
+    stages: tuple[Stage, ...],
+    ranks: tuple[int, ...],
+    tensor_device: torch.device,
+    group: dist.ProcessGroup,
 ) -> Executable | None:
     """The steps on one mesh as this process executes them; None where it has none."""
-    if not stages or dist.get_rank() not in ranks:
+    if not stages or rank_in(group) not in ranks:
         return None
     mesh, ends = stages[0].before.mesh, (stages[0].before.layout, stages[-1].after.layout)
     steps = tuple(stage.step for stage in stages)
     scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
     part = Plan(*ends, mesh, stages[0].before.shape, made.dtype, steps, scale, made.profile)
-    return lower(part, _processes(mesh, ranks, dist.group.WORLD), tensor_device)
+    return lower(part, _processes(mesh, ranks, group), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -167,7 +242,7 @@ def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> 
     """Cached by the world too: its groups end with it."""
     if isinstance(mesh, SubAxisMesh):
         return _processes(mesh.base, ranks, world).factored(mesh.split)
-    return mesh_of_ranks(mesh, ranks)
+    return mesh_of_ranks(mesh, ranks, world=world)
 
 
 @functools.cache
@@ -189,11 +264,3 @@ def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def _exchange(work: list[dist.P2POp]) -> None:
     for pending in dist.batch_isend_irecv(work):
         pending.wait()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as bytes: whether booleans and complex numbers travel differs by backend.
-
-    A view of it where it is contiguous.
-    """
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -11,7 +11,8 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -41,11 +42,14 @@ class CallFacts(NamedTuple):
     own: dict[str, str]
 
 
-def compare_ranks(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts]) -> None:
-    """Meet other ranks; return if all are about to make the same call, else raise on all of them.
+def compare_ranks(
+    ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts], timeout: timedelta | None = None
+) -> dict[int, dict[str, Any]]:
+    """Meet other ranks -> the facts of each, if all are about to make the same call; else all of them raise.
 
     ranks: the global ranks that meet, this one among them. asked: the call in the user's own words.
     prepare: returns the facts, and sends nothing; an error that it raises is reported to the others.
+    timeout: how long they wait for each other; by default as long as collectives do.
     Raises DesyncError; where all ranks fail, the error that `prepare` raised.
     """
     world = dist.group.WORLD
@@ -55,7 +59,7 @@ def compare_ranks(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFa
         mine = {"asked": asked, **prepare()._asdict()}
     except Exception as raised:
         error, mine = raised, {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
-    reports = _channel(tuple(sorted(ranks)), world).exchange(mine)
+    reports = _channel(tuple(sorted(ranks)), world).exchange(mine, timeout or timeout_of(world))
     if error is not None and all("failure" in one for one in reports.values()):
         raise error
     if any("failure" in one for one in reports.values()):
@@ -63,6 +67,7 @@ def compare_ranks(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFa
     differing = _differing(reports)
     if differing:
         raise _desync(reports, differing)
+    return reports
 
 
 @dataclass
@@ -73,17 +78,20 @@ class _Channel:
     world: dist.ProcessGroup
     meetings: int = 0
 
-    def exchange(self, mine: Mapping[str, object]) -> dict[int, dict]:
+    def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, dict]:
         """The report of this rank -> the reports of all ranks, by rank."""
         store, rank, number = c10d._get_default_store(), dist.get_rank(), self.meetings
         self.meetings += 1
         store.set(self._key(number, rank), json.dumps(mine))
         keys = [self._key(number, r) for r in self.ranks]
         try:
-            store.wait(keys, timeout_of(self.world))
+            store.wait(keys, timeout)
         except RuntimeError as error:  # DistStoreError, of a TCPStore
             self._missed(
-                [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])], mine, error
+                [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])],
+                mine,
+                timeout,
+                error,
             )
         reports = {r: json.loads(store.get(key)) for r, key in zip(self.ranks, keys, strict=True)}
         if number:
@@ -93,10 +101,11 @@ class _Channel:
     def _key(self, number: int, rank: int) -> str:
         return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
 
-    def _missed(self, missing: Sequence[int], mine: Mapping[str, object], error: Exception) -> NoReturn:
-        waited_s = timeout_of(self.world).total_seconds()
+    def _missed(
+        self, missing: Sequence[int], mine: Mapping[str, object], timeout: timedelta, error: Exception
+    ) -> NoReturn:
         raise DesyncError(
-            f"{_ranks_text(missing)} did not come to '{mine['asked']}' within {waited_s:g} s",
+            f"{_ranks_text(missing)} did not come to '{mine['asked']}' within {timeout.total_seconds():g} s",
             hint=f"{_ranks_text(self.ranks)} of the mesh all call it, in the same order, with equal debug=",
         ) from error
 
@@ -120,14 +129,18 @@ def _differing(reports: Mapping[int, dict]) -> list[str]:
 
 
 def _unequal(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    return [name for name in facts[0] if len({one[name] for one in facts}) > 1]
+    return [
+        name
+        for name in {name: None for one in facts for name in one}
+        if len({one.get(name) for one in facts}) > 1
+    ]
 
 
 def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncError:
     def describe(one: dict) -> str:
         facts = {**one["own"], **one["within"], **one["everywhere"]}
         return ", ".join(
-            [f"'{one['asked']}'", *(f"{name} {facts[name]}" for name in (*one["own"], *differing))]
+            [f"'{one['asked']}'", *(f"{name} {facts.get(name)}" for name in (*one["own"], *differing))]
         )
 
     return DesyncError(

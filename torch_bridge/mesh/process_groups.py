@@ -16,18 +16,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these global ranks, ascending; only its members need to call this.
+def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """The process group of these ranks, ascending; only its members need to call this.
 
     The first call makes it, with the backends and the timeout of the world; its members then wait for
     each other, as in a collective. The group of all ranks is the world itself.
+    world: the group whose ranks they are, where that is another; it may be of two programs.
     """
-    world = dist.group.WORLD
+    world = world or dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
-    return world if len(ranks) == dist.get_world_size() else _group_of(ranks, world)
+    return world if len(ranks) == world.size() else _group_of(ranks, world)
+
+
+def rank_in(world: dist.ProcessGroup) -> int:
+    """The global rank of this process; in a group of two programs, its rank there."""
+    return dist.get_global_rank(world, world.rank())
+
+
+def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of the processes of several programs, which meet in a store; all of them call this.
+
+    Their backends are those of this program's world.
+    """
+    backend, _ = c10d._world.pg_map[dist.group.WORLD]
+    return _made(tuple(range(size)), rank, name, store, backend, timeout)
 
 
 def ranks_digest(ranks: tuple[int, ...]) -> str:
@@ -45,18 +61,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
     backend, store = c10d._world.pg_map[world]
-    name: Any = f"xshard/{ranks_digest(ranks)}"
+    name = f"xshard/{ranks_digest(ranks)}"
+    if world is not dist.group.WORLD:
+        name = f"{world.group_name}/{name}"
+    return _made(ranks, rank_in(world), name, store, backend, timeout_of(world))
+
+
+def _made(
+    ranks: tuple[int, ...], rank: int, name: Any, store: Any, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
     made: Any  # a group, since this process is one of its ranks
+    world = dist.group.WORLD
+    assert world is not None
+    # Of processes in another program torch is to know no global ranks.
+    known = list(ranks) if dist.get_rank() in ranks else []
     with _without_device(world):
         made, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            list(ranks),
-            backend,
-            store,
-            name,
-            timeout=timeout_of(world),
-            group_desc="xshard",
+            len(ranks), ranks.index(rank), known, backend, store, name, timeout=timeout, group_desc="xshard"
         )
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_bridge.mesh.process_groups import group_of
+from torch_bridge.mesh.process_groups import group_of, rank_in
 from xshard import Mesh, MeshError
 from xshard.arguments import shown
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
@@ -230,13 +230,18 @@ def _process_mesh(mesh: MeshLike, world: World) -> ProcessMesh:
     return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
-def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None) -> ProcessMesh:
+def mesh_of_ranks(
+    mesh: Mesh,
+    ranks: Sequence[int],
+    device_mesh: DeviceMesh | None = None,
+    world: dist.ProcessGroup | None = None,
+) -> ProcessMesh:
     """A mesh whose device i is the process of global rank `ranks[i]`, one of which is this process.
 
-    device_mesh: the same mesh, whose own groups along single axes are used.
+    device_mesh: the same mesh, whose own groups along single axes are used. world: as in `group_of`.
     Raises MeshError on a process that is not in `ranks`.
     """
-    ranks, rank = tuple(ranks), dist.get_rank()
+    ranks, rank = tuple(ranks), rank_in(world) if world else dist.get_rank()
     if rank not in ranks:
         raise MeshError(
             f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}",
@@ -248,7 +253,7 @@ def mesh_of_ranks(mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | No
     def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
         if device_mesh is not None and len(axes) == 1:
             return device_mesh.get_group(mesh.position(axes[0]))
-        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))))
+        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))), world)
 
     return ProcessMesh(mesh, ranks, device, process_group)
 

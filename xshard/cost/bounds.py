@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,20 +107,11 @@ def received_elements_between(
     it receives; an element that ends in m blocks takes n-1 + m-1 messages, one more where the
     devices are disjoint, of which the busiest device receives at least the mean.
     """
-    positions = {device: at for at, device in enumerate(src_devices)}
-    shared = shared_elements(source, target)
-    needed = np.array([math.prod(target.local_shape(d)) for d in range(target.mesh.n_devices)], np.int64)
-    held = np.array([shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)])
-    addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
-    sums, disjoint = target.layout.tagged(*REDUCERS), not set(positions) & set(dst_devices)
+    addends, sums = source.mesh.size(*source.layout.tagged(*REDUCERS)), target.layout.tagged(*REDUCERS)
+    disjoint = not {*src_devices} & {*dst_devices}
     if addends > 1 and sums and not disjoint:
         return 0  # an addend may stay where it is and be one of the new sum
-    if addends > 1:
-        held = np.zeros_like(held)
-    groups = np.array(
-        [target.mesh.group(d, sums) for d in range(len(needed)) if not target.mesh.index(d, sums)]
-    )
-    lacking = np.maximum(needed[groups[:, 0]] - held[groups].sum(axis=1), 0)
+    lacking = lacking_elements(source, target, src_devices, dst_devices)
     bound = -(-int(lacking.max()) // target.mesh.size(*sums))
     if addends > 1:
         cut = [a for dim in target.layout.dims for a in dim.axes]
@@ -127,6 +119,29 @@ def received_elements_between(
         messages = math.prod(source.shape) * (addends + copies - (1 if disjoint else 2))
         bound = max(bound, -(-messages // len({*src_devices, *dst_devices})))
     return bound
+
+
+@lru_cache(maxsize=4096)
+def lacking_elements(
+    source: Sharding, target: Sharding, src_devices: tuple[int, ...], dst_devices: tuple[int, ...]
+) -> NDArray[np.int64]:
+    """Elements that every device of the target needs and does not have; along a new sum, that all of them do.
+
+    Normal forms. Of n addends, more than one, no device has the total. Devices that are not first along a new
+    sum need nothing of their own.
+    """
+    positions = {device: at for at, device in enumerate(src_devices)}
+    shared = shared_elements(source, target)
+    needed = np.array([math.prod(target.local_shape(d)) for d in range(target.mesh.n_devices)], np.int64)
+    held = np.array([shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)])
+    sums = target.layout.tagged(*REDUCERS)
+    if source.mesh.size(*source.layout.tagged(*REDUCERS)) > 1:
+        held = np.zeros_like(held)
+    lacking = np.zeros_like(needed)
+    for d in range(len(needed)):
+        if not target.mesh.index(d, sums):
+            lacking[d] = max(needed[d] - held[list(target.mesh.group(d, sums))].sum(), 0)
+    return lacking
 
 
 def _block_of(sharding: Sharding, device: int) -> tuple[object, ...]:

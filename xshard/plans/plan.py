@@ -295,8 +295,8 @@ def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
 
 
 @lru_cache(maxsize=4096)
-def find_plan(request: Request, objective: str = FORWARD) -> Plan:
-    """The cheapest plan for a request, by value.
+def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
+    """The cheapest plan for a request, by value; with `by_transfer`, of those that have a `Transfer`.
 
     Raises PlanError where no redistribution is defined or none fits the memory limit, DtypeError where the
     dtype cannot be reduced.
@@ -306,9 +306,10 @@ def find_plan(request: Request, objective: str = FORWARD) -> Plan:
         return plan if objective == FORWARD else replace(plan, objective=objective)
 
     if request.dst.names != request.src.names:
-        inner, transpose = find_plan(request.in_order, objective), Transpose(request.target.layout.names)
+        inner = find_plan(request.in_order, objective, by_transfer=by_transfer)
+        transpose = Transpose(request.target.layout.names)
         return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
-    one = request.on_one_mesh
+    one = None if by_transfer else request.on_one_mesh
     found = _cheapest(request, relabel=False) if one is None else _made(one, *solve(one))
     if found is None:
         ways = transfer_ways(free := replace(request, memory_limit=None))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -64,7 +64,9 @@ class Transfer(Step):
     `target` already, addends included, nothing is sent and nothing ends: only the mesh is another.
     src_devices, dst_devices: the number of every device, in the order of its mesh.
     profile: the machine, whose nodes tell which links are slow.
-    Raises MeshError for devices that do not fit, PlanError for a max or min that would have to begin.
+    senders: who sends each of `pieces`, as `balanced` decides for several transfers; else for this one alone.
+    Raises MeshError for devices that do not fit, PlanError for a max or min that would have to begin, and for
+    senders that do not hold their pieces.
     """
 
     kind: ClassVar[str] = "transfer"
@@ -73,6 +75,7 @@ class Transfer(Step):
     src_devices: tuple[int, ...]
     dst_devices: tuple[int, ...]
     profile: Profile = field(repr=False)
+    senders: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         device_numbers("source", self.source.mesh, self.src_devices)
@@ -82,6 +85,13 @@ class Transfer(Step):
             raise PlanError(
                 f"'{target}' holds a max or min over {', '.join(kept)}, which no transfer brings there",
                 hint=f"reduce it: write copy({','.join(kept)})",
+            )
+        if self.senders and (
+            len(self.senders) != len(self.pieces)
+            or any(s not in piece.holders for s, piece in zip(self.senders, self.pieces, strict=True))
+        ):
+            raise PlanError(
+                f"senders {self.senders} do not hold the {len(self.pieces)} pieces that they send"
             )
 
     @cached_property
@@ -113,9 +123,13 @@ class Transfer(Step):
         A device takes from itself too, unless all is in place. What one device receives comes addend
         by addend, so that replicas add alike.
         """
-        pieces = () if self.is_in_place else tuple(self._pieces())
-        senders = self._senders(pieces)
-        return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, pieces, strict=True))
+        senders = self.senders or balanced([self])[0]
+        return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, self.pieces, strict=True))
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every box that a device of the destination gets, and who could send it."""
+        return () if self.is_in_place else _pieces(self.source, self.target)
 
     def is_kept(self, message: Message) -> bool:
         """Sender and receiver are one device."""
@@ -243,56 +257,65 @@ class Transfer(Step):
                 total[self._devices[self.src_devices[m.src]]] += m.size
         return total
 
-    def _pieces(self) -> Iterator[Piece]:
-        source, target, dims = self.source, self.target, range(len(self.source.shape))
-        sums = source.layout.tagged(*REDUCERS)
-        holders: dict[tuple[int, ...], list[int]] = {}
-        for device in range(source.mesh.n_devices):
-            key = source.mesh.index(device, sums), *(source.dim_device(d, device) for d in dims)
-            holders.setdefault(key, []).append(device)
-        # For every dim and every block of it in the target: which blocks of the source hold a part of it.
-        found = [
-            [
-                [
-                    (i, box)
-                    for i, rows in enumerate(source.owners(d))
-                    if (box := common_segments(rows, wanted))
-                ]
-                for wanted in target.holders(d)
-            ]
-            for d in dims
+
+def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    """For every transfer the senders of its pieces: the receiver itself, else who would be done first.
+
+    The largest pieces of all transfers come first, and the small ones fill up. itemsizes: bytes of an
+    element, by default 1: for one transfer only the order matters.
+    """
+    sizes = itemsizes or (1,) * len(transfers)
+    found = [[-1] * len(transfer.pieces) for transfer in transfers]
+    places = [{device: at for at, device in enumerate(t.src_devices)} for t in transfers]
+    every = [
+        (-piece.size * itemsize, t, i)
+        for t, (transfer, itemsize) in enumerate(zip(transfers, sizes, strict=True))
+        for i, piece in enumerate(transfer.pieces)
+    ]
+    busy_s: dict[int, float] = {}
+    for minus_bytes, t, i in sorted(every):
+        transfer = transfers[t]
+        dst, _, holders = transfer.pieces[i]
+        own = places[t].get(transfer.dst_devices[dst])
+        if own in holders:
+            found[t][i] = own
+            continue
+        done_s = {}
+        for holder in holders:
+            link = transfer.link(holder, dst)
+            begins_s = busy_s.get(transfer.src_devices[holder], 0.0)
+            done_s[holder] = begins_s + link.latency_s - minus_bytes / link.bytes_per_s
+        found[t][i] = sender = min(holders, key=done_s.__getitem__)
+        busy_s[transfer.src_devices[sender]] = done_s[sender]
+    return [tuple(senders) for senders in found]
+
+
+@lru_cache(maxsize=4096)
+def _pieces(source: Sharding, target: Sharding) -> tuple[Piece, ...]:
+    dims = range(len(source.shape))
+    sums = source.layout.tagged(*REDUCERS)
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for device in range(source.mesh.n_devices):
+        key = source.mesh.index(device, sums), *(source.dim_device(d, device) for d in dims)
+        holders.setdefault(key, []).append(device)
+    # For every dim and every block of it in the target: which blocks of the source hold a part of it.
+    found = [
+        [
+            [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common_segments(rows, wanted))]
+            for wanted in target.holders(d)
         ]
-        for dst in range(target.mesh.n_devices):
-            if target.mesh.index(dst, target.layout.tagged("sum")):
-                continue  # the first device along a new sum contributes, this one adds nothing
-            parts = [found[d][target.dim_device(d, dst)] for d in dims]
-            for addend in range(source.mesh.size(*sums)):
-                for combo in itertools.product(*parts):
-                    key = addend, *(i for i, _ in combo)
-                    yield Piece(dst, tuple(box for _, box in combo), tuple(holders[key]))
-
-    def _senders(self, pieces: tuple[Piece, ...]) -> list[int]:
-        """Who sends each piece: the receiver itself, else the holder that would be done with it first.
-
-        The largest pieces come first, and the small ones fill up.
-        """
-        positions = {device: at for at, device in enumerate(self.src_devices)}
-        busy_s = [0.0] * len(self.src_devices)
-        senders = [-1] * len(pieces)
-        for i in sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i)):
-            dst, _, holders = pieces[i]
-            own = positions.get(self.dst_devices[dst])
-            if own in holders:
-                senders[i] = own
-                continue
-            done_s = {}
-            for holder in holders:
-                link = self.link(holder, dst)
-                # One byte per element: only the order matters.
-                done_s[holder] = busy_s[holder] + link.latency_s + pieces[i].size / link.bytes_per_s
-            senders[i] = min(holders, key=done_s.__getitem__)
-            busy_s[senders[i]] = done_s[senders[i]]
-        return senders
+        for d in dims
+    ]
+    pieces = []
+    for dst in range(target.mesh.n_devices):
+        if target.mesh.index(dst, target.layout.tagged("sum")):
+            continue  # the first device along a new sum contributes, this one adds nothing
+        parts = [found[d][target.dim_device(d, dst)] for d in dims]
+        for addend in range(source.mesh.size(*sums)):
+            for combo in itertools.product(*parts):
+                key = addend, *(i for i, _ in combo)
+                pieces.append(Piece(dst, tuple(box for _, box in combo), tuple(holders[key])))
+    return tuple(pieces)
 
 
 def _rows(message: Message, end: int) -> str:

@@ -1,0 +1,191 @@
+"""A tree of blocks -> its blocks by name, and what other processes have to know of it, as text.
+
+Decides which layout and global shape a leaf has: those of its rule and its block, or of the DTensor. Sends
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten, treespec_dumps, treespec_loads
+
+from torch_bridge.dtensor.placements import check_placed, from_placements
+from torch_bridge.mesh.process_mesh import MeshLike, callers, mesh_of
+from torch_bridge.planning import ranks_of
+from xshard import Layout, Mesh, MeshError, Profile, Rules, Sharding, XshardError, dtypes
+from xshard.arguments import lengths_of, shown
+from xshard.errors import located
+from xshard.notation.parser import ARROW
+from xshard.plans.expression import check_block, sides_or_one, whole_shape
+from xshard.rules import leaf_name, place_of
+from xshard.state import Names, TreePlan, plan_transfer
+
+LEAF = "leaf "
+Facts = Mapping[str, str]
+
+
+class Described(NamedTuple):
+    """The blocks of a tree by name, and its facts: its mesh, its structure, and each leaf."""
+
+    blocks: dict[str, Tensor]
+    facts: dict[str, str]
+
+
+class Known(NamedTuple):
+    """A leaf as other processes know it. rule: its layout, or its expression."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    device_type: str
+
+
+def described(
+    tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None, rank: int
+) -> Described:
+    """The tree of this process. Raises XshardError with the name of the leaf that does not fit its rule."""
+    pairs, spec = tree_flatten_with_path(tree)
+    leaves = {leaf_name(path): x for path, x in pairs}
+    tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
+    values = {name: x for name, x in leaves.items() if name not in tensors}
+    for name, x in values.items():
+        if x is not None and not isinstance(x, bool | int | float | str):
+            raise XshardError(f"{place_of(name)} is {shown(x)}", hint="tensors, numbers and text move")
+    mesh = mesh or next((x.device_mesh for x in tensors.values() if isinstance(x, DTensor)), None)
+    if mesh is None:
+        raise MeshError("no src_mesh", hint="only a tree of DTensors brings its own")
+    axes, ranks = mesh_of(mesh), ranks_of(mesh)
+    if rank not in ranks:
+        raise MeshError(f"rank {rank} is not in {mesh!r} and brings a tree", hint="pass None there")
+    here, arrows = (rules[0], False) if isinstance(rules, list | tuple) else (rules, True)
+    found = {} if here is None else Rules(here).match(list(tensors))
+    blocks: dict[str, Tensor] = {}
+    facts = {
+        "mesh": json.dumps([axes.axes, axes.sizes, ranks]),
+        "tree": json.dumps([treespec_dumps(spec), values]),
+    }
+    for name, x in tensors.items():
+        with located(place_of(name)):
+            block, layout, text, shape = _placed(
+                x, found.get(name), arrows, axes, ranks, (shapes or {}).get(name)
+            )
+            sharding = Sharding(layout, axes, shape)
+            expected = sharding.local_shape(ranks.index(rank))
+            hint = f"under '{layout}' on {axes!r} that is its part of a {shape} array (shapes= says others)"
+            names = sharding.layout.names
+            check_block(
+                f"the block of rank {rank}", tuple(block.shape), expected, names, text, hint, inferred=False
+            )
+            known = Known(shape, dtypes.name_of(block.dtype), text, block.device.type)
+        blocks[name], facts[LEAF + name] = block, json.dumps(known)
+    return Described(blocks, facts)
+
+
+def _placed(
+    x: Tensor, rule: Any, arrows: bool, axes: Mesh, ranks: tuple[int, ...], shape: Sequence[int] | None
+) -> tuple[Tensor, Layout, str, tuple[int, ...]]:
+    """A leaf's block, its layout here, the text of its rule, and its global shape."""
+    ends = None if rule is None else sides_or_one(rule)
+    if isinstance(x, DTensor):
+        whole = tuple(x.shape)
+        if (mesh_of(x.device_mesh), callers(x.device_mesh)) != (axes, ranks):
+            raise MeshError(f"the DTensor is on {x.device_mesh!r}, the tree on {axes!r} of ranks {ranks}")
+        if ends is None or (arrows and ARROW not in ends.text):  # its placements say where it is
+            layout = from_placements(x.placements, axes, x.ndim, whole)
+            if ends is None:
+                return x.to_local(), layout, str(layout), whole
+            dims = zip(layout.dims, ends.dst.resolved(x.ndim).dims, strict=True)
+            layout = replace(layout, dims=tuple(replace(dim, name=there.name) for dim, there in dims))
+            return x.to_local(), layout, f"{layout} -> {ends.dst}", whole
+        check_placed(x, ends.src, ends.text)
+        return x.to_local(), ends.src, ends.text, whole
+    if ends is None:
+        raise XshardError("a tensor has no layout of its own", hint="a rule for here, or a DTensor")
+    whole = whole_shape(ends.src, axes, x.shape, ends.text) if shape is None else lengths_of(shape)
+    return x.detach(), ends.src, ends.text, whole
+
+
+def known_leaves(facts: Facts) -> dict[str, Known]:
+    """The tensors of a tree that another process has described."""
+    found = {}
+    for key, text in facts.items():
+        if key.startswith(LEAF):
+            shape, *rest = json.loads(text)
+            found[key.removeprefix(LEAF)] = Known(tuple(shape), *rest)
+    return found
+
+
+def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
+    """Its mesh, and the rank of every device."""
+    axes, sizes, ranks = json.loads(facts["mesh"])
+    return Mesh(dict(zip(axes, sizes, strict=True))), tuple(ranks)
+
+
+def rebuilt(found: dict[str, Any], facts: Facts) -> Any:
+    """Results by name -> the tree that was described."""
+    spec, values = json.loads(facts["tree"])
+    template = treespec_loads(spec)
+    names = [
+        leaf_name(path)
+        for path, _ in tree_flatten_with_path(tree_unflatten(range(template.num_leaves), template))[0]
+    ]
+    return tree_unflatten([found[name] if name in found else values[name] for name in names], template)
+
+
+@lru_cache(maxsize=32)
+def planned(
+    facts: tuple[tuple[str, str], ...],
+    there: tuple[tuple[Any, Any], ...] | None,
+    names: Names | None,
+    mesh: Mesh,
+    devices: tuple[tuple[int, ...], tuple[int, ...]],
+    profile: str | Profile,
+    bucket_bytes: int | str | None,
+) -> TreePlan:
+    """The plan for a tree that was described; there: the rules of a pair. Cached: trainers send again."""
+    leaves = known_leaves(dict(facts))
+    here = {re.compile(re.escape(name)): known.rule for name, known in leaves.items()}
+    return plan_transfer(
+        {name: known.shape for name, known in leaves.items()},
+        here if there is None else (here, dict(there)),
+        src_mesh=mesh_in(dict(facts))[0],
+        dst_mesh=mesh,
+        src_devices=devices[0],
+        dst_devices=devices[1],
+        names=names,
+        dtypes={name: known.dtype for name, known in leaves.items()},
+        profile=profile,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def rules_there(rules: Any) -> tuple[tuple[Any, Any], ...] | None:
+    """The right one of a pair of rules, as a key of caches; None for rules with arrows."""
+    return tuple(Rules(rules[1]).items()) if isinstance(rules, list | tuple) else None
+
+
+def text_of_names(names: Names | None) -> str:
+    """A mapping in words, which ranks compare."""
+    return "" if names is None else repr(names.relations)
+
+
+def on_its_device(found: dict[str, Tensor], plan: TreePlan, facts: Facts) -> dict[str, Tensor]:
+    """What was on the CPU beside tensors on other devices, as counters of steps, goes there again."""
+    leaves = known_leaves(facts)
+    home = {array.name: leaves[array.moves[0].name].device_type for array in plan.arrays}
+    return {
+        name: x.to("cpu") if home[name] == "cpu" and x.device.type != "meta" and _mixed(leaves) else x
+        for name, x in found.items()
+    }
+
+
+def _mixed(leaves: Mapping[str, Known]) -> bool:
+    return len({known.device_type for known in leaves.values()}) > 1
