@@ -25,7 +25,7 @@ AXIS = "device"
 
 
 class Taken(NamedTuple):
-    """What of block number `block`, seen as `shape`, is sent. op: how boxes that meet at one place combine."""
+    """What is sent of block number `block`, seen as `shape`. op: how boxes that meet at one place combine."""
 
     block: int
     shape: tuple[int, ...]

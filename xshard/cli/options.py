@@ -71,7 +71,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def parse_devices(text: str) -> tuple[int, ...]:
     """`"0-3,6"` -> `(0, 1, 2, 3, 6)`. Raises MeshError with a caret."""
-    devices, at = [], 0
+    devices: list[int] = []
+    at = 0
     for part in text.split(","):
         first, _, last = (half.strip() for half in part.partition("-"))
         if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) < int(first):

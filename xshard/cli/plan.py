@@ -85,7 +85,7 @@ def plan_command(
     devices = {"src_devices": src_devices, "dst_devices": dst_devices}
     given: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
     given |= {name: parse_devices(text) for name, text in devices.items() if text is not None}
-    made = make_plan(
+    made: Plan | ContractionPlan = make_plan(
         expression,
         **given,
         **lengths_of_arrays(expression, shape, sizes),
