@@ -30,7 +30,7 @@ COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 class Begun(NamedTuple):
-    """Boxes that are to travel, and what makes a block of those that arrive, in `out` if it has other parts."""
+    """Boxes that are to travel, and what makes a block of those that arrive, on top of `out` if given."""
 
     boxes: list[jax.Array]
     finish: Callable[[Sequence[jax.Array], jax.Array | None], jax.Array]

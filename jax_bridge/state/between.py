@@ -1,7 +1,7 @@
 """Arrays carried to another mesh, as a tree's plan says: the devices of both meshes run one program.
 
-Decides what is compiled for a bucket of arrays: the steps on either mesh as `reshard` runs them, and all messages
-between the meshes as one program of the devices that are in either. Knows no tree and no rules.
+Decides what is compiled for a bucket of arrays: the steps on either mesh as `reshard` runs them, and all
+messages between the meshes as one program of the devices that are in either. Knows no tree and no rules.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _transferred(
     devices: tuple[jax.Device, ...],
     givers: Sequence[jax.Device],
 ) -> list[Blocks]:
-    """The new blocks of this process's devices, of all that are in either mesh. givers: those in the first."""
+    """This process's new blocks. devices: of either mesh; givers: of the first."""
     types = tuple((each.shape, jnp.dtype(each.dtype)) for each in given)
     idle = tuple(device for device in devices if device not in givers)
     if not any(map(_is_here, devices)):
