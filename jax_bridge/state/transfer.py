@@ -26,7 +26,7 @@ from jax_bridge.arrays.program import check_even
 from jax_bridge.keys import are_keys, as_words
 from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import jax_mesh, xshard_mesh
-from jax_bridge.state.between import Held, all_devices, assembled, blocks_of, carried, stays
+from jax_bridge.state.between import Held, all_devices, assembled, blocks_of, carried
 from xshard import Layout, MeshError, Profile, Rules, ShapeError, Sharding, XshardError
 from xshard.errors import located
 from xshard.layout.layout import check_axes
@@ -57,7 +57,7 @@ def transfer(
     rules: as for `place`, patterns of leaf names, there, to layouts; an arrow says where an array is, too.
     names: `xshard.state.Names`, where arrays have other names there, or are fused or split.
     bucket_bytes: about the most that a device sends and receives at once. donate: arrays are deleted, bucket
-    by bucket; only where all devices have their blocks already the memory stays, as the result's.
+    by bucket.
     dry_run: return the plan, a `TreePlan` that prints as a table, and send nothing.
 
     It has no gradient, and runs outside of `jit`.
@@ -78,18 +78,16 @@ def transfer(
     src_mesh, devices = _meshes(given, dst_mesh)
     entries = {leaf.name: _entry(leaf, names is None, src_mesh, dst_mesh) for leaf in given}
     if len(entries) < len(given):
-        twice = next(name for name, n in Counter(leaf.name for leaf in given).items() if n > 1)
+        [(twice, _)] = Counter(leaf.name for leaf in given).most_common(1)
         raise XshardError(f"two leaves are called {twice!r}", hint="a key without dots")
     here = {re.compile(re.escape(name)): entry.rule for name, entry in entries.items()}
-    if names is not None:
-        there = rules if isinstance(rules, Rules) else Rules({"**": rules})
     plan = plan_transfer(
         {name: entry.x.shape for name, entry in entries.items()},
-        here if names is None else (here, there),
+        here if names is None else (here, rules if isinstance(rules, Rules) else {"**": rules}),
         src_mesh=xshard_mesh(src_mesh),
         dst_mesh=xshard_mesh(dst_mesh),
-        src_devices=[devices.index(device) for device in src_mesh.devices.flat],
-        dst_devices=[devices.index(device) for device in dst_mesh.devices.flat],
+        src_devices=list(map(devices.index, src_mesh.devices.flat)),
+        dst_devices=list(map(devices.index, dst_mesh.devices.flat)),
         names=names,
         dtypes={name: entry.x.dtype.name for name, entry in entries.items()},
         profile=machine(profile, dst_mesh),
@@ -110,15 +108,15 @@ def transfer(
 
 
 class _Entry(NamedTuple):
-    """An array of numbers, where it is, and is to go if that is said; the leaf that is meant by it.
+    """An array of numbers, where it is, and is to go if that is said.
 
-    back: what makes the leaf of its numbers.
+    leaf: which is meant by it; back: what makes such a leaf of numbers.
     """
 
     x: Any
     rule: Sides | Layout
     leaf: Any
-    back: Callable[[jax.Array], jax.Array] | None = None
+    back: Callable[[jax.Array], jax.Array]
 
 
 def _meshes(given: list[Leaf], dst_mesh: Any) -> tuple[JaxMesh, list[jax.Device]]:
@@ -130,46 +128,49 @@ def _meshes(given: list[Leaf], dst_mesh: Any) -> tuple[JaxMesh, list[jax.Device]
                 raise XshardError(f"the array is traced, {jax.typeof(leaf.x)}", hint=hint)
             if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
                 raise XshardError("the array was donated or deleted", hint="donate a copy, jnp.copy(x)")
-    placed = [leaf for leaf in given if isinstance(getattr(leaf.x, "sharding", None), NamedSharding)]
+    placed = [leaf for leaf in given if _is_placed(leaf.x)]
     if not placed:
         raise MeshError("no array is on a mesh", hint="xj.place(tree, rules, mesh) puts them there")
     src_mesh = mesh_of([leaf.x for leaf in placed], [leaf.name for leaf in placed])
-    if not isinstance(src_mesh, JaxMesh) or not isinstance(jax_mesh(dst_mesh), JaxMesh):
-        mesh = dst_mesh if isinstance(src_mesh, JaxMesh) else src_mesh
-        raise MeshError(f"{mesh} has no devices", hint="pass a jax.sharding.Mesh of devices")
-    devices = all_devices(src_mesh.devices.flat[0])
-    if other := [device for device in dst_mesh.devices.flat if device not in devices]:
-        raise MeshError(
-            f"the arrays are on {src_mesh.devices.flat[0]}, the new mesh has {other[0]}, of another kind",
-            hint="jax.device_get takes arrays to the host, place from there to any mesh",
-        )
-    return src_mesh, devices
+    for mesh in (src_mesh, jax_mesh(dst_mesh)):
+        if not isinstance(mesh, JaxMesh):
+            raise MeshError(f"{mesh} has no devices", hint="pass a jax.sharding.Mesh of devices")
+    assert isinstance(src_mesh, JaxMesh)
+    ends = src_mesh.devices.flat[0], dst_mesh.devices.flat[0]
+    if ends[0].platform != ends[1].platform:
+        why = f"the arrays are on {ends[0]}, the new mesh has {ends[1]}, of another kind"
+        raise MeshError(why, hint="jax.device_get takes arrays to the host, place from there to any mesh")
+    return src_mesh, all_devices(ends[0])
+
+
+def _is_placed(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def _entry(leaf: Leaf, alone: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) -> _Entry:
     """Check one array. alone: the rule is about it, and no other array is made of it."""
     with located(leaf.place):
-        x, said = leaf.x, sides_or_one(leaf.said if alone else "...")
-        if not isinstance(getattr(x, "sharding", None), NamedSharding):
-            x = place(x, "...", src_mesh)
-        check_axes(said.dst, xshard_mesh(dst_mesh), said.text)
+        said, ends = (
+            sides_or_one(leaf.said if alone else "..."),
+            (xshard_mesh(src_mesh), xshard_mesh(dst_mesh)),
+        )
+        x = leaf.x if _is_placed(leaf.x) else place(leaf.x, "...", src_mesh)
+        check_axes(said.dst, ends[1], said.text)
         with mark_errors(said.text):
-            named = Sharding(said.dst.resolved(len(x.shape)), xshard_mesh(dst_mesh), x.shape)
-        src = where(x, x.sharding, named)
+            src = where(x, x.sharding, Sharding(said.dst.resolved(len(x.shape)), ends[1], x.shape))
         if ARROW in said.text:
             src = said.src.resolved(len(x.shape))
-            check_axes(src, xshard_mesh(src_mesh), said.text)
+            check_axes(src, ends[0], said.text)
             if not are_the_same(x.sharding, to_named_sharding(storage_layout(src), src_mesh), len(x.shape)):
                 why = f"the array is not cut as '{src}' says"
                 raise ShapeError(why, text=said.text, hint=f"it has {x.sharding}")
-            check_order(x, Sharding(src, xshard_mesh(src_mesh), x.shape), said.text)
-        if not alone:
-            return _Entry(x, src, leaf.x)
-        rule = Sides(src, said.dst, said.text)
-        if not are_keys(x):
-            return _Entry(x, rule, leaf.x)
-        words, rule, back = as_words(x, rule)
-        return _Entry(words, rule, leaf.x, back)
+            check_order(x, Sharding(src, ends[0], x.shape), said.text)
+        numbers = (
+            (x, Sides(src, said.dst, said.text), lambda y: y)
+            if not are_keys(x)
+            else as_words(x, Sides(src, said.dst, said.text))
+        )
+        return _Entry(numbers[0], numbers[1] if alone else src, leaf.x, numbers[2])
 
 
 def _carried_out(
@@ -181,19 +182,18 @@ def _carried_out(
 ) -> dict[str, jax.Array]:
     """The arrays there by name, bucket after bucket."""
     arrays = {name: Held(blocks_of(entry.x), entry.x.dtype) for name, entry in entries.items()}
-    made = {}
     left = Counter(move.name for array in plan.arrays for move in array.moves)
+    made = {}
     for bucket in plan.buckets:
         for array, blocks in zip(bucket, carried(arrays, bucket, devices), strict=True):
             y = assembled(blocks, array.sharding.shape, array.dtype, targets[array.name])
-            back = entries[array.name].back if array.name in entries else None
-            made[array.name] = remember(y if back is None else back(y), array.sharding)
+            y = entries[array.name].back(y) if array.name in entries else y
+            made[array.name] = remember(y, array.sharding)
         jax.block_until_ready([made[array.name] for array in bucket])
-        used = [move.name for array in bucket for move in array.moves if not stays(array)]
-        left.subtract(used)
-        for name in used if donate else ():
-            if not left[name]:
-                for x in (entries[name].x, entries[name].leaf):
-                    if isinstance(x, jax.Array) and not x.is_deleted():
-                        x.delete()
+        left.subtract(move.name for array in bucket for move in array.moves)
+        for name in [name for name in arrays if donate and not left[name]]:
+            del arrays[name]
+            for x in (entries[name].x, entries[name].leaf):
+                if isinstance(x, jax.Array) and not x.is_deleted():
+                    x.delete()
     return made
