@@ -22,6 +22,7 @@ from jax_bridge.ops import (
 )
 from jax_bridge.positions import positions
 from jax_bridge.redistribution import redistribute, valid_mask
+from jax_bridge.state.transfer import transfer
 
 if TYPE_CHECKING:
     from jax_bridge.torch_interop import from_torch
@@ -47,6 +48,7 @@ __all__ = [
     "to_named_sharding",
     "to_partition_spec",
     "torch_interop",
+    "transfer",
     "trim_halo",
     "valid_mask",
 ]

@@ -6,6 +6,7 @@ says. JAX itself drops the record: the result of a computation has none, nor has
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,8 +48,11 @@ def stored_as(array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = Non
 
 
 def remember(array: Any, stored: Sharding) -> Any:
-    """Record the order of the rows -> the same array."""
+    """Record the order of the rows -> the same array. stored: of the array, or of the words of its keys."""
     if not isinstance(array, Tracer):
+        if len(stored.shape) > array.ndim:
+            layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
+            stored = Sharding(layout, stored.mesh, array.shape)
         setattr(array, _RECORD, stored)
     return array
 

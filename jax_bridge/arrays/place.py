@@ -87,4 +87,4 @@ def _placed(x: Any, target: Sharding, mesh: Mesh, profile: str | Path | Profile)
             mine = mine[(slice(None),) * dim + (at if rows is None else rows[at],)]
         return mine
 
-    return remember(jax.make_array_from_callback(host.shape, sharding, part), target)
+    return remember(jax.make_array_from_callback(host.shape, sharding, part, dtype=host.dtype), target)

@@ -7,7 +7,7 @@ are slices of one shape; else by tables of rows, padded to the longest along eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,13 @@ from xshard.steps.exchange.messages import Message, rows_at
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
+class Begun(NamedTuple):
+    """Boxes that are to travel, and what makes a block of those that arrive, on top of `out` if given."""
+
+    boxes: list[jax.Array]
+    finish: Callable[[Sequence[jax.Array], jax.Array | None], jax.Array]
+
+
 def exchange(
     step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
 ) -> jax.Array:
@@ -38,19 +45,25 @@ def exchange(
     """
     schedule, op = rounds(step, before), step.op(before)
     if not schedule.every:  # no rows to send
-        return as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
-    by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
+        return _empty(x, after)
 
     def run(x: jax.Array) -> jax.Array:
-        return by(schedule, op, x, after, transport)
+        begun = begin(schedule, op, x, after, transport)
+        return begun.finish(transport.send(begun.boxes, schedule.sent, after.mesh), None)
 
     moves = op is None and all(message.sign > 0 for messages in schedule.every for message in messages)
     return as_bits(run, x) if moves else run(x)
 
 
+def begin(schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport) -> Begun:
+    """Pack the boxes of a schedule with at least one message. op: how boxes that meet combine."""
+    by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
+    return by(schedule, op, x, after, transport)
+
+
 def _by_slices(
     schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport
-) -> jax.Array:
+) -> Begun:
     """Cut boxes out of the block and put or add them in place, without a pass over the whole block."""
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
@@ -59,47 +72,56 @@ def _by_slices(
     def cut(r: int) -> jax.Array:
         return lax.dynamic_slice(x, starts[r][0], box_shape(every[r]), allow_negative_indices=False)
 
-    def box(r: int) -> jax.Array:
-        return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
+    def finish(arrived: Sequence[jax.Array], out: jax.Array | None) -> jax.Array:
+        def box(r: int) -> jax.Array:
+            return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
 
-    arrived = transport.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
-    found = tilings(every, after) if op is None and transport.branches else None
-    if found is not None:
-        return side_by_side(found, box, axes)
-    out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
-    for r, messages in enumerate(every):
-        new, arrives = box(r), _receivers(messages, mesh.n_devices)
-        if op is not None or not arrives.all():
-            there = lax.dynamic_slice(out, starts[r][1], new.shape, allow_negative_indices=False)
-            new = new if op is None else there + new
-            new = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
-        out = lax.dynamic_update_slice(out, new, starts[r][1], allow_negative_indices=False)
-    return out
+        found = tilings(every, after) if op is None and transport.branches and out is None else None
+        if found is not None:
+            return side_by_side(found, box, axes)
+        out = _empty(x, after) if out is None else out
+        for r, messages in enumerate(every):
+            new, arrives = box(r), _receivers(messages, mesh.n_devices)
+            if op is not None or not arrives.all():
+                there = lax.dynamic_slice(out, starts[r][1], new.shape, allow_negative_indices=False)
+                new = new if op is None else there + new
+                new = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
+            out = lax.dynamic_update_slice(out, new, starts[r][1], allow_negative_indices=False)
+        return out
+
+    return Begun([cut(r) for r in range(n_local, len(every))], finish)
 
 
 def _by_tables(
     schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport
-) -> jax.Array:
+) -> Begun:
     """Spread every box over a block of its own, and combine the blocks where they have rows."""
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
     tables = [list(_tables(messages, after)) for messages in every]
     packed = [_packed(x, along, axes) for along in tables]
-    arrived = (*packed[:n_local], *transport.send(packed[n_local:], schedule.sent, mesh))
-    out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), axes)
-    written = jnp.zeros(out.shape, bool)
-    for messages, box, along_dims in zip(every, arrived, tables, strict=True):
-        box = _signed(box, messages, mesh)
-        arrives = mine(_receivers(messages, mesh.n_devices), axes)
-        for dim, (_, placing) in enumerate(along_dims):
-            box = pick(box, dim, placing, axes)
-            along = [1] * box.ndim
-            along[dim] = -1
-            arrives = arrives & mine(placing != VOID, axes).reshape(along)
-        if op is not None:
-            box = jnp.where(written, COMBINE[op](out, box), box)
-        out, written = jnp.where(arrives, box, out), written | arrives
-    return out
+
+    def finish(arrived: Sequence[jax.Array], out: jax.Array | None) -> jax.Array:
+        out = _empty(x, after) if out is None else out
+        written = jnp.zeros(out.shape, bool)
+        for messages, box, along_dims in zip(every, (*packed[:n_local], *arrived), tables, strict=True):
+            box = _signed(box, messages, mesh)
+            arrives = mine(_receivers(messages, mesh.n_devices), axes)
+            for dim, (_, placing) in enumerate(along_dims):
+                box = pick(box, dim, placing, axes)
+                along = [1] * box.ndim
+                along[dim] = -1
+                arrives = arrives & mine(placing != VOID, axes).reshape(along)
+            if op is not None:
+                box = jnp.where(written, COMBINE[op](out, box), box)
+            out, written = jnp.where(arrives, box, out), written | arrives
+        return out
+
+    return Begun(packed[n_local:], finish)
+
+
+def _empty(x: jax.Array, after: Sharding) -> jax.Array:
+    return as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
 
 
 def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:

@@ -1,6 +1,6 @@
 """Messages in rounds: in one round every device sends at most one and receives at most one.
 
-Decides the schedule of an `Exchange` for transports that only permute. Messages are the edges of a
+Decides the schedule of messages for transports that only permute. Messages are the edges of a
 bipartite graph of senders and receivers, rounds a colouring of its edges. The minimum, the largest number of
 messages at one device, is always reached (König 1916). Knows no JAX.
 """
@@ -40,16 +40,21 @@ class Schedule(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def rounds(step: Exchange, before: Sharding) -> Schedule:
-    """The schedule of an exchange.
+    """The schedule of an exchange."""
+    after, devices = step.after(before), range(before.mesh.n_devices)
+    found = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
+    return scheduled(found, adds=step.op(before) is not None)
+
+
+def scheduled(found: Sequence[Message], *, adds: bool) -> Schedule:
+    """The schedule of messages. adds: boxes are added up.
 
     Local messages join the rounds if that adds no round: a device that receives nothing then still has a
     box to write. Not if boxes are added up, since a sum starts with the device's own box.
     """
-    after, devices = step.after(before), range(before.mesh.n_devices)
-    found = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
     sent = _in_rounds([m for m in found if not _is_local(m)])
     # The busiest device's messages bound the rounds from below: most schedules need not be tried.
-    if step.op(before) is None and _busiest(map(_edge, found)) <= len(sent):
+    if not adds and _busiest(map(_edge, found)) <= len(sent):
         together = _in_rounds(found)
         if len(together) <= len(sent):
             return Schedule((), tuple(together))

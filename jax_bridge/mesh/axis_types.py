@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +47,29 @@ def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
 
 
 def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply `move` to short floats as integers, and to numbers of 4 bits as bytes.
+    """Apply `move` to the bits of an array."""
+    return from_bits(move(to_bits(x)), x.dtype)
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """Short floats as integers, and numbers of 4 bits as bytes; all others as they are.
 
     XLA:CPU would send, slice and concatenate wider floats; NCCL has nothing shorter than a byte.
     """
     if jnp.issubdtype(x.dtype, jnp.floating) and (bits := jnp.finfo(x.dtype).bits) <= 16:
-        moved = as_bits(move, lax.bitcast_convert_type(x, f"uint{bits}"))
-        return lax.bitcast_convert_type(moved, x.dtype)
-    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        return move(x.astype(jnp.uint8)).astype(x.dtype)
-    return move(x)
+        x = lax.bitcast_convert_type(x, f"uint{bits}")
+    return x.astype(jnp.uint8) if _is_short(x.dtype) else x
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """What `to_bits` was given."""
+    if jnp.issubdtype(dtype, jnp.floating) and (n := jnp.finfo(dtype).bits) <= 16:
+        return lax.bitcast_convert_type(from_bits(bits, jnp.dtype(f"uint{n}")), dtype)
+    return bits.astype(dtype) if _is_short(dtype) else bits
+
+
+def _is_short(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
 def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:

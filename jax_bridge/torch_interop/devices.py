@@ -7,7 +7,7 @@ of one device of JAX: the block of a rank, or one of a process's several blocks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh as JaxMesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_bridge.planning import xshard_mesh
+from jax_bridge.state.between import all_devices
 from torch_bridge.mesh.process_mesh import mesh_of
 from xshard import Mesh, MeshError
 
@@ -28,7 +29,7 @@ TorchMesh = DeviceMesh | Mesh
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """JAX's mesh and torch's over the same devices.
+    """JAX's mesh and torch's, over the same devices or others.
 
     axes: torch's mesh. devices: for every device of it, the device of JAX.
     """
@@ -67,25 +68,34 @@ class Ends:
         return KINDS[platform]
 
     @cached_property
+    def every(self) -> tuple[jax.Device, ...]:
+        """The devices that are in either mesh, by process and id."""
+        return _ordered({*self.devices, *self.jax_devices})
+
+    @cached_property
     def is_one_each(self) -> bool:
         """True if every process has one device, as torch assumes."""
-        return len({d.process_index for d in self.devices}) == len(self.devices)
+        return len({d.process_index for d in self.every}) == len(self.every)
+
+    @cached_property
+    def by_number(self) -> dict[int, jax.Device]:
+        """Devices by a plan's numbers: ranks, or positions by process and id if processes have several."""
+        numbers = (d.process_index if self.is_one_each else i for i, d in enumerate(self.every))
+        return dict(zip(numbers, self.every, strict=True))
 
     def numbers(self, devices: Sequence[jax.Device]) -> tuple[int, ...]:
-        """A plan's numbers of devices: ranks, or positions by process and id if processes have several."""
-        if self.is_one_each:
-            return tuple(d.process_index for d in devices)
-        ordered = _ordered(self.jax_devices)
-        return tuple(map(ordered.index, devices))
+        """A plan's numbers of devices."""
+        found = {device: number for number, device in self.by_number.items()}
+        return tuple(found[device] for device in devices)
 
 
 def ends_of(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> Ends:
     """Match the two meshes; without one of torch, its mesh equals JAX's.
 
-    The ranks of a `DeviceMesh` have one device of JAX's mesh each. Device i of an `xshard.Mesh` is rank i, or
-    the i-th device by process and id if processes have several.
-    Raises MeshError if the meshes do not have the same devices or the frameworks the same processes, or if
-    this process has no device in JAX's mesh.
+    The ranks of a `DeviceMesh` have one device each, in JAX's mesh or in all. Device i of an `xshard.Mesh` is
+    the i-th by process and id of JAX's mesh if that has as many, else of all that JAX has.
+    Raises MeshError if the frameworks do not have the same processes, if JAX has fewer devices, or if this
+    process has none in either mesh.
     """
     if not isinstance(jax_mesh, JaxMesh):
         raise MeshError(
@@ -119,31 +129,40 @@ def check_processes() -> None:
 @functools.lru_cache(maxsize=256)
 def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> Ends:
     mine = tuple(jax_mesh.devices.flat)
-    if all(d.process_index != jax.process_index() for d in mine):
+    axes = xshard_mesh(jax_mesh) if torch_mesh is None else mesh_of(torch_mesh)
+    ends = Ends(jax_mesh, axes, mine if torch_mesh is None else _torch_devices(torch_mesh, axes, mine))
+    if all(d.process_index != jax.process_index() for d in ends.every):
+        torchs = "" if torch_mesh is None else f" or torch's {axes!r}"
         raise MeshError(
-            f"process {jax.process_index()} has no device in JAX's mesh {dict(jax_mesh.shape)}",
+            f"process {jax.process_index()} has no device in JAX's mesh {dict(jax_mesh.shape)}{torchs}",
             hint="call this in the processes of the mesh only",
         )
-    if torch_mesh is None:
-        return Ends(jax_mesh, xshard_mesh(jax_mesh), mine)
-    axes = mesh_of(torch_mesh)
-    if axes.n_devices != len(mine):
-        raise MeshError(
-            f"torch's {axes!r} has {axes.n_devices} devices, JAX's {xshard_mesh(jax_mesh)!r} {len(mine)}",
-            hint="both are of the same devices",
-        )
+    return ends
+
+
+def _torch_devices(torch_mesh: TorchMesh, axes: Mesh, mine: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
+    """The device of JAX for every device of torch's mesh. mine: those of JAX's mesh."""
+    every = tuple(all_devices(mine[0]))
     if not isinstance(torch_mesh, DeviceMesh):
-        return Ends(jax_mesh, axes, _ordered(mine))
+        if axes.n_devices > len(every):
+            raise MeshError(
+                f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(every)}",
+                hint="every block of torch is on a device of JAX's own, in its mesh or not",
+            )
+        return (_ordered(mine) if axes.n_devices == len(mine) else every)[: axes.n_devices]
     ranks = torch_mesh.mesh.flatten().tolist()
-    processes = sorted(d.process_index for d in mine)
-    if sorted(ranks) != processes:
-        raise MeshError(
-            f"torch's mesh is of the ranks {sorted(ranks)}, JAX's of devices of the processes {processes}",
-            hint="every rank of a DeviceMesh has one device in JAX's mesh; an xshard.Mesh counts devices",
-        )
-    of_process = {d.process_index: d for d in mine}
-    return Ends(jax_mesh, axes, tuple(of_process[rank] for rank in ranks))
+    processes = [d.process_index for d in mine]
+    found = mine if sorted(ranks) == sorted(processes) else every
+    of_rank = {rank: [d for d in found if d.process_index == rank] for rank in ranks}
+    for rank, devices in of_rank.items():
+        if len(devices) != 1:
+            raise MeshError(
+                f"rank {rank} of torch's mesh has {len(devices)} devices of JAX: its mesh is of the ranks "
+                f"{sorted(ranks)}, JAX's of devices of the processes {sorted(processes)}",
+                hint="every rank of a DeviceMesh has one device; an xshard.Mesh counts devices",
+            )
+    return tuple(device for rank in ranks for device in of_rank[rank])
 
 
-def _ordered(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+def _ordered(devices: Iterable[jax.Device]) -> tuple[jax.Device, ...]:
     return tuple(sorted(devices, key=lambda d: (d.process_index, d.id)))

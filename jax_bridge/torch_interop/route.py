@@ -13,9 +13,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import torch.distributed as dist
 
-from jax_bridge.arrays.program import make_program
+from jax_bridge.arrays.partition_spec import storage_layout, to_partition_spec
+from jax_bridge.arrays.program import check_even, make_program
+from jax_bridge.state.between import plan_mesh
 from jax_bridge.torch_interop.devices import Ends
-from jax_bridge.torch_interop.execute import plan_mesh
 from xshard import Layout, Plan, PlanError, Profile, XshardError, plan
 
 SIDES = ("torch", "jax")
@@ -69,7 +70,7 @@ def find_route(
         for side, machine in zip(SIDES, profiles, strict=True)
     }
     first = found["torch"]
-    if all(step.kind == "retag" for step in first.steps):
+    if all(step.kind == "retag" or (step is first.transfer and step.is_in_place) for step in first.steps):
         return Route(first, None)
     refusals = {"torch": refused, "jax": _jax_refuses(found["jax"], ends)}
     able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
@@ -90,17 +91,20 @@ def torch_refuses(ends: Ends) -> str | None:
         return "no process group is initialised"
     if not ends.is_one_each:
         return "a process has several devices of the mesh, and one block in a collective"
-    if len(ends.devices) != dist.get_world_size():
-        return f"the mesh has {len(ends.devices)} of {dist.get_world_size()} processes"
+    if (n := len({d.process_index for d in (*ends.devices, *ends.jax_devices)})) != dist.get_world_size():
+        return f"the meshes have {n} of {dist.get_world_size()} processes"
     return None
 
 
 def _jax_refuses(found: Plan, ends: Ends) -> str | None:
-    if found.transfer:
-        return "the axes of the two meshes do not divide each other, or their devices are in another order"
     try:
-        mesh = plan_mesh(found, ends.devices)
-        make_program((found,), mesh, (found.shape,), (jnp.dtype(found.dtype),), False, "h100")
+        if found.transfer:
+            check_even((found.source, found.target), f"{found.src} -> {found.dst}")
+            for end in (found.source, found.target):
+                to_partition_spec(storage_layout(end.layout), len(end.shape))
+        else:
+            mesh = plan_mesh(found, ends.devices)
+            make_program((found,), mesh, (found.shape,), (jnp.dtype(found.dtype),), False, "h100")
     except XshardError as error:
         return error.reason
     return None

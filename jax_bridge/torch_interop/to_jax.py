@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.order import remember
+from jax_bridge.state.between import Blocks, assembled
 from jax_bridge.torch_interop import buffers, handover
 from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, ends_of
-from jax_bridge.torch_interop.execute import assembled, by_jax, by_torch
+from jax_bridge.torch_interop.execute import by_jax, by_torch
 from jax_bridge.torch_interop.handover import Arrangement
 from jax_bridge.torch_interop.options import Options
 from torch_bridge.dtensor.placements import local_of
@@ -32,11 +33,11 @@ def prepare_to_jax(
     ends = ends_of(mesh, torch_mesh)
     blocks = _blocks(x, layout, ends)
     dtype = _common_dtype(blocks)
+    local_shape = tuple(blocks[0].shape)
+    blocks = blocks if ends.local else []  # what stood for them
     devices = [ends.devices[i] for i in ends.local]
     _check_kinds(blocks, ends)
-    found = handover.arranged_to_jax(
-        layout, ends, tuple(blocks[0].shape), shape, dtype, options.profile, options.via
-    )
+    found = handover.arranged_to_jax(layout, ends, local_shape, shape, dtype, options.profile, options.via)
     route = found.route
     _check_blocks(blocks, found, ends)
     if route.side is not None:
@@ -46,13 +47,15 @@ def prepare_to_jax(
             buffers.check_shared(block, device)
 
     def run() -> jax.Array:
-        given, copy = blocks, options.copy if route.side is None else None
+        given, there, copy = blocks, devices, options.copy if route.side is None else None
         if route.side == "torch":
-            given = [by_torch(blocks[0], route.plan)]
-        parts = [buffers.array_over(x, device, copy) for x, device in zip(given, devices, strict=True)]
+            moved = by_torch(blocks[0] if blocks else None, route.plan)
+            given = [] if moved is None else [moved]
+            there = [d for d in ends.jax_devices if d.process_index == jax.process_index()]
+        parts: Blocks = {d: buffers.array_over(x, d, copy) for x, d in zip(given, there, strict=True)}
         if route.side == "jax":
-            parts = by_jax(parts, route.plan, ends.devices)
-        return remember(assembled(parts, found.shape, found.array), found.stored)
+            parts = by_jax(parts, route.plan, ends.by_number)
+        return remember(assembled(parts, found.shape, dtype, found.array), found.stored)
 
     return run
 
@@ -64,6 +67,8 @@ def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
         src, _, text = sides_or_one(layout)
         return [local_of(x, src, text).detach()]
     blocks = [*x] if isinstance(x, list | tuple) else [x]
+    if not ends.local and len(blocks) == 1 and getattr(blocks[0], "is_meta", False):
+        return blocks
     for block in blocks:
         if not isinstance(block, Tensor):
             raise XshardError(
@@ -72,8 +77,8 @@ def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
         buffers.check_dense(block)
     if len(blocks) != len(ends.local):
         raise ShapeError(
-            f"{len(blocks)} tensors of torch for {len(ends.local)} devices of JAX's mesh in this process",
-            hint="pass a tensor for one device, a list in mesh order for several",
+            f"{len(blocks)} tensors of torch for {len(ends.local)} devices of its mesh in this process",
+            hint="pass a tensor for one device, a list in mesh order for several; for none, one on meta",
         )
     return blocks
 

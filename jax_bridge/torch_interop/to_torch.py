@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_bridge.arrays.given import are_the_same
 from jax_bridge.arrays.order import check_order
+from jax_bridge.state.between import blocks_of
 from jax_bridge.torch_interop import buffers, handover
 from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
-from jax_bridge.torch_interop.execute import blocks_of, by_jax, by_torch
+from jax_bridge.torch_interop.execute import by_jax, by_torch
 from jax_bridge.torch_interop.options import Options
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import to_placements
@@ -62,15 +63,23 @@ def prepare_to_torch(
         options.check_moved(found)
 
     def run() -> Any:
-        parts = blocks_of(array, ends.jax_devices if route.side == "torch" else ends.devices)
+        parts = blocks_of(array)
         if route.side == "jax":
-            parts = by_jax(parts, route.plan, ends.devices)
-        if route.side is None:
-            blocks = [buffers.tensor_over(x, options.copy, options.writable) for x in parts]
-        else:  # moved blocks belong to nobody else
-            blocks = [buffers.tensor_over(x, copy=None, writable=True) for x in parts]
+            parts = by_jax(parts, route.plan, ends.by_number)
+        # Moved blocks belong to nobody else.
+        shared = (options.copy, options.writable) if route.side is None else (None, True)
         if route.side == "torch":
-            blocks = [by_torch(blocks[0], route.plan)]
+            mine = [
+                buffers.tensor_over(x, None, True)
+                for d in ends.jax_devices
+                if (x := parts.get(d)) is not None
+            ]
+            moved = by_torch(mine[0] if mine else None, route.plan)
+            blocks = [] if moved is None else [moved]
+        else:
+            blocks = [buffers.tensor_over(parts[ends.devices[i]], *shared) for i in ends.local]
+        if not blocks:
+            return None
         if device_mesh is not None and options.dtensor:
             return as_dtensor(blocks[0], found.blocks.layout, device_mesh, array.shape)
         return blocks[0] if len(blocks) == 1 else blocks

@@ -82,6 +82,34 @@ def test_plan_keeps_the_memory_limit():
     )
 
 
+SERVE = ("o/dp i -> o/tp i", "--src-mesh", "dp=4", "--dst-mesh", "tp=2", "--shape", "64,32")
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ((), {}),
+        (
+            ("--src-devices", "2-5", "--dst-devices", "4,3"),
+            {"src_devices": (2, 3, 4, 5), "dst_devices": (4, 3)},
+        ),
+    ],
+)
+def test_plan_between_two_meshes(options, devices, tmp_path):
+    meshes = {"src_mesh": xs.Mesh(dp=4), "dst_mesh": xs.Mesh(tp=2)}
+    plan = xs.plan(SERVE[0], **meshes, **devices, shape=(64, 32))
+    assert xs.Plan.from_json(xshard("plan", *SERVE, *options, "--json").stdout) == plan
+    told = xshard("plan", *SERVE, *options).stdout
+    for part in (plan, plan.backward):
+        assert str(part).splitlines()[0] in told
+    xshard("plan", *SERVE, *options, "--html", str(tmp_path / "page.html"))
+    assert "transfer" in (tmp_path / "page.html").read_text()
+    turned = ("n/x -> n/y", "--src-mesh", "x=2", "--dst-mesh", "y=2", "--dst-devices", "1,0", "--shape", "4")
+    assert xs.Plan.from_json(xshard("plan", *turned, "--relabel", "--json").stdout).bytes_received == 0
+    largest = xshard("plan", "o | max(dp) -> o/tp", *SERVE[1:5], "--shape", "64")
+    assert largest.exit_code == 0 and "backward" not in largest.stdout
+
+
 COLUMNS = ("b s/tp d, d f/tp -> b s f/tp", "--mesh", "tp=4", "--sizes", "b=8,s=64,d=32,f=128")
 
 
@@ -206,6 +234,8 @@ def test_show_colours_by_owner(monkeypatch):
         (("show", "b  s/cq", "--mesh", "cp=4", "--shape", "2,8"), "cq"),
         (("show", "b s/cp", "--mesh", "cp=4,dp=two", "--shape", "2,8"), "dp=two"),
         (("show", "b s/cp", "--mesh", "cp=4", "--shape", "2,x8"), "x8"),
+        (("plan", "o/dp -> o/tq", *SERVE[1:5], "--shape", "8"), "tq"),
+        (("plan", "o/dp -> o/tp", *SERVE[1:5], "--shape", "8", "--dst-devices", "4,7-5"), "7-5"),
     ],
 )
 @pytest.mark.parametrize("columns", ["160", "60"])
@@ -229,6 +259,9 @@ def test_the_caret_stands_under_what_is_wrong(arguments, marked, columns, monkey
         ("verify", "n/a -> n"),
         ("verify", "--all", "--mesh", "a=2"),
         ("plan", "n/a -> n"),
+        ("plan", "n/a -> n", "--shape", "8"),
+        ("plan", *SERVE, "--mesh", "a=2"),
+        ("plan", *SERVE, "--explain"),
         ("no-such-command",),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_bridge as xt
@@ -81,6 +81,43 @@ def found(local_devices: int) -> dict[str, object]:
     if local_devices == 1:
         facts |= ranks_alone(mesh, torch_interop)
     facts |= functions(mesh, mine, torch_interop)
+    return facts | elsewhere(sides, mine, same, torch_interop)
+
+
+def elsewhere(sides, mine, same, torch_interop) -> dict[str, object]:
+    """To the devices of the last two processes, or of the last one, and back."""
+    import jax
+
+    from tests.interop.helpers import blocks_of
+
+    facts: dict[str, object] = {}
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = jax.sharding.Mesh(np.array(devices[2:]), ("a",))
+    ends = [(THERE, THERE, sides)]
+    if len(sides) == 2:
+        ends.append((DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",)), xs.Mesh(dp=2), sides))
+    for torch_mesh, axes, vias in ends:
+        before, after = blocks_of(X, "n/dp d", axes), blocks_of(X, "n d/a", xs.Mesh(a=2))
+        if axes.n_devices == 4:
+            given = mine(before)
+        else:
+            rank = dist.get_rank()
+            given = before[1 - rank] if rank < 2 else torch.empty(before[0].shape, device="meta")
+        for via in vias:
+            array = torch_interop.to_jax(given, "n/dp d -> n d/a", mesh, torch_mesh=torch_mesh, via=via)
+            held = [np.asarray(shard.data) for shard in array.addressable_shards]
+            wanted = [
+                b.numpy()
+                for b, d in zip(after, devices[2:], strict=True)
+                if d.process_index == dist.get_rank()
+            ]
+            facts[f"elsewhere, {axes} by {via}"] = all(map(np.array_equal, held, wanted)) and len(
+                held
+            ) == len(wanted)
+            back = torch_interop.to_torch(array, "n d/a -> n/dp d", torch_mesh, via=via)
+            facts[f"back, {axes} by {via}"] = (
+                back is None if axes.n_devices == 2 and dist.get_rank() > 1 else same(back, given)
+            )
     return facts
 
 

@@ -158,6 +158,11 @@ MOVES = [  # torch's mesh, JAX's, and the layouts on them
     ("x=2,y=2", "a=4", "n/y d/x", "n/a d"),
     ("x=2,y=2", "a=4", "n d | sum(x,y)", "n d/a"),
     ("x=8", "a=2,b=4", "n/x d", "n/a d"),
+    # Other devices: fewer, more, and axes that do not divide each other.
+    ("x=4", "a=2", "n/x d", "n d/a"),
+    ("x=2", "a=2,b=3", "n/zigzag(x) d", "n/a d/b"),
+    ("x=4", "a=3", "n d | sum(x)", "n d/a"),
+    ("x=3,y=2", "a=2,b=3", "n/y d/x", "n/a d/b"),
 ]
 
 
@@ -177,6 +182,23 @@ def test_any_layout_is_handed_over_as_any_other(torchs, jaxs, src, dst) -> None:
     assert all(map(torch.equal, blocks, before))
     back = to_torch(array, (dst, src), there)
     assert np.array_equal(xs.reference.gather([b.numpy() for b in back], src, there, x.shape), x)
+
+
+@in_jax
+def test_blocks_are_handed_to_devices_apart_and_gradients_come_back() -> None:
+    """The adjoint is the hand-over back, between the dual layouts."""
+    there, here = xs.Mesh(x=4), xs.Mesh(a=2)
+    mesh = jax_mesh(order=[5, 4], a=2)
+    x, y = (np.random.default_rng(i).integers(-4, 4, (8, 6)).astype(np.float32) for i in (0, 1))
+    for src, dst in (("n/x d", "n d/a"), ("n d | sum(x)", "n/a d"), ("n d", "n/a d")):
+        src_layout, dst_layout = xs.Layout(src), xs.Layout(dst)
+        blocks = [torch.tensor(b) for b in xs.reference.scatter(x, src, there)]
+        array = to_jax(blocks, (src, dst), mesh, torch_mesh=there)
+        assert np.array_equal(np.asarray(array), x) and array.devices() == set(mesh.devices.flat)
+        cotangent = to_jax(blocks_of(y, str(dst_layout.dual), here), str(dst_layout.dual), mesh)
+        back = to_torch(cotangent, (dst_layout.dual, src_layout.dual), there)
+        expected = blocks_of(y, str(src_layout.dual), there)
+        assert len(back) == 4 and all(map(torch.equal, back, expected))
 
 
 @in_jax

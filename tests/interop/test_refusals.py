@@ -34,11 +34,16 @@ TO_JAX = {
         "n/a d",
         {"shape": (7, 6)},
     ),
-    "1 tensors of torch for 2 devices of JAX's mesh": (lambda: torch.zeros(4, 6), "n/a d", {}),
-    r"torch's Mesh\(x=4\) has 4 devices, JAX's Mesh\(a=2\) 2": (
+    "1 tensors of torch for 2 devices of its mesh in this process": (lambda: torch.zeros(4, 6), "n/a d", {}),
+    "2 tensors of torch for 4 devices of its mesh in this process": (
         pair,
         "n/x d -> n/a d",
         {"torch_mesh": xs.Mesh(x=4)},
+    ),
+    r"torch's Mesh\(x=99\) has 99 devices, JAX has \d+\n": (
+        pair,
+        "n/x d -> n/a d",
+        {"torch_mesh": xs.Mesh(x=99)},
     ),
     "several dtypes: bfloat16, float32": (lambda: [torch.zeros(4), torch.zeros(4).bfloat16()], "n/a", {}),
     "JAX has no torch.complex32": (lambda: [torch.zeros(4, dtype=torch.complex32)] * 2, "n/a", {}),

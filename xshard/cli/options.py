@@ -1,6 +1,6 @@
 """Options that commands share: their types for typer, and the parsing of their text.
 
-Decides how shapes are written. Commands parse these values, not typer, so that errors keep their
+Decides how shapes and devices are written. Commands parse these values, not typer, so that errors keep their
 caret.
 """
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from xshard.contractions.expression import is_contraction
-from xshard.errors import ShapeError
+from xshard.errors import MeshError, ShapeError
 
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
@@ -21,6 +21,7 @@ ExpressionText = Annotated[
     str, typer.Argument(metavar="EXPR", help='"layout -> layout", or a contraction of several, quoted.')
 ]
 MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
+MeshOrNone = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
 ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
 ShapeOrNone = Annotated[str | None, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
 SizesOrNone = Annotated[str | None, typer.Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
@@ -66,3 +67,17 @@ def parse_shape(text: str) -> tuple[int, ...]:
         lengths.append(int(part))
         at += len(part) + 1
     return tuple(lengths)
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """`"0-3,6"` -> `(0, 1, 2, 3, 6)`. Raises MeshError with a caret."""
+    devices: list[int] = []
+    at = 0
+    for part in text.split(","):
+        first, _, last = (half.strip() for half in part.partition("-"))
+        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) < int(first):
+            span = (at, at + max(1, len(part)))
+            raise MeshError("devices are numbers and ranges", text=text, span=span, hint="as in 0-3,6")
+        devices += range(int(first), int(last or first) + 1)
+        at += len(part) + 1
+    return tuple(devices)

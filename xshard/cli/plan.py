@@ -6,13 +6,21 @@ Decides how the command prints plans. Their content is decided in `xshard/plans/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from xshard.cli.explore.page import plan_page
-from xshard.cli.options import Dtype, ExpressionText, MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
+from xshard.cli.options import (
+    Dtype,
+    ExpressionText,
+    MeshOrNone,
+    ShapeOrNone,
+    SizesOrNone,
+    lengths_of_arrays,
+    parse_devices,
+)
 from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh
 from xshard.pictures.console import console
@@ -24,9 +32,25 @@ from xshard.search.request import OBJECTIVES
 
 def plan_command(
     expression: ExpressionText,
-    mesh: MeshText,
+    mesh: MeshOrNone = None,
     shape: ShapeOrNone = None,
     sizes: SizesOrNone = None,
+    src_mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="Instead of --mesh: that of the left layout.")
+    ] = None,
+    dst_mesh: Annotated[str | None, typer.Option(metavar="AXES", help="That of the right layout.")] = None,
+    src_devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS", help="Of the left mesh, in its order, as in 0-3,6; default: 0, 1, ..."
+        ),
+    ] = None,
+    dst_devices: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="Of the right mesh; those in both are shared.")
+    ] = None,
+    relabel: Annotated[
+        bool, typer.Option("--relabel", help="Devices may change places in the right mesh.")
+    ] = False,
     dtype: Dtype = "float32",
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
@@ -54,10 +78,18 @@ def plan_command(
     Example: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
 
     Example: xshard plan "b s/tp d, d f/tp -> b s f/tp" --mesh tp=4 --sizes b=8,s=64,d=32,f=128
+
+    Example: xshard plan "o/dp i -> o/tp i" --src-mesh dp=4 --dst-mesh tp=2 --dst-devices 4-5 --shape 64,32
     """
-    made = make_plan(
-        *(expression, Mesh.parse(mesh)),
+    meshes = {"mesh": mesh, "src_mesh": src_mesh, "dst_mesh": dst_mesh}
+    devices = {"src_devices": src_devices, "dst_devices": dst_devices}
+    given: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
+    given |= {name: parse_devices(text) for name, text in devices.items() if text is not None}
+    made: Plan | ContractionPlan = make_plan(
+        expression,
+        **given,
         **lengths_of_arrays(expression, shape, sizes),
+        relabel=relabel,
         dtype=dtype,
         profile=profile,
         memory_limit=memory_limit,
@@ -70,18 +102,20 @@ def plan_command(
         page.write_text(plan_page(made), encoding="utf-8")
         return
     out = console()
-    for name, part in [("", made)] if isinstance(made, ContractionPlan) else _named_plans(made):
+    parts = [("", made)] if isinstance(made, ContractionPlan) else _named_plans(made)
+    reasons = [f"{part.explain()}\n" if explain else "" for _, part in parts]
+    for (name, part), why in zip(parts, reasons, strict=True):
         out.print(Text(name, "bold"), end="  " if name else "")
         out.print(part)
-        if explain:
-            out.print(Text(f"{part.explain()}\n"), soft_wrap=True)
+        if why:
+            out.print(Text(why), soft_wrap=True)
 
 
 def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
     """The plan and the plans of its gradient, with their names."""
     if made.src.is_linear and made.dst.is_linear:
         return [("forward", made), ("backward", made.backward)]
-    if not made.dst.is_linear:  # a max or min that does not end has no gradient
+    if made.transfer or not made.dst.is_linear:  # a max or min that does not end here has no gradient
         return [("forward", made)]
     winners = max_min_plans(made)
     return [

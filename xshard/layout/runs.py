@@ -125,10 +125,11 @@ def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     rows = np.stack(
         [a_at[which_a] + start - a[which_a, 0], b_at[which_b] + start - b[which_b, 0], stop - start], axis=1
     )
-    return _merged(rows[rows[:, 2] > 0])
+    return merged_segments(rows[rows[:, 2] > 0])
 
 
-def _merged(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
+def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
+    """Rows (src, dst, length) of an array -> segments, merged where adjacent."""
     if len(rows) == 0:
         return ()
     ends = rows[:-1, :2] + rows[:-1, 2:]

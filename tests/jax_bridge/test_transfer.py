@@ -1,0 +1,298 @@
+"""`transfer`: trees on another mesh, bit by bit, with the bytes of their plan, also in other processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_bridge as xj
+import xshard as xs
+from jax_bridge.state import between
+from jax_bridge.testing.hlo import received_bytes
+from tests.jax_bridge.helpers import CALL, TIMEOUT_S, in_jax
+from xshard.runtimes.backends import BACKENDS
+from xshard.runtimes.processes import Process
+from xshard.state import Names, concat, rename, stack
+from xshard.testing.pickling import packed
+
+
+def on(first: int, kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
+    """A mesh of the devices from `first` on."""
+    found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    grid = np.array(found[first : first + int(np.prod([*axes.values()]))]).reshape(*axes.values())
+    return jax.sharding.Mesh(grid, tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def random(*shape: int, dtype: str = "float32") -> np.ndarray:
+    """Bits of any kind, with NaNs."""
+    size = jnp.dtype(dtype).itemsize
+    bits = np.random.default_rng(len(shape)).integers(0, 256, (*shape, size), np.uint8)
+    return bits.view(jnp.dtype(dtype))[..., 0]
+
+
+def bits(x) -> bytes:
+    return np.ascontiguousarray(np.asarray(x)).tobytes()
+
+
+def stored(x: np.ndarray, layout: str, mesh: jax.sharding.Mesh) -> list[bytes]:
+    """The blocks that the devices of a mesh are to have."""
+    return [bits(b) for b in xs.reference.scatter(x, layout, xs.Mesh(dict(mesh.shape)))]
+
+
+def held(x: jax.Array) -> list[bytes]:
+    """The blocks that they have, in the order of the mesh."""
+    blocks = {shard.device: bits(shard.data) for shard in x.addressable_shards}
+    return [blocks[device] for device in x.sharding.mesh.devices.flat]
+
+
+TREE = {
+    "up": {
+        "kernel": (random(8, 12), "i/dp o", "i o/tp"),
+        "bias": (random(12, dtype="bfloat16"), "o/dp", "o"),
+    },
+    "down": [
+        (random(8, 4, dtype="float8_e4m3fn"), "i o/dp", "i/tp o"),
+        (random(4, 8, dtype="int32"), "i/dp o", "i/dp o -> o/tp i"),
+    ],
+    "order": (random(16, 2, dtype="bool") != 0, "s/zigzag(dp) c", "s/cyclic(tp) c"),
+}
+
+
+def is_row(x) -> bool:
+    return isinstance(x, tuple)
+
+
+@pytest.mark.parametrize("first", [0, 3, 4], ids=["the same devices", "a shared one", "others"])
+@in_jax
+def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(first) -> None:
+    train, serve, programs = on(0, dp=4), on(first, tp=2), []
+    tree = jax.tree.map(lambda row: xj.place(row[0], row[1], train), TREE, is_leaf=is_row)
+    rules = {
+        "up.kernel": "i o/tp",
+        "up.bias": "o",
+        "down.0": "i/tp o",
+        "down.1": "i/dp o -> o/tp i",
+        "order": "s/cyclic(tp) c",
+    }
+    made = between._program
+
+    def counted(*key):
+        run = made(*key)
+        return lambda *x: programs.append(run.lower(*x).compile().as_text()) or run(*x)
+
+    with mock.patch.object(between, "_program", counted):
+        moved = xj.transfer({**tree, "step": 7, "count": jnp.int32(3)}, {**rules, "count": "()"}, serve)
+    assert moved.pop("step") == 7 and moved.pop("count").sharding.mesh == serve
+    for leaf, (x, _, layout) in zip(
+        jax.tree.leaves(moved), jax.tree.leaves(TREE, is_leaf=is_row), strict=True
+    ):
+        there = layout.split(" -> ")[-1]
+        assert held(leaf) == stored(x.T if there == "o/tp i" else x, there, serve), layout
+    plan = xj.transfer({**tree, "count": jnp.int32(3)}, {**rules, "count": "()"}, serve, dry_run=True)
+    assert plan.bytes_received == plan.bytes_lower_bound and "up.kernel" in str(plan)
+    [text] = programs
+    assert received_bytes(text, len({*train.devices.flat, *serve.devices.flat})) == plan.bytes_received
+    # Its records of order go along: the way back needs no word of it.
+    back = (
+        xj.transfer(moved, {"down.1": "o/tp i -> i/dp o", "**": "...", "order": "s c"} | {}, train)
+        if False
+        else None
+    )
+    order = xj.transfer(moved["order"], "s/dp c", train)
+    assert np.array_equal(order, TREE["order"][0]) and back is None
+
+
+def layers(n: int) -> dict[str, np.ndarray]:
+    shapes = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "gate": (24, 8), "up": (24, 8), "out": (8, 16)}
+    found = {
+        f"{i}.{name}": random(*shape, dtype="bfloat16") for i in range(n) for name, shape in shapes.items()
+    }
+    return (
+        found | {f"experts.{i}.w": random(4, 6) for i in range(3)} | {"norm": np.arange(8, dtype=np.float32)}
+    )
+
+
+@in_jax
+def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
+    to_fused = Names(
+        concat(["*.q", "*.k", "*.v"], "*.qkv", rows=(4, 2, 2)),
+        concat(["*.gate", "*.up"], "*.gate_up"),
+        rename("*.out", "*.out", "o i -> i o"),
+        stack("experts.*.w", "experts.w"),
+    )
+    names = Names(*to_fused.relations, rename("norm", "norm", dtype="bfloat16"))
+    apart, fused = (
+        {"experts.*.w": "a/dp b", "*.out": "o i/dp", "norm": "n", "**": "o/dp i"},
+        {
+            "*.qkv": "o/tp i",
+            "*.gate_up": "o/block(tp,24,24) i",
+            "*.out": "i/tp o",
+            "experts.w": "e a b/tp",
+            "norm": "n",
+        },
+    )
+    train, serve, weights = on(0, dp=4), on(4, tp=2), layers(2)
+    given = xj.place(weights, apart, train)
+    moved = xj.transfer(given, fused, serve, names=names, bucket_bytes=600)
+    plan = xj.transfer(given, fused, serve, names=names, bucket_bytes=600, dry_run=True)
+    assert len(plan.buckets) > 2 and plan.bytes_received == plan.bytes_lower_bound
+    expected = names.apply(weights)
+    assert [*moved] == [*expected]
+    for name, x in expected.items():
+        assert held(moved[name]) == stored(x, str(plan_layout(plan, name)), serve), name
+    back = Names(*to_fused.inverse.relations, rename("norm", "norm", dtype="float32"))
+    returned = xj.transfer(moved, apart, train, names=back)
+    for name, x in weights.items():
+        assert bits(returned[name]) == bits(x) and returned[name].dtype == x.dtype, name
+
+
+def plan_layout(plan, name: str):
+    return next(array.sharding.layout for array in plan.arrays if array.name == name)
+
+
+@pytest.mark.parametrize(
+    ("expression", "src", "dst", "steps"),
+    [
+        ("n/a d -> n d", {"a": 2}, {"b": 4}, ["transfer", "all_gather"]),
+        ("n/a d -> d n", {"a": 2}, {"b": 2, "c": 2}, ["transfer", "all_gather", "transpose"]),
+        ("n/a d -> n d", {"a": 2}, {"b": 6}, ["transfer", "exchange"]),  # whose parts differ in size
+        ("n d | sum(a) -> n/b d", {"a": 4}, {"b": 2}, ["reduce_scatter", "transfer"]),
+    ],
+)
+@in_jax
+def test_steps_on_either_mesh_are_run_there(expression, src, dst, steps) -> None:
+    """What several devices are to have travels once, where that is cheaper; addends are added up."""
+    x = np.arange(512 * 50, dtype=np.float32).reshape(512, 50)
+    before, after = (side.strip() for side in expression.split("->"))
+    n = int(np.prod([*src.values()]))
+    train, serve = on(0, AxisType.Explicit, **src), on(min(n, 8 - int(np.prod([*dst.values()]))), **dst)
+    spec = xj.to_named_sharding(before, train)
+    blocks = xs.reference.scatter(x, before, xs.Mesh(src))
+    given = [jax.device_put(b, d) for b, d in zip(blocks, train.devices.flat, strict=True)]
+    array = jax.make_array_from_single_device_arrays(x.shape, spec, given)
+    [planned] = xj.transfer(array, expression, serve, profile="bandwidth", dry_run=True).arrays
+    assert [str(step).split()[0].strip(",") for step in planned.moves[0].plan.steps] == steps
+    with jax.set_mesh(train):
+        moved = xj.transfer(array, expression, serve, profile="bandwidth")
+    assert held(moved) == stored(x.T if after == "d n" else x, after, serve)
+
+
+@in_jax
+def test_sources_are_freed_if_they_are_donated() -> None:
+    x, keys = np.arange(32, dtype=np.float32).reshape(8, 4), jax.random.split(jax.random.key(0), 4)
+    given = xj.place({"moved": x, "kept": x, "keys": keys}, {"keys": "k/a", "**": "n/a d"}, on(0, a=4))
+    rules = {"moved": "n d/b", "kept": "n/(b,c) d", "keys": "k/c"}
+    made = xj.transfer(given, rules, on(0, b=2, c=2), donate=True)
+    assert all(array.is_deleted() for array in given.values())
+    assert np.array_equal(made["kept"], x) and np.array_equal(made["moved"], x)
+    assert np.array_equal(jax.random.key_data(made["keys"]), jax.random.key_data(keys))
+    assert np.array_equal(xj.reshard(made["keys"], "k/c -> k") == keys, [True] * 4)
+    with pytest.raises(xs.XshardError, match="leaf 'kept': the array was donated or deleted"):
+        xj.transfer(given, rules, on(0, b=2, c=2))
+
+
+@in_jax
+def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
+    train, serve = on(0, dp=4), on(4, tp=2)
+    w = xj.place(np.zeros((8, 6), np.float32), "i/zigzag(dp) o", train)
+    for rules, mesh, kind, words in (
+        (
+            {"w": "i o/tq"},
+            serve,
+            xs.NotationError,
+            r"leaf 'w': unknown mesh axis 'tq' in\n *'i o/tq'\n *\^\^\n",
+        ),
+        ({"w": "i/tp o -> i o"}, serve, xs.NotationError, "unknown mesh axis 'tp'.*\n.*\n.*\n.*dp=4"),
+        ({"w": "i o/dp -> i o"}, serve, xs.ShapeError, "leaf 'w': the array is not cut as 'i o/dp' says"),
+        (
+            {"w": "i/dp o -> i o"},
+            serve,
+            xs.ShapeError,
+            "leaf 'w': the rows of the array are stored as 'i/zigzag",
+        ),
+        ({"w": "i/sizes(tp,1,7) o"}, serve, xs.ShapeError, "leaf 'w': a jax.Array has no uneven blocks"),
+        ({"w": "i o | copy(tp)"}, serve, xs.MeshError, "leaf 'w': .*a mesh of Explicit axes only"),
+        ({"w": "i"}, serve, xs.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),
+        ({"v": "i o"}, serve, xs.XshardError, "no rule for 1 of 1 names: w"),
+        ({"w": "i o"}, serve.abstract_mesh, xs.MeshError, "has no devices"),
+        ({"w": "i o"}, {"tp": 2}, xs.MeshError, "is no mesh"),
+    ):
+        with pytest.raises(kind, match=words):
+            xj.transfer({"w": w}, rules, mesh)
+    for tree, words in (
+        ({"w": np.zeros(3)}, "no array is on a mesh"),
+        ({"a": {"b": w}, "a.b": w}, "two leaves are called 'a.b'"),
+        ({"w": w, "v": xj.place(np.zeros(2, np.float32), "i", serve)}, "the arrays are on several meshes"),
+    ):
+        with pytest.raises(xs.XshardError, match=words):
+            xj.transfer(tree, "...", serve)
+    with pytest.raises(xs.XshardError, match=r"leaf 'w': the array is traced, float32\[8,6\]"):
+        jax.jit(lambda w: xj.transfer({"w": w}, "i o", serve))(w)
+    assert xj.transfer({"step": 3}, "...", serve) == {"step": 3}
+
+
+@in_jax
+def test_modules_of_flax_and_equinox_come_whole() -> None:
+    import equinox as eqx
+    from flax import nnx
+
+    train, serve = on(0, dp=2), on(2, tp=2)
+    model = xj.place(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), {"kernel": "i/dp o", "bias": "o"}, train)
+    moved = xj.transfer(model, {"kernel": "i o/tp", "bias": "o/tp"}, serve)
+    assert isinstance(moved, nnx.Linear) and moved.kernel[...].sharding == NamedSharding(serve, P(None, "tp"))
+    x = np.ones((1, 4), np.float32)
+    assert np.array_equal(moved.kernel[...], model.kernel[...]) and moved(x).shape == (1, 6)
+    mlp = xj.place(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), "...", train)
+    assert xj.transfer(mlp, {"**.weight": "o/tp i", "**": "..."}, serve).activation is mlp.activation
+
+
+def across() -> list[bool]:
+    """From the devices of the first process to those of the second: two programs' parts of one."""
+    train, serve = on(0, dp=4), on(4, tp=2)
+    mine = jax.process_index() == 0
+    weights, names = (
+        {**layers(1), "step": np.int32(3)},
+        Names(concat(["*.q", "*.k"], "*.qk"), rename("**", "**")),
+    )
+    rules = {"norm": "n", "step": "()", "experts.*.w": "a/dp b", "**": "o/dp i"}
+    placed = xj.place(weights, rules, train)  # where a process has no device it has no block either
+    types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in placed.items()}
+    there = {"norm": "n", "step": "()", "experts.*.w": "a b/tp", "*.qk": "o/block(tp,16,8) i", "**": "o/tp i"}
+    moved = xj.transfer(placed if mine else types, there, serve, names=names, donate=True)
+    expected = names.apply(weights)
+    layout = {"norm": "n", "step": "()", "0.qk": "o/block(tp,16,8) i"} | {
+        f"experts.{i}.w": "a b/tp" for i in range(3)
+    }
+    facts = [placed[name].is_deleted() for name in placed] if mine else []
+    for name, x in expected.items():
+        blocks = [bits(shard.data) for shard in moved[name].addressable_shards]
+        facts.append(blocks == ([] if mine else stored(x, layout.get(name, "o/tp i"), serve)))
+    return facts
+
+
+def test_another_process_gets_them() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def facts(process: Process, i: int) -> list[bool]:
+        process.ask("jax_bridge.testing.worker.join", address, 2, i, timeout_s=TIMEOUT_S)
+        return process.ask(CALL, packed(across), timeout_s=TIMEOUT_S)
+
+    environment = BACKENDS["jax"].environment(4) | {"PJRT_NPROC": "16", "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    with ThreadPoolExecutor(2) as threads, ExitStack() as ends:
+        processes = [Process(environment), Process(environment)]
+        for process in processes:
+            ends.callback(process.end)
+        for found in [threads.submit(facts, process, i) for i, process in enumerate(processes)]:
+            assert len(found.result()) > 8 and all(found.result())
