@@ -130,6 +130,6 @@ def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout
         piece = rows // pieces
         numbers = tuple((start, start + piece) for start in ((i + 1) % n * piece for i in range(n)))
         turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
-        layouts = Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags)
+        here, there = Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags)
         shape = (*src.shape[:at], src.shape[at] // pieces, *src.shape[at + 1 :])
-        yield Ring(operand, dim, axis, pieces, find_plan(Request(*layouts, *ends, shape, *machine)), rest)
+        yield Ring(operand, dim, axis, pieces, find_plan(Request(here, there, *ends, shape, *machine)), rest)
