@@ -141,9 +141,9 @@ def _part(
             return first
         if ring is None or i != ring.operand:
             return moved(x, part.moves[i])
-        blocks = [moved(x, ring.rest)]
-        for _ in range(1, ring.rounds):
-            blocks.append(moved(blocks[-1], ring.rotation))
+        blocks = jnp.split(moved(x, ring.rest), ring.pieces, part.moves[i].dst.dim_index(ring.dim))
+        while len(blocks) < ring.products:
+            blocks.append(moved(blocks[-ring.pieces], ring.rotation))
         return blocks
 
     def result(*operands: Any) -> jax.Array:
@@ -151,7 +151,11 @@ def _part(
             return moved(_local(part, operands, product), part.result)
         blocks = _in_rounds(part, ring, operands, product)
         if ring.operand is None:
-            return moved(reduce(lambda sums, x: moved(sums, ring.rotation) + x, blocks), ring.rest)
+            sums = [
+                reduce(lambda y, x: moved(y, ring.rotation) + x, blocks[i :: ring.pieces])
+                for i in range(ring.pieces)
+            ]
+            return moved(jnp.concatenate(sums, part.result.src.dim_index(ring.dim)), ring.rest)
         kept = ring.dim in part.result.src.names
         return moved(_together(blocks, part.result.src, ring) if kept else reduce(add, blocks), part.result)
 
@@ -177,35 +181,32 @@ def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array
 
 
 def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) -> list[jax.Array]:
-    """What a device contracts in every round, where an operand that travels is its blocks in all rounds.
+    """What a device contracts, piece by piece, where an operand that travels is the blocks that it gets.
 
-    In round k device i has part i + k of the ring's dim; in front of a reduce-scatter i + k + 1, since sums
-    go round to where they end. No round waits for the message that is sent in it.
+    No product waits for the message that is sent in its round.
     """
-    first = 1 if ring.operand is None else 0
     parts: list[Any] = []
     for x, move in zip(used, part.moves, strict=True):
         if ring.dim in move.dst.names and not isinstance(x, list):
             at = move.dst.dim_index(ring.dim)
-            rows = x.shape[at] // ring.rounds
-            x = [lax.dynamic_slice_in_dim(x, start, rows, at) for start in _starts(ring, first, rows)]
-        parts.append(x if isinstance(x, list) else [x] * ring.rounds)
+            rows = x.shape[at] // ring.products
+            x = [lax.dynamic_slice_in_dim(x, start, rows, at) for start in _starts(ring, rows)]
+        parts.append(x if isinstance(x, list) else [x] * ring.products)
     return [_local(part, each, product) for each in zip(*parts, strict=True)]
 
 
 def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
-    """The blocks of all rounds, laid side by side in the order of their rows."""
+    """The blocks of all pieces, laid side by side in the order of their rows."""
     at = layout.dim_index(ring.dim)
     y = jnp.zeros_like(jnp.concatenate(blocks, at))
-    for x, start in zip(blocks, _starts(ring, 0, blocks[0].shape[at]), strict=True):
+    for x, start in zip(blocks, _starts(ring, blocks[0].shape[at]), strict=True):
         y = lax.dynamic_update_slice_in_dim(y, x, start, at)
     return y
 
 
-def _starts(ring: Ring, first: int, rows: int) -> list[jax.Array]:
-    """The row at which a device's part begins, in every round; first: how many parts on from its own."""
-    mine = lax.axis_index(ring.axis)
-    return [(mine + first + k) % ring.rounds * rows for k in range(ring.rounds)]
+def _starts(ring: Ring, rows: int) -> list[jax.Array]:
+    """The row at which each piece begins that a device contracts."""
+    return [piece * rows for piece in ring.order(lax.axis_index(ring.axis))]
 
 
 def _with_own_gradients(
@@ -260,5 +261,5 @@ def _with_own_gradients(
 
 
 def _is_zero(tangent: Any) -> bool:
-    """True if there is no tangent, also of an operand that is its blocks in all rounds."""
+    """True if there is no tangent, also of an operand that is a list of blocks."""
     return type(jax.tree.leaves(tangent)[0]) is SymbolicZero

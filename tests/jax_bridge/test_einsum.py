@@ -9,6 +9,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax_bridge.testing.hlo import received_bytes
 from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
 from tests.contractions.cases import CASES
 from tests.jax_bridge.helpers import in_jax
+from xshard.contractions.ring import rings
 
 MESHES = {str(xs.Mesh(mesh)): xs.Mesh(mesh) for _, mesh, _, _ in CASES}
 
@@ -196,6 +198,12 @@ def test_rounds() -> None:
     found = dependencies(text)
     assert found["messages"] == {0: 3 * 4, 1: 3, 2: 3, 3: 3}
     assert found["products"] == {0: 7 + 3 * 4 + 2, 1: 7, 2: 7, 3: 7}
+    # The same where parts travel in two pieces.
+    for case, part in zip(cases, parts, strict=True):
+        in_pieces = next(ring for ring in rings(part) if ring.key == (*part.ring.key[:3], 2))
+        case.plan = replace(case.plan, parts=(replace(part, ring=in_pieces),))
+    with jax.enable_x64(True):
+        assert received_bytes(run_in_shard_map(cases, check_vma=True), 8) == planned
 
 
 def dependencies(text: str) -> dict[str, Counter[int]]:

@@ -99,12 +99,13 @@ def test_values_gradients_and_bytes(n: int) -> None:
     plans.append(one_way_for_cotangents(n))
     plans += [ring for plan in plans for ring in in_rounds(plan)]
     kinds = {
-        (ring.operand is None, ring.dim in part.result.src.names)
+        (ring.operand is None, ring.dim in part.result.src.names, ring.pieces)
         for plan in plans
         for part in plan.parts
         if (ring := part.ring)
     }
-    assert kinds == {(False, False), (False, True), (True, True)}
+    assert {kind[:2] for kind in kinds} == {(False, False), (False, True), (True, True)}
+    assert {pieces for *_, pieces in kinds} == {1, 2, 4}
     work = [
         (
             plan,

@@ -125,7 +125,7 @@ def _compare(asked: Asked, blocks: tuple[Block, ...], differentiated: bool) -> N
         own = {"blocks": str([tuple(shape) for shape, *_ in blocks])}
         within = {"shapes": str(plan.shapes), "dtype": str(blocks[0][1]), "plan": plan.local}
         within |= {"requires_grad": str(differentiated), "comm_dtype": str(asked.comm_dtype)}
-        within["rounds"] = str([part.ring and (part.ring.operand, part.ring.dim) for part in plan.parts])
+        within["rounds"] = str([part.ring and part.ring.key for part in plan.parts])
         everywhere = {"expression": plan.text, "mesh": repr(asked.mesh)}
         return CallFacts(everywhere, within, processes.ranks, own)
 

@@ -6,6 +6,7 @@ the rounds backwards: the gradient of a gather ring is the ring in front of a re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,55 +23,65 @@ from xshard.contractions.ring import Ring
 class Rounds:
     """The blocks of operands -> the local result.
 
-    local: the contraction of a round. operand, dim: as a `Ring` has them. rotation: gets the part of the next
-    device. first: the position of this device. n: how many rounds there are.
+    local: the contraction of a piece. operand, dim, pieces: as a `Ring` has them. rotation: gets a piece of
+    the next device. order: the pieces of the dim, as this device contracts them.
     """
 
     local: LocalContraction
     operand: int | None
     dim: str
+    pieces: int
     rotation: Executable
-    first: int
-    n: int
+    order: tuple[int, ...]
 
     @classmethod
     def of(cls, whole: LocalContraction, ring: Ring, rotation: Executable | None) -> Rounds:
         """`whole`, of operands where they are used, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
-        lengths = tuple((name, k // ring.rounds if name == ring.dim else k) for name, k in whole.lengths)
-        first = ring.rotation.mesh.index(rotation.processes.device, (ring.axis,))
+        lengths = tuple((name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths)
+        order = ring.order(ring.rotation.mesh.index(rotation.processes.device, (ring.axis,)))
         local = replace(whole, lengths=lengths)
-        return cls(local, ring.operand, ring.dim, rotation, first, ring.rounds)
+        return cls(local, ring.operand, ring.dim, ring.pieces, rotation, tuple(order))
 
     def __call__(self, *blocks: Tensor) -> Tensor:
         parts = [self._parts(i, block) for i, block in enumerate(blocks)]
         return self._scattered(parts) if self.operand is None else self._gathered(parts, self.operand)
 
     def _parts(self, i: int, block: Tensor) -> Sequence[Tensor]:
-        """What each round takes of an operand that stays where it is."""
+        """What each product takes of an operand that stays; the own pieces of one that travels."""
         names = self.local.operands[i]
-        if self.dim not in names or i == self.operand:
-            return [block] * self.n
-        parts = block.chunk(self.n, names.index(self.dim))
-        first = self.first + (self.operand is None)  # sums end where they belong
-        return [parts[(first + k) % self.n] for k in range(self.n)]
+        if self.dim not in names:
+            return [block] * len(self.order)
+        if i == self.operand:
+            return block.chunk(self.pieces, names.index(self.dim))
+        parts = block.chunk(len(self.order), names.index(self.dim))
+        return [parts[j] for j in self.order]
 
     def _scattered(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        first, *others = zip(*parts, strict=True)
-        y = self.local(*first)
-        for each in others:
-            coming = PendingTensor.begin(y, self.rotation)
-            own = self.local(*each)
-            y = coming.wait() + own
-        return y
+        coming: deque[PendingTensor] = deque()
+        found = []
+        for k, each in enumerate(zip(*parts, strict=True)):
+            y = self.local(*each)
+            y = coming.popleft().wait() + y if k >= self.pieces else y
+            if k + self.pieces < len(self.order):
+                coming.append(PendingTensor.begin(y, self.rotation))
+            else:
+                found.append(y)
+        return self._together(found)
 
     def _gathered(self, parts: Sequence[Sequence[Tensor]], operand: int) -> Tensor:
-        found, block = [], parts[operand][0]
-        for k, each in enumerate(zip(*parts, strict=True)):
-            coming = PendingTensor.begin(block, self.rotation) if k + 1 < self.n else None
-            found.append(self.local(*each[:operand], block, *each[operand + 1 :]))
-            block = block if coming is None else coming.wait()
+        coming: deque[Tensor | PendingTensor] = deque(parts[operand])
+        found = []
+        for k in range(len(self.order)):
+            block = coming.popleft()
+            block = block.wait() if isinstance(block, PendingTensor) else block
+            if k + self.pieces < len(self.order):
+                coming.append(PendingTensor.begin(block, self.rotation))
+            found.append(self.local(*(block if i == operand else each[k] for i, each in enumerate(parts))))
         if self.dim not in self.local.result:
             return sum(found[1:], start=found[0])
-        rows = [found[(i - self.first) % self.n] for i in range(self.n)]
-        return torch.cat(rows, self.local.result.index(self.dim))
+        return self._together([found[self.order.index(j)] for j in range(len(self.order))])
+
+    def _together(self, rows: Sequence[Tensor]) -> Tensor:
+        """Results of pieces, side by side."""
+        return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), self.local.result.index(self.dim))

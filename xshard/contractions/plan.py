@@ -267,7 +267,7 @@ def _from_values(values: dict[str, Any]) -> ContractionPlan:
 def _part_from_values(values: dict[str, Any]) -> Part:
     gradients, wanted = tuple(own and _from_values(own) for own in values["gradients"]), values["ring"]
     part = Part(**{**values, "gradients": gradients, "ring": None})
-    found = [ring for ring in rings(part) if wanted == (ring.operand, ring.dim, ring.axis)]
+    found = [ring for ring in rings(part) if wanted == ring.key]
     if wanted and not found:
         raise PlanError(f"no part of '{part.local}' can be a ring of {wanted}")
     return replace(part, ring=found[0]) if found else part

@@ -4,13 +4,14 @@ Decides which moves may run so, and what that costs. With n devices along the ax
 each, a device contracts one of n parts, while the part of the next round travels by a permutation. A gathered
 dim that the result keeps gives parts that lie side by side; one that is summed gives parts that are added. In
 front of a reduce-scatter the sums travel: what a device gets is added to its own part and passed on.
+Between few devices a part travels in pieces, each contracted as it comes: two parts hide half a move at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import INTERVALS, Shard
@@ -24,19 +25,24 @@ if TYPE_CHECKING:
 
 NEVER, AUTO, ALWAYS = OVERLAPS = "never", "auto", "always"
 
+# Products that a contraction is cut into, unless there are more devices: small ones are slow.
+MAX_PRODUCTS = 8
+
 
 @dataclass(frozen=True)
 class Ring:
     """What travels along one axis while devices contract.
 
     operand: which one is passed on in parts; None: the sums of the result are. dim: the one that is cut in
-    parts. rotation: the plan by which every device gets the part of the next device of the axis. rest: what
-    the move does beside it: to an operand's block before the rounds, to the result's block after them.
+    parts. pieces: how many a part travels in. rotation: the plan by which every device gets a piece of the
+    part of the next device of the axis. rest: what the move does beside it: to an operand's block before the
+    rounds, to the result's block after them.
     """
 
     operand: int | None
     dim: str
     axis: str
+    pieces: int
     rotation: Plan
     rest: Plan
 
@@ -45,12 +51,34 @@ class Ring:
         """How many parts there are."""
         return self.rotation.mesh.size(self.axis)
 
+    @property
+    def products(self) -> int:
+        """How many pieces all parts have."""
+        return self.rounds * self.pieces
+
+    @property
+    def key(self) -> tuple[int | None, str, str, int]:
+        """What tells it from the other rings of its part."""
+        return self.operand, self.dim, self.axis, self.pieces
+
+    def __str__(self) -> str:
+        pieces = f" of {self.pieces} pieces" if self.pieces > 1 else ""
+        return f"in {self.rounds} rounds{pieces} along {self.axis}"
+
+    def order(self, device: Any) -> list[Any]:
+        """The piece that a device contracts in each of its products, where sums travel its own ones last.
+
+        device: its position along the axis, a number or a scalar of JAX, as what is returned.
+        """
+        first, n = device + (self.operand is None), self.rounds
+        return [(first + k) % n * self.pieces + i for k in range(n) for i in range(self.pieces)]
+
     def seconds(self, part: Part, work: float) -> float:
-        """Predicted seconds of the part; work: of its operations. A round takes the longer of its halves."""
+        """Predicted seconds of the part; work: of its operations. Products fill the time, or messages do."""
         around = [*part.moves, part.result]
         del around[-1 if self.operand is None else self.operand]
-        share = work / self.rounds
-        return sum(move.cost for move in around) + share + (self.rounds - 1) * max(share, self.rotation.cost)
+        share, moved = work / self.products, (self.products - self.pieces) * self.rotation.cost
+        return sum(move.cost for move in around) + share + max(work - share, moved)
 
 
 def best_ring(part: Part, work: float) -> tuple[Ring, float] | None:
@@ -70,11 +98,12 @@ def rings(part: Part) -> Iterator[Ring]:
             if gather.dim not in part.result.src.names and gather.copies[0] in part.result.src.tagged("copy"):
                 continue  # each copy of the result would be added in another order
             block = Layout(move.src.dims, without_tags(move.dst, gather.copies).tags)
-            yield _ring(i, gather.dim, move, move.source, block)
+            yield from _rings(i, gather.dim, move, move.source, block)
     scatter = _only_step(part.result)
     if isinstance(scatter, ReduceScatter) and scatter.op == "sum" and _is_plain(scatter.shards):
         move, tags = part.result, without_tags(part.result.src, scatter.shards[0].axes).tags
-        yield _ring(None, scatter.dim, move, move.target.with_layout(Layout(move.dst.dims, tags)), move.dst)
+        src = move.target.with_layout(Layout(move.dst.dims, tags))
+        yield from _rings(None, scatter.dim, move, src, move.dst)
 
 
 def _only_step(move: Plan) -> Step | None:
@@ -87,16 +116,20 @@ def _is_plain(shards: tuple[Shard, ...]) -> bool:
     return len(shards) == 1 and shards[0] == Shard(shards[0].axes[:1])
 
 
-def _ring(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout) -> Ring:
-    """The ring of parts under `src`, and under `dst` after the rest of the move: the same cuts."""
+def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout) -> Iterator[Ring]:
+    """The rings of parts under `src`, and under `dst` after the rest of the move: the same cuts."""
     tags = src.layout.tags if operand is None else dst.tags
     dims, ends = src.normal.dims, (src.mesh, src.mesh, move.devices, move.devices)  # groups as nested cuts
     at = src.dim_index(dim)
     (axis,), rows = dims[at].shards[-1].axes, src.max_local_shape[at]
-    n = src.mesh.size(axis)
-    numbers = tuple((start, start + rows) for start in ((i + 1) % n * rows for i in range(n)))
-    turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
-    what = src.shape, move.dtype, move.profile
-    rotation = Request(Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags), *ends, *what)
-    rest = Request(src.layout, dst, *ends, *what)
-    return Ring(operand, dim, axis, find_plan(rotation), find_plan(rest))
+    n, machine = src.mesh.size(axis), (move.dtype, move.profile)
+    rest = find_plan(Request(src.layout, dst, *ends, src.shape, *machine))
+    for pieces in (1, 2, 4):
+        if rows % pieces or (pieces > 1 and n * pieces > MAX_PRODUCTS):
+            continue
+        piece = rows // pieces
+        numbers = tuple((start, start + piece) for start in ((i + 1) % n * piece for i in range(n)))
+        turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
+        here, there = Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags)
+        shape = (*src.shape[:at], src.shape[at] // pieces, *src.shape[at + 1 :])
+        yield Ring(operand, dim, axis, pieces, find_plan(Request(here, there, *ends, shape, *machine)), rest)

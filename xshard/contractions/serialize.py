@@ -38,7 +38,7 @@ def _part_to_plain(part: Part) -> dict[str, Any]:
         "moves": [json.loads(move.to_json()) for move in part.moves],
         "result": json.loads(part.result.to_json()),
         "gradients": [own and to_plain(own) for own in part.gradients],
-        "ring": part.ring and [part.ring.operand, part.ring.dim, part.ring.axis],
+        "ring": part.ring and list(part.ring.key),
     }
 
 

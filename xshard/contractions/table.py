@@ -37,7 +37,7 @@ def _part_rows(plan: ContractionPlan, part: Part) -> list[Row]:
     held = sum(end.max_local_size for end in (*part.used, part.result.source)) * plan.itemsize
     seconds = format_seconds(part.flops / plan.profile.flops(plan.dtype))
     contracted, *steps = table.rows(part.result)
-    where = f", in {part.ring.rounds} rounds along {part.ring.axis}" if part.ring else ""
+    where = f", {part.ring}" if part.ring else ""
     row = contracted._replace(step=f"contract {part.dims}{where}", received=format_bytes(0))
     return [*found, row._replace(time=seconds, peak=format_bytes(held)), *steps]
 
