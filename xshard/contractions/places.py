@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from xshard.contractions.memory import accesses
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
 from xshard.notation.parser import Dim, Shard
@@ -232,6 +233,11 @@ class Ends:
         """Where the dims of every operand, and then of the result, are among all dims."""
         names = list(self.lengths)
         return [[names.index(name) for name in end.layout.names] for end in (*self.operands, self.result)]
+
+    @cached_property
+    def accesses(self) -> tuple[int, ...]:
+        """How often each operand, and what devices get, is read or written."""
+        return accesses([end.layout.names for end in (*self.operands, self.result)])
 
     def flops(self, place: Place) -> int:
         """Floating point operations of the busiest device: a product per element, and an addition in sums."""

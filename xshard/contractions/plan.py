@@ -17,6 +17,7 @@ from xshard import dtypes
 from xshard.contractions import serialize, table
 from xshard.contractions.explain import explain
 from xshard.contractions.expression import Contraction
+from xshard.contractions.memory import accesses
 from xshard.contractions.ring import Ring, rings
 from xshard.contractions.types import local_type
 from xshard.cost.model import Profile, load_profile
@@ -44,12 +45,12 @@ class Part:
     gradients: tuple[ContractionPlan | None, ...]
     ring: Ring | None = None
 
-    def seconds(self, rate: float) -> float:
-        """Predicted seconds of the forward pass; rate: operations per second."""
-        work = self.flops / rate
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the forward pass."""
         if self.ring:
-            return self.ring.seconds(self, work)
-        return work + sum(move.cost for move in (*self.moves, self.result))
+            return self.ring.seconds(self)
+        return self.work + sum(move.cost for move in (*self.moves, self.result))
 
     @cached_property
     def used(self) -> tuple[Sharding, ...]:
@@ -79,6 +80,14 @@ class Part:
         return (2 if sums else 1) * math.prod(lengths.values())
 
     @cached_property
+    def work(self) -> float:
+        """Predicted seconds of the local contraction, and of each gradient where the operands were."""
+        ends = *self.used, self.result.source
+        times = accesses([end.layout.names for end in ends])
+        touched = sum(n * end.max_local_size for n, end in zip(times, ends, strict=True))
+        return self.result.profile.work(self.flops, touched, self.result.dtype)
+
+    @cached_property
     def shared(self) -> tuple[int, ...]:
         """The operands whose gradients are contracted where the operands were."""
         return tuple(i for i, own in enumerate(self.gradients) if own is None)
@@ -99,9 +108,11 @@ class Part:
         """Floating point operations of the busiest device for all gradients."""
         return sum(self.flops if own is None else own.flops for own in self.gradients)
 
-    def backward_seconds(self, rate: float) -> float:
-        """Predicted seconds of all gradients; rate: operations per second."""
-        return sum(move.cost for move in self.pulled) + self.backward_flops / rate
+    @property
+    def backward_seconds(self) -> float:
+        """Predicted seconds of all gradients."""
+        work = sum(self.work if own is None else own.parts[0].work for own in self.gradients)
+        return work + sum(move.cost for move in self.pulled)
 
     def as_used(self, i: int) -> tuple[bool, ...]:
         """Of the gradient of operand `i` in a place of its own: for each of the other operands, whether it is
@@ -210,14 +221,12 @@ class ContractionPlan(Pictured):
     @cached_property
     def forward_cost(self) -> float:
         """Predicted seconds of the forward pass."""
-        rate = self.profile.flops(self.dtype)
-        return sum(part.seconds(rate) for part in self.parts)
+        return sum(part.seconds for part in self.parts)
 
     @cached_property
     def backward_cost(self) -> float:
         """Predicted seconds of all gradients."""
-        rate = self.profile.flops(self.dtype)
-        return sum(part.backward_seconds(rate) for part in self.parts)
+        return sum(part.backward_seconds for part in self.parts)
 
     @cached_property
     def peak_bytes(self) -> int:

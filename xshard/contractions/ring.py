@@ -73,18 +73,12 @@ class Ring:
         first, n = device + (self.operand is None), self.rounds
         return [(first + k) % n * self.pieces + i for k in range(n) for i in range(self.pieces)]
 
-    def seconds(self, part: Part, work: float) -> float:
-        """Predicted seconds of the part; work: of its operations. Products fill the time, or messages do."""
+    def seconds(self, part: Part) -> float:
+        """Predicted seconds of the part. Products fill the time, or messages do."""
         around = [*part.moves, part.result]
         del around[-1 if self.operand is None else self.operand]
-        share, moved = work / self.products, (self.products - self.pieces) * self.rotation.cost
-        return sum(move.cost for move in around) + share + max(work - share, moved)
-
-
-def best_ring(part: Part, work: float) -> tuple[Ring, float] | None:
-    """The ring in which a part takes the fewest seconds, and these; work: seconds of its operations."""
-    found = [(ring, ring.seconds(part, work)) for ring in rings(part)]
-    return min(found, key=lambda pair: pair[1], default=None)
+        share, moved = part.work / self.products, (self.products - self.pieces) * self.rotation.cost
+        return sum(move.cost for move in around) + share + max(part.work - share, moved)
 
 
 def rings(part: Part) -> Iterator[Ring]:

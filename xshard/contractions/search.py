@@ -28,20 +28,22 @@ WAIT = 0.02  # of the work: at every move devices wait for the last of them
 class Found(NamedTuple):
     """A place with its operations and the moves that count there.
 
-    legs: of the operands, of the result, and of their gradients, if those count. work: seconds of operations.
-    stays: the result stays where it is contracted.
+    touched: elements that memory reads and writes for the local contraction. work: seconds of all that count.
+    legs: of the operands, of the result, and of their gradients, if those count. stays: the result stays
+    where it is contracted.
     """
 
     ends: Ends
     place: Place
     flops: int
+    touched: int
     work: float
     legs: tuple[Leg, ...]
     stays: bool
 
     @property
     def seconds(self) -> float:
-        """Of the moves, by all that is known, of the operations, and of waiting."""
+        """Of the moves, by all that is known, of the work, and of waiting."""
         times = [leg.seconds for leg in self.legs if leg.seconds]
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
@@ -89,11 +91,7 @@ def best_places(
     places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
     if len(places) > MAX_PLACES:
         places = search.climbed()
-    found = search.ordered(
-        place
-        for place in places
-        if search.work(flops := ends.flops(place)) < below and (flops_limit is None or flops <= flops_limit)
-    )
+    found = search.ordered(p for p in places if flops_limit is None or ends.flops(p) <= flops_limit)
     yield from (search.ranked(found) if level == PRICE else found)
 
 
@@ -111,12 +109,12 @@ class _Search:
     below: float
 
     def ordered(self, places: Iterable[Place]) -> Iterator[Found]:
-        """Places by their seconds, then their operations, then what is held there; the best first."""
+        """Places by their seconds, then their operations, then what is touched there; the best first."""
         queue: list[Any] = []
         for n, place in enumerate(places):
             one = self.found(place)
             if (seconds := one.seconds) < self.below:
-                queue.append((seconds, one.flops, self._held(place), n, one))
+                queue.append((seconds, one.flops, one.touched, n, one))
         heapq.heapify(queue)
         while queue and queue[0][0] < self.below:
             seconds, *rest, one = queue[0]
@@ -135,7 +133,7 @@ class _Search:
         for n, one in enumerate(itertools.islice(guessed, FINALISTS)):
             least = finalists[0][0] if finalists else math.inf
             seconds = one.priced(self.prices, SLACK * least)
-            insort(finalists, (seconds, one.flops, self._held(one.place), n, one))
+            insort(finalists, (seconds, one.flops, one.touched, n, one))
         yield from (one for *_, one in finalists)
         yield from guessed
 
@@ -160,20 +158,18 @@ class _Search:
 
     def found(self, place: Place) -> Found:
         """A place, with what is known of its moves."""
-        ends, legs = self.ends, list[Leg]()
+        ends, legs, touched = self.ends, list[Leg](), 0
         for i in self._numbers:
             cuts = ends.cuts_of(place, i)
+            touched += ends.accesses[i] * math.prod([cut.rows for cut in cuts])
             key: tuple[object, ...] = i, cuts, place.sums
             if i < 0 or self.objective == BOTH:
                 key = *key, place.busy, place.copies
             legs += self._legs.get(key) or self._new_legs(key, place, i)
         flops = ends.flops(place)
-        return Found(ends, place, flops, self.work(flops), tuple(legs), self.stays)
-
-    def work(self, flops: int) -> float:
-        """Seconds of all passes."""
-        passes = 1 + len(self.ends.operands) if self.objective == BOTH else 1
-        return passes * flops / self.prices.profile.flops(self.prices.dtype)
+        passes = 1 + len(ends.operands) if self.objective == BOTH else 1
+        work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
+        return Found(ends, place, flops, touched, work, tuple(legs), self.stays)
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
@@ -205,7 +201,3 @@ class _Search:
             found = *found, leg(after.dual, before.dual, lambda: move().dual)
             self._legs[key] = found
         return found
-
-    def _held(self, place: Place) -> int:
-        """Elements of all that is moved, where it is contracted."""
-        return sum([math.prod([c.rows for c in self.ends.cuts_of(place, i)]) for i in self._numbers[:-1]])

@@ -20,7 +20,7 @@ from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.prices import GUESS, Move, Prices
-from xshard.contractions.ring import ALWAYS, NEVER, best_ring
+from xshard.contractions.ring import ALWAYS, NEVER, rings
 from xshard.contractions.search import SLACK, Found, best_places, found_at
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
@@ -116,7 +116,6 @@ class _Solver:
     def __init__(self, request: ContractionRequest) -> None:
         self.request, self.ends = request, request.ends
         self.prices = Prices(request.mesh, request.dtype, request.profile)
-        self.rate = request.profile.flops(request.dtype)
         self.best: list[float] = []  # seconds of whole ways pair by pair
         limit = request.flops_limit
         self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
@@ -215,13 +214,13 @@ class _Solver:
         return self._in_rounds(part)
 
     def _in_rounds(self, part: Part) -> Part:
-        """The part in its best ring, if that is wanted."""
-        found = None if self.request.overlap == NEVER else best_ring(part, part.flops / self.rate)
-        if found is None:
+        """The part in the ring in which it takes the fewest seconds, if that is wanted."""
+        if self.request.overlap == NEVER:
             return part
-        ring, seconds = found
-        gains = seconds < RING_SHARE * part.seconds(self.rate)
-        return replace(part, ring=ring) if gains or self.request.overlap == ALWAYS else part
+        ways = (replace(part, ring=ring) for ring in rings(part))
+        best = min(ways, key=lambda way: way.seconds, default=part)
+        gains = best.seconds < RING_SHARE * part.seconds
+        return best if gains or self.request.overlap == ALWAYS else part
 
     def _with_gradients(self, part: Part, step: _Step, limit: int | None) -> Part:
         """The part with gradients in other places, if all gradients together are cheaper so.
@@ -230,10 +229,12 @@ class _Solver:
         """
         most = limit and max(limit, part.backward_flops)
         single = most and most - part.flops * (len(part.moves) - 1)
-        alone = part.result.backward.cost + part.flops / self.rate
+        moving = [part.result.backward.cost + move.backward.cost for move in part.moves]
         own = [
-            self._own_gradient(step, i, alone + move.backward.cost, single)
-            for i, move in enumerate(part.moves)
+            self._own_gradient(step, i, seconds + part.work, single)
+            if seconds and self._may_move(step, i)
+            else None
+            for i, seconds in enumerate(moving)
         ]
         ways = [[None, one] for one in own]
         if len(own) == 2:
@@ -244,7 +245,7 @@ class _Solver:
         def cost(made: Part) -> tuple[float, int]:
             flops = made.backward_flops
             too_many = most is not None and flops > most
-            return (math.inf if too_many else round(made.backward_seconds(self.rate), 15)), flops
+            return (math.inf if too_many else round(made.backward_seconds, 15)), flops
 
         choices = itertools.product(*map(dict.fromkeys, ways))
         return min((replace(part, gradients=plans) for plans in choices), key=cost)  # of equals the first
@@ -279,8 +280,6 @@ class _Solver:
         ends, moves = step.ends, step.found.moves
         operand, cotangent = ends.operands[i], ends.result.with_layout(step.found.result.dst.dual)
         rest = [j for j in range(len(ends.operands)) if j != i]
-        if below <= step.found.flops / self.rate or not self._may_move(step, i):
-            return None
         best: _Way | None = None
         # The other operands are still where they were given, and where they were used.
         for layouts in itertools.product(*(dict.fromkeys((moves[j].src, moves[j].dst)) for j in rest)):

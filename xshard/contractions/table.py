@@ -35,7 +35,7 @@ def rows(plan: ContractionPlan) -> tuple[Row, ...]:
 def _part_rows(plan: ContractionPlan, part: Part) -> list[Row]:
     found = [row for move in part.moves for row in table.rows(move)]
     held = sum(end.max_local_size for end in (*part.used, part.result.source)) * plan.itemsize
-    seconds = format_seconds(part.flops / plan.profile.flops(plan.dtype))
+    seconds = format_seconds(part.work)
     contracted, *steps = table.rows(part.result)
     where = f", {part.ring}" if part.ring else ""
     row = contracted._replace(step=f"contract {part.dims}{where}", received=format_bytes(0))

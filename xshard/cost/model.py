@@ -158,6 +158,14 @@ class Profile:
         known = dict(self.flops_per_s)
         return known.get(dtype, known.get("float32", math.inf))
 
+    def work(self, flops: int, touched: int, dtype: str) -> float:
+        """Seconds of operations, or of the elements read and written meanwhile, if these take longer.
+
+        A copy reads and writes, so that memory moves twice the bytes that are copied.
+        """
+        memory = touched * dtypes.itemsize(dtype) / (2 * self.copy_bytes_per_s)
+        return max(flops / self.flops(dtype), memory)
+
     def fabric(self, mesh: Mesh) -> Fabric:
         """The links of a mesh."""
         return _fabric(self, mesh)
