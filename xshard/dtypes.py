@@ -7,10 +7,13 @@ Decides which reductions a dtype allows. Knows the names that numpy, torch and J
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.arguments import did_you_mean
 from xshard.errors import DtypeError
@@ -125,6 +128,25 @@ def check_signed(name: str) -> None:
         raise DtypeError(f"dtype {name} cannot be negated", hint="it can only be moved: cast first")
     if name not in _EXTENDED and np.dtype(name).kind in "bu":
         raise DtypeError(f"dtype {name} has no negative values", hint="cast to a signed dtype")
+
+
+def n_bytes(shape: Sequence[int], name: str) -> int:
+    """Bytes of an array."""
+    return math.prod(shape) * itemsize(name)
+
+
+def carrier(name: str) -> np.dtype[Any]:
+    """Name -> the dtype under which numpy alone has the same bytes: unsigned integers where it knows none.
+
+    >>> carrier("bfloat16"), carrier("float32")
+    (dtype('uint16'), dtype('float32'))
+    """
+    return np.dtype(f"u{itemsize(name)}" if name in _EXTENDED else name)
+
+
+def recast(x: NDArray[Any], src: str, dst: str) -> NDArray[Any]:
+    """Values of dtype `src`, under its carrier -> of dtype `dst`, under its own. Raises DtypeError."""
+    return x if src == dst else x.view(numpy_dtype(src)).astype(numpy_dtype(dst)).view(carrier(dst))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

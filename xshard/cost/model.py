@@ -67,6 +67,7 @@ class Profile:
     copy_bytes_per_s: local packing speed.
     flops_per_s: floating point operations per second of one device in matrix products, by dtype; a dtype
     that is not named has those of float32.
+    disk: what the devices of a node read their files through, all together; None if nothing is known of it.
     rounds: whether an exchange runs as one permutation per message, each with its own launch; what a device
     keeps is then not packed.
     """
@@ -82,6 +83,7 @@ class Profile:
     inside: tuple[tuple[str, int], ...] = ()
     rounds: bool = False
     flops_per_s: tuple[tuple[str, float], ...] = ()
+    disk: Link | None = None
 
     def __post_init__(self) -> None:
         for dtype, rate in self.flops_per_s:
@@ -192,6 +194,7 @@ class Profile:
             "inside": dict(self.inside),
             "rounds": self.rounds,
             "flops_per_s": dict(self.flops_per_s),
+            "disk": None if self.disk is None else asdict(self.disk),
         }
         return json.dumps(data, indent=2) + "\n"
 
@@ -322,6 +325,7 @@ def _load(name: str) -> Profile:
             inside=tuple(sorted(data.get("inside", {}).items())),
             rounds=data.get("rounds", False),
             flops_per_s=tuple(sorted(data.get("flops_per_s", {}).items())),
+            disk=Link(**data["disk"]) if data.get("disk") else None,
         )
     except ProfileError:
         raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,11 +23,14 @@ from xshard.state.relations import Made, Relation, made_by, uses
 _KEEP = Relation(("**",), "**")
 
 
-def rename(src: str, dst: str, order: str | None = None, *, dtype: str | None = None) -> Iterator[Relation]:
+def rename(
+    src: str, dst: str, order: str | None = None, *, dtype: str | None = None, optional: bool = False
+) -> Iterator[Relation]:
     """Arrays get other names, and their dims another order.
 
     src, dst: patterns; the stars of `dst` stand for those of `src`, one after the other, and `{a,b}` on both
     sides for one pair after the other. order: as in "o i -> i o". dtype: what the values are cast to.
+    optional: whether there may be no such array.
     Raises XshardError where the two sides do not have as many stars, or as many alternatives.
 
     >>> made = Names(rename("*.{q,k}", "*.{query,key}", "o i -> i o")).resolve({"a.q": (4, 2), "a.k": (1, 2)})
@@ -34,7 +38,7 @@ def rename(src: str, dst: str, order: str | None = None, *, dtype: str | None = 
     {'a.query': (2, 4), 'a.key': (2, 1)}
     """
     for one, other in _pairs(src, dst):
-        yield Relation((one,), other, _permutation(order), dtype=dtype)
+        yield Relation((one,), other, _permutation(order), dtype=dtype, optional=optional)
 
 
 def concat(
@@ -129,7 +133,7 @@ class Names:
         idle = []
         for relation in self.relations:
             found = list(uses(relation, left))
-            if not found and relation != _KEEP:
+            if not (found or relation.optional or replace(relation, splits=False) == _KEEP):
                 idle.append(str(relation))
             for targets, sources in found:
                 given = []

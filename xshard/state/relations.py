@@ -71,6 +71,7 @@ class Relation:
     rows: of every part in turn, group after group; None: all of one part, then all of the next.
     stacks: along a new dim, one array for every number in the place of the last star of the one part.
     splits: read from right to left: `whole` is what there is, `parts` are made. dtype: of what is made.
+    optional: whether it may fit no name.
     """
 
     parts: tuple[str, ...]
@@ -81,6 +82,7 @@ class Relation:
     stacks: bool = False
     splits: bool = False
     dtype: str | None = None
+    optional: bool = False
 
     @property
     def inverse(self) -> Relation:

@@ -1,0 +1,84 @@
+"""A checkpoint: named arrays that lie in a place, any box of which can be read alone.
+
+Decides what a format of files has to offer. Knows no format, no framework and no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from xshard.layout import Layout, Mesh
+from xshard.state.names import Names
+
+Box = tuple[slice, ...]  # per dim; steps are > 0
+
+
+class Stored(Protocol):
+    """An array in a place. dtype: a name of xshard's, as "bfloat16"."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """A part of the array, of the dtype `dtypes.carrier(self.dtype)`; it may be a view of the place."""
+
+
+@dataclass(eq=False)
+class Checkpoint(Mapping[str, Stored]):
+    """Arrays by name, and what the place says of them.
+
+    layouts, mesh: how the arrays were cut. names: what made them of the arrays of the program that saved.
+    constants: leaves of its tree that are no arrays, by name. sums: by name, checksums of boxes that together
+    are the array. places: the file of each. bytes_read: so far, by `read`.
+    """
+
+    arrays: Mapping[str, Stored]
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    names: Names | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    sums: Mapping[str, list[tuple[Box, int]]] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    on_close: Callable[[], None] | None = None
+    bytes_read: int = 0
+
+    def __getitem__(self, name: str) -> Stored:
+        return self.arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in self.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {name: array.dtype for name, array in self.items()}
+
+    def read(self, name: str, box: Box) -> NDArray[Any]:
+        """A box of an array, which is counted."""
+        found = self[name].read(box)
+        self.bytes_read += found.nbytes
+        return found
+
+    def close(self) -> None:
+        self.arrays = {}
+        if self.on_close is not None:
+            self.on_close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

@@ -1,0 +1,162 @@
+"""The header of a safetensors file: what is in it, and that it does not lie.
+
+Decides which headers are right: 8 bytes with its length, JSON, and then data without gaps or overlaps.
+Source: https://huggingface.co/docs/safetensors. Knows no folder, no index and no layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xshard import dtypes
+from xshard.arguments import shown
+from xshard.errors import DtypeError, XshardError
+
+LONGEST_BYTES = 100_000_000  # of a header, as of other readers
+_SHORT = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    **{
+        f"{kind}{bits}": f"{short}{bits}"
+        for kind, short, sizes in (
+            ("float", "F", "16 32 64"),
+            ("int", "I", "8 16 32 64"),
+            ("uint", "U", "8 16 32 64"),
+        )
+        for bits in sizes.split()
+    },
+}
+_LONG = {short: name for name, short in _SHORT.items()}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class FileError(XshardError):
+    """A file that is not what it has to be, or that cannot be read or written."""
+
+
+class Entry(NamedTuple):
+    """An array in a file. start: where its bytes begin in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """A safetensors file -> its arrays by name, in the order of their bytes, and its `__metadata__`.
+
+    Raises FileError for whatever does not fit, with the file and the array; nothing of the data is read.
+    """
+    if path.suffix in _PICKLES:
+        raise FileError(
+            f"{path.name} is a pickle, which runs code when it is read",
+            hint="convert it where its author is trusted: safetensors.torch.save_file(torch.load(...))",
+        )
+    check_regular(path)
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, LONGEST_BYTES):
+            said = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
+            raise FileError(
+                f"{path.name} is no whole safetensors file: {said}",
+                hint="it is truncated, or of another format: copy or download it again",
+            )
+        text = file.read(length)
+    try:
+        found = json.loads(text, object_pairs_hook=_once)
+    except FileError as error:
+        raise FileError(f"{path.name}: {error.reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path.name}: the header is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise FileError(f"{path.name}: the header is no JSON object")
+    metadata = found.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FileError(f"{path.name}: __metadata__ is no object of texts")
+    return _entries(path, found, 8 + length, size), metadata
+
+
+def check_regular(path: Path) -> None:
+    """Raise FileError for a folder, and for a pipe, which would be read for ever."""
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path.name} is no file")
+
+
+def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
+    """Shapes and dtypes by name, in the order of their bytes -> what a file begins with, 8 bytes aligned.
+
+    Raises DtypeError for a dtype that safetensors lacks.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, (shape, dtype) in entries.items():
+        if dtype not in _SHORT:
+            raise DtypeError(
+                f"{name}: safetensors has no {dtype}", hint=f"it has {', '.join(sorted(_SHORT))}"
+            )
+        stop = at + dtypes.n_bytes(shape, dtype)
+        header[name] = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > LONGEST_BYTES:
+        raise FileError(f"a header of {len(text)} bytes", hint="smaller shards, with fewer arrays each")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise FileError(f"the header has {shown(twice)} twice")
+    return found
+
+
+def _entries(path: Path, found: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
+    """The arrays of a header, whose bytes together are all that follows it."""
+    spans = []
+    for name, entry in found.items():
+        try:
+            spans.append((*_entry(entry, data, size), name))
+        except FileError as error:
+            hint = "the header and the data do not fit: copy or download the file again"
+            raise FileError(f"{path.name}: {name}: {error.reason}", hint=hint) from None
+    at = 0
+    for start, stop, _, name in sorted(spans, key=lambda span: span[:2]):
+        if start != at:
+            fault = "overlap" if start < at else "leave a gap"
+            raise FileError(f"{path.name}: the bytes of {name}, from {start}, {fault}: others end at {at}")
+        at = stop
+    if at != size - data:
+        raise FileError(f"{path.name}: arrays of {at} bytes in a file with {size - data}")
+    return {name: entry for _, _, entry, name in sorted(spans, key=lambda span: span[:2])}
+
+
+def _entry(entry: Any, data: int, size: int) -> tuple[int, int, Entry]:
+    """What a header says of an array -> where its bytes begin and end in the data, and the array."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FileError("an array has dtype, shape and data_offsets, and nothing else")
+    dtype, shape, ends = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _LONG:
+        raise FileError(f"unknown dtype {shown(dtype)}")
+    if not _are_counts(shape) or not _are_counts(ends) or len(ends) != 2:
+        raise FileError(f"shape {shown(shape)} at {shown(ends)}")
+    n = dtypes.n_bytes(shape, _LONG[dtype])
+    if ends[1] - ends[0] != n or data + ends[1] > size:
+        raise FileError(f"{n} bytes of shape {tuple(shape)} at {ends} of {size - data}")
+    return ends[0], ends[1], Entry(tuple(shape), _LONG[dtype], data + ends[0])
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)

@@ -1,0 +1,144 @@
+"""What a load reads: for every array its layout by rules, and the layout under which it is read.
+
+Decides whether devices that need the same rows all read them, or a part each and share it by the network: the
+cheaper, where a profile has a disk. Knows no framework: blocks are numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard import dtypes
+from xshard.cost.model import Link, Profile, load_profile
+from xshard.errors import ShapeError, located
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.notation.parser import Shard
+from xshard.plans.plan import find_plan
+from xshard.rules import Rules
+from xshard.search.request import Request
+from xshard.state.files.boxes import box_pairs, check_whole
+from xshard.state.files.checkpoint import Checkpoint
+from xshard.state.names import Names, rename
+from xshard.state.relations import Made
+
+
+class Load(NamedTuple):
+    """An array that is loaded. stored: its dtype in files. source: how it is read. target: how it ends."""
+
+    made: Made
+    stored: str
+    source: Sharding
+    target: Sharding
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether what is read goes on by the network."""
+        return self.source != self.target
+
+
+def plan_load(
+    checkpoint: Checkpoint,
+    rules: Rules | Mapping[Any, Any],
+    mesh: Mesh,
+    names: Names | None = None,
+    *,
+    dtype: str | None = None,
+    profile: str | Path | Profile = "h100",
+) -> dict[str, Load]:
+    """Every array that a load makes of a checkpoint.
+
+    rules: layouts, for names here. names: what is here, of what is stored. dtype: of all arrays of floats;
+    None: as they are stored. profile: of the machine; without a disk in it every device reads what it needs.
+    Raises XshardError for a name without a rule or a rule without a name, and where a layout does not fit.
+    """
+    machine, found = load_profile(profile), {}
+    made = stored_as(checkpoint, names)
+    for name, text in Rules(rules).match(made, what="array").items():
+        each = made[name]
+        if dtype is not None and dtypes.precision(each.dtype):
+            each = each._replace(dtype=dtypes.name_of(dtype))
+        with located(name):
+            found[name] = load_of(checkpoint, each, Sharding(Layout.parse(text), mesh, each.shape), machine)
+    return found
+
+
+def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, Made]:
+    """What a mapping makes of all arrays of a checkpoint."""
+    return (names or Names(rename("**", "**"))).resolve(checkpoint.shapes, checkpoint.dtypes)
+
+
+def load_of(checkpoint: Checkpoint, made: Made, target: Sharding, profile: Profile) -> Load:
+    """One array that is to be under one layout. Raises ShapeError where it has another shape."""
+    if made.shape != target.shape:
+        raise ShapeError(
+            f"shape {made.shape} in the checkpoint, {target.shape} here", hint="names= may say why"
+        )
+    check_whole(target)
+    stored = checkpoint[made.pieces[0].src.name].dtype
+    return Load(made, stored, read_under(target, made.dtype, profile), target)
+
+
+def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
+    """The layout under which an array is read: its own, or one with replicas cut too, which then share.
+
+    >>> from xshard.cost.model import load_profile
+    >>> slow = replace(load_profile("h100"), disk=Link(1e-4, 2e9))
+    >>> str(read_under(Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 8192)), "bfloat16", slow).layout)
+    'o/tp i/dp'
+    """
+    mesh, layout = target.mesh, target.layout
+    cuts = [axis for dim in layout.dims for axis in dim.axes]
+    idle = [axis for axis in mesh.axes if axis not in cuts and mesh.size(axis) > 1]
+    if profile.disk is None or not idle or not target.shape or 0 in target.shape:
+        return target
+    near = tuple(a for a in idle if profile.link(a, mesh) == profile.default)
+    ways = [(_reading_s(target, dtype, profile.disk, profile), target)]
+    for axes in dict.fromkeys((near, tuple(idle))):
+        if axes:
+            source = _cut_further(target, axes)
+            ends = (
+                source.layout,
+                Layout(layout.dims),
+                mesh,
+                mesh,
+                range(mesh.n_devices),
+                range(mesh.n_devices),
+            )
+            sharing = find_plan(Request(*ends, target.shape, dtype, profile)).cost
+            ways.append((sharing + _reading_s(source, dtype, profile.disk, profile), source))
+    return min(ways, key=lambda way: way[0])[1]
+
+
+def read_block(
+    checkpoint: Checkpoint, load: Load, device: int, out: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """The block of a device under the layout in which it is read, of the carrier of the stored dtype.
+
+    out: where to read it to.
+    """
+    if out is None:
+        out = np.empty(load.source.local_shape(device), dtypes.carrier(load.stored))
+    for pair in box_pairs(load.made.pieces, load.source, device):
+        out[pair.at] = pair.to_block(checkpoint.read(pair.name, pair.box))
+    return out
+
+
+def _cut_further(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
+    """The sharding with its longest dim cut over more axes; what they copied, they do not any more."""
+    longest = max(range(len(sharding.shape)), key=lambda d: sharding.max_local_shape[d])
+    dims = list(sharding.layout.dims)
+    dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
+    return sharding.with_layout(Layout(tuple(dims)))
+
+
+def _reading_s(sharding: Sharding, dtype: str, disk: Link, profile: Profile) -> float:
+    """Seconds in which the devices of a node read their blocks from their one disk."""
+    together = min(profile.node_devices or sharding.mesh.n_devices, sharding.mesh.n_devices)
+    n_bytes = dtypes.n_bytes(sharding.max_local_shape, dtype)
+    return disk.latency_s + together * n_bytes / disk.bytes_per_s
