@@ -30,6 +30,7 @@ from torch_bridge.ops import (
 )
 from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
+from torch_bridge.state.files import load, save
 from torch_bridge.state.live import LostVersionError, Publisher, Subscriber
 from torch_bridge.state.transfer import transfer
 from torch_bridge.testing.launch import RankError, run_ranks
@@ -58,6 +59,7 @@ __all__ = [
     "from_placements",
     "grad_norm",
     "halo_exchange",
+    "load",
     "load_state_dict",
     "nn",
     "no_sync",
@@ -70,6 +72,7 @@ __all__ = [
     "reduce_from",
     "reduce_scatter",
     "run_ranks",
+    "save",
     "slice",
     "state_dict",
     "to_placements",

@@ -1,0 +1,189 @@
+"""`save` and `load` on ranks: any layout to any other, bit by bit, in models and trees, and errors on all."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import torch_bridge as xt
+import xshard as xs
+from tests.torch_bridge.helpers import on_ranks
+from xshard import Mesh
+from xshard.state import Names, concat, files, rename
+
+MESH = Mesh(dp=2, tp=2)
+FSDP = {"{q,k,v}": "o/(dp,tp) i", "f8": "o/dp i/tp", "flags": "n/tp", "norm": "n"}
+SERVED = {"{q,k,f8}": "o/tp i", "v": "o i/zigzag(tp)", "flags": "n", "norm": "n/(dp,tp)"}
+FUSED = Names(concat(["q", "k", "v"], "qkv", rows=(8, 4, 4)), rename("**", "**"))
+SLOW = replace(xs.load_profile("gloo"), disk=xs.Link(1e-4, 1.0))  # a byte per second: what is read is shared
+LAYERS = {"0.weight": "o/tp i", "0.bias": "o/tp", "2.weight": "o i/tp", "2.bias": "o -> o | sum(tp)"}
+
+
+def whole() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"q": (8, 16), "k": (4, 16), "v": (4, 16)}
+    made = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    return {
+        **made,
+        "f8": torch.randn(8, 4).to(torch.float8_e4m3fn),
+        "flags": torch.rand(8) > 0.5,
+        "norm": torch.rand(6),
+    }
+
+
+def cut(layouts: dict[str, str]) -> dict[str, Tensor]:
+    """This rank's blocks of the whole arrays, by their positions."""
+    found = {}
+    for name, text in xs.Rules(layouts).match(list(tree := whole())).items():
+        x, layout = tree[name], xs.Layout(text)
+        for d in range(x.ndim):
+            rows = torch.from_numpy(layout.positions(MESH, x.shape, d, dist.get_rank()))
+            x = (
+                x.view(torch.uint8).index_select(d, rows).view(x.dtype)
+                if x.itemsize == 1
+                else x.index_select(d, rows)
+            )
+        found[name] = x.contiguous()
+    return found
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype and found[name].shape == x.shape, name
+        assert torch.equal(found[name].view(torch.uint8), x.view(torch.uint8)), name
+
+
+def model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    inputs, outputs = {"": "b i -> b i | copy(tp)"}, {"2": "b o | sum(tp) -> b o"}
+    return xt.parallelize(layers, Mesh(tp=4), parameters=LAYERS, inputs=inputs, outputs=outputs)
+
+
+def _from_training_to_serving(folder: str) -> None:
+    xt.save(cut(FSDP), f"{folder}/plain", FSDP, MESH, shard_bytes=100)
+    check_equal(xt.load(f"{folder}/plain", SERVED, MESH, verify=True), cut(SERVED))
+    xt.save(cut(FSDP), f"{folder}/fused", FSDP, MESH, names=FUSED)
+    check_equal(xt.load(f"{folder}/fused", SERVED, MESH, names=FUSED.inverse), cut(SERVED))
+    with files.open_checkpoint(f"{folder}/plain") as opened:
+        check_equal(xt.load(opened, SERVED, MESH, profile=SLOW), cut(SERVED))
+        total = torch.tensor(opened.bytes_read)
+    dist.all_reduce(total)
+    assert int(total) == sum(x.nbytes for x in whole().values())  # each row once
+
+
+def _trees_and_dtensors(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(torch.arange(15.0).reshape(5, 3), mesh, [Shard(0), Replicate()])
+    weight = nn.Parameter(torch.full((2, 4), float(dist.get_rank() % 2)))
+    optimizer = torch.optim.AdamW([weight], lr=0.5)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    tree = {"x": x, "optimizer": optimizer.state_dict(), "epoch": 3, "name": "a"}
+    rules = {"**.{exp_avg,exp_avg_sq}": "o/tp i", "**": "..."}
+    xt.save(tree, folder, rules, MESH)
+    zeros = {"x": torch.zeros_like(x), "optimizer": optimizer.state_dict(), "epoch": 0, "name": ""}
+    averages = optimizer.state[weight]["exp_avg"].clone()
+    for state in optimizer.state[weight].values():
+        state.zero_()
+    found = xt.load(folder, rules, MESH, into=zeros)
+    assert isinstance(found["x"], DTensor) and torch.equal(found["x"].full_tensor(), x.full_tensor())
+    assert (found["epoch"], found["name"]) == (3, "a")
+    assert found["optimizer"]["param_groups"][0]["lr"] == 0.5 and found["optimizer"]["state"][0]["step"] == 1
+    assert torch.equal(optimizer.state[weight]["exp_avg"], averages)  # its own memory is filled
+
+
+def _models(folder: str) -> None:
+    trained, served = model("cpu"), model("meta")
+    with torch.no_grad():
+        trained[2].weight.add_(1)
+    xt.save(trained, folder)
+    assert xt.load(folder, into=served) is served
+    x = torch.ones(3, 4)
+    assert torch.equal(served(x), trained(x))
+    before = [parameter.data_ptr() for parameter in served.parameters()]
+    with torch.no_grad():
+        for parameter in served.parameters():
+            parameter.zero_()
+    xt.load(folder, into=served, profile=SLOW)
+    assert torch.equal(served(x), trained(x))
+    assert [parameter.data_ptr() for parameter in served.parameters()] == before
+
+
+def _errors(folder: str) -> None:
+    """On all ranks, with the same old checkpoint after it."""
+    rank = dist.get_rank()
+    xt.save({"a": torch.ones(2)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+    for wrong, why in (
+        (lambda: xt.save({"a": torch.ones(2)}, folder, {"a": "n | sum(tp)"}, Mesh(tp=4)), "a: 'n | sum"),
+        (
+            lambda: xt.save({"a": torch.ones(2)}, folder, {"b": "n"}, Mesh(tp=4)),
+            "no rule for 1 of 1 tensors: a",
+        ),
+        (lambda: xt.save({"a": object()}, folder, None, Mesh(tp=4)), "a: "),
+        (lambda: xt.load(folder, {"b": "n"}, Mesh(tp=4)), "no rule for 1 of 1 arrays: a"),
+        (lambda: xt.load(folder, into={"b": torch.ones(2)}), "b is not in the checkpoint"),
+        (
+            lambda: xt.load(folder, into={"a": torch.ones(2)}),
+            "a: shape \\(8,\\) in the checkpoint, \\(2,\\) here",
+        ),
+        (lambda: xt.load(f"{folder}/none"), "none: No such file"),
+    ):
+        with pytest.raises(xs.XshardError, match=why.replace("|", "\\|")):
+            wrong()
+    with pytest.raises(xt.DesyncError, match="disagree"):
+        xt.save({"a": torch.ones(2 + rank)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+    if rank == 2:  # whose part of the writing fails
+
+        def full(*call: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        os.pwrite = full
+    with pytest.raises(xt.DesyncError, match=r"(?s)rank 2: .*FileError: .*No space left on device"):
+        xt.save({"a": torch.zeros(2)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+    assert torch.equal(xt.load(folder)["a"], torch.ones(8))
+    dist.barrier()
+    assert not list(Path(folder).glob(".saving-*"))
+
+
+@pytest.mark.parametrize("check", [_from_training_to_serving, _trees_and_dtensors, _models, _errors])
+def test_on_four_ranks(check: Any, tmp_path: Path) -> None:
+    on_ranks(4, check, str(tmp_path))
+
+
+def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None:
+    """Without a world a mesh has one device; what is loaded into lies where it lay, without a second copy."""
+    tree = whole()
+    xt.save(tree, tmp_path)
+    (shard,) = tmp_path.glob("*.safetensors")
+    check_equal(safetensors.torch.load_file(shard), tree)
+    safetensors.torch.save_file(tree, tmp_path / "theirs.st.safetensors")
+    check_equal(xt.load(tmp_path / "theirs.st.safetensors"), tree)
+    big = {"w": torch.rand(512, 512)}
+    xt.save(big, tmp_path / "big")
+    into = {"w": torch.zeros(512, 512)}
+    tracemalloc.start()
+    try:
+        assert xt.load(tmp_path / "big", into=into)["w"] is into["w"]
+        assert tracemalloc.get_traced_memory()[1] < big["w"].nbytes / 2
+    finally:
+        tracemalloc.stop()
+    check_equal(into, big)
+    check_equal(xt.load(tmp_path / "big", dtype=torch.bfloat16), {"w": big["w"].bfloat16()})
+    with pytest.raises(xs.MeshError, match="no process group"):
+        xt.load(tmp_path / "big", None, Mesh(tp=2))
+    with pytest.raises(xs.XshardError, match="w is on the meta device"):
+        xt.load(tmp_path / "big", into={"w": torch.empty(512, 512, device="meta")})

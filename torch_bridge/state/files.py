@@ -1,0 +1,239 @@
+"""`save` and `load`: trees of blocks on processes <-> files.
+
+Decides who writes and reads when, and that all processes fail together. What is where in files is decided in
+`xshard.state.files`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_with_path
+
+from torch_bridge.many import redistribute_many
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.process_mesh import MeshLike
+from torch_bridge.state.blocks import WHOLE, Leaf, axes_of, leaves_of, processes_of, rank
+from xshard import Profile, Rules, XshardError, dtypes, load_profile
+from xshard.arguments import parse_bytes
+from xshard.errors import located
+from xshard.rules import leaf_name
+from xshard.state import Names, files
+from xshard.state.files.loading import load_of, stored_as
+
+BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
+Loads = dict[str, tuple[files.Load, Leaf]]
+
+
+def save(
+    tree: Any,
+    path: str | Path,
+    rules: Rules | Mapping[Any, Any] | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    names: Names | None = None,
+    shard_bytes: int | str = "5GiB",
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Blocks on processes -> safetensors files and their index in a folder that all processes can reach.
+
+    Every element is written once, by one of the processes that have it, all of them at once; until the end
+    the folder keeps the checkpoint that it had. All processes of the mesh call it.
+
+    tree: a model, a state dict, or any tree of tensors, numbers and texts; parallel models and DTensors bring
+    their layouts. rules: layouts of the other tensors, by name; None: they are whole, and equal everywhere.
+    mesh: of the processes; None: the world. names: what is stored, of what is here. shard_bytes: of a file.
+    shapes: global ones, by name, where blocks differ in size.
+
+    Raises, on all processes: before anything is written, XshardError for a name without a rule, PlanError for
+    sums and halos, DtypeError; FileError where the disk is full, with the old checkpoint as it was.
+
+    >>> import tempfile, torch, torch.distributed as dist, torch_bridge as xt
+    >>> from xshard import Mesh
+    >>> def there_and_back(folder):
+    ...     xt.save({"w": torch.full((1, 4), dist.get_rank())}, folder, {"w": "o/tp i"}, Mesh(tp=2))
+    ...     return xt.load(folder, {"w": "o i/tp"}, Mesh(tp=2))["w"].tolist()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     xt.run_ranks(2, there_and_back, folder)
+    [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
+    """
+    path, ranks = Path(path), processes_of(mesh)
+    leads = rank() == ranks[0]
+    leaves: dict[str, Leaf] = {}
+    found: list[files.Saving] = []
+
+    def planned() -> CallFacts:
+        given, constants = leaves_of(tree, rules, mesh, shapes)
+        leaves.update(given)
+        sources = {
+            name: files.Source(leaf.sharding, dtypes.name_of(leaf.dtype), leaf.ranks)
+            for name, leaf in leaves.items()
+        }
+        limit = parse_bytes(shard_bytes) if isinstance(shard_bytes, str) else shard_bytes
+        found.append(files.plan_save(sources, names, shard_bytes=limit, constants=constants))
+        return CallFacts({"folder": str(path), "plan": found[0].digest}, {}, ranks, {})
+
+    def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
+        block = leaves[name].block
+        assert block is not None
+        return _carried(block.to("cpu", getattr(torch, dtype)))
+
+    asked = f"save to {path}"
+    _meet(ranks, asked, planned)
+    saving = found[0]
+    token = _tell(ranks, asked, lambda: files.begin(saving, path) if leads else None)[0]
+    try:
+        sums: dict[str, list[Any]] = {}
+        for some in _tell(ranks, asked, lambda: files.write(saving, path, token, rank(), block_of)):
+            for name, each in some.items():
+                sums.setdefault(name, []).extend(each)
+        _tell(ranks, asked, lambda: files.commit(saving, path, token, sums) if leads else None)
+    except BaseException:
+        if leads:
+            files.abort(path, token)
+        raise
+
+
+def load(
+    path: str | Path | files.Checkpoint,
+    rules: Rules | Mapping[Any, Any] | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    names: Names | None = None,
+    into: Any = None,
+    strict: bool = True,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    profile: str | Path | Profile = "h100",
+    verify: bool = False,
+) -> Any:
+    """Files -> this process's blocks, by name: each process reads the rows that it needs, and no others.
+
+    path: a safetensors file, a folder of them, or an opened checkpoint of any format. rules: layouts, by the
+    names that result; None: whole arrays. mesh: of the processes, all of which call it; None: the world.
+    names: what results, of what is stored.
+    into: a model or a tree whose tensors are filled in place, on their devices and in their dtypes, and which
+    is returned; parallel models and DTensors bring their layouts. What a parallel model has on the meta
+    device is made on `device`. strict: whether every name has to be in both.
+    dtype: of all floats, without `into`. profile: of the machine; if it has a disk, processes that need the
+    same rows may read a part each and share it. verify: compare checksums, which reads everything once.
+
+    Raises, on all processes, before anything is read: FileError for files that are not right, XshardError for
+    names without a rule and rules without a name, ShapeError.
+    """
+    ranks, machine = processes_of(mesh), load_profile(profile)
+    loads: Loads = {}
+    opened: list[files.Checkpoint] = []
+
+    def planned() -> CallFacts:
+        opened.append(path if isinstance(path, files.Checkpoint) else files.open_checkpoint(path))
+        if into is None:
+            cast = None if dtype is None else dtypes.name_of(dtype)
+            given = opened[0], rules or WHOLE, axes_of(mesh), names
+            for name, one in files.plan_load(*given, dtype=cast, profile=machine).items():
+                kind = getattr(torch, one.made.dtype)
+                loads[name] = one, Leaf([name], None, kind, one.target, mesh or axes_of(None), ranks)
+        else:
+            loads.update(
+                _filling(opened[0], leaves_of(into, rules, mesh)[0].values(), names, strict, machine)
+            )
+        if verify:
+            files.verify(opened[0], ranks.index(rank()), len(ranks))
+        said = {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
+        return CallFacts({"arrays": str(said)}, {}, ranks, {})
+
+    _meet(ranks, f"load {path}", planned)
+    result: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
+    for name, (one, leaf) in loads.items():
+        if rank() in leaf.ranks:
+            result[name] = out = leaf.target(device)
+            if (read := _read(opened[0], one, leaf, out)) is not None:
+                shared[name] = read
+        if sum(x.nbytes for x in shared.values()) > BUCKET_BYTES:
+            _share(shared, loads, result, machine)
+    _share(shared, loads, result, machine)
+    constants = dict(opened[0].constants)
+    if not isinstance(path, files.Checkpoint):
+        opened[0].close()
+    for name, (_, leaf) in loads.items():
+        if leaf.is_meta and leaf.put is not None:
+            leaf.put(result[name])
+    if into is None or isinstance(into, nn.Module):
+        return result if into is None else into
+    return tree_map_with_path(lambda at, x: constants.get(leaf_name(at), x), into)
+
+
+def _filling(
+    checkpoint: files.Checkpoint, leaves: Any, names: Names | None, strict: bool, profile: Profile
+) -> Loads:
+    """What is loaded into the leaves of a tree, each under the first of its names that is stored."""
+    made, found = stored_as(checkpoint, names), Loads()
+    missing = [leaf.names[0] for leaf in leaves if not made.keys() & set(leaf.names)]
+    others = [name for name in made if not any(name in leaf.names for leaf in leaves)]
+    if strict and (missing or others):
+        where = (
+            f"{missing[0]} is not in the checkpoint" if missing else f"{others[0]} is only in the checkpoint"
+        )
+        raise XshardError(where, hint="names= maps them; strict=False passes over what is not in both")
+    for leaf in leaves:
+        if leaf.is_meta and leaf.put is None:
+            raise XshardError(f"{leaf.names[0]} is on the meta device", hint="parallelize the model first")
+        for name in [name for name in leaf.names if name in made][:1]:
+            with located(name):
+                found[name] = load_of(checkpoint, made[name], leaf.sharding, profile), leaf
+    return found
+
+
+def _read(checkpoint: files.Checkpoint, one: files.Load, leaf: Leaf, out: Tensor) -> Tensor | None:
+    """Fill a block, in its own memory where files have the same bytes; return what is to be shared."""
+    stored = getattr(torch, one.stored)
+    direct = not one.is_shared and out.device.type == "cpu" and out.dtype == stored
+    read = files.read_block(checkpoint, one, leaf.device, _carried(out) if direct else None)
+    if direct:
+        return None
+    block = torch.from_numpy(read).view(stored)
+    if one.is_shared:
+        return block.to(out.device, out.dtype)
+    out.copy_(block)
+    return None
+
+
+def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile) -> None:
+    """What processes read for others goes on by the network."""
+    together: dict[MeshLike, dict[str, files.Load]] = {}
+    for name in blocks:
+        one, leaf = loads[name]
+        together.setdefault(leaf.mesh, {})[name] = one
+    for mesh, ends in together.items():
+        moves = {name: f"{one.source.layout} -> {one.target.layout}" for name, one in ends.items()}
+        shapes = {name: one.made.shape for name, one in ends.items()}
+        some = {name: blocks[name] for name in ends}
+        for name, block in redistribute_many(some, moves, mesh, shapes=shapes, profile=profile).items():
+            result[name].copy_(block)
+    blocks.clear()
+
+
+def _carried(x: Tensor) -> NDArray[Any]:
+    """A tensor on a CPU as numpy has it, sharing its memory."""
+    return x.detach().view(getattr(torch, dtypes.carrier(dtypes.name_of(x.dtype)).name)).numpy()
+
+
+def _meet(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts]) -> Sequence[dict[str, str]]:
+    """Raise on all ranks where one of them fails; else what each of them has to say of itself."""
+    if len(ranks) == 1:
+        return [prepare().own]
+    found = compare_ranks(ranks, asked, prepare)
+    return [found[each]["own"] for each in ranks]
+
+
+def _tell(ranks: Sequence[int], asked: str, do: Callable[[], Any]) -> list[Any]:
+    """Do something on all ranks -> what each of them made, as JSON has it."""
+    met = _meet(ranks, asked, lambda: CallFacts({}, {}, ranks, {"made": json.dumps(do())}))
+    return [json.loads(each["made"]) for each in met]
