@@ -21,6 +21,7 @@ PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 API = (
     "xshard",
     "xshard.state",
+    "xshard.state.files",
     "xshard.testing",
     "torch_bridge",
     "torch_bridge.nn",

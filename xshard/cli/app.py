@@ -16,6 +16,7 @@ from xshard.cli.calibrate import calibrate_command
 from xshard.cli.explore.command import explore
 from xshard.cli.plan import plan_command
 from xshard.cli.show import show
+from xshard.cli.state import state
 from xshard.cli.verify import verify
 from xshard.errors import XshardError
 from xshard.pictures.console import print_error
@@ -49,3 +50,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.add_typer(state, name="state")

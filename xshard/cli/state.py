@@ -1,0 +1,156 @@
+"""`xshard state`: what a checkpoint has, another form of it, and where two differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from numpy.typing import NDArray
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from xshard import dtypes
+from xshard.arguments import parse_bytes
+from xshard.cli.options import MESH_HELP
+from xshard.errors import XshardError
+from xshard.formatting import format_bytes
+from xshard.layout import Mesh
+from xshard.pictures.console import console, headed_table
+from xshard.state import Names
+from xshard.state.differences import differences
+from xshard.state.files import (
+    Source,
+    abort,
+    begin,
+    commit,
+    open_checkpoint,
+    plan_load,
+    plan_save,
+    read_block,
+    verify,
+    write,
+)
+from xshard.state.llama import named
+from xshard.state.text import names_from_json
+
+state = typer.Typer(help="Checkpoints: show one, convert one, compare two.", no_args_is_help=True)
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A safetensors file, or a folder of them.")
+]
+
+
+@state.command("show")
+def show_state(
+    path: PathArgument,
+    check: Annotated[bool, typer.Option("--verify", help="Compare all checksums.")] = False,
+) -> None:
+    """Print the names, shapes, dtypes, layouts and files of a checkpoint.
+
+    Example: xshard state show model/
+    """
+    table = headed_table(
+        "array", "shape", "dtype", "layout", "bytes", "file", left=("array", "dtype", "layout", "file")
+    )
+    out = console()
+    with open_checkpoint(path) as found:
+        sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in found.items()}
+        for name, x in found.items():
+            layout = str(found.layouts.get(name, ""))
+            shape = "x".join(map(str, x.shape)) or "()"
+            table.add_row(
+                Text(name), shape, x.dtype, Text(layout), format_bytes(sizes[name]), found.places[name]
+            )
+        out.print(table)
+        on = f", on {found.mesh!r}" if found.mesh else ""
+        out.print(f"{len(found)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True)
+        if check:
+            out.print(f"{verify(found)} checksums are right", soft_wrap=True)
+
+
+@state.command("convert")
+def convert(
+    path: PathArgument,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="A folder.")],
+    names: Annotated[
+        str, typer.Option(metavar="NAMES", help="A JSON file of relations, or as llama-to-fused:32,8,128.")
+    ] = "",
+    rules: Annotated[
+        str, typer.Option(metavar="FILE", help="JSON: a layout for every pattern of names.")
+    ] = "",
+    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)] = "",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of all floats, as in bfloat16.")] = "",
+    shard_bytes: Annotated[str, typer.Option(metavar="BYTES", help="Of a file, as in 5GiB.")] = "5GiB",
+) -> None:
+    """Write a checkpoint under other names, in other shards; an array at a time is in memory.
+
+    The layouts of --rules are written with the arrays, for those that read them.
+
+    Example: xshard state convert hf/ fused/ --names llama-to-fused:32,8,128
+    """
+    columns = (TextColumn("written"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    err, on = console(stderr=True), Mesh.parse(mesh)
+    laid: Mapping[Any, Any] = _json(rules) if rules else {"**": "..."}
+    with open_checkpoint(path) as found:
+        loads = plan_load(found, laid, on, _names(names), dtype=dtype or None)
+        saving = plan_save(
+            {name: Source(one.target, one.made.dtype, [0] * on.n_devices) for name, one in loads.items()},
+            shard_bytes=parse_bytes(shard_bytes),
+            constants=found.constants,
+        )
+        total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
+
+        def block_of(name: str, device: int, kind: str) -> NDArray[Any]:
+            return dtypes.recast(read_block(found, loads[name], device), loads[name].stored, kind)
+
+        token = begin(saving, output)
+        try:
+            with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+                bar = progress.add_task("", total=total)
+                sums = write(saving, output, token, 0, block_of, lambda n: progress.advance(bar, n))
+            commit(saving, output, token, sums)
+        except BaseException:
+            abort(output, token)
+            raise
+    console().print(f"{len(loads)} arrays, {format_bytes(total)}, in {output}", soft_wrap=True)
+
+
+@state.command("diff")
+def diff(
+    a: PathArgument,
+    b: Annotated[Path, typer.Argument(metavar="PATH", help="The other one.")],
+    before: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="An older state of the other one: what was not updated."),
+    ] = None,
+) -> None:
+    """Name the arrays that differ, and how: transposed, gate and up swapped, another order, not updated.
+
+    Exits with 1 if any does. Example: xshard state diff trained/ served/ --before old/
+    """
+    older = None if before is None else open_checkpoint(before)
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        found, n = list(differences(first, second, older)), len(first)
+    table = headed_table("array", "difference", left=("array", "difference"))
+    for each in found:
+        table.add_row(Text(each.name), Text(each.what))
+    if found:
+        console().print(table)
+    console().print(f"{len(found)} of {n} arrays differ", soft_wrap=True)
+    if found:
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> Names | None:
+    if not text:
+        return None
+    return names_from_json(_json(text)) if Path(text).is_file() else named(text)
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise XshardError(f"{path}: {error}") from None
