@@ -27,7 +27,7 @@ from torch_bridge.mesh.process_mesh import (
 )
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
 from torch_bridge.models.parameters import Kept, Setting
-from xshard import Layout, Mesh, Rules, Sharding, XshardError
+from xshard import Layout, Mesh, Rules, ShapeError, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.errors import located
 from xshard.plans.expression import whole_shape
@@ -107,11 +107,10 @@ def leaves_of(
             else:
                 raise XshardError(f"{shown(x)} is no tensor, number or text", hint="leave it out of the tree")
     for name, leaf in leaves.items():
-        want = leaf.sharding.local_shape(leaf.device) if leaf.block is not None else ()
-        if leaf.block is not None and tuple(leaf.block.shape) != want:
-            raise XshardError(
-                f"{name}: a block of shape {tuple(leaf.block.shape)}, not {want}", hint="pass shapes="
-            )
+        if leaf.block is not None and tuple(leaf.block.shape) != leaf.sharding.local_shape(leaf.device):
+            want, here = leaf.sharding.local_shape(leaf.device), tuple(leaf.block.shape)
+            whole = f"of {leaf.sharding.shape} under '{leaf.sharding.layout}'"
+            raise ShapeError(f"{name}: a block of shape {here}, not {want}", hint=f"that is its part {whole}")
     return leaves, constants
 
 

@@ -140,9 +140,7 @@ def load(
                 kind = getattr(torch, one.made.dtype)
                 loads[name] = one, Leaf([name], None, kind, one.target, mesh or axes_of(None), ranks)
         else:
-            loads.update(
-                _filling(opened[0], leaves_of(into, rules, mesh)[0].values(), names, strict, machine)
-            )
+            loads.update(_filling(opened[0], names, strict, machine, into, rules, mesh))
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
         said = {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
@@ -171,10 +169,11 @@ def load(
 
 
 def _filling(
-    checkpoint: files.Checkpoint, leaves: Any, names: Names | None, strict: bool, profile: Profile
+    checkpoint: files.Checkpoint, names: Names | None, strict: bool, profile: Profile, tree: Any, *where: Any
 ) -> Loads:
     """What is loaded into the leaves of a tree, each under the first of its names that is stored."""
     made, found = stored_as(checkpoint, names), Loads()
+    leaves = leaves_of(tree, *where, {name: each.shape for name, each in made.items()})[0].values()
     missing = [leaf.names[0] for leaf in leaves if not made.keys() & set(leaf.names)]
     others = [name for name in made if not any(name in leaf.names for leaf in leaves)]
     if strict and (missing or others):
