@@ -169,11 +169,17 @@ def load(
 
 
 def _filling(
-    checkpoint: files.Checkpoint, names: Names | None, strict: bool, profile: Profile, tree: Any, *where: Any
+    checkpoint: files.Checkpoint,
+    names: Names | None,
+    strict: bool,
+    profile: Profile,
+    tree: Any,
+    rules: Any,
+    mesh: MeshLike | None,
 ) -> Loads:
     """What is loaded into the leaves of a tree, each under the first of its names that is stored."""
     made, found = stored_as(checkpoint, names), Loads()
-    leaves = leaves_of(tree, *where, {name: each.shape for name, each in made.items()})[0].values()
+    leaves = leaves_of(tree, rules, mesh, {name: each.shape for name, each in made.items()})[0].values()
     missing = [leaf.names[0] for leaf in leaves if not made.keys() & set(leaf.names)]
     others = [name for name in made if not any(name in leaf.names for leaf in leaves)]
     if strict and (missing or others):

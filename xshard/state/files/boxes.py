@@ -58,7 +58,7 @@ def box_pairs(pieces: Iterable[Piece], sharding: Sharding, device: int) -> Itera
 
     >>> from xshard import Layout, Mesh
     >>> cut = Sharding(Layout("i o/tp"), Mesh(tp=2), (3, 8))
-    >>> part = next(box_pairs([Piece(Side("w"), Side("w"), (1, 0))], cut, device=1))
+    >>> pair = next(box_pairs([Piece(Side("w"), Side("w"), (1, 0))], cut, device=1))
     >>> pair.box, pair.at
     ((slice(4, 8, None), slice(0, 3, None)), (slice(0, 3, None), slice(0, 4, None)))
     """
