@@ -35,13 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made = cluster.run_torch(measures.calibrated, rate * 125e3, 2 if quick else 7, timeout_s=900.0)[0]
             profiles.append({"mbit": rate, "error": made.error, "profile": made.profile.to_json()})
             work = rate * 125e3, made.profile, 3 if quick else 7, quick
-            rows += [
-                {"mbit": rate} | row for row in cluster.run_torch(measures.rows, *work, timeout_s=900.0)[0]
-            ]
-            jax += [{"mbit": rate} | row for row in cluster.run_jax(reshards, *work, timeout_s=900.0)[0]]
+            ours = cluster.run_torch(measures.rows, *work, timeout_s=900.0)[0]
+            beside_xla = cluster.run_jax(reshards, *work, timeout_s=900.0)[0]
+            rows += [{"mbit": rate} | row for row in ours]
+            jax += [{"mbit": rate} | row for row in beside_xla]
     judged = judge(rows, profiles, jax)
     claim.show("Between nodes", judged)
-    _show(rows), _show(jax)
+    _show(rows)
+    _show(jax)
     about = record.about(record.command("nodes", options), "torch", "jax", load=os.getloadavg())
     found = {"claims": [each.to_dict() for each in judged], "cases": rows, "profiles": profiles, "jax": jax}
     print(record.write(options.output / "nodes.json", about, **found))
@@ -55,13 +56,8 @@ def judge(rows: Sequence[Row], profiles: Sequence[Row], jax: Sequence[Row]) -> t
         with_way = [row for row in rows if way in row["seconds"]]
         return [(f"{r['mbit']} {r['case']}", r["seconds"][way] / r["seconds"][OURS]) for r in with_way]
 
-    best = [
-        (
-            f"{r['mbit']} {r['case']}",
-            r["seconds"][OURS] / min(s for way, s in r["seconds"].items() if way != OURS),
-        )
-        for r in rows
-    ]
+    others = [min(s for way, s in row["seconds"].items() if way != OURS) for row in rows]
+    best = [(f"{r['mbit']} {r['case']}", r["seconds"][OURS] / s) for r, s in zip(rows, others, strict=True)]
     beside_xla = [(f"{r['mbit']} {r['case']}", r["seconds"]["XLA"] / r["seconds"][OURS]) for r in jax]
     errors = [(f"{row['mbit']} Mbit/s", row["error"]) for row in profiles]
     return (

@@ -1,12 +1,11 @@
 """Moves that must cross nodes, timed on ranks of two nodes: ours, ours blind to nodes, DTensor, by hand.
 
-Decides the moves, how large they are on a link, and how all ways run on the same block. Each runs on every rank of
-a world of two nodes with two ranks; of every turn the slowest rank counts.
+Decides the moves, how large they are on a link, and how all ways run on the same block. Each runs on every
+rank of a world of two nodes with two ranks; of every turn the slowest rank counts.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from torch_bridge.mesh.process_mesh import process_mesh
 from xshard.runtimes.calibrate import Calibration, calibrate
 from xshard.runtimes.calibration_plans import SIZES
 
-MESH = xs.Mesh(node=2, x=2)
+MESH, PER_NODE = xs.Mesh(node=2, x=2), 2
 MOVES = {
     "gather everything": "n/node/x d -> n d",
     "gather across, replicas inside": "n/node d -> n d",
@@ -80,15 +79,13 @@ def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, roun
     together = torch.tensor(list(found.values()), dtype=torch.float64)
     dist.all_reduce(together, dist.ReduceOp.MAX)
     seconds = {way: statistics.median(turns) for way, turns in zip(found, together.tolist(), strict=True)}
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    crossing = {way: plan_flow(plan, PER_NODE).nodes.max() for way, plan in plans.items()}
     return {
         "case": name,
         "expression": text,
         "shape": shape,
         "steps": {way: [str(step) for step in plan.steps] for way, plan in plans.items()},
         "predicted_s": {way: replace(plan, profile=profile).cost for way, plan in plans.items()},
-        "crossing_bytes": {
-            way: float(plan_flow(plan, per_node).nodes.max()) * 4 for way, plan in plans.items()
-        },
+        "crossing_bytes": {way: 4 * float(elements) for way, elements in crossing.items()},
         "seconds": seconds,
     }
