@@ -27,6 +27,7 @@ from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import group, spanned
 from xshard import Mesh, Plan, Sharding
+from xshard.cost.model import Fabric
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
 from xshard.steps import (
@@ -46,7 +47,6 @@ from xshard.steps import (
 )
 from xshard.steps.base import axes_of, even_parts, own_part
 from xshard.steps.permute import senders
-from xshard.steps.traffic import LinkSpans
 
 ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 ALONG = {"max": jnp.max, "min": jnp.min}
@@ -69,7 +69,7 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     else:
         x = without_padding(as_varying(x, axes), plan.source.with_layout(plan.source.normal))
         for step, before, after in plan.stages:
-            speeds = partial(_by_speed, before.mesh, plan.profile.link_spans(before.mesh))
+            speeds = partial(_by_speed, before.mesh, plan.profile.fabric(before.mesh))
             rules = RULES | {
                 Exchange: partial(exchange, transport=transport),
                 AllGather: _moves(partial(_all_gather, by_speed=speeds)),
@@ -82,14 +82,17 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
 Speeds = Callable[[tuple[str, ...]], list[tuple[str, ...]]]
 
 
-def _by_speed(mesh: Mesh, spans: LinkSpans, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The axes by the speed of their links, the slowest first; all together where one has several."""
+def _by_speed(mesh: Mesh, fabric: Fabric, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The axes by the speed of their links, the slowest first; all together where that is as fast.
+
+    Also where one axis has links of several speeds.
+    """
     levels: dict[int, tuple[str, ...]] = {}
-    for span in spans:
+    for span in fabric.spans:
         if span.axis in axes:
             levels[span.level] = (*levels.get(span.level, ()), span.axis)
     whole = sum(map(len, levels.values())) == len(axes)
-    return [levels[level] for level in sorted(levels)] if whole and len(levels) > 1 else [axes]
+    return [levels[level] for level in sorted(levels)] if whole and fabric.has_phases(axes) else [axes]
 
 
 def _all_gather(

@@ -17,7 +17,6 @@ MESH = xs.Mesh(a=2, b=4)
 CASES = {
     "n/a/b d -> n d": ("all_gather", 2),
     "n/(b,a) d -> n d": ("all_gather", 2),
-    "n/zigzag(b) d/a -> n d/a": ("all_gather", 1),
     "n d | sum(a,b) -> n/a/b d": ("reduce_scatter", 2),
     "n d | sum(a,b) -> n d/b/a": ("reduce_scatter", 2),
     "n d | max(a,b) -> n/a/b d": ("all_to_all", 1),
@@ -28,7 +27,7 @@ CASES = {
 @in_jax
 def test_values_by_phases(expression: str) -> None:
     src, _ = xs.parse_expression(expression)
-    plan, whole = xs.plan(expression, MESH, (16, 8), profile="h100:4"), np.arange(128.0).reshape(16, 8)
+    plan, whole = xs.plan(expression, MESH, (16, 8), profile="gloo:4"), np.arange(128.0).reshape(16, 8)
     assert len(plan.steps) == 1
     blocks = [(whole * (7 * device + 3)) % 11 for device in range(8)]
     if not src.tags:
