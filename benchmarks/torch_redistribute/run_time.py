@@ -93,11 +93,11 @@ def _row(case: Case, by_rank: Sequence[dict[str, list[Span]]]) -> Row:
 
 
 def _measured(cases: Sequence[Case], rounds: Sequence[int], profile: str) -> list[dict[str, list[Span]]]:
-    placement_types.shard_dim_alltoall = _all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
+    placement_types.shard_dim_alltoall = all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
     return [_times(_ways(case, profile), turns) for case, turns in zip(cases, rounds, strict=True)]
 
 
-def _all_to_all(block: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
+def all_to_all(block: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
     group = funcol._group_or_group_name(funcol._resolve_group((mesh, mesh_dim)))
     return torch.ops._dtensor.shard_dim_alltoall(block.contiguous(), gather_dim, shard_dim, group)
 
@@ -120,14 +120,14 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     assert BY_HAND not in ways or torch.equal(ways[BY_HAND](), expected), (
         f"by hand differs in {case.name}: {text}"
     )
-    theirs = _dtensor_way(case, mesh, block)
+    theirs = dtensor_way(case, mesh, block)
     # A DTensor that cannot be placed so, or gives other values, is not timed.
-    if theirs is not None and _everywhere(torch.equal(theirs(), expected)):
+    if theirs is not None and everywhere(torch.equal(theirs(), expected)):
         ways[DTENSOR] = theirs
     return ways
 
 
-def _dtensor_way(case: Case, mesh: DeviceMesh, block: Tensor) -> Callable[[], Tensor] | None:
+def dtensor_way(case: Case, mesh: DeviceMesh, block: Tensor) -> Callable[[], Tensor] | None:
     try:
         placed, target = (xt.to_placements(end, mesh, case.shape) for end in (case.src, case.dst))
     except xs.PlanError:
@@ -141,7 +141,7 @@ def _dtensor_way(case: Case, mesh: DeviceMesh, block: Tensor) -> Callable[[], Te
     return lambda: x.redistribute(mesh, target).to_local()
 
 
-def _everywhere(holds: bool) -> bool:
+def everywhere(holds: bool) -> bool:
     """Whether it holds on all ranks."""
     found = torch.tensor(float(holds))
     dist.all_reduce(found, dist.ReduceOp.MIN)

@@ -26,7 +26,8 @@ from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import group, spanned
-from xshard import Plan, Sharding
+from xshard import Mesh, Plan, Sharding
+from xshard.cost.model import Fabric
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
 from xshard.steps import (
@@ -67,18 +68,44 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
         x = without_padding(as_varying(x, axes), plan.source.with_layout(plan.source.normal))
-        rules = RULES | {Exchange: partial(exchange, transport=transport)}
         for step, before, after in plan.stages:
+            speeds = partial(_by_speed, before.mesh, plan.profile.fabric(before.mesh))
+            rules = RULES | {
+                Exchange: partial(exchange, transport=transport),
+                AllGather: _moves(partial(_all_gather, by_speed=speeds)),
+                ReduceScatter: partial(_reduce_scatter, by_speed=speeds),
+            }
             x = as_varying(rules[type(step)](step, x, before, after), axes)
     return as_invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
 
 
-def _all_gather(step: AllGather, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
-    dim = before.dim_index(step.dim)
-    axes = axes_of(step.shards)
+Speeds = Callable[[tuple[str, ...]], list[tuple[str, ...]]]
+
+
+def _by_speed(mesh: Mesh, fabric: Fabric, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The axes by the speed of their links, the slowest first; all together where that is as fast.
+
+    Also where one axis has links of several speeds.
+    """
+    levels: dict[int, tuple[str, ...]] = {}
+    for span in fabric.spans:
+        if span.axis in axes:
+            levels[span.level] = (*levels.get(span.level, ()), span.axis)
+    whole = sum(map(len, levels.values())) == len(axes)
+    return [levels[level] for level in sorted(levels)] if whole and fabric.has_phases(axes) else [axes]
+
+
+def _all_gather(
+    step: AllGather, x: jax.Array, before: Sharding, _: Sharding, by_speed: Speeds = lambda axes: [axes]
+) -> jax.Array:
+    dim, block = before.dim_index(step.dim), x.shape
+    phases = by_speed(axes_of(step.shards))  # the slowest link first, while blocks are small
+    axes = tuple(axis for phase in reversed(phases) for axis in phase)
     # Gathered along a new first dim, one copy puts the parts in place. Along another dim XLA transposes the
     # blocks before the collective and back after it.
-    x = lax.all_gather(x, **group(before.mesh, axes))
+    for phase in phases:
+        x = lax.all_gather(x, **group(before.mesh, phase))
+    x = x.reshape(-1, *block)
     x = _merged(jnp.moveaxis(x, 0, dim), dim)
     return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
 
@@ -109,12 +136,19 @@ def _all_reduce(step: AllReduce, x: jax.Array, _: Sharding, __: Sharding) -> jax
     return ALL_REDUCE[step.op](x, step.axes)
 
 
-def _reduce_scatter(step: ReduceScatter, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+def _reduce_scatter(
+    step: ReduceScatter, x: jax.Array, before: Sharding, _: Sharding, by_speed: Speeds = lambda axes: [axes]
+) -> jax.Array:
     dim, axes = before.dim_index(step.dim), axes_of(step.shards)
+    phases = by_speed(axes)[::-1] if step.op == "sum" else [axes]  # the slowest link last: pieces are small
+    axes = tuple(axis for phase in phases for axis in phase)
     x = _to_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
     pieces = jnp.moveaxis(_split(x, dim, before.mesh.size(*axes)), dim, 0)
     if step.op == "sum":
-        return lax.psum_scatter(pieces, axes)
+        block = pieces.shape[1:]
+        for phase in phases:
+            pieces = lax.psum_scatter(pieces.reshape(before.mesh.size(*phase), -1, *block), phase)
+        return pieces.reshape(block)
     # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
     return ALONG[step.op](as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0)
 

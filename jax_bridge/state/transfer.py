@@ -46,7 +46,7 @@ def transfer(
     bucket_bytes: int | str | None = BUCKET,
     donate: bool = False,
     dry_run: bool = False,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
 ) -> Any:
     """A tree of arrays on one mesh -> the same tree on another; with `names`, a dict by the names there.
 

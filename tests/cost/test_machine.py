@@ -81,3 +81,13 @@ def test_figures_of_accelerators_are_of_one_order(name):
     assert 1e13 < profile.flops("float32") <= profile.flops("bfloat16") <= profile.flops("int8") < 1e16
     assert 5e10 < profile.default.bytes_per_s < profile.copy_bytes_per_s < 5e12
     assert profile.across is None or profile.across.bytes_per_s < profile.default.bytes_per_s
+
+
+def test_phases_run_where_they_are_faster_than_a_ring():
+    """Between slow nodes, not between nodes of eight H100, which have a port each."""
+
+    def has_phases(profile, x=8, axes=("node", "x")):
+        return xs.load_profile(profile).fabric(xs.Mesh(node=2, x=x)).has_phases(axes)
+
+    assert has_phases("gloo:8") and has_phases("h100:2", 2) and not has_phases("h100")
+    assert not has_phases("gloo") and not any(has_phases("gloo:8", axes=(axis,)) for axis in ("node", "x"))

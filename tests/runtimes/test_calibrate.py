@@ -39,6 +39,7 @@ SLOW, FAST = xs.Link(9e-6, 1e9), xs.Link(2e-6, 8e9)
 RATES = (("bfloat16", 4e11), ("float32", 1e11))
 TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
 IN_ROUNDS = replace(ONE_LINK, rounds=True)
+OVER_NODES = [replace(ONE_LINK, default=FAST, across=SLOW, node_devices=n) for n in (2, 4)]
 
 
 def timed(profile, plans=None):
@@ -50,10 +51,17 @@ def timed(profile, plans=None):
 # --- the fit
 
 
-@pytest.mark.parametrize("profile", [ONE_LINK, TWO_LINKS, IN_ROUNDS], ids=["one link", "two links", "rounds"])
+@pytest.mark.parametrize(
+    "profile",
+    [ONE_LINK, TWO_LINKS, IN_ROUNDS, *OVER_NODES],
+    ids=["one link", "two links", "rounds", "half an axis is a node", "an axis is a node"],
+)
 def test_the_fit_finds_the_profile_that_made_the_times(profile):
     """To the last of its digits, whichever axis is slower; the order of levels has to be found too."""
-    assert fit(timed(profile), "made", "made up", rounds=profile.rounds) == profile
+    assert (
+        fit(timed(profile), "made", "made up", rounds=profile.rounds, node_devices=profile.node_devices)
+        == profile
+    )
 
 
 def test_links_swapped_between_axes_are_found_swapped():

@@ -76,6 +76,41 @@ def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
     return wrong, received() - before
 
 
+def resharded(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
+    """In a process of JAX with the devices of its node: as `moved`, of global arrays, in one program."""
+    from pathlib import Path
+
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    import jax_bridge as xj
+
+    def received() -> int:
+        multihost_utils.sync_global_devices("counts")
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+        line = next(line for line in lines if line.strip().startswith(link))
+        return int(line.partition(":")[2].split()[0])
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(plans[0].mesh.sizes), plans[0].mesh.axes)
+    wholes = [np.arange(np.prod(plan.shape), dtype="float32").reshape(plan.shape) % 257 for plan in plans]
+    arrays = [
+        jax.make_array_from_callback(
+            whole.shape, jax.NamedSharding(mesh, xj.to_partition_spec(plan.src)), whole.__getitem__
+        )
+        for whole, plan in zip(wholes, plans, strict=True)
+    ]
+    results = jax.block_until_ready(xj.reshard(arrays, list(plans)))
+    wrong = [
+        f"{plan.src} -> {plan.dst}"
+        for y, whole, plan in zip(results, wholes, plans, strict=True)
+        if not all(np.array_equal(shard.data, whole[shard.index]) for shard in y.addressable_shards)
+    ]
+    before = received()
+    jax.block_until_ready(xj.reshard(arrays, list(plans)))
+    return wrong, received() - before
+
+
 def crossing(plans: Sequence[xs.Plan], ranks: int) -> np.ndarray:
     """Bytes that the plans send into each node, as they say."""
     return sum(plan_flow(plan, ranks).nodes * dtypes.itemsize(plan.dtype) for plan in plans)
@@ -121,6 +156,27 @@ def test_values_and_what_crosses(n_nodes: int) -> None:
         pytest.skip(str(error))
 
 
+def check_jax(count: int) -> str:
+    """Random reshards of global arrays, which have no addends. Raises AssertionError."""
+    mesh = xs.Mesh(a=2, b=2)
+    drawn = held_out_plans(mesh, SIZES, 2 * count, 7, "host:2")
+    plans = [plan for plan in drawn if not plan.src.tags and not plan.dst.tags][:count]
+    with nodes(2, ranks=2) as cluster:
+        found = cluster.run_jax(resharded, plans, "eth0")
+    said, counted = crossing(plans, 2), np.array([n for _, n in found])
+    assert all(wrong == [] for wrong, _ in found), found
+    assert (np.abs(counted / said - 1) < 0.05).all(), (said, counted)
+    return f"JAX, {len(plans)} random: {counted / said} of {said / 2**20} MiB"
+
+
+def test_global_arrays() -> None:
+    try:
+        check_jax(12)
+    except NoNodesError as error:
+        pytest.skip(str(error))
+
+
 if __name__ == "__main__":
     for n_nodes in CLUSTERS:
         print(check(n_nodes, int(sys.argv[1])), flush=True)
+    print(check_jax(int(sys.argv[1])), flush=True)

@@ -105,7 +105,7 @@ def _moves(
             )
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, Retag | Mask) for s in plan.steps[:i])
-        links = plan.profile.link_spans(before.mesh)
+        links = plan.profile.fabric(before.mesh)
         moves = rule(step, Site(before, after, *context, i >= last, is_given, links))
         yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
 

@@ -16,10 +16,10 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.subarray import Fill, Subarray, subarray
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Sharding
+from xshard.cost.model import Fabric
 from xshard.layout.runs import Runs
 from xshard.steps.base import DimCut, own_part
 from xshard.steps.phases import Phases
-from xshard.steps.traffic import LinkSpans
 
 
 class Site(NamedTuple):
@@ -28,7 +28,7 @@ class Site(NamedTuple):
     lengths: the symbols of a compiler for the lengths of dims that no step cuts, by the names of dims; None
     where nothing is traced.
     is_last: whether the output of the step is the result. is_given: whether its input may be the plan's.
-    spans: what each kind of link connects along the axes of the mesh, the slowest first.
+    fabric: the links of the mesh.
     """
 
     before: Sharding
@@ -39,7 +39,7 @@ class Site(NamedTuple):
     lengths: Mapping[str, int] | None = None
     is_last: bool = True
     is_given: bool = True
-    spans: LinkSpans = ()
+    fabric: Fabric | None = None
 
     @property
     def device(self) -> int:
@@ -64,8 +64,9 @@ class Site(NamedTuple):
         return self.processes.group(axes)
 
     def phases(self, axes: Sequence[str]) -> Phases:
-        """What a collective along some axes of the mesh does over links of several speeds."""
-        return Phases.along(self.before.mesh, axes, self.spans, self.processes.ranks)
+        """The phases of a collective along some axes of the mesh; one where several are no faster."""
+        spans = self.fabric.spans if self.fabric and self.fabric.has_phases(axes) else ()
+        return Phases.along(self.before.mesh, axes, spans, self.processes.ranks)
 
     def among(self, devices: Sequence[int]) -> Group:
         """The processes of some devices along axes of the mesh, this one among them."""

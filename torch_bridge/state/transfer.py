@@ -44,7 +44,7 @@ def transfer(
     donate: bool = False,
     progress: Progress = False,
     dry_run: bool = False,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     device: torch.device | str | None = None,
 ) -> Any:
     """This process's blocks of a tree on one mesh -> its blocks on another, as new tensors.

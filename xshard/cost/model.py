@@ -24,7 +24,6 @@ from xshard.steps import Step, Traffic
 from xshard.steps.traffic import LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
-PHASED = ("all_gather", "reduce_scatter", "all_reduce")  # kinds with a collective per kind of link
 TOPOLOGIES = ("switch", "ring")
 FREE = ("retag", "transpose")  # kinds of local steps whose result is a view
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
@@ -143,13 +142,10 @@ class Profile:
         return known.get(kind, known.get("other", 0.0))
 
     def launches(self, kind: str, traffic: Traffic) -> int:
-        """How many collectives a step of a kind starts: one per kind of link where it runs in phases."""
+        """How many collectives a step of a kind starts."""
         if kind in LOCAL:
             return 0
-        if self.rounds and kind == "exchange":
-            return max(1, sum(hop.messages for hop in traffic.hops))
-        levels = len({hop.level for hop in traffic.hops}) if kind in PHASED else 1
-        return max(1, 2 * levels - 1 if kind == "all_reduce" else levels)
+        return max(1, sum(hop.messages for hop in traffic.hops)) if self.rounds and kind == "exchange" else 1
 
     def copied(self, traffic: Traffic) -> int:
         """Elements that a step copies locally."""
@@ -223,6 +219,22 @@ class Fabric:
                 way = max(1.0, self.mesh.size(hop.axis) / 4)
             total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
         return total
+
+    def has_phases(self, axes: Sequence[str]) -> bool:
+        """Whether a gather over axes is faster as a collective per kind of link than as one ring of all.
+
+        A ring sends all blocks but one over each of its links at once; the devices of a node share those that
+        leave it. Phases follow each other: over a slow link few blocks, over the faster ones those that came.
+        """
+        spans = [span for span in self.spans if span.axis in axes and span.size > 1]
+        n = math.prod(span.size for span in spans)
+        ring, phases, gathered, inside = 0.0, 0.0, 1, n
+        for span in spans:
+            seconds, inside = 1 / self.links[span.level].bytes_per_s, inside // span.size
+            ring = max(ring, (n - 1) * seconds / inside)
+            phases += (span.size - 1) * gathered * seconds
+            gathered *= span.size
+        return len({span.level for span in spans}) > 1 and phases < ring
 
     @cached_property
     def _launches(self) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""Redistributions between nodes, joined by links that are slow for real."""

@@ -1,0 +1,91 @@
+"""Moves that must cross nodes, timed on ranks of two nodes: ours, ours blind to nodes, DTensor, by hand.
+
+Decides the moves, how large they are on a link, and how all ways run on the same block. Each runs on every
+rank of a world of two nodes with two ranks; of every turn the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import placement_types
+
+import torch_bridge as xt
+import xshard as xs
+from benchmarks import by_turns
+from benchmarks.cases import Case
+from benchmarks.planner.traffic import plan_flow
+from benchmarks.torch_redistribute import by_hand
+from benchmarks.torch_redistribute.run_time import all_to_all, dtensor_way, everywhere
+from torch_bridge.mesh.process_mesh import process_mesh
+from xshard.runtimes.calibrate import Calibration, calibrate
+from xshard.runtimes.calibration_plans import SIZES
+
+MESH, PER_NODE = xs.Mesh(node=2, x=2), 2
+MOVES = {
+    "gather everything": "n/node/x d -> n d",
+    "gather across, replicas inside": "n/node d -> n d",
+    "rows to columns": "n/node/x d -> n d/node/x",
+    "two cuts change places": "n/node d/x -> n/x d/node",
+    "the order of a cut": "n/node/x d -> n/x/node d",
+    "replicas change places": "n/node d -> n/x d",
+    "all-reduce": "n d | sum(node,x) -> n d",
+    "reduce-scatter": "n d | sum(node,x) -> n/node/x d",
+    "reduce across, cut inside": "n/x d | sum(node) -> n/x d",
+}
+OURS, BLIND, DTENSOR, BY_HAND = "nodes known", "blind to nodes", "DTensor", "by hand"
+MOVE_S = 0.08  # seconds in which a link carries one block, so that launches do not count
+
+Row = dict[str, Any]
+
+
+def calibrated(bytes_per_s: float, rounds: int) -> Calibration:
+    """A profile of the nodes, by blocks that its link carries in 20 ms at most. On every rank."""
+    sizes = [size for size in SIZES if size <= bytes_per_s * 0.02]
+    return calibrate("torch", MESH, "nodes", sizes, rounds)
+
+
+def rows(bytes_per_s: float, profile: xs.Profile, rounds: int, quick: bool) -> list[Row]:
+    """A row per move. On every rank."""
+    placement_types.shard_dim_alltoall = all_to_all  # DTensor gathers on CPUs, though gloo has an all-to-all
+    side = 64 * round((bytes_per_s * MOVE_S / 4) ** 0.5 / 64)
+    moves = dict(list(MOVES.items())[: 2 if quick else None])
+    return [_row(name, text, (2 * side, 2 * side), profile, rounds) for name, text in moves.items()]
+
+
+def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, rounds: int) -> Row:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.axes)
+    case = Case(name, MESH, shape, "float32", *xs.parse_expression(text))
+    blind = replace(profile, across=None, node_devices=None)
+    plans = {
+        way: xs.plan(text, MESH, shape, profile=machine) for way, machine in ((OURS, profile), (BLIND, blind))
+    }
+    local = plans[OURS].source.local_shape(rank)
+    first = MESH.index(rank, case.src.axes)  # replicas are equal; whole numbers add exactly
+    block = (torch.arange(local[0] * local[1]) % 13 + first).float().view(local)
+    ways = {way: lambda plan=plan: xt.redistribute(block, plan, MESH) for way, plan in plans.items()}
+    expected = ways[OURS]()
+    written = by_hand.sequence(plans[BLIND], process_mesh(MESH))
+    others = {BY_HAND: written and (lambda: written(block)), DTENSOR: dtensor_way(case, mesh, block)}
+    for way, call in others.items():
+        if call is not None and everywhere(torch.equal(call(), expected)):
+            ways[way] = call
+    found = by_turns.seconds(ways, rounds, warm_up=1, before=dist.barrier)
+    together = torch.tensor(list(found.values()), dtype=torch.float64)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    seconds = {way: statistics.median(turns) for way, turns in zip(found, together.tolist(), strict=True)}
+    crossing = {way: plan_flow(plan, PER_NODE).nodes.max() for way, plan in plans.items()}
+    return {
+        "case": name,
+        "expression": text,
+        "shape": shape,
+        "steps": {way: [str(step) for step in plan.steps] for way, plan in plans.items()},
+        "predicted_s": {way: replace(plan, profile=profile).cost for way, plan in plans.items()},
+        "crossing_bytes": {way: 4 * float(elements) for way, elements in crossing.items()},
+        "seconds": seconds,
+    }
