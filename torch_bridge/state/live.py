@@ -22,7 +22,7 @@ from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.leaves import described, on_its_device, planned, rebuilt, rules_there, text_of_names
+from torch_bridge.state.leaves import asked, described, on_its_device, planned, rebuilt, rules_there
 from xshard import Mesh, MeshError, Profile, XshardError
 from xshard.state import Names, TreePlan
 from xshard.state.transfer import BUCKET
@@ -109,7 +109,7 @@ class _End:
         )
 
     def _text(self, plan: TreePlan) -> str:
-        return f"{plan}\nrules {self.rules}\nnames {text_of_names(self.names)}"
+        return "\n".join((str(plan), *asked(self.rules, self.names).values()))
 
     def _wait(self, *parts: object) -> str | None:
         """What the other program writes there, or None if it does not come in time."""

@@ -18,15 +18,7 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.leaves import (
-    described,
-    mesh_in,
-    on_its_device,
-    planned,
-    rebuilt,
-    rules_there,
-    text_of_names,
-)
+from torch_bridge.state.leaves import asked, described, mesh_in, on_its_device, planned, rebuilt, rules_there
 from xshard import MeshError, Profile
 from xshard.state import Names
 from xshard.state.transfer import BUCKET
@@ -80,8 +72,7 @@ def transfer(
 
     def prepared() -> CallFacts:
         ends = {"destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}"}
-        there = rules_there(rules)
-        options = {"rules": str(there), "names": text_of_names(names), "bucket_bytes": str(bucket_bytes)}
+        options = asked(rules, names) | {"bucket_bytes": str(bucket_bytes)}
         if tree is None:
             return CallFacts(ends | options, {}, (), {})
         own = described(tree, rules, src_mesh, shapes, rank)
