@@ -179,6 +179,12 @@ def asked(rules: Any, names: Names | None) -> dict[str, str]:
     return {"rules": " -> ".join(map(str, texts)), "names": "" if names is None else str(names.relations)}
 
 
+def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
+    """A block whose device is that of the transfer: counters of steps may be on the CPU beside the others."""
+    found = sorted(blocks.values(), key=lambda x: x.device.type == "cpu")
+    return found[0] if found else None
+
+
 def on_its_device(found: dict[str, Tensor], plan: TreePlan, facts: Facts) -> dict[str, Tensor]:
     """What was on the CPU beside tensors on other devices, as counters of steps, goes there again."""
     leaves = known_leaves(facts)

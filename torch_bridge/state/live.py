@@ -20,7 +20,7 @@ from torch_bridge.between import tensor_device_of
 from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
 from torch_bridge.state.carry import Progress
 from torch_bridge.state.ends import PAUSE_S, End
-from torch_bridge.state.leaves import described, on_its_device, rebuilt
+from torch_bridge.state.leaves import described, first_on_device, on_its_device, rebuilt
 from xshard import XshardError
 
 
@@ -76,7 +76,7 @@ class Publisher(End):
             server = json.loads(told["answer"])
             if server["plan"] != text:
                 raise _differing(text, server["plan"])
-            device = tensor_device_of(next(iter(blocks.values()), None), None, None)
+            device = tensor_device_of(first_on_device(blocks), None, None)
             sessions = f"{self.session}-{server['session']}"
 
             def sent() -> None:

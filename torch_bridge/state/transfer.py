@@ -18,7 +18,16 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.leaves import asked, described, mesh_in, on_its_device, planned, rebuilt, rules_there
+from torch_bridge.state.leaves import (
+    asked,
+    described,
+    first_on_device,
+    mesh_in,
+    on_its_device,
+    planned,
+    rebuilt,
+    rules_there,
+)
 from xshard import MeshError, Profile
 from xshard.state import Names
 from xshard.state.transfer import BUCKET
@@ -99,8 +108,7 @@ def transfer(
     )
     if dry_run:
         return plan
-    first = next((x for x in blocks.values() if x.device.type != "cpu"), next(iter(blocks.values()), None))
-    where = tensor_device_of(first, device, dst_mesh)
+    where = tensor_device_of(first_on_device(blocks), device, dst_mesh)
     group = dist.group.WORLD
     assert group is not None
     found = carry(plan, blocks, where, group, donate=donate, progress=progress)
