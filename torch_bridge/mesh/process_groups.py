@@ -42,7 +42,9 @@ def group_of_programs(store: Store, name: str, rank: int, size: int, timeout: ti
 
     Their backends are those of this program's world.
     """
-    backend, _ = c10d._world.pg_map[dist.group.WORLD]
+    world = dist.group.WORLD
+    assert world is not None
+    backend, _ = c10d._world.pg_map[world]
     return _made(tuple(range(size)), rank, name, store, backend, timeout)
 
 

@@ -172,9 +172,17 @@ def rules_there(rules: Any) -> tuple[tuple[Any, Any], ...] | None:
     return tuple(Rules(rules[1]).items()) if isinstance(rules, list | tuple) else None
 
 
-def text_of_names(names: Names | None) -> str:
-    """A mapping in words, which ranks compare."""
-    return "" if names is None else repr(names.relations)
+def asked(rules: Any, names: Names | None) -> dict[str, str]:
+    """Rules and names in words, which processes compare."""
+    both = rules if isinstance(rules, list | tuple) else (rules,)
+    texts = (None if one is None else dict(Rules(one)) for one in both)
+    return {"rules": " -> ".join(map(str, texts)), "names": "" if names is None else str(names.relations)}
+
+
+def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
+    """A block whose device is that of the transfer: counters of steps may be on the CPU beside the others."""
+    found = sorted(blocks.values(), key=lambda x: x.device.type == "cpu")
+    return found[0] if found else None
 
 
 def on_its_device(found: dict[str, Tensor], plan: TreePlan, facts: Facts) -> dict[str, Tensor]:

@@ -19,13 +19,14 @@ from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.carry import Progress, carry
 from torch_bridge.state.leaves import (
+    asked,
     described,
+    first_on_device,
     mesh_in,
     on_its_device,
     planned,
     rebuilt,
     rules_there,
-    text_of_names,
 )
 from xshard import MeshError, Profile
 from xshard.state import Names
@@ -80,8 +81,7 @@ def transfer(
 
     def prepared() -> CallFacts:
         ends = {"destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}"}
-        there = rules_there(rules)
-        options = {"rules": str(there), "names": text_of_names(names), "bucket_bytes": str(bucket_bytes)}
+        options = asked(rules, names) | {"bucket_bytes": str(bucket_bytes)}
         if tree is None:
             return CallFacts(ends | options, {}, (), {})
         own = described(tree, rules, src_mesh, shapes, rank)
@@ -108,8 +108,7 @@ def transfer(
     )
     if dry_run:
         return plan
-    first = next((x for x in blocks.values() if x.device.type != "cpu"), next(iter(blocks.values()), None))
-    where = tensor_device_of(first, device, dst_mesh)
+    where = tensor_device_of(first_on_device(blocks), device, dst_mesh)
     group = dist.group.WORLD
     assert group is not None
     found = carry(plan, blocks, where, group, donate=donate, progress=progress)
