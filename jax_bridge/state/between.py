@@ -210,7 +210,7 @@ def _program(
     specs: Any = {"in_specs": tuple(map(_spec, shapes)), "out_specs": [_spec(new.block) for new in wanted]}
 
     def run(*blocks: jax.Array) -> list[jax.Array]:
-        return transfer(blocks, wanted, mesh.size, transport)
+        return list(transfer(blocks, wanted, mesh.size, transport))
 
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
 
