@@ -53,7 +53,8 @@ def carried(arrays: Mapping[str, Held], bucket: Sequence[ArrayPlan], devices: Nu
     bucket = [replace(new, moves=tuple(_runnable(move, new) for move in new.moves)) for new in bucket]
     first = bucket[0].moves[0].plan
     numbers = sorted({*first.src_devices, *first.dst_devices})
-    given, wanted = [], []
+    given: list[Held] = []
+    wanted: list[Wanted] = []
     for new in bucket:
         taken = []
         for move in new.moves:
