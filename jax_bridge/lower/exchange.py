@@ -7,7 +7,7 @@ are slices of one shape; else by tables of rows, padded to the longest along eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,20 +20,13 @@ from jax_bridge.lower.row_tables import VOID, Table, inverse, mine, pick
 from jax_bridge.lower.schedule import Round, Schedule, box_shape, rounds
 from jax_bridge.lower.tiles import side_by_side, tilings
 from jax_bridge.lower.transports import Transport
-from jax_bridge.mesh.axis_types import as_bits, as_varying
+from jax_bridge.mesh.axis_types import as_varying, from_bits, to_bits
 from jax_bridge.mesh.sub_axes import long_axes
 from xshard import Mesh, Sharding
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
-
-
-class Begun(NamedTuple):
-    """Boxes that are to travel, and what makes a block of those that arrive, on top of `out` if given."""
-
-    boxes: list[jax.Array]
-    finish: Callable[[Sequence[jax.Array], jax.Array | None], jax.Array]
 
 
 def exchange(
@@ -44,26 +37,26 @@ def exchange(
     Pending sums are added in the order of the rounds, after a device's own box.
     """
     schedule, op = rounds(step, before), step.op(before)
-    if not schedule.every:  # no rows to send
-        return _empty(x, after)
-
-    def run(x: jax.Array) -> jax.Array:
-        begun = begin(schedule, op, x, after, transport)
-        return begun.finish(transport.send(begun.boxes, schedule.sent, after.mesh), None)
-
+    out = as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
     moves = op is None and all(message.sign > 0 for messages in schedule.every for message in messages)
-    return as_bits(run, x) if moves else run(x)
+    if not moves:
+        return by_rounds(schedule, op, x, out, after, transport)
+    return from_bits(by_rounds(schedule, op, to_bits(x), to_bits(out), after, transport), x.dtype)
 
 
-def begin(schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport) -> Begun:
-    """Pack the boxes of a schedule with at least one message. op: how boxes that meet combine."""
+def by_rounds(
+    schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
+) -> jax.Array:
+    """The new block: `out`, with what messages bring from blocks `x`. op: how boxes that meet combine."""
+    if not schedule.every:  # no rows to send
+        return out
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
-    return by(schedule, op, x, after, transport)
+    return by(schedule, op, x, out, after, transport)
 
 
 def _by_slices(
-    schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport
-) -> Begun:
+    schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
+) -> jax.Array:
     """Cut boxes out of the block and put or add them in place, without a pass over the whole block."""
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
@@ -72,56 +65,45 @@ def _by_slices(
     def cut(r: int) -> jax.Array:
         return lax.dynamic_slice(x, starts[r][0], box_shape(every[r]), allow_negative_indices=False)
 
-    def finish(arrived: Sequence[jax.Array], out: jax.Array | None) -> jax.Array:
-        def box(r: int) -> jax.Array:
-            return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
+    def box(r: int) -> jax.Array:
+        return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
 
-        found = tilings(every, after) if op is None and transport.branches and out is None else None
-        if found is not None:
-            return side_by_side(found, box, axes)
-        out = _empty(x, after) if out is None else out
-        for r, messages in enumerate(every):
-            new, arrives = box(r), _receivers(messages, mesh.n_devices)
-            if op is not None or not arrives.all():
-                there = lax.dynamic_slice(out, starts[r][1], new.shape, allow_negative_indices=False)
-                new = new if op is None else there + new
-                new = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
-            out = lax.dynamic_update_slice(out, new, starts[r][1], allow_negative_indices=False)
-        return out
-
-    return Begun([cut(r) for r in range(n_local, len(every))], finish)
+    arrived = transport.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
+    found = tilings(every, after) if op is None and transport.branches else None
+    if found is not None:
+        return side_by_side(found, box, axes)
+    for r, messages in enumerate(every):
+        new, arrives = box(r), _receivers(messages, mesh.n_devices)
+        if op is not None or not arrives.all():
+            there = lax.dynamic_slice(out, starts[r][1], new.shape, allow_negative_indices=False)
+            new = new if op is None else there + new
+            new = new if arrives.all() else jnp.where(mine(arrives, axes), new, there)
+        out = lax.dynamic_update_slice(out, new, starts[r][1], allow_negative_indices=False)
+    return out
 
 
 def _by_tables(
-    schedule: Schedule, op: str | None, x: jax.Array, after: Sharding, transport: Transport
-) -> Begun:
+    schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
+) -> jax.Array:
     """Spread every box over a block of its own, and combine the blocks where they have rows."""
     mesh, axes = after.mesh, long_axes(after.mesh)
     every, n_local = schedule.every, len(schedule.local)
     tables = [list(_tables(messages, after)) for messages in every]
     packed = [_packed(x, along, axes) for along in tables]
-
-    def finish(arrived: Sequence[jax.Array], out: jax.Array | None) -> jax.Array:
-        out = _empty(x, after) if out is None else out
-        written = jnp.zeros(out.shape, bool)
-        for messages, box, along_dims in zip(every, (*packed[:n_local], *arrived), tables, strict=True):
-            box = _signed(box, messages, mesh)
-            arrives = mine(_receivers(messages, mesh.n_devices), axes)
-            for dim, (_, placing) in enumerate(along_dims):
-                box = pick(box, dim, placing, axes)
-                along = [1] * box.ndim
-                along[dim] = -1
-                arrives = arrives & mine(placing != VOID, axes).reshape(along)
-            if op is not None:
-                box = jnp.where(written, COMBINE[op](out, box), box)
-            out, written = jnp.where(arrives, box, out), written | arrives
-        return out
-
-    return Begun(packed[n_local:], finish)
-
-
-def _empty(x: jax.Array, after: Sharding) -> jax.Array:
-    return as_varying(jnp.zeros(after.max_local_shape, x.dtype), long_axes(after.mesh))
+    arrived = (*packed[:n_local], *transport.send(packed[n_local:], schedule.sent, mesh))
+    written = jnp.zeros(out.shape, bool)
+    for messages, box, along_dims in zip(every, arrived, tables, strict=True):
+        box = _signed(box, messages, mesh)
+        arrives = mine(_receivers(messages, mesh.n_devices), axes)
+        for dim, (_, placing) in enumerate(along_dims):
+            box = pick(box, dim, placing, axes)
+            along = [1] * box.ndim
+            along[dim] = -1
+            arrives = arrives & mine(placing != VOID, axes).reshape(along)
+        if op is not None:
+            box = jnp.where(written, COMBINE[op](out, box), box)
+        out, written = jnp.where(arrives, box, out), written | arrives
+    return out
 
 
 def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:

@@ -53,7 +53,8 @@ def carried(arrays: Mapping[str, Held], bucket: Sequence[ArrayPlan], devices: Nu
     bucket = [replace(new, moves=tuple(_runnable(move, new) for move in new.moves)) for new in bucket]
     first = bucket[0].moves[0].plan
     numbers = sorted({*first.src_devices, *first.dst_devices})
-    given, wanted = [], []
+    given: list[Held] = []
+    wanted: list[Wanted] = []
     for new in bucket:
         taken = []
         for move in new.moves:
@@ -210,7 +211,7 @@ def _program(
     specs: Any = {"in_specs": tuple(map(_spec, shapes)), "out_specs": [_spec(new.block) for new in wanted]}
 
     def run(*blocks: jax.Array) -> list[jax.Array]:
-        return transfer(blocks, wanted, mesh.size, transport)
+        return list(transfer(blocks, wanted, mesh.size, transport))
 
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
 

@@ -150,27 +150,22 @@ def _is_placed(x: Any) -> bool:
 def _entry(leaf: Leaf, alone: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) -> _Entry:
     """Check one array. alone: the rule is about it, and no other array is made of it."""
     with located(leaf.place):
-        said, ends = (
-            sides_or_one(leaf.said if alone else "..."),
-            (xshard_mesh(src_mesh), xshard_mesh(dst_mesh)),
-        )
+        said = sides_or_one(leaf.said if alone else "...")
+        here, there = xshard_mesh(src_mesh), xshard_mesh(dst_mesh)
         x = leaf.x if _is_placed(leaf.x) else place(leaf.x, "...", src_mesh)
-        check_axes(said.dst, ends[1], said.text)
+        check_axes(said.dst, there, said.text)
         with mark_errors(said.text):
-            src = where(x, x.sharding, Sharding(said.dst.resolved(len(x.shape)), ends[1], x.shape))
+            src = where(x, x.sharding, Sharding(said.dst.resolved(len(x.shape)), there, x.shape))
         if ARROW in said.text:
             src = said.src.resolved(len(x.shape))
-            check_axes(src, ends[0], said.text)
+            check_axes(src, here, said.text)
             if not are_the_same(x.sharding, to_named_sharding(storage_layout(src), src_mesh), len(x.shape)):
                 why = f"the array is not cut as '{src}' says"
                 raise ShapeError(why, text=said.text, hint=f"it has {x.sharding}")
-            check_order(x, Sharding(src, ends[0], x.shape), said.text)
-        numbers = (
-            (x, Sides(src, said.dst, said.text), lambda y: y)
-            if not are_keys(x)
-            else as_words(x, Sides(src, said.dst, said.text))
-        )
-        return _Entry(numbers[0], numbers[1] if alone else src, leaf.x, numbers[2])
+            check_order(x, Sharding(src, here, x.shape), said.text)
+        rule = Sides(src, said.dst, said.text)
+        x, rule, back = as_words(x, rule) if are_keys(x) else (x, rule, lambda y: y)
+        return _Entry(x, rule if alone else src, leaf.x, back)
 
 
 def _carried_out(

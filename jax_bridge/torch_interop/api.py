@@ -41,12 +41,12 @@ def to_jax(
     """This process's tensors under a layout -> one global `jax.Array` with a `NamedSharding`.
 
     x: the block of this process; a list with one block per device of the process, in mesh order; a DTensor;
-    or a tree of these. All processes of the mesh call it.
+    or a tree of these. All processes of either mesh call it; one without a block passes one on `meta`.
     layout: of the blocks and the array; `"layout -> layout"` moves blocks from the first to the second. For a
     tree: an `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.weight"`) to layouts.
     In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
-    torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`. A DTensor
-    brings its own.
+    torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`, of the same
+    devices or others. A DTensor brings its own.
     shape: the global shape, needed if blocks differ in size.
     copy: None shares memory if layout, dtype and alignment allow it, and logs a copy with its reason in
     "xshard.interop"; True always copies; False raises if a copy cannot be avoided.
@@ -58,7 +58,7 @@ def to_jax(
 
     Has no gradient: `jax_bridge.torch_interop.from_jax` makes a differentiable function.
     Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
-    jax_enable_x64), MeshError (for devices, kinds of devices or processes that differ), PlanError,
+    jax_enable_x64), MeshError (for kinds of devices or processes that differ), PlanError,
     XshardError (for a copy that is not allowed, leaves without a rule, and rules without a leaf).
 
     >>> import torch
@@ -99,7 +99,8 @@ def to_torch(
     array: sharded by `layout`, or by its left side; or a tree of such arrays. A process with one device of
     the mesh gets a tensor, a process with several a list with one tensor per device, in mesh order.
     layout, copy, profile, via, progress: as in `to_jax`.
-    mesh: the mesh of the tensors if it is not the array's own; JAX's mesh for an array without one.
+    mesh: the mesh of the tensors if it is not the array's own, which may have other devices; a process with
+    none of them gets None. JAX's mesh for an array without one.
     dtensor: return a DTensor, on the `DeviceMesh` given.
     writable: without a copy the tensor shares the array's memory, which JAX assumes to be immutable: a write
     changes the array. With `writable=False` a write raises XshardError instead.

@@ -142,26 +142,23 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> Ends:
 
 def _torch_devices(torch_mesh: TorchMesh, axes: Mesh, mine: tuple[jax.Device, ...]) -> tuple[jax.Device, ...]:
     """The device of JAX for every device of torch's mesh. mine: those of JAX's mesh."""
-    every = tuple(all_devices(mine[0]))
+    every = all_devices(mine[0])
     if not isinstance(torch_mesh, DeviceMesh):
-        if axes.n_devices > len(every):
-            raise MeshError(
-                f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(every)}",
-                hint="every block of torch is on a device of JAX's own, in its mesh or not",
-            )
-        return (_ordered(mine) if axes.n_devices == len(mine) else every)[: axes.n_devices]
+        found = _ordered(mine) if axes.n_devices == len(mine) else every[: axes.n_devices]
+        if len(found) < axes.n_devices:
+            hint = "every block of torch is on a device of JAX's own, in its mesh or not"
+            raise MeshError(f"torch's {axes!r} has {axes.n_devices} devices, JAX has {len(every)}", hint=hint)
+        return tuple(found)
     ranks = torch_mesh.mesh.flatten().tolist()
-    processes = [d.process_index for d in mine]
-    found = mine if sorted(ranks) == sorted(processes) else every
-    of_rank = {rank: [d for d in found if d.process_index == rank] for rank in ranks}
-    for rank, devices in of_rank.items():
-        if len(devices) != 1:
-            raise MeshError(
-                f"rank {rank} of torch's mesh has {len(devices)} devices of JAX: its mesh is of the ranks "
-                f"{sorted(ranks)}, JAX's of devices of the processes {sorted(processes)}",
-                hint="every rank of a DeviceMesh has one device; an xshard.Mesh counts devices",
-            )
-    return tuple(device for rank in ranks for device in of_rank[rank])
+    processes = sorted(d.process_index for d in mine)
+    held = [(d.process_index, d) for d in (mine if sorted(ranks) == processes else every)]
+    of_rank = dict(held)
+    if not set(ranks) <= set(of_rank) or len(of_rank) < len(held):
+        raise MeshError(
+            f"torch's mesh is of the ranks {sorted(ranks)}, JAX's of devices of the processes {processes}",
+            hint="every rank of a DeviceMesh has one device of JAX; an xshard.Mesh counts devices",
+        )
+    return tuple(of_rank[rank] for rank in ranks)
 
 
 def _ordered(devices: Iterable[jax.Device]) -> tuple[jax.Device, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from unittest import mock
 
@@ -287,12 +287,13 @@ def test_another_process_gets_them() -> None:
 
     def facts(process: Process, i: int) -> list[bool]:
         process.ask("jax_bridge.testing.worker.join", address, 2, i, timeout_s=TIMEOUT_S)
-        return process.ask(CALL, packed(across), timeout_s=TIMEOUT_S)
+        return process.ask(CALL, sent, timeout_s=TIMEOUT_S)
 
+    sent = packed(across)
     environment = BACKENDS["jax"].environment(4) | {"PJRT_NPROC": "16", "XLA_FLAGS": os.environ["XLA_FLAGS"]}
     with ThreadPoolExecutor(2) as threads, ExitStack() as ends:
         processes = [Process(environment), Process(environment)]
         for process in processes:
             ends.callback(process.end)
-        for found in [threads.submit(facts, process, i) for i, process in enumerate(processes)]:
+        for found in as_completed([threads.submit(facts, process, i) for i, process in enumerate(processes)]):
             assert len(found.result()) > 8 and all(found.result())

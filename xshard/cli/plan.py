@@ -48,9 +48,6 @@ def plan_command(
     dst_devices: Annotated[
         str | None, typer.Option(metavar="NUMBERS", help="Of the right mesh; those in both are shared.")
     ] = None,
-    relabel: Annotated[
-        bool, typer.Option("--relabel", help="Devices may change places in the right mesh.")
-    ] = False,
     dtype: Dtype = "float32",
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="The machine to price for: a shipped profile or a file.")
@@ -89,7 +86,6 @@ def plan_command(
         expression,
         **given,
         **lengths_of_arrays(expression, shape, sizes),
-        relabel=relabel,
         dtype=dtype,
         profile=profile,
         memory_limit=memory_limit,
