@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 from numpy.typing import NDArray
 
 from jax_bridge.arrays.border import held
@@ -20,7 +21,7 @@ from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
 from jax_bridge.state.processes import together
-from xshard import Layout, Profile, Rules, Sharding, XshardError, load_profile
+from xshard import Layout, MeshError, Profile, Rules, Sharding, XshardError, load_profile
 from xshard import Mesh as AxisSizes
 from xshard.dtypes import carrier, name_of, numpy_dtype
 from xshard.errors import located
@@ -65,7 +66,9 @@ def load(
     ...     load(folder, {"**": "i/tp o"}, mesh)["up"].sharding.spec
     P('tp', None)
     """
-    mesh, rules = jax_mesh(mesh), Rules({"**": "..."} if rules is None else rules)
+    if isinstance(jax_mesh(mesh), AbstractMesh):
+        raise MeshError("the mesh has no devices", hint="pass a jax.Mesh")
+    rules = Rules({"**": "..."} if rules is None else rules)
     leaves = [] if like is None else of_each("...", like, is_layout, has_rule=is_array)
     loads: dict[str, Load] = {}
     opened: list[Checkpoint] = []

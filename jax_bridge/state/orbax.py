@@ -80,7 +80,7 @@ def _spec(folder: Path, name: str, packed: bool, zarr3: bool) -> dict[str, Any]:
     """What tensorstore opens. packed: all arrays in one store of the folder, else a folder for each."""
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise FileError(f"{folder / METADATA}: '{name}' is no place in the folder")
-    store = {"driver": "file", "path": f"{folder}/{'' if packed else f'{name}/'}"}
+    store: dict[str, Any] = {"driver": "file", "path": f"{folder}/{'' if packed else f'{name}/'}"}
     if packed:
         store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
     # Chunks that are missing are an error, and not zeros.

@@ -177,6 +177,8 @@ def test_what_is_no_state(tmp_path: Path) -> None:
     with pytest.raises(xs.XshardError, match="leaf 'w': a traced array has no values"):
         jax.jit(lambda w: xj.save({"w": w}, tmp_path / "none"))(x)
     assert not (tmp_path / "none").exists()
+    with pytest.raises(xs.MeshError, match="the mesh has no devices"):
+        xj.load(tmp_path, None, here.abstract_mesh)
     with pytest.raises(FileError, match="none: No such file"):
         xj.load(tmp_path / "none", None, here)
 

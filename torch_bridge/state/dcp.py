@@ -85,7 +85,7 @@ class _Item:
     def load(self, device: str) -> Any:
         """What it is; on the device "meta" no numbers are read."""
         with self.file.open("rb") as file:
-            view = _create_file_view(file, self.offset, self.length)
+            view: Any = _create_file_view(file, self.offset, self.length)
             return torch.load(view, map_location=device, weights_only=True)
 
 
