@@ -20,6 +20,7 @@ from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
+from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
 from xshard import Layout, MeshError, Profile, Rules, Sharding, XshardError, load_profile
 from xshard import Mesh as AxisSizes
@@ -88,7 +89,10 @@ def load(
     together(planned)
     arrays: dict[str, jax.Array] = {}
     together(lambda: arrays.update((name, _read(opened[0], each, mesh)) for name, each in loads.items()))
-    arrays = {name: _shared(arrays[name], each, mesh, profile) for name, each in loads.items()}
+    for name, each in loads.items():
+        if each.is_shared:
+            move = each.source.layout, each.target.layout
+            arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return arrays
     known = {**opened[0].constants, **arrays}
@@ -134,26 +138,19 @@ def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
 
 def _read(checkpoint: Checkpoint, each: Load, mesh: jax.sharding.Mesh) -> jax.Array:
     """The array under the layout that it is read under; devices of a process with one block share it."""
+    stored, dtype, source = each.stored, numpy_dtype(each.made.dtype), each.source
+    sharding = to_named_sharding(storage_layout(source.layout), mesh)
+    own = [i for i, device in enumerate(mesh.devices.flat) if device in sharding.addressable_devices]
+    rows = {i: tuple(source.held(d, i) for d in range(len(source.shape))) for i in own}
     blocks: dict[Any, NDArray[Any]] = {}
-    placed = []
-    for i, device in enumerate(mesh.devices.flat):
-        if device.process_index != jax.process_index():
-            continue
-        rows = tuple(each.source.held(d, i) for d in range(len(each.source.shape)))
-        if rows not in blocks:
-            shape, kind = each.source.local_shape(i), carrier(each.stored)
-            block = read_block(checkpoint, each, i, _empty(shape, kind)).view(numpy_dtype(each.stored))
-            blocks[rows] = block.astype(numpy_dtype(each.made.dtype), copy=False)
-        placed.append(jax.device_put(blocks[rows], device))
-    sharding = to_named_sharding(storage_layout(each.source.layout), mesh)
-    array = jax.make_array_from_single_device_arrays(each.source.shape, sharding, placed)
-    return remember(array, each.source)
-
-
-def _shared(x: jax.Array, each: Load, mesh: jax.sharding.Mesh, profile: Any) -> jax.Array:
-    if not each.is_shared:
-        return x
-    return reshard(x, (each.source.layout, each.target.layout), mesh, donate=True, profile=profile)
+    for i in own:
+        if rows[i] not in blocks:
+            block = read_block(checkpoint, each, i, _empty(source.local_shape(i), carrier(stored)))
+            blocks[rows[i]] = block.view(numpy_dtype(stored)).astype(dtype, copy=False)
+    devices = [mesh.devices.flat[i] for i in own]
+    placed = jax.device_put([blocks[rows[i]] for i in own], devices)
+    array = assembled(dict(zip(devices, placed, strict=True)), source.shape, dtype, sharding)
+    return remember(array, source)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:

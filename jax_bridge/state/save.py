@@ -21,6 +21,7 @@ from jax_bridge.arrays.partition_spec import from_partition_spec
 from jax_bridge.arrays.place import place
 from jax_bridge.keys import are_keys
 from jax_bridge.planning import xshard_mesh
+from jax_bridge.state.between import blocks_of
 from jax_bridge.state.processes import together
 from xshard import DtypeError, Layout, Mesh, MeshError, Sharding, XshardError
 from xshard.arguments import parse_bytes
@@ -116,10 +117,7 @@ def _source(x: Any) -> Source:
 def _block(x: Any, device: int) -> NDArray[Any]:
     """What the device has at this position in the mesh."""
     at = getattr(x, "sharding", None)
-    if not isinstance(at, NamedSharding):
-        return np.asarray(x)
-    own = at.mesh.devices.flat[device]
-    return np.asarray(next(shard.data for shard in x.addressable_shards if shard.device == own))
+    return np.asarray(blocks_of(x)[at.mesh.devices.flat[device]] if isinstance(at, NamedSharding) else x)
 
 
 def _merged(sums: list[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ import pytest
 from xshard import Layout, Mesh, Sharding
 from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
 from xshard.runtimes.processes import Process
-from xshard.state.files import FileError, open_checkpoint, verify
+from xshard.state.files import FileError, open_checkpoint, verify, writing
 
 TIMEOUT_S = 400.0  # without any progress
 TREE = {
@@ -89,19 +89,20 @@ def fail_here(folder: Path, process: int, function: str, _timeout_s: float) -> s
 
     import jax_bridge as xj
 
-    original = getattr(os, function)
+    module: Any = writing if function == "_reserve" else os
+    original = getattr(module, function)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if jax.process_index() == process:
-        setattr(os, function, full)
+        setattr(module, function, full)
     try:
         xj.save({name: x + 1 for name, x in TREE.items()}, folder, SAVED, mesh())
     except FileError as error:
         return str(error)
     finally:
-        setattr(os, function, original)
+        setattr(module, function, original)
     return ""
 
 
@@ -136,7 +137,7 @@ def bytes_of(process: int) -> int:
     return len(blocks) * w.max_local_size * 4 + 2 * 8 * 4 + 5 * 4
 
 
-@pytest.mark.parametrize(("process", "function"), [(0, "posix_fallocate"), (1, "pwrite"), (0, "fsync")])
+@pytest.mark.parametrize(("process", "function"), [(0, "_reserve"), (1, "pwrite"), (0, "fsync")])
 def test_both_fail_where_one_does(
     process: int, function: str, processes: list[Process], tmp_path: Path
 ) -> None:
