@@ -50,12 +50,13 @@ def save(
     sums, ShapeError, DtypeError, XshardError for names.
 
     >>> import tempfile
+    >>> from xshard.state.files import open_checkpoint
     >>> mesh = jax.make_mesh((1,), ("tp",))
     >>> w = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("tp")))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save({"up": {"kernel": w}}, folder)
-    ...     sorted(path.name[-25:] for path in Path(folder).iterdir())
-    ['00001-of-00001.safetensors', 'model.safetensors.index.json']
+    ...     {name: str(layout) for name, layout in open_checkpoint(folder).layouts.items()}
+    {'up.kernel': 'd0/tp d1'}
     """
     path, arrays = Path(path), {}
     saving: list[Saving] = []
