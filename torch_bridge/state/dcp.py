@@ -171,9 +171,8 @@ def _item(folder: Path, info: Any) -> _Item:
     if not 0 <= info.offset <= end <= file.stat().st_size:
         raise FileError(f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}")
     if getattr(info, "transform_descriptors", None):
-        raise FileError(
-            f"{file.name} is written by {info.transform_descriptors}", hint="extensions are not read"
-        )
+        hint = "extensions of DCP are not read"
+        raise FileError(f"{file.name} is written by {info.transform_descriptors}", hint=hint)
     return _Item(file, info.offset, info.length)
 
 
@@ -183,10 +182,14 @@ def _tensor(name: str, found: Any, items: Mapping[Any, _Item]) -> _Tensor:
     ends = np.array([(part.offsets, part.sizes) for part in found.chunks], np.int64)
     starts, sizes = ends.reshape(len(found.chunks), 2, len(shape)).transpose(1, 0, 2)
     stops = starts + sizes
-    both = np.minimum(stops[:, None], stops) - np.maximum(starts[:, None], starts)
-    shared = (both > 0).all(-1)
+    some = (sizes > 0).all(-1)
+    begin_before = (starts[some][:, None] < stops[some]).all(-1)  # that the other ends
     inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
-    if not inside or math.prod(shape) != sizes.prod(-1).sum() or np.triu(shared, 1).any():
+    if (
+        not inside
+        or math.prod(shape) != sizes.prod(-1).sum()
+        or (begin_before & begin_before.T).sum() > some.sum()
+    ):
         raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
     boxes = [tuple(map(slice, *ends)) for ends in zip(starts.tolist(), stops.tolist(), strict=True)]
     parts = [_Part(b, items[name, tuple(at)], dtype) for b, at in zip(boxes, starts.tolist(), strict=True)]
@@ -204,7 +207,5 @@ def _malformed(file: Path) -> Iterator[None]:
     except XshardError as error:
         raise FileError(f"{file}: {error.reason}", hint=error.hint) from None
     except Exception as error:
-        hint = (
-            "a folder is whole once torch.distributed.checkpoint.save has ended, which writes .metadata last"
-        )
+        hint = "torch.distributed.checkpoint.save writes .metadata last: without it nothing was saved"
         raise FileError(f"{file} is not what DCP writes: {error}", hint=hint) from None
