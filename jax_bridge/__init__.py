@@ -22,6 +22,8 @@ from jax_bridge.ops import (
 )
 from jax_bridge.positions import positions
 from jax_bridge.redistribution import redistribute, valid_mask
+from jax_bridge.state.load import load
+from jax_bridge.state.save import save
 from jax_bridge.state.transfer import transfer
 
 if TYPE_CHECKING:
@@ -36,12 +38,14 @@ __all__ = [
     "from_partition_spec",
     "from_torch",
     "halo_exchange",
+    "load",
     "place",
     "positions",
     "redistribute",
     "reduce_from",
     "reduce_scatter",
     "reshard",
+    "save",
     "shard_map",
     "slice",
     "stored_as",

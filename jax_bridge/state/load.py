@@ -1,0 +1,160 @@
+"""`load`: arrays from files, each device's block read where it lies, as global arrays under layouts.
+
+Decides who reads what: a process reads what its devices need, and once what several of them have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+from numpy.typing import NDArray
+
+from jax_bridge.arrays.border import held
+from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
+from jax_bridge.arrays.order import remember
+from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
+from jax_bridge.arrays.reshard import reshard
+from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
+from jax_bridge.state.between import assembled
+from jax_bridge.state.processes import together
+from xshard import Layout, MeshError, Profile, Rules, Sharding, XshardError, load_profile
+from xshard import Mesh as AxisSizes
+from xshard.dtypes import carrier, name_of, numpy_dtype
+from xshard.errors import located
+from xshard.state import Names
+from xshard.state.files import Checkpoint, Load, open_checkpoint, plan_load, read_block
+from xshard.state.files import verify as compare_checksums
+from xshard.state.files.loading import load_of, stored_as
+
+_ALIGNED = 64  # bytes: host memory from there on becomes a device's without a copy
+
+
+def load(
+    path: str | Path | Checkpoint,
+    rules: Rules | Mapping[Any, Any] | None,
+    mesh: jax.sharding.Mesh,
+    *,
+    names: Names | None = None,
+    like: Any = None,
+    strict: bool = True,
+    dtype: Any = None,
+    profile: str | Path | Profile = "h100",
+    verify: bool = False,
+) -> Any:
+    """A checkpoint -> its arrays by name, or a tree of them, each under its layout.
+
+    path: safetensors, a folder of torch's DCP or of orbax, or an open checkpoint. Every process calls this.
+    rules: layouts by leaf names, as for `place`; None: whole arrays. names: what results, of what is stored.
+    like: a tree of arrays, or of what `jax.eval_shape` gives, maybe of flax or equinox: the result has its
+    structure and its dtypes. Of its other leaves those are as in the checkpoint that it has. strict: whether
+    every name has to be in both; arrays of the tree that are not in the checkpoint stay as they are.
+    dtype: of all floats, without `like`. profile: a machine; one with a disk says whether devices share what
+    they read. verify: compare checksums, which reads everything once.
+    Raises, on all processes, before anything is read: FileError for malformed files; XshardError for names
+    without a rule and rules without a name; NotationError, MeshError, ShapeError; DtypeError for what JAX
+    would narrow.
+
+    >>> import tempfile
+    >>> from jax_bridge.state.save import save
+    >>> mesh = jax.make_mesh((1,), ("tp",))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"up": jax.numpy.ones((4, 2))}, folder)
+    ...     load(folder, {"**": "i/tp o"}, mesh)["up"].sharding.spec
+    P('tp', None)
+    """
+    if isinstance(jax_mesh(mesh), AbstractMesh):
+        raise MeshError("the mesh has no devices", hint="pass a jax.Mesh")
+    rules = Rules({"**": "..."} if rules is None else rules)
+    leaves = [] if like is None else of_each("...", like, is_layout, has_rule=is_array)
+    loads: dict[str, Load] = {}
+    opened: list[Checkpoint] = []
+
+    def planned() -> None:
+        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        opened.append(checkpoint)
+        if like is None:
+            floats = None if dtype is None else name_of(dtype)
+            found = plan_load(checkpoint, rules, xshard_mesh(mesh), names, dtype=floats, profile=profile)
+        else:
+            found = _loads_of(leaves, checkpoint, rules, xshard_mesh(mesh), names, strict, profile)
+        loads.update((name, _as_held(name, each, mesh)) for name, each in found.items())
+        if verify:
+            compare_checksums(checkpoint, jax.process_index(), jax.process_count())
+
+    together(planned)
+    arrays: dict[str, jax.Array] = {}
+    together(lambda: arrays.update((name, _read(opened[0], each, mesh)) for name, each in loads.items()))
+    for name, each in loads.items():
+        if each.is_shared:
+            move = each.source.layout, each.target.layout
+            arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
+    if like is None:
+        return arrays
+    known = {**opened[0].constants, **arrays}
+    return jax.tree.unflatten(jax.tree.structure(like), [known.get(leaf.name, leaf.x) for leaf in leaves])
+
+
+def _loads_of(
+    leaves: list[Leaf],
+    checkpoint: Checkpoint,
+    rules: Rules,
+    axes: AxisSizes,
+    names: Names | None,
+    strict: bool,
+    profile: str | Path | Profile,
+) -> dict[str, Load]:
+    """The loads of the arrays of a tree, by leaf name."""
+    made = stored_as(checkpoint, names)
+    arrays = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
+    odd = min(arrays.keys() ^ made.keys(), default=None)
+    if odd is not None and strict:
+        where = "the checkpoint" if odd in made else "the tree"
+        hint = "names= says what is stored of what; strict=False passes over what is not in both"
+        raise XshardError(f"{odd} is in {where} alone", hint=hint)
+    machine, found = load_profile(profile), {}
+    for name, text in rules.match([name for name in arrays if name in made], what="array").items():
+        x = arrays[name]
+        with located(name):
+            target = Sharding(Layout.parse(text), axes, tuple(x.shape))
+            found[name] = load_of(checkpoint, made[name]._replace(dtype=name_of(x.dtype)), target, machine)
+    return found
+
+
+def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
+    """The load of an array as JAX can hold it."""
+    with located(name):
+        text = str(each.target.layout)
+        check_dtype(numpy_dtype(each.made.dtype), text)
+        target = held(each.target.layout, each.target.mesh, each.target.shape, text)
+        to_named_sharding(storage_layout(target.layout), mesh)  # refused here, if at all
+    shares = target == each.target and each.source.is_even
+    return each._replace(source=each.source if shares else target, target=target)
+
+
+def _read(checkpoint: Checkpoint, each: Load, mesh: jax.sharding.Mesh) -> jax.Array:
+    """The array under the layout that it is read under; devices of a process with one block share it."""
+    stored, dtype, source = each.stored, numpy_dtype(each.made.dtype), each.source
+    sharding = to_named_sharding(storage_layout(source.layout), mesh)
+    own = [i for i, device in enumerate(mesh.devices.flat) if device in sharding.addressable_devices]
+    rows = {i: tuple(source.held(d, i) for d in range(len(source.shape))) for i in own}
+    blocks: dict[Any, NDArray[Any]] = {}
+    for i in own:
+        if rows[i] not in blocks:
+            block = read_block(checkpoint, each, i, _empty(source.local_shape(i), carrier(stored)))
+            blocks[rows[i]] = block.view(numpy_dtype(stored)).astype(dtype, copy=False)
+    devices = [mesh.devices.flat[i] for i in own]
+    placed = jax.device_put([blocks[rows[i]] for i in own], devices)
+    array = assembled(dict(zip(devices, placed, strict=True)), source.shape, dtype, sharding)
+    return remember(array, source)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
+    size = dtype.itemsize * int(np.prod(shape, dtype=int))
+    memory = np.empty(size + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)

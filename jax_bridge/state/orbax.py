@@ -1,0 +1,99 @@
+"""Checkpoints of orbax: its tree of metadata, and arrays that tensorstore reads.
+
+Decides which folder has the arrays, and which layouts orbax has noted. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+from numpy.typing import NDArray
+
+from jax_bridge.arrays.partition_spec import from_partition_spec
+from xshard import Mesh, XshardError
+from xshard.dtypes import carrier, name_of
+from xshard.rules import leaf_name
+from xshard.state.files.checkpoint import Box, Checkpoint
+from xshard.state.files.header import FileError
+
+METADATA = "_METADATA"
+
+
+def open_orbax(path: str | Path) -> Checkpoint:
+    """A folder that orbax wrote, or a step of its manager -> its arrays, none of which is read yet.
+
+    Numbers are arrays without dims there; texts are left out. The layouts are those that were saved.
+    Raises FileError for a folder that orbax did not write, or did not finish, or that has several trees.
+    """
+    folder = _folder(Path(path).absolute())
+    try:
+        found = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+        leaves = jax.tree_util.tree_flatten_with_path(found.tree)[0]
+        packed = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(folder))
+    except Exception as error:  # whatever bytes make of readers that trust them
+        raise FileError(f"{folder / METADATA} is not what orbax writes: {error}") from None
+    arrays, layouts, meshes = {}, {}, {}
+    for path_to, leaf in leaves:
+        if not isinstance(leaf, ocp.metadata.ArrayMetadata):
+            continue
+        name, at = leaf_name(path_to), leaf.sharding
+        spec = _spec(folder, leaf.name, packed, found.use_zarr3)
+        arrays[name] = _Array(tuple(leaf.shape), name_of(leaf.dtype), spec)
+        if isinstance(at, ocp.metadata.NamedShardingMetadata):
+            with suppress(XshardError):  # a sharding that no layout says
+                layouts[name] = from_partition_spec(jax.P(*at.partition_spec), len(leaf.shape))
+                meshes[name] = Mesh(dict(zip(at.axis_names, map(int, at.shape), strict=True)))
+    one = next(iter(meshes.values()), None)
+    layouts = {name: layout for name, layout in layouts.items() if layout.axes and meshes.get(name) == one}
+    return Checkpoint(arrays, layouts=layouts, mesh=one, places=dict.fromkeys(arrays, folder.name))
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array in the chunks of zarr: a `Stored`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: dict[str, Any]
+
+    @cached_property
+    def _opened(self) -> tensorstore.TensorStore:
+        return tensorstore.open(self.spec, open=True, read=True).result()
+
+    def read(self, box: Box) -> NDArray[Any]:
+        try:
+            found = self._opened[box].read(order="C").result()
+        except ValueError as error:
+            raise FileError(f"{self.spec['kvstore']['path']}: {error}") from None
+        return found.view(carrier(self.dtype))
+
+
+def _spec(folder: Path, name: str, packed: bool, zarr3: bool) -> dict[str, Any]:
+    """What tensorstore opens. packed: all arrays in one store of the folder, else a folder for each."""
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise FileError(f"{folder / METADATA}: '{name}' is no place in the folder")
+    store: dict[str, Any] = {"driver": "file", "path": f"{folder}/{'' if packed else f'{name}/'}"}
+    if packed:
+        store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
+    # Chunks that are missing are an error, and not zeros.
+    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": store, "fill_missing_data_reads": False}
+
+
+def _folder(path: Path) -> Path:
+    """The folder with a tree: the one given, or the one in it that has it."""
+    found = [path] if (path / METADATA).exists() else [each.parent for each in path.glob(f"*/{METADATA}")]
+    if len(found) != 1:
+        trees = ", ".join(sorted(each.name for each in found)) or "none"
+        raise FileError(
+            f"{path} has no tree of orbax, or several: {trees}",
+            hint="a step of a manager, or one tree in it: one that is being written has another name",
+        )
+    return found[0]

@@ -1,0 +1,194 @@
+"""`xj.save` and `xj.load`: every layout to every other, each device's block read where it lies, and once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from packaging.version import Version
+
+import jax_bridge as xj
+import xshard as xs
+from tests.jax_bridge.helpers import in_jax
+from xshard.cost.model import Link
+from xshard.state import Names, concat, rename
+from xshard.state.files import FileError, open_checkpoint, plan_load
+
+LAYOUTS = ["o i", "o/a i", "o/(b,a) i/c", "o/zigzag(a) i/b", "o/cyclic(b) i", "o/block(b,4,12) i/c"]
+DTYPES = ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"]
+DTYPES += ["float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"]
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def whole(dtype: object = np.float32) -> np.ndarray:
+    return np.arange(16 * 12, dtype=np.float32).reshape(16, 12).astype(dtype)
+
+
+def bits(x: object) -> bytes:
+    return np.asarray(x).tobytes()
+
+
+@in_jax
+def test_every_layout_to_every_layout(tmp_path: Path) -> None:
+    here, x = mesh(), whole(ml_dtypes.bfloat16)
+    for i, src in enumerate(LAYOUTS):
+        xj.save({"w": x}, tmp_path / str(i), {"w": src}, here)
+        for dst in LAYOUTS:
+            checkpoint = open_checkpoint(tmp_path / str(i))
+            assert str(checkpoint.layouts.get("w", "o i")) == src and bits(checkpoint["w"].read(())) == bits(
+                x
+            )
+            found = xj.load(checkpoint, {"w": dst}, here)["w"]
+            expected = xj.place(x, dst, here)
+            assert found.sharding == expected.sharding and bits(found) == bits(expected), (src, dst)
+            assert checkpoint.bytes_read == x.nbytes  # however many devices have a block
+        back = xj.reshard(found, f"{dst} -> o i")  # the order of its rows is remembered
+        assert bits(back) == bits(x)
+
+
+@in_jax
+def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
+    here = mesh()
+    tree = {
+        name: np.arange(48, dtype=np.uint8).view(name).reshape(2, -1) for name in DTYPES if name != "bool"
+    }
+    tree |= {"bool": np.eye(4, dtype=bool), "scalar": jnp.float32(3), "none": jnp.zeros((0, 4))}
+    xj.save(tree, tmp_path, {"scalar": "()", "bool": "o i/c", "**": "o/a i"}, here, shard_bytes=100)
+    assert len(list(tmp_path.glob("model-*"))) > 5
+    found = xj.load(tmp_path, {"scalar": "()", "none": "o i", "**": "o/b i"}, here, verify=True)
+    for name, x in tree.items():
+        assert (
+            found[name].dtype == x.dtype and found[name].shape == x.shape and bits(found[name]) == bits(x)
+        ), name
+
+
+@in_jax
+def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Of equinox, with a function in it; numbers and texts are in the index."""
+    import equinox as eqx
+
+    here = mesh()
+    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    tree = {"model": xj.place(model, {"**.weight": "o/a i", "**": "..."}, here), "step": 7, "run": "first"}
+    tree["moments"] = [jnp.ones(3), (np.int32(4), None)]
+    xj.save(tree, tmp_path)
+    fresh = {
+        "model": eqx.filter_eval_shape(lambda: model),
+        "step": 0,
+        "run": "",
+        "moments": [jnp.zeros(3), (jnp.int32(0), None)],
+    }
+    found = xj.load(tmp_path, {"**.weight": "o i/b", "**": "..."}, here, like=fresh)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert found["step"] == 7 and found["run"] == "first"
+    assert found["model"].layers[0].weight.sharding.spec == P(None, "b")
+    arrays = [jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (found, tree)]
+    assert [bits(x) for x in arrays[0]] == [bits(x) for x in arrays[1]] and len(arrays[0]) == 6
+    x = jnp.arange(4.0)
+    assert bits(found["model"](x)) == bits(model(x))
+
+
+@pytest.mark.skipif(
+    Version(version("jax")) >= Version("0.12") and Version(version("flax")) <= Version("0.12.8"),
+    reason="flax 0.12.8 and before cannot be imported with jax 0.12",
+)
+@in_jax
+def test_a_module_of_flax_comes_back(tmp_path: Path) -> None:
+    from flax import nnx
+
+    here = mesh()
+    model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    xj.save(nnx.state(model), tmp_path)
+    assert set(open_checkpoint(tmp_path)) == {"kernel", "bias"}
+    state = nnx.state(nnx.eval_shape(lambda: nnx.Linear(4, 6, rngs=nnx.Rngs(1))))
+    found = xj.load(tmp_path, {"kernel": "i/a o/b", "bias": "o"}, here, like=state)
+    assert found["kernel"][...].sharding.spec == P("a", "b")
+    nnx.update(model, found)
+    assert bits(model.kernel[...]) == bits(found["kernel"][...])
+
+
+@in_jax
+def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
+    here = mesh()
+    tree = {"q.weight": whole(), "k.weight": whole() + 1, "norm": np.ones(3, np.float64)}
+    save = Names(concat(["q.weight", "k.weight"], "qk"), rename("**", "**"))
+    with jax.enable_x64(True):
+        xj.save(tree, tmp_path, {"*.weight": "o/a i/b", "**": "..."}, here, names=save)
+    assert open_checkpoint(tmp_path).shapes == {"qk": (32, 12), "norm": (3,)}
+    turned = Names(rename("qk", "qk.kernel", "o i -> i o"), rename("**", "**", dtype="float32"))
+    found = xj.load(tmp_path, {"qk.kernel": "i/b o/a", "norm": "n"}, here, names=turned, dtype=jnp.bfloat16)
+    expected = np.concatenate([whole(), whole() + 1]).T.astype(ml_dtypes.bfloat16)
+    assert bits(found["qk.kernel"]) == bits(expected) and found["norm"].dtype == jnp.bfloat16
+
+    like = {"norm": jax.ShapeDtypeStruct((3,), jnp.float32), "new": jnp.ones(2)}
+    part = xj.load(tmp_path, None, here, like=like, strict=False)
+    assert bits(part["norm"]) == bits(np.ones(3, np.float32)) and part["new"] is like["new"]
+    with pytest.raises(xs.XshardError, match="new is in the tree alone\n  names= says"):
+        xj.load(tmp_path, None, here, like=like)
+    with pytest.raises(xs.DtypeError, match="norm: the block is float64, which JAX would make float32"):
+        xj.load(tmp_path, None, here)
+    with pytest.raises(xs.ShapeError, match=r"norm: shape \(3,\) in the checkpoint, \(4,\) here"):
+        xj.load(tmp_path, None, here, like={"norm": jnp.ones(4), "qk": jnp.ones((32, 12))})
+
+
+@in_jax
+def test_what_devices_share_where_the_disk_is_slow(tmp_path: Path) -> None:
+    here, slow = mesh(), replace(xs.load_profile("h100"), disk=Link(1e-4, 1e8))
+    x = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
+    xj.save({"w": x}, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    planned = plan_load(checkpoint, {"w": "o/a i"}, xs.Mesh(a=2, b=2, c=2), profile=slow)["w"]
+    assert planned.is_shared and planned.source.layout.axes == ("a", "b", "c")
+    found = xj.load(checkpoint, {"w": "o/a i"}, here, profile=slow)["w"]
+    assert bits(found) == bits(x) and found.sharding == NamedSharding(here, P("a", None))
+    assert checkpoint.bytes_read == x.nbytes
+
+
+@in_jax
+def test_what_is_no_state(tmp_path: Path) -> None:
+    """Each is refused before the folder is made."""
+    here = mesh()
+    x = jnp.ones((4, 4))
+    wrong = [
+        ({"a.b": x, "a": {"b": x}}, {}, "two leaves of the tree are called 'a.b'"),
+        ({"key": jax.random.key(0)}, {}, "leaf 'key': PRNG keys\n  save jax.random.key_data"),
+        ({"w": x}, {"rules": {"w": "o/a i"}}, "rules without a mesh"),
+        ({"w": x}, {"rules": {"v": "o/a i"}, "mesh": here}, "no rule for 1 of 1 names: w"),
+        ({"w": x}, {"names": Names(rename("v", "w"))}, "no relation for 1 names: w"),
+        ({"w": x}, {"shard_bytes": "5 bananas"}, "'5 bananas' is no number of bytes"),
+        ({"w": jnp.ones(4, jnp.int4)}, {}, "w: safetensors has no int4"),
+    ]
+    for tree, options, message in wrong:
+        with pytest.raises(xs.XshardError) as raised:
+            xj.save(tree, tmp_path / "none", **options)
+        assert message in str(raised.value)
+    with pytest.raises(xs.XshardError, match="leaf 'w': a traced array has no values"):
+        jax.jit(lambda w: xj.save({"w": w}, tmp_path / "none"))(x)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(xs.MeshError, match="the mesh has no devices"):
+        xj.load(tmp_path, None, here.abstract_mesh)
+    with pytest.raises(FileError, match="none: No such file"):
+        xj.load(tmp_path / "none", None, here)
+
+
+@in_jax
+def test_the_metadata_of_a_save(tmp_path: Path) -> None:
+    here = mesh()
+    xj.save({"w": whole(), "step": 3}, tmp_path, {"w": "o/zigzag(a) i/b"}, here)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == whole().nbytes
+    checkpoint = open_checkpoint(tmp_path)
+    assert (str(checkpoint.mesh), str(checkpoint.layouts["w"])) == ("a=2,b=2,c=2", "o/zigzag(a) i/b")
+    assert dict(checkpoint.constants) == {"step": 3}

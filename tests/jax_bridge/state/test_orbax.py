@@ -1,0 +1,99 @@
+"""Folders of orbax: any source layout to any destination, in each of its formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_bridge as xj
+from tests.jax_bridge.helpers import in_jax
+from xshard import Mesh
+from xshard.state.files import FileError, open_checkpoint
+
+
+def saved(folder: Path) -> dict[str, object]:
+    """A tree in each format, by folder -> its arrays."""
+    import orbax.checkpoint as ocp
+
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    numbers = np.arange(16 * 12, dtype=np.float32).reshape(16, 12)
+    tree = {
+        "layers": [{"w": numbers.astype(jnp.bfloat16)}, {"w": numbers.astype(jnp.float8_e4m3fn)}],
+        "norm": np.arange(5, dtype=np.float32),
+        "whole": np.arange(12, dtype=np.int32).reshape(3, 4),
+    }
+    tree = xj.place(
+        tree, {"layers.0.w": "o/y i/x", "layers.1.w": "o/(x,y) i", "norm": "n", "whole": "..."}, mesh
+    )
+    tree["whole"] = np.asarray(tree["whole"])
+    odd = {"step": 7, "run": "first", "none": None}
+    for name, settings in (("zarr", {"use_ocdbt": False}), ("zarr3", {"use_zarr3": True}), ("ocdbt", {})):
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**settings)).save(folder / name, tree | odd)
+    with ocp.CheckpointManager(folder / "manager") as manager:
+        manager.save(3, args=ocp.args.StandardSave(tree))
+    return {"layers.0.w": tree["layers"][0]["w"], "layers.1.w": tree["layers"][1]["w"], **tree}
+
+
+@in_jax
+def test_each_format(tmp_path: Path) -> None:
+    expected = saved(tmp_path)
+    mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = {"layers.0.w": "o/zigzag(a) i/b", "layers.1.w": "o i/(b,a)", "**": "..."}
+    for name in ("zarr", "zarr3", "ocdbt", "manager/3"):
+        checkpoint = open_checkpoint(tmp_path / name)
+        layouts = {leaf: str(layout) for leaf, layout in checkpoint.layouts.items()}
+        assert layouts == {"layers.0.w": "d0/y d1/x", "layers.1.w": "d0/(x,y) d1"}
+        assert checkpoint.mesh == Mesh(x=2, y=4)
+        assert checkpoint.keys() - expected.keys() == ({"step"} if name != "manager/3" else set())
+        with jax.enable_x64(True):  # of numbers without dims
+            found = xj.load(checkpoint, rules, mesh)
+        for leaf, x in found.items():
+            if leaf == "step":
+                assert x.item() == 7
+                continue
+            back = xj.reshard(x, "o/zigzag(a) i/b -> o i") if leaf == "layers.0.w" else x
+            whole = np.asarray(expected[leaf])
+            assert x.dtype == whole.dtype and np.asarray(back).tobytes() == whole.tobytes(), (name, leaf)
+        box = slice(1, 14, 4), slice(5, 9)
+        part = checkpoint["layers.0.w"].read(box)
+        assert part.tobytes() == np.asarray(expected["layers.0.w"])[box].tobytes()
+
+
+@in_jax
+def test_what_orbax_did_not_finish(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(FileError, match=r"no safetensors files in .*manager"):
+        open_checkpoint(tmp_path / "manager")
+    metadata = tmp_path / "zarr" / "_METADATA"
+    text = metadata.read_text()
+    for wrong, message in (
+        (text[:100], "is not what orbax writes"),
+        (text.replace("'norm'", "'../norm'").replace('"norm"', '"../norm"'), "Invalid file path"),
+        (text.replace("'norm'", "'gone'").replace('"norm"', '"gone"'), "gone"),
+    ):
+        metadata.write_text(wrong)
+        with pytest.raises(FileError) as raised:
+            open_checkpoint(tmp_path / "zarr")
+        assert message in str(raised.value) and str(tmp_path) in str(raised.value)
+    metadata.write_text(text)
+    (tmp_path / "zarr" / "norm").rename(tmp_path / "norm")
+    (tmp_path / "zarr" / "norm").symlink_to(tmp_path / "norm")
+    with pytest.raises(FileError, match="'norm' is no place in the folder"):
+        open_checkpoint(tmp_path / "zarr")
+    (tmp_path / "zarr" / "norm").unlink()
+    (tmp_path / "norm").rename(tmp_path / "zarr" / "norm")
+    chunk = next(path for path in (tmp_path / "zarr" / "layers.0.w").iterdir() if path.name == "0.0")
+    data = chunk.read_bytes()
+    checkpoint = open_checkpoint(tmp_path / "zarr")
+    for change in (lambda: chunk.write_bytes(data[:-3]), chunk.unlink):
+        change()
+        with pytest.raises(FileError, match=r"layers.0.w"):
+            checkpoint["layers.0.w"].read((slice(16), slice(12)))
+    (tmp_path / "manager" / "3" / "other").mkdir()
+    (tmp_path / "manager" / "3" / "other" / "_METADATA").write_text("{}")
+    with pytest.raises(FileError, match="several: default, other"):
+        open_checkpoint(tmp_path / "manager" / "3")

@@ -1,0 +1,113 @@
+"""Processes that are killed while they save or load, between two lines of code: the same on every machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xshard.state.files
+from tests.state.checkpoints import arrays, load, save
+from xshard.state.files import FileError, open_checkpoint, verify
+
+ROOM = str(Path(xshard.state.files.__file__).parent)
+KILLS = 20
+INDEX = "model.safetensors.index.json"
+
+
+def lines_of(work: Callable[[], object], kill_at: int | None = None) -> list[str]:
+    """Do the work in a process of its own -> the functions of the lines that it ran, of the room of files.
+
+    kill_at: the line before which the process is killed; nothing is returned of it then.
+    """
+    receives, sends = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        seen: list[str] = []
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            if not frame.f_code.co_filename.startswith(ROOM):
+                return None
+            if event == "line":
+                if len(seen) == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen.append(frame.f_code.co_name)
+            return trace
+
+        try:
+            sys.settrace(trace)
+            work()
+            sys.settrace(None)
+            os.write(sends, "\n".join(seen).encode())
+        finally:
+            os._exit(0)
+    os.close(sends)
+    with os.fdopen(receives) as pipe:
+        found = pipe.read().split()
+    status = os.waitpid(pid, 0)[1]
+    assert (os.WTERMSIG(status) == signal.SIGKILL) == (not found)
+    return found
+
+
+def moments(work: Callable[[], object], all_of: str, seed: int) -> list[int]:
+    """Twenty moments at random, and each line of one function, which decides."""
+    lines = lines_of(work)
+    return random.Random(seed).sample(range(len(lines)), KILLS) + [
+        i for i, name in enumerate(lines) if name == all_of
+    ]
+
+
+def listed(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def has(folder: Path, expected: dict[str, np.ndarray]) -> bool:
+    checkpoint = open_checkpoint(folder)
+    assert verify(checkpoint) == 3
+    found = load(checkpoint)
+    return all(np.array_equal(found[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["over another", "fresh"])
+def test_a_killed_save(fresh: bool, tmp_path: Path) -> None:
+    """Leaves the old checkpoint or the new one, whole; the next save leaves nothing but its own."""
+    old, new, next_one = (arrays(seed) for seed in range(3))
+    seen, dry = set(), tmp_path / "dry"
+    if not fresh:
+        save(dry, old)
+    for i, moment in enumerate(moments(lambda: save(dry, new), "commit", fresh)):
+        folder = tmp_path / str(i)
+        if not fresh:
+            save(folder, old)
+        lines_of(lambda folder=folder: save(folder, new), kill_at=moment)
+        if fresh and not (folder / INDEX).exists():
+            with pytest.raises(FileError):
+                open_checkpoint(folder)
+            seen.add("nothing")
+        else:
+            is_new = has(folder, new)
+            assert is_new or (not fresh and has(folder, old))
+            seen.add("new" if is_new else "old")
+        save(folder, next_one)
+        assert has(folder, next_one)
+        files = set(open_checkpoint(folder).places.values())
+        assert listed(folder) == {INDEX, *files}
+    assert seen == {"new", "nothing" if fresh else "old"}
+
+
+def test_a_killed_load(tmp_path: Path) -> None:
+    """Has changed nothing."""
+    save(tmp_path, arrays())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for moment in moments(lambda: load(open_checkpoint(tmp_path)), "read_block", seed=2):
+        lines_of(lambda: load(open_checkpoint(tmp_path)), kill_at=moment)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert has(tmp_path, arrays())

@@ -1,0 +1,191 @@
+"""Folders of `torch.distributed.checkpoint`: any box of any tensor, and nothing of theirs is trusted."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torch_bridge as xt
+from tests.torch_bridge.helpers import on_ranks
+from xshard import Mesh
+from xshard.state.files import FileError, open_checkpoint
+
+PLACEMENTS = {
+    "model.rows": (Shard(0), Replicate()),
+    "model.columns": (Replicate(), Shard(1)),
+    "model.both": (Shard(0), Shard(1)),
+    "model.uneven": (Shard(0), Shard(0)),
+    "optim.whole": (Replicate(), Replicate()),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64)
+
+
+def tree() -> dict[str, Tensor]:
+    """By flat name."""
+    arrays = [torch.arange(7 * 6).reshape(7, 6) + i for i in range(5)]
+    found = {n: x.to(dtype) for n, x, dtype in zip(PLACEMENTS, arrays, DTYPES, strict=True)}
+    return found | {"model.turned": torch.arange(12.0).reshape(3, 4).T, "optim.step": torch.tensor(3.0)}
+
+
+def _save_and_load(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    state: dict[str, Any] = {"model": {}, "optim": {"lr": 0.5}, "steps": [3, "first"]}
+    for name, x in tree().items():
+        kind, own = name.split(".")
+        cut = PLACEMENTS.get(name)
+        state[kind][own] = x if cut is None else distribute_tensor(x, mesh, cut, src_data_rank=None)
+    dcp.save(state, checkpoint_id=folder)
+    rules = {"model.rows": "o i/(tp,dp)", "model.columns": "o/dp i", "model.turned": "i/tp o", "**": "..."}
+    found = xt.load(folder, rules, Mesh(dp=2, tp=2))
+    rank = torch.distributed.get_rank()
+    at = (rank // 2, rank % 2)
+    expected = dict(tree())
+    i = 2 * at[1] + at[0]
+    expected["model.rows"] = expected["model.rows"].tensor_split([2, 4, 6], 1)[i]
+    expected["model.columns"] = expected["model.columns"].split(4)[at[0]]
+    expected["model.turned"] = expected["model.turned"].split(2)[at[1]]
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype and torch.equal(found[name], x), name
+
+
+def bits(x: Tensor) -> np.ndarray:
+    return (
+        x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy() if x.itemsize < 8 else x.numpy()
+    )
+
+
+def test_what_ranks_have_saved(tmp_path: Path) -> None:
+    on_ranks(4, _save_and_load, str(tmp_path))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.keys() == tree().keys()
+    for name, x in tree().items():
+        boxes = [(), (slice(1, 6, 2), slice(4)), (slice(6, 7), slice(2, 6, 3)), (slice(5, 5), slice(6))]
+        for box in boxes if x.ndim else boxes[:1]:
+            whole = box or tuple(slice(n) for n in x.shape)
+            np.testing.assert_array_equal(checkpoint.read(name, whole).view(bits(x).dtype), bits(x)[whole])
+    assert dict(checkpoint.constants) == {"optim.lr": 0.5, "steps": [3, "first"]}
+
+
+class Runs:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def saved(folder: Path) -> Metadata:
+    dcp.save({"w": torch.arange(6.0).reshape(2, 3), "lr": 0.5}, checkpoint_id=folder, no_dist=True)
+    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    return found
+
+
+def lying(change: Callable[[Any, Any], object]) -> Callable[[Metadata, Path], object]:
+    """Metadata with another tensor, or another place of it."""
+
+    def changed(found: Metadata, _: Path) -> object:
+        place = next(info for index, info in found.storage_data.items() if index.fqn == "w")
+        change(found.state_dict_metadata["w"], place)
+        return found
+
+    return changed
+
+
+def other_chunks(*chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metadata, Path], object]:
+    found = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in chunks]
+    return lying(lambda tensor, _: setattr(tensor, "chunks", found))
+
+
+def other_file(name: str) -> Callable[[Metadata, Path], object]:
+    return lying(lambda _, place: setattr(place, "relative_path", name))
+
+
+BAD = {
+    "it runs a function": (lambda found, path: [found, Runs(path)], "it asks for pathlib.Path.touch"),
+    "it is no metadata": (lambda found, path: {"w": found.storage_data}, "has no attribute"),
+    "the folder above": (other_file("../x"), "'../x' is no file in the folder"),
+    "an absolute path": (other_file("/etc/passwd"), "is no file in the folder"),
+    "no file": (other_file("none"), "No such file or directory"),
+    "behind the file": (lying(lambda _, place: setattr(place, "length", 10**9)), "has 2"),
+    "before the file": (lying(lambda _, place: setattr(place, "offset", -1)), "and not -1 to"),
+    "an extension": (lying(lambda _, place: setattr(place, "transform_descriptors", ["a"])), "by ['a']"),
+    "a gap": (other_chunks(((0, 0), (1, 3))), "w: the parts of its (2, 3) elements leave a gap, or overlap"),
+    "an overlap": (other_chunks(((0, 0), (1, 3)), ((0, 0), (1, 3))), "leave a gap, or overlap"),
+    "outside": (other_chunks(((1, 0), (2, 3))), "leave a gap, or overlap"),
+    "more than memory": (lying(lambda x, _: setattr(x, "size", torch.Size((2**62, 3)))), "leave a gap"),
+    "a part without a place": (other_chunks(((0, 0), (1, 3)), ((1, 0), (1, 3))), "('w', (1, 0))"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_metadata_that_lies(what: str, tmp_path: Path) -> None:
+    """Refused when it is opened."""
+    change, message = BAD[what]
+    found = saved(tmp_path / "x")
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(change(found, tmp_path / "ran")))
+    with pytest.raises(FileError) as raised:
+        open_checkpoint(tmp_path / "x")
+    assert message in str(raised.value) and f"{tmp_path / 'x'}" in str(raised.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_that_is_cut_off(tmp_path: Path) -> None:
+    saved(tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()
+    for n in range(0, len(whole), 5):
+        (tmp_path / ".metadata").write_bytes(whole[:n])
+        with pytest.raises(FileError, match="metadata is not what DCP writes"):
+            open_checkpoint(tmp_path)
+
+
+def test_files_that_have_another_thing(tmp_path: Path) -> None:
+    """In the place of a tensor: nothing is made of it but tensors that torch itself trusts."""
+    found = saved(tmp_path)
+    places = {index.fqn: info for index, info in found.storage_data.items()}
+    others = {
+        "a pickle": (Runs(tmp_path / "ran"), "is not what DCP writes: Weights only load failed"),
+        "a number": (3, "is not what DCP writes"),
+        "another shape": (torch.zeros(3, 2), "where the metadata has"),
+        "another dtype": (torch.zeros(2, 3, dtype=torch.float16), "where the metadata has"),
+        "a tensor that ends behind its bytes": (torch.zeros(4000)[-6:].view(2, 3), "has more than"),
+    }
+    for what, (other, message) in others.items():
+        file = tmp_path / places["w"].relative_path
+        torch.save(other, file)
+        if what.startswith("a tensor"):
+            cut_off(file)
+        for place in places.values():
+            place.offset, place.length = 0, file.stat().st_size
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+        checkpoint = open_checkpoint(tmp_path)
+        with pytest.raises(FileError) as raised:
+            checkpoint.read("w", (slice(2), slice(3)))
+        assert message in str(raised.value) and str(raised.value).startswith(str(file)), what
+        if what == "a pickle":
+            with pytest.raises(FileError, match="Weights only load failed"):
+                checkpoint.constants["lr"]
+    assert not (tmp_path / "ran").exists()
+
+
+def cut_off(file: Path) -> None:
+    """Of the numbers 24 bytes are left."""
+    with zipfile.ZipFile(file) as found:
+        records = {name: found.read(name) for name in found.namelist()}
+    with zipfile.ZipFile(file, "w") as left:
+        for name, data in records.items():
+            left.writestr(name, data[:24] if name.endswith("data/0") else data)

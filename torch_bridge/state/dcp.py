@@ -1,0 +1,211 @@
+"""Checkpoints of `torch.distributed.checkpoint`: which bytes of its files are which rows of an array.
+
+Decides what is trusted: metadata may be made of DCP's own records, and of nothing else. Where the numbers of
+a tensor begin torch itself says; those of the rows asked for are read, and no other.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from xshard import XshardError
+from xshard.dtypes import carrier, itemsize, name_of
+from xshard.state.files.checkpoint import Box, Checkpoint
+from xshard.state.files.header import FileError
+
+METADATA = ".metadata"
+_RECORDS = {
+    metadata.__name__: {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    filesystem.__name__: {"_StorageInfo"},
+    "torch": {"Size", *(name for name, found in vars(torch).items() if isinstance(found, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+}
+
+
+def open_dcp(path: str | Path) -> Checkpoint:
+    """A folder that `torch.distributed.checkpoint.save` wrote -> its tensors, none of which is read yet.
+
+    Values that are no tensors are read when they are asked for, as `torch.load(weights_only=True)` does.
+    Raises FileError for metadata that has anything but records of DCP in it, and for tensors whose parts
+    lie outside of the folder or of their files, overlap, or leave a gap.
+    """
+    folder = Path(path)
+    with _malformed(folder / METADATA):
+        with (folder / METADATA).open("rb") as file:
+            found = _Records(file).load()
+        items = {_key(index): _item(folder, info) for index, info in found.storage_data.items()}
+        arrays: dict[str, _Tensor] = {}
+        constants: dict[str, _Item] = {}
+        for name, each in found.state_dict_metadata.items():
+            if isinstance(each, metadata.BytesStorageMetadata):
+                constants[name] = items[name, None]
+            else:
+                arrays[name] = _tensor(name, each, items)
+    places = {
+        name: ", ".join(sorted({part.item.file.name for part in x.parts})) for name, x in arrays.items()
+    }
+    return Checkpoint(arrays, constants=_Constants(constants), places=places)
+
+
+class _Records(pickle.Unpickler):
+    """Makes records of DCP, shapes, dtypes and paths; nothing else is even looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            return PurePosixPath
+        if name not in _RECORDS.get(module, ()):
+            raise FileError(f"it asks for {module}.{name}, which is no record of DCP")
+        return super().find_class(module, name)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor or a value that `torch.save` wrote into a part of a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+    def load(self, device: str) -> Any:
+        """What it is; on the device "meta" no numbers are read."""
+        with self.file.open("rb") as file:
+            view: Any = _create_file_view(file, self.offset, self.length)
+            return torch.load(view, map_location=device, weights_only=True)
+
+
+class _Constants(Mapping[str, Any]):
+    """What the items are that are no tensors."""
+
+    def __init__(self, items: Mapping[str, _Item]) -> None:
+        self._items = items
+
+    def __getitem__(self, name: str) -> Any:
+        with _malformed(self._items[name].file):
+            return self._items[name].load("cpu")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box of a tensor, and the item that has it."""
+
+    box: Box
+    item: _Item
+    dtype: str
+
+    @cached_property
+    def numbers(self) -> NDArray[Any]:
+        """All its elements, on the disk until they are looked at."""
+        shape, item = tuple(rows.stop - rows.start for rows in self.box), self.item
+        with _malformed(item.file):
+            tensor = item.load("meta")
+            found = tuple(tensor.shape), name_of(tensor.dtype)
+            if found != (shape, self.dtype):
+                raise FileError(f"{found} at byte {item.offset}, where the metadata has {shape, self.dtype}")
+            strides = tuple(step * tensor.itemsize for step in tensor.stride())
+            start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+            last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+            if math.prod(shape) and last + tensor.itemsize > item.length:
+                raise FileError(f"the tensor at byte {item.offset} has more than {item.length} bytes")
+            memory = np.memmap(item.file, np.uint8, "r")
+            return np.ndarray(shape, carrier(self.dtype), memory, item.offset + start, strides)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in parts: a `Stored`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[_Part, ...]
+
+    def read(self, box: Box) -> NDArray[Any]:
+        wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
+        out = np.empty([len(rows) for rows in wanted], carrier(self.dtype))
+        for part in self.parts:
+            both = [_common(rows, of) for rows, of in zip(wanted, part.box, strict=True)]
+            if all(here.start < here.stop for here, _ in both):
+                out[tuple(here for here, _ in both)] = part.numbers[tuple(there for _, there in both)]
+        return out
+
+
+def _common(wanted: range, part: slice) -> tuple[slice, slice]:
+    """The rows that are in both: where they are in what is wanted, and in the part."""
+    first = max(0, -((wanted.start - part.start) // wanted.step))
+    stop = max(0, -((wanted.start - part.stop) // wanted.step))
+    here = range(len(wanted))[first:stop]
+    there = wanted.start + first * wanted.step - part.start
+    return slice(here.start, here.stop), slice(there, there + len(here) * wanted.step, wanted.step)
+
+
+def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def _item(folder: Path, info: Any) -> _Item:
+    """Where DCP has put something, if that is a part of a file in the folder."""
+    file, end = folder / info.relative_path, info.offset + info.length
+    if file.parent != folder or file.is_symlink():
+        raise FileError(f"'{info.relative_path}' is no file in the folder itself")
+    if not 0 <= info.offset <= end <= file.stat().st_size:
+        raise FileError(f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}")
+    if getattr(info, "transform_descriptors", None):
+        hint = "extensions of DCP are not read"
+        raise FileError(f"{file.name} is written by {info.transform_descriptors}", hint=hint)
+    return _Item(file, info.offset, info.length)
+
+
+def _tensor(name: str, found: Any, items: Mapping[Any, _Item]) -> _Tensor:
+    """A tensor whose parts are all of it, each element once."""
+    dtype, shape = name_of(found.properties.dtype), tuple(found.size)
+    ends = np.array([(part.offsets, part.sizes) for part in found.chunks], np.int64)
+    starts, sizes = ends.reshape(len(found.chunks), 2, len(shape)).transpose(1, 0, 2)
+    stops = starts + sizes
+    some = (sizes > 0).all(-1)
+    begin_before = (starts[some][:, None] < stops[some]).all(-1)  # that the other ends
+    inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
+    if (
+        not inside
+        or math.prod(shape) != sizes.prod(-1).sum()
+        or (begin_before & begin_before.T).sum() > some.sum()
+    ):
+        raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
+    boxes = [tuple(map(slice, *ends)) for ends in zip(starts.tolist(), stops.tolist(), strict=True)]
+    parts = [_Part(b, items[name, tuple(at)], dtype) for b, at in zip(boxes, starts.tolist(), strict=True)]
+    for part, size in zip(parts, sizes.prod(-1).tolist(), strict=True):
+        if size * itemsize(dtype) > part.item.length:
+            raise FileError(f"{name}: {size} elements of {dtype} in {part.item.length} bytes")
+    return _Tensor(shape, dtype, tuple(parts))
+
+
+@contextmanager
+def _malformed(file: Path) -> Iterator[None]:
+    """Whatever bytes make of a reader that trusts them is an error of the file."""
+    try:
+        yield
+    except XshardError as error:
+        raise FileError(f"{file}: {error.reason}", hint=error.hint) from None
+    except Exception as error:
+        hint = "torch.distributed.checkpoint.save writes .metadata last: without it nothing was saved"
+        raise FileError(f"{file} is not what DCP writes: {error}", hint=hint) from None
