@@ -53,6 +53,11 @@ def dense(block: Tensor) -> Tensor:
     return block.resolve_conj().resolve_neg()
 
 
+def place_of(plan: Plan, at: int) -> str:
+    """A step of a plan, as errors have it."""
+    return f"step {at + 1} of {len(plan.steps)}, '{plan.steps[at]}', of '{plan.src} -> {plan.dst}'"
+
+
 @dataclass(frozen=True, eq=False)
 class Executable:
     """A plan as this process executes it: its block under `plan.src` -> its block under `plan.dst`.
@@ -130,11 +135,7 @@ class Executable:
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
-        return during(lambda: self._place_of(move), act, *args)
-
-    def _place_of(self, move: Move) -> str:
-        at, plan = self.steps[self.moves.index(move)], self.plan
-        return f"step {at + 1} of {len(plan.steps)}, '{plan.steps[at]}', of '{plan.src} -> {plan.dst}'"
+        return during(lambda: place_of(self.plan, self.steps[self.moves.index(move)]), act, *args)
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
         """The same for blocks of another dtype, cast to the plan's before and back after.

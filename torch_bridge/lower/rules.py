@@ -16,11 +16,12 @@ from torch import Tensor
 
 from torch_bridge.lower import phased
 from torch_bridge.lower.collectives import CARRIERS, Collective
-from torch_bridge.lower.executable import Executable, Move, Moves
+from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.site import Site
 from torch_bridge.lower.subarray import Fill, Subarray
+from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import DtypeError, Plan, PlanError, Sharding
 from xshard.layout.runs import Run, Runs
@@ -106,7 +107,8 @@ def _moves(
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, Retag | Mask) for s in plan.steps[:i])
         links = plan.profile.fabric(before.mesh)
-        moves = rule(step, Site(before, after, *context, i >= last, is_given, links))
+        site = Site(before, after, *context, i >= last, is_given, links)
+        moves = during(functools.partial(place_of, plan, i), rule, step, site)  # groups may be made
         yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
 
 

@@ -93,9 +93,8 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     ]
     if sending := [i for i, each in enumerate(crossings) if _sends(each.plan)]:
         first = crossings[sending[0]].plan
-        place = f"the messages between the meshes of '{first.src} -> {first.dst}'"
         several = [crossings[i] for i in sending], [outs[i] for i in sending]
-        for i, out in zip(sending, during(lambda: place, _transferred, *several), strict=True):
+        for i, out in zip(sending, during(lambda: _place(first), _transferred, *several), strict=True):
             outs[i] = out
     results = []
     for each, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True):
@@ -200,7 +199,8 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
             hint="run them as processes: torch_bridge.run_ranks, or torchrun",
         )
     if tensor_device.type != "meta":
-        _connect(tensor_device, group)
+        ranks = sorted({*made.src_devices, *made.dst_devices})
+        during(lambda: _place(made), call_backend, "an exchange", ranks, _connect, tensor_device, group)
     sent: list[tuple[int, Subarray]] = []
     received: list[tuple[int, Subarray]] = []
     for box in transfer.messages:
@@ -214,6 +214,10 @@ def cross(made: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
         shape = transfer.target.local_shape(made.dst_devices.index(rank))
         whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
     return TransferExecutable(made, tensor_device, group, before, tuple(sent), tuple(received), whole, after)
+
+
+def _place(plan: Plan) -> str:
+    return f"the messages between the meshes of '{plan.src} -> {plan.dst}'"
 
 
 def _sends(plan: Plan) -> bool:

@@ -1,0 +1,184 @@
+"""Ranks in the middle of all operations at once, and what each of these ends in.
+
+Decides how the parent and its ranks find out about each other: by files in a folder, which stay when a rank
+or its node does not.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tests.torch_bridge.faults.operations import ROWS, Operation, cold_operations, operations
+from xshard.runtimes.watch import Watch, processor_time
+
+N = 4
+STILL_S = 120.0  # without progress: a hang
+
+
+@dataclass(frozen=True)
+class End:
+    """What an operation ended in on one rank: "right", "wrong", or the class and the text of an error."""
+
+    row: str
+    expression: str
+    direction: str
+    kind: str
+    text: str
+    seconds: float
+
+
+def take_part(folder: Path, width: int, timeout_s: float, compiles: bool) -> None:
+    """A rank: begin all operations when the parent says so, and write down what becomes of them.
+
+    timeout_s: of each collective, from then on; getting ready may take its time.
+    """
+    rank = dist.get_rank()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which launchers end the others of a killed rank
+    acts = [
+        (operation, direction, *_ready(operation, direction))
+        for direction in ("forward", "backward")
+        for operation in operations(width, compiles)
+    ]
+    acts += [(each, "forward", each.forward(), torch.ones(N * ROWS, width)) for each in cold_operations(width)]
+    for group in set(c10d._world.pg_map) - {dist.group.WORLD}:
+        c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    ends: list[End] = []
+
+    def run(operation: Operation, direction: str, act: Callable[[], Any], expected: Any) -> None:
+        start = time.monotonic()
+        try:
+            kind, text = ("right" if _equal(act(), expected) else "wrong"), ""
+        except BaseException as error:
+            kind, text = type(error).__name__, str(error)
+        ends.append(End(operation.row, operation.expression, direction, kind, text, time.monotonic() - start))
+
+    say(folder, f"ready{rank}")
+    wait_for(folder, "go")
+    threads = [threading.Thread(target=run, args=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    say(folder, f"begun{rank}")
+    for thread in threads:
+        thread.join()
+    say(folder, f"ends{rank}", json.dumps([asdict(end) for end in ends]))
+    wait_for(folder, "over")
+
+
+def _ready(operation: Operation, direction: str) -> tuple[Callable[[], Any], Any]:
+    """An operation that only has to be called, and its result, from a call that nothing disturbs."""
+    expected = getattr(operation, direction)()()
+    return getattr(operation, direction)(), expected
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    return found is expected is None or torch.equal(found, expected)
+
+
+def say(folder: Path, name: str, text: str = "") -> None:
+    """Write a file, which others see whole or not at all."""
+    (part := folder / f"{name}.part").write_text(text)
+    part.rename(folder / name)
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    """Wait for files. Raises TimeoutError when those are gone that should write them."""
+    end = time.monotonic() + 5 * STILL_S
+    while not all((folder / name).exists() for name in names):
+        time.sleep(0.05)
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {', '.join(names)}")
+
+
+def ends_of(folder: Path, ranks: Sequence[int]) -> dict[int, list[End]]:
+    """What these ranks have written down."""
+    return {r: [End(**each) for each in json.loads((folder / f"ends{r}").read_text())] for r in ranks}
+
+
+class Ranks:
+    """Forked ranks of one world on this machine; the parent has its store, as under torchrun."""
+
+    def __init__(self, folder: Path, timeout_s: float, function: Callable[..., None], *args: Any) -> None:
+        self.folder = folder
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        self.processes: list[BaseProcess] = [
+            context.Process(target=_rank, args=(rank, self._store.port, timeout_s, function, folder, *args))
+            for rank in range(N)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a rank a signal."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait_for(self, *names: str) -> None:
+        """Wait for files of the ranks. Raises AssertionError when these stand still, or end."""
+
+        def are_there() -> bool:
+            missing = [name for name in names if not (self.folder / name).exists()]
+            ended = {i: p.exitcode for i, p in enumerate(self.processes) if p.exitcode is not None}
+            assert not missing or len(ended) < 2, f"no {', '.join(missing)}; exit codes {ended}"
+            return not missing
+
+        self._wait(are_there, f"waiting for {names}")
+
+    def exit_codes(self) -> list[int | None]:
+        """Wait for the end of all ranks -> how each of them ended."""
+        self._wait(lambda: all(process.exitcode is not None for process in self.processes), "exit")
+        return [process.exitcode for process in self.processes]
+
+    def _wait(self, is_over: Callable[[], bool], what: str) -> None:
+        pids = [process.pid for process in self.processes if process.pid is not None]
+        watch = Watch(lambda: processor_time(pids), STILL_S)
+        while not is_over():
+            time.sleep(0.05)
+            why = watch.why_over()
+            assert why is None, f"{what}: {why}"
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+@contextmanager
+def ranks(folder: Path, timeout_s: float, function: Callable[..., None], *args: Any) -> Iterator[Ranks]:
+    """`N` ranks that call `function(folder, *args)`, in a world that waits for so long."""
+    running = Ranks(folder, timeout_s, function, *args)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _rank(
+    rank: int, port: int, timeout_s: float, function: Callable[..., None], folder: Path, *args: Any
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    say(folder, f"here{rank}")
+    wait_for(folder, *(f"here{other}" for other in range(N)))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=N, timeout=timedelta(seconds=timeout_s)
+    )
+    function(folder, *args)
+    with suppress(RuntimeError):
+        dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""A rank that is killed, or that stands still: what becomes of all operations of the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
+from tests.torch_bridge.faults.ranks import N, Ranks, ends_of, ranks, say, take_part
+from tests.torch_bridge.faults.table import check_column
+
+VICTIM, OTHERS = 1, (0, 2, 3)
+TIMEOUT_S = 3.0
+WIDTH = 16
+
+
+def _others_begin(running: Ranks, folder: Path) -> None:
+    """All but the victim, which stands still, are in the middle of all operations."""
+    running.wait_for(*(f"ready{rank}" for rank in range(N)))
+    running.send(VICTIM, signal.SIGSTOP)
+    say(folder, "go")
+    running.wait_for(*(f"begun{rank}" for rank in OTHERS))
+
+
+def test_a_rank_is_killed(tmp_path: Path) -> None:
+    with ranks(tmp_path, TIMEOUT_S, take_part, WIDTH, TIMEOUT_S, False) as running:
+        _others_begin(running, tmp_path)
+        time.sleep(0.2)
+        running.send(VICTIM, signal.SIGKILL)
+        running.wait_for(*(f"ends{rank}" for rank in OTHERS))
+        say(tmp_path, "over")
+        codes = running.exit_codes()
+    assert codes == [0, -signal.SIGKILL, 0, 0]
+    check_column("a rank is killed", ends_of(tmp_path, OTHERS), TIMEOUT_S, without=["`torch.compile`"])
+
+
+def test_a_rank_stalls(tmp_path: Path) -> None:
+    with ranks(tmp_path, TIMEOUT_S, take_part, WIDTH, TIMEOUT_S, True) as running:
+        _others_begin(running, tmp_path)
+        running.wait_for(*(f"ends{rank}" for rank in OTHERS))
+        running.send(VICTIM, signal.SIGCONT)
+        running.wait_for(f"ends{VICTIM}")
+        say(tmp_path, "over")
+        codes = running.exit_codes()
+    assert codes == [0] * N
+    check_column("a rank stalls", ends_of(tmp_path, OTHERS), TIMEOUT_S)
+    kinds = {end.kind for end in ends_of(tmp_path, [VICTIM])[VICTIM]}
+    assert kinds == {"CollectiveError", "RuntimeError"}, "what comes too late is an error as well"
