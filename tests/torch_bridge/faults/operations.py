@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +24,18 @@ ROWS = 8  # of a block
 BARE = "bare"  # a call of the backend alone, which takes as long as it must
 # A step, and the plan that consists of it. Its backward pass is the dual step.
 STEPS = {
-    "all_gather": "n/a d -> n d | copy(a)",
-    "reduce_scatter": "n d | sum(a) -> n/a d",
-    "all_reduce": "n d | sum(a) -> n d | copy(a)",
-    "all_to_all": "n/a d -> n d/a",
-    "exchange": "n/a d -> n/zigzag(a) d",
-    "permute": "n/a d -> n/intervals(a,[24,32],[0,8],[8,16],[16,24]) d",
-    "halo": f"n/a d -> n/a:halo({ROWS},{ROWS}) d",
+    "all_gather": "n/{a} d -> n d | copy({a})",
+    "reduce_scatter": "n d | sum({a}) -> n/{a} d",
+    "all_reduce": "n d | sum({a}) -> n d | copy({a})",
+    "all_to_all": "n/{a} d -> n d/{a}",
+    "exchange": "n/{a} d -> n/zigzag({a}) d",
+    "permute": "n/{a} d -> n/intervals({a},[24,32],[0,8],[8,16],[16,24]) d",
+    "halo": "n/{a} d -> n/{a}:halo(8,8) d",
 }
 COMPILED = ("all_gather", "all_reduce", "all_to_all")  # a compiler has no others
+LONG = timedelta(minutes=10)
+PAIRS = Mesh(x=2, y=2)
+_NUMBERS = count()
 
 Run = Callable[[Tensor], Tensor]
 
@@ -38,7 +45,6 @@ class Operation:
     """row: of the table."""
 
     row: str
-    expression: str
     run: Run
     block: Tensor
 
@@ -58,59 +64,71 @@ class Operation:
         return pulled
 
 
-def operations(width: int, compiles: bool) -> Iterator[Operation]:
-    """All operations; four ranks call this together. width: of blocks. compiles: also compiled ones."""
+def operations(width: int, timeout_s: float, compiles: bool) -> Iterator[Operation]:
+    """All operations; four ranks call this together.
+
+    width: of blocks. timeout_s: of collectives, in which these must be ready too where that cannot be changed.
+    compiles: also compiled ones.
+    """
     block = torch.arange(ROWS * width, dtype=torch.float32).view(ROWS, width) % 5 + dist.get_rank()
     for row, call in WAYS.items():
-        for expression in STEPS.values():
-            yield Operation(row, expression, _on_own_mesh(call, expression), block)
+        for step, text in STEPS.items():
+            mesh, expression = _own_mesh(text, timeout_s if step == "permute" else None)
+            yield Operation(row, partial(call, mesh=mesh, expression=expression), block)
     for step in COMPILED if compiles else ():
-        run = torch.compile(_on_own_mesh(_plain, STEPS[step]), backend="aot_eager", fullgraph=True)
-        yield Operation("`torch.compile`", STEPS[step], run, block)
+        mesh, expression = _own_mesh(STEPS[step])
+        yield Operation("`torch.compile`", _compiled(mesh, expression), block)
     for overlap in (False, True):
+        mesh, layout = _own_mesh("b c h/{a} w")
         kernel = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
-        layer = xt.nn.Conv2d.from_module(kernel, own_mesh(), "b c h/a w", overlap=overlap)
-        yield Operation("layers", "b c h/a", layer, block[None, None, :1])
-    yield Operation("`redistribute_between`", "n/a d -> n/zigzag(b) d", _between, block)
+        layer = xt.nn.Conv2d.from_module(kernel, mesh, layout, overlap=overlap)
+        yield Operation("layers", layer, block[None, None, :1])
+    yield Operation("`redistribute_between`", _between, block)
 
 
 def cold_operations(width: int) -> Iterator[Operation]:
-    """Those that run for the first time when they are interrupted, forward; their results are ones."""
-    block, group = torch.ones(ROWS, width), own_mesh().get_group()
-    yield Operation(BARE, "", lambda x: _bare(x, group), block)
-    mesh, pairs = own_mesh(), Mesh(x=2, y=2)
-    debug = lambda x: xt.redistribute(x, STEPS["all_gather"], mesh, debug=True)  # noqa: E731
-    yield Operation("`debug=True`", STEPS["all_gather"], debug, block)
-    first = lambda x: xt.redistribute(x, "n/x d -> n d", pairs).repeat(2, 1)  # noqa: E731
-    yield Operation("the first call on a mesh", "n/x d -> n d", first, block)
+    """Those that run for the first time when they are interrupted, forward; their results are ones.
+
+    They meet in the store, of which a process has one connection: they run one after the other.
+    """
+    block, (mesh, expression) = torch.ones(ROWS, width), _own_mesh(STEPS["all_gather"])
+    yield Operation(BARE, _bare(dist.new_group(timeout=LONG)), block)
+    yield Operation("`debug=True`", partial(_plain, mesh=mesh, expression=expression, debug=True), block)
+    yield Operation("the first call on a mesh", lambda x: _plain(x, PAIRS, "n/x d -> n d").repeat(2, 1), block)
 
 
-def own_mesh() -> DeviceMesh:
-    """All ranks along one axis, in a group that nobody else uses."""
-    group = dist.new_group()
+def _own_mesh(text: str, timeout_s: float | None = None) -> tuple[DeviceMesh, str]:
+    """All ranks along one axis, in a group that nobody else uses, and the text for its axis.
+
+    Meshes that differ in their groups alone are equal to torch.
+    """
+    group = dist.new_group(timeout=LONG if timeout_s is None else timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("a",))
+    axis = f"a{next(_NUMBERS)}"
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,)), text.format(a=axis)
 
 
-def _on_own_mesh(call: Callable[[Tensor, str, DeviceMesh], Tensor], expression: str) -> Run:
-    mesh = own_mesh()
-    return lambda x: call(x, expression, mesh)
+def _bare(group: Any) -> Run:
+    def run(x: Tensor) -> Tensor:
+        dist.all_reduce(y := x.clone(), group=group)
+        return y.div_(4).repeat(4, 1)
+
+    return run
 
 
-def _bare(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(y := x.clone(), group=group)
-    return y.div_(4).repeat(4, 1)
+def _compiled(mesh: DeviceMesh, expression: str) -> Run:
+    return torch.compile(lambda x: _plain(x, mesh, expression), backend="aot_eager", fullgraph=True)
 
 
-def _plain(x: Tensor, expression: str, mesh: DeviceMesh) -> Tensor:
-    return xt.redistribute(x, expression, mesh)
+def _plain(x: Tensor, mesh: Any, expression: str, **options: Any) -> Tensor:
+    return xt.redistribute(x, expression, mesh, **options)
 
 
-def _begun(x: Tensor, expression: str, mesh: DeviceMesh) -> Tensor:
+def _begun(x: Tensor, mesh: Any, expression: str) -> Tensor:
     return xt.redistribute(x, expression, mesh, async_op=True) + 0
 
 
-def _many(x: Tensor, expression: str, mesh: DeviceMesh) -> Tensor:
+def _many(x: Tensor, mesh: Any, expression: str) -> Tensor:
     return torch.stack(xt.redistribute_many([x, x + 1], expression, mesh))
 
 

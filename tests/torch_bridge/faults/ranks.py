@@ -36,7 +36,6 @@ class End:
     """What an operation ended in on one rank: "right", "wrong", or the class and the text of an error."""
 
     row: str
-    expression: str
     direction: str
     kind: str
     text: str
@@ -53,10 +52,10 @@ def take_part(folder: Path, width: int, timeout_s: float, compiles: bool) -> Non
     acts = [
         (operation, direction, *_ready(operation, direction))
         for direction in ("forward", "backward")
-        for operation in operations(width, compiles)
+        for operation in operations(width, timeout_s, compiles)
     ]
-    acts += [(each, "forward", each.forward(), torch.ones(N * ROWS, width)) for each in cold_operations(width)]
-    for group in set(c10d._world.pg_map) - {dist.group.WORLD}:
+    cold = [(each, "forward", each.forward(), torch.ones(N * ROWS, width)) for each in cold_operations(width)]
+    for group in c10d._world.pg_map:
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     ends: list[End] = []
 
@@ -66,11 +65,12 @@ def take_part(folder: Path, width: int, timeout_s: float, compiles: bool) -> Non
             kind, text = ("right" if _equal(act(), expected) else "wrong"), ""
         except BaseException as error:
             kind, text = type(error).__name__, str(error)
-        ends.append(End(operation.row, operation.expression, direction, kind, text, time.monotonic() - start))
+        ends.append(End(operation.row, direction, kind, text, time.monotonic() - start))
 
     say(folder, f"ready{rank}")
     wait_for(folder, "go")
-    threads = [threading.Thread(target=run, args=act, daemon=True) for act in acts]
+    threads = [threading.Thread(target=run, args=act) for act in acts]
+    threads.append(threading.Thread(target=lambda: [run(*act) for act in cold]))
     for thread in threads:
         thread.start()
     say(folder, f"begun{rank}")

@@ -1,0 +1,88 @@
+"""A node that is killed, and a link that is cut while large messages are on it, for good or for 2 seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.torch_bridge.faults.ranks import N, ends_of, say, take_part, wait_for
+from tests.torch_bridge.faults.table import check_column
+from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
+
+TIMEOUT_S = 4.0
+LONG_S = 120.0
+WIDTH = 50_000  # a block is 1.6 MB, which takes more than a second at this rate, alone
+RATE = "10mbit"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    try:
+        made = nodes(2, ranks=2)
+        cluster = made.__enter__()
+    except NoNodesError as error:
+        pytest.skip(str(error))
+    yield cluster
+    made.__exit__(None, None, None)
+
+
+def _interrupted(
+    cluster: Cluster, folder: Path, happens: Callable[[], None], survivors: range, timeout_s: float, compiles: bool
+) -> None:
+    """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(
+            cluster.run_torch,
+            take_part,
+            folder,
+            WIDTH,
+            timeout_s,
+            compiles,
+            timeout_s=LONG_S,
+            collective_timeout_s=timeout_s,
+        )
+        running.add_done_callback(lambda _: (folder / "returned").touch())
+
+        def wait_for_ranks(what: str, ranks: range) -> None:
+            while not all((folder / f"{what}{rank}").exists() for rank in ranks):
+                assert not (folder / "returned").exists() or what == "ends", running.result()
+                time.sleep(0.05)
+
+        wait_for_ranks("ready", range(N))
+        cluster.slow(1, RATE)
+        say(folder, "go")
+        wait_for_ranks("begun", range(N))
+        time.sleep(0.3)
+        happens()
+        wait_for_ranks("ends", survivors)
+        cluster.restore(1)
+        cluster.slow(1, None)
+        say(folder, "over")
+        running.result()
+
+
+def test_a_link_is_cut_for_2_s(cluster: Cluster, tmp_path: Path) -> None:
+    def cut_and_restore() -> None:
+        cluster.cut(1)
+        time.sleep(2.0)
+        cluster.slow(1, None)
+        cluster.restore(1)
+
+    _interrupted(cluster, tmp_path, cut_and_restore, range(N), LONG_S, True)
+    check_column("a link is cut for 2 s", ends_of(tmp_path, range(N)), LONG_S)
+
+
+def test_a_link_is_cut(cluster: Cluster, tmp_path: Path) -> None:
+    _interrupted(cluster, tmp_path, lambda: cluster.cut(1), range(N), TIMEOUT_S, True)
+    check_column("a link is cut", ends_of(tmp_path, range(N)), TIMEOUT_S)
+
+
+def test_a_node_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    """The one that has the store of all."""
+    with pytest.raises(NodesError):
+        _interrupted(cluster, tmp_path, lambda: cluster.kill(0), range(2, N), TIMEOUT_S, True)
+    check_column("a node is killed", ends_of(tmp_path, range(2, N)), TIMEOUT_S)

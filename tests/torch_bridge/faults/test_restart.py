@@ -1,0 +1,86 @@
+"""Training that torchrun starts again after a rank was killed: the losses are those of a run without a fault."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
+import torch_bridge as xt
+from xshard import Mesh
+
+STEPS, EVERY, FATAL, RANKS = 7, 2, 5, 2
+
+
+def _trained(folder: Path, dies: bool) -> dict[int, float]:
+    """Train a layer with its columns on both ranks, from the last checkpoint on -> the losses by step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, mesh = dist.get_rank(), Mesh(tp=RANKS)
+    torch.manual_seed(0)
+    whole, data = torch.randn(8, 6), torch.randn(STEPS, 4, 6)
+    weight = whole.chunk(RANKS)[rank].clone().requires_grad_()  # "n/tp d"
+    optimiser = torch.optim.Adam([weight], lr=0.1)
+    start, losses = 0, {}
+    if (latest := folder / "latest").exists():
+        saved = torch.load(folder / f"{latest.read_text()}.{rank}")
+        start, losses = saved["step"], saved["losses"]
+        optimiser.load_state_dict(saved["optimiser"])
+        with torch.no_grad():
+            weight.copy_(saved["weight"])
+    for step in range(start, STEPS):
+        if step % EVERY == 0:
+            state = {"step": step, "losses": losses, "weight": weight, "optimiser": optimiser.state_dict()}
+            torch.save(state, folder / f"{step}.{rank}")
+            dist.barrier()  # what is the latest has been saved by all
+            if rank == 0:
+                latest.write_text(str(step))
+            dist.barrier()
+        y = torch.tanh(xt.redistribute(data[step] @ weight.T, "b n/tp -> b n | copy(tp)", mesh))
+        loss = xt.redistribute(y[rank::RANKS].square().sum(), "| sum(tp) -> | copy(tp)", mesh)
+        if dies and rank == 1 and step == FATAL and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        (loss / RANKS).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses = {**losses, step: loss.item()}
+    dist.destroy_process_group()
+    return losses
+
+
+def _launched(folder: Path, dies: bool) -> dict[int, dict[int, float]]:
+    """What `torchrun --standalone --max-restarts 1` does, with ranks that are forked."""
+    folder.mkdir()
+    # Else the store keeps the addresses of ranks that have ended (pytorch issue 167288).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=str(folder),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=1,
+        start_method="fork",
+        monitor_interval=0.1,
+    )
+    return elastic_launch(config, _trained)(folder, dies)
+
+
+def test_training_goes_on_with_the_losses_that_it_would_have_had(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as clean:
+        expected, found = (
+            clean.submit(_launched, tmp_path / name, dies).result()
+            for name, dies in (("undisturbed", False), ("disturbed", True))
+        )
+    assert list(expected[0]) == list(range(STEPS)) and expected[0] == expected[1]
+    assert found == expected
+    assert (tmp_path / "disturbed" / "latest").read_text() == str(STEPS - 1)
