@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_bridge.mesh.process_groups import ranks_digest, timeout_of
+from torch_bridge.mesh.process_groups import ranks_digest
+from torch_bridge.mesh.waiting import timeout_of, within
 from xshard import XshardError
 from xshard.environment import is_on
 
@@ -82,17 +83,25 @@ class _Channel:
         """The report of this rank -> the reports of all ranks, by rank."""
         store, rank, number = c10d._get_default_store(), dist.get_rank(), self.meetings
         self.meetings += 1
+        try:
+            return within(timeout, self._meet, store, rank, number, mine, timeout)
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            raise DesyncError(
+                f"rank {rank} cannot compare '{mine['asked']}' with {_ranks_text(self.ranks)}: no store",
+                hint=f"the process or node that has it has ended, or cannot be reached: {error}",
+            ) from error
+
+    def _meet(
+        self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
+    ) -> dict[int, dict]:
         store.set(self._key(number, rank), json.dumps(mine))
         keys = [self._key(number, r) for r in self.ranks]
         try:
             store.wait(keys, timeout)
         except RuntimeError as error:  # DistStoreError, of a TCPStore
-            self._missed(
-                [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])],
-                mine,
-                timeout,
-                error,
-            )
+            missing = [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
+            if missing:  # else all have come since
+                self._missed(missing, mine, timeout, error)
         reports = {r: json.loads(store.get(key)) for r, key in zip(self.ranks, keys, strict=True)}
         if number:
             store.delete_key(self._key(number - 1, rank))  # all ranks that came to this meeting have read it

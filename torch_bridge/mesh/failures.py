@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_bridge.mesh.process_groups import timeout_of
+from torch_bridge.mesh.waiting import timeout_of
 from xshard import XshardError
 
 

@@ -1,6 +1,6 @@
 """Process groups that only their members make.
 
-Decides the name of such a group, and its timeout. `torch.distributed.new_group` counts the groups that
+Decides the name of such a group. `torch.distributed.new_group` counts the groups that
 a process has made and takes the number as the name: members that have made different numbers of groups
 look for each other under different names, and hang. Here the name follows from the ranks.
 """
@@ -14,22 +14,26 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
+
+from torch_bridge.mesh.failures import call_backend
+from torch_bridge.mesh.waiting import timeout_of, within
 
 
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group of these ranks, ascending; only its members need to call this.
 
     The first call makes it, with the backends and the timeout of the world; its members then wait for
-    each other, as in a collective. The group of all ranks is the world itself.
+    each other, as in a collective. The group of all ranks is the world itself. Raises CollectiveError.
     world: the group whose ranks they are, where that is another; it may be of two programs.
     """
     world = world or dist.group.WORLD
     assert world is not None  # whoever has a mesh of processes has initialised the world
-    return world if len(ranks) == world.size() else _group_of(ranks, world)
+    if len(ranks) == world.size():
+        return world
+    return call_backend("the making of a group", ranks, _group_of, ranks, world)
 
 
 def rank_in(world: dist.ProcessGroup) -> int:
@@ -53,12 +57,6 @@ def ranks_digest(ranks: tuple[int, ...]) -> str:
     return hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the collectives of a group wait."""
-    options = (_options(group, kind) for kind in sorted(group._device_types, key=str))
-    return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
-
-
 @functools.cache
 def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Cached by the world too: its groups end with it, and threads may each have their own."""
@@ -75,6 +73,7 @@ def _made(
     made: Any  # a group, since this process is one of its ranks
     world = dist.group.WORLD
     assert world is not None
+    within(timeout, store.check, [name])  # whether it answers: there they meet
     # Of processes in another program torch is to know no global ranks.
     known = list(ranks) if dist.get_rank() in ranks else []
     with _without_device(world):
@@ -94,7 +93,3 @@ def _without_device(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
-
-
-def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
-    return getattr(group._get_backend(device), "options", None)

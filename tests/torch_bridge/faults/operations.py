@@ -73,13 +73,13 @@ def operations(width: int, timeout_s: float, compiles: bool) -> Iterator[Operati
     block = torch.arange(ROWS * width, dtype=torch.float32).view(ROWS, width) % 5 + dist.get_rank()
     for row, call in WAYS.items():
         for step, text in STEPS.items():
-            mesh, expression = _own_mesh(text, timeout_s if step == "permute" else None)
+            mesh, expression = own_mesh(text, timeout_s if step == "permute" else None)
             yield Operation(row, partial(call, mesh=mesh, expression=expression), block)
     for step in COMPILED if compiles else ():
-        mesh, expression = _own_mesh(STEPS[step])
+        mesh, expression = own_mesh(STEPS[step])
         yield Operation("`torch.compile`", _compiled(mesh, expression), block)
     for overlap in (False, True):
-        mesh, layout = _own_mesh("b c h/{a} w")
+        mesh, layout = own_mesh("b c h/{a} w")
         kernel = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
         layer = xt.nn.Conv2d.from_module(kernel, mesh, layout, overlap=overlap)
         yield Operation("layers", layer, block[None, None, :1])
@@ -91,13 +91,13 @@ def cold_operations(width: int) -> Iterator[Operation]:
 
     They meet in the store, of which a process has one connection: they run one after the other.
     """
-    block, (mesh, expression) = torch.ones(ROWS, width), _own_mesh(STEPS["all_gather"])
-    yield Operation(BARE, _bare(dist.new_group(timeout=LONG)), block)
+    block, (mesh, expression) = torch.ones(ROWS, width), own_mesh(STEPS["all_gather"])
+    yield Operation(BARE, bare(dist.new_group(timeout=LONG)), block)
     yield Operation("`debug=True`", partial(_plain, mesh=mesh, expression=expression, debug=True), block)
     yield Operation("the first call on a mesh", lambda x: _plain(x, PAIRS, "n/x d -> n d").repeat(2, 1), block)
 
 
-def _own_mesh(text: str, timeout_s: float | None = None) -> tuple[DeviceMesh, str]:
+def own_mesh(text: str, timeout_s: float | None = None) -> tuple[DeviceMesh, str]:
     """All ranks along one axis, in a group that nobody else uses, and the text for its axis.
 
     Meshes that differ in their groups alone are equal to torch.
@@ -108,7 +108,9 @@ def _own_mesh(text: str, timeout_s: float | None = None) -> tuple[DeviceMesh, st
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,)), text.format(a=axis)
 
 
-def _bare(group: Any) -> Run:
+def bare(group: Any) -> Run:
+    """The mean over a group, four times; of ones, it is ones."""
+
     def run(x: Tensor) -> Tensor:
         dist.all_reduce(y := x.clone(), group=group)
         return y.div_(4).repeat(4, 1)

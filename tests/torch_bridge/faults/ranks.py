@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.torch_bridge.faults.operations import ROWS, Operation, cold_operations, operations
+from tests.torch_bridge.faults.operations import ROWS, cold_operations, operations
 from xshard.runtimes.watch import Watch, processor_time
 
 N = 4
@@ -42,35 +42,54 @@ class End:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Act:
+    """One call that is to be interrupted. expected: its result where nothing happens."""
+
+    row: str
+    direction: str
+    call: Callable[[], Any]
+    expected: Any
+
+    def end(self) -> End:
+        """Make the call."""
+        start = time.monotonic()
+        try:
+            kind, text = ("right" if self._is_right(self.call()) else "wrong"), ""
+        except BaseException as error:
+            kind, text = type(error).__name__, str(error)
+        return End(self.row, self.direction, kind, text, time.monotonic() - start)
+
+    def _is_right(self, found: Any) -> bool:
+        return found is self.expected is None or torch.equal(found, self.expected)
+
+
 def take_part(folder: Path, width: int, timeout_s: float, compiles: bool) -> None:
     """A rank: begin all operations when the parent says so, and write down what becomes of them.
 
     timeout_s: of each collective, from then on; getting ready may take its time.
     """
-    rank = dist.get_rank()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which launchers end the others of a killed rank
-    acts = [
-        (operation, direction, *_ready(operation, direction))
+    at_once = [
+        Act(operation.row, direction, getattr(operation, direction)(), expected)
         for direction in ("forward", "backward")
         for operation in operations(width, timeout_s, compiles)
+        for expected in [getattr(operation, direction)()()]
     ]
-    cold = [(each, "forward", each.forward(), torch.ones(N * ROWS, width)) for each in cold_operations(width)]
+    ones = torch.ones(N * ROWS, width)
+    in_turn = [Act(each.row, "forward", each.forward(), ones) for each in cold_operations(width)]
     for group in c10d._world.pg_map:
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    ends: list[End] = []
+    act(folder, at_once, in_turn)
 
-    def run(operation: Operation, direction: str, act: Callable[[], Any], expected: Any) -> None:
-        start = time.monotonic()
-        try:
-            kind, text = ("right" if _equal(act(), expected) else "wrong"), ""
-        except BaseException as error:
-            kind, text = type(error).__name__, str(error)
-        ends.append(End(operation.row, direction, kind, text, time.monotonic() - start))
 
+def act(folder: Path, at_once: Sequence[Act], in_turn: Sequence[Act]) -> None:
+    """Begin when the parent says so, write down the ends, and stay until it says that all is over."""
+    rank, ends = dist.get_rank(), list[End]()
     say(folder, f"ready{rank}")
     wait_for(folder, "go")
-    threads = [threading.Thread(target=run, args=act) for act in acts]
-    threads.append(threading.Thread(target=lambda: [run(*act) for act in cold]))
+    groups = [*([each] for each in at_once), in_turn]
+    threads = [threading.Thread(target=lambda some=some: ends.extend(a.end() for a in some)) for some in groups]
     for thread in threads:
         thread.start()
     say(folder, f"begun{rank}")
@@ -78,16 +97,6 @@ def take_part(folder: Path, width: int, timeout_s: float, compiles: bool) -> Non
         thread.join()
     say(folder, f"ends{rank}", json.dumps([asdict(end) for end in ends]))
     wait_for(folder, "over")
-
-
-def _ready(operation: Operation, direction: str) -> tuple[Callable[[], Any], Any]:
-    """An operation that only has to be called, and its result, from a call that nothing disturbs."""
-    expected = getattr(operation, direction)()()
-    return getattr(operation, direction)(), expected
-
-
-def _equal(found: Any, expected: Any) -> bool:
-    return found is expected is None or torch.equal(found, expected)
 
 
 def say(folder: Path, name: str, text: str = "") -> None:

@@ -17,7 +17,10 @@ _PLACE = (
     r"(step \d of \d, '.+', of|the messages between the meshes of) '.+ -> .+' failed on rank {rank}\n"
     r"  one of the ranks \d(, \d)+ has ended"
 )
-_MISSED = r"rank \d did not come to '.+ -> .+' within"
+_DIFFERS = (
+    r"ranks? \d.* did not come to '.+ -> .+' within|disagree about a redistribution: .*plan\n  rank"
+    r"|rank {rank} cannot compare '.+ -> .+' with ranks 0 to 3: no store"
+)
 
 
 def check_column(
@@ -44,7 +47,7 @@ def check_column(
 
 def check_text(rank: int, end: End) -> None:
     """Check that an error names the plan, the step and the ranks."""
-    says = {"CollectiveError": _PLACE.format(rank=rank), "DesyncError": _MISSED}.get(end.kind)
+    says = {"CollectiveError": _PLACE.format(rank=rank), "DesyncError": _DIFFERS.format(rank=rank)}.get(end.kind)
     assert says is None or re.search(says, end.text), (rank, end)
 
 

@@ -13,7 +13,7 @@ from tests.torch_bridge.faults.ranks import N, ends_of, say, take_part, wait_for
 from tests.torch_bridge.faults.table import check_column
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 5.0
 LONG_S = 120.0
 WIDTH = 50_000  # a block is 1.6 MB, which takes more than a second at this rate, alone
 RATE = "10mbit"

@@ -11,7 +11,7 @@ from tests.torch_bridge.faults.ranks import N, Ranks, ends_of, ranks, say, take_
 from tests.torch_bridge.faults.table import check_column
 
 VICTIM, OTHERS = 1, (0, 2, 3)
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 WIDTH = 16
 
 

@@ -1,0 +1,69 @@
+"""Ranks that make different calls: what every one of them gets, with `debug=True` and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
+import torch_bridge as xt
+from tests.torch_bridge.faults.operations import BARE, bare, own_mesh
+from tests.torch_bridge.faults.ranks import N, Act, act, ends_of, ranks, say
+from tests.torch_bridge.faults.table import check_column
+
+TIMEOUT_S = 5.0
+ODD = 1  # the rank that does otherwise
+GATHER, TURN, BACK = "n/{a} d -> n d", "n/{a} d -> n d/{a}", "n d/{a} -> n/{a} d"
+# What the odd rank calls in turn, and what the others call.
+DIFFERENCES = {
+    "the step": ([TURN], [GATHER]),
+    "the dim": ([BACK], [TURN]),  # messages of the same sizes
+    "the order of calls": ([GATHER, TURN], [TURN, GATHER]),
+}
+
+
+def _plain(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
+    return xt.redistribute(x, text, mesh, debug=debug)
+
+
+def _begun(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
+    return xt.redistribute(x, text, mesh, debug=debug, async_op=True) + 0
+
+
+def _many(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
+    return xt.redistribute_many([x, x + 1], text, mesh, debug=debug)[1]
+
+
+def _disagree(folder: Path, debug: bool) -> None:
+    x = torch.arange(64.0).view(8, 8) + dist.get_rank()
+    acts = [Act(BARE, "forward", partial(bare(dist.group.WORLD), x), None)]
+    for row, calls in DIFFERENCES.items():
+        for way in (_plain, _begun, _many):
+            mesh, axis = own_mesh("{a}", TIMEOUT_S)
+            both = [partial(_results, way, x, [text.format(a=axis) for text in texts], mesh) for texts in calls]
+            expected = [run(False) for run in both]  # where all ranks make the same calls
+            mine = int(dist.get_rank() != ODD)
+            acts.append(Act(row, "forward", partial(both[mine], debug), expected[mine]))
+    act(folder, *(([], acts) if debug else (acts, [])))
+
+
+def _results(way: Callable[..., Tensor], x: Tensor, texts: Sequence[str], mesh: Any, debug: bool) -> Tensor:
+    return torch.cat([way(x, text, mesh, debug).flatten() for text in texts])
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_differ(tmp_path: Path, debug: bool) -> None:
+    with ranks(tmp_path, TIMEOUT_S, _disagree, debug) as running:
+        running.wait_for(*(f"ready{rank}" for rank in range(N)))
+        say(tmp_path, "go")
+        running.wait_for(*(f"ends{rank}" for rank in range(N)))
+        say(tmp_path, "over")
+        assert running.exit_codes() == [0] * N
+    check_column(f"{'with' if debug else 'without'} `debug=True`", ends_of(tmp_path, range(N)), TIMEOUT_S)
