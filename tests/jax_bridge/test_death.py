@@ -1,4 +1,4 @@
-"""A process of `jax.distributed` that is killed: the other has an error at once, and is ended when it leaves."""
+"""A process of `jax.distributed` is killed: the other has an error at once, and does not hang."""
 
 from __future__ import annotations
 

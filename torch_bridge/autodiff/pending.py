@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.lower.executable import Executable
+from torch_bridge.mesh.failures import CollectiveError
 
 
 @dataclass(eq=False)
@@ -92,7 +93,8 @@ class PendingTensor:
     """
 
     def __init__(self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor) -> None:
-        self._result, self._records = result, torch.is_grad_enabled()
+        self._result: Tensor | CollectiveError | Callable[[], Tensor] = result
+        self._records = torch.is_grad_enabled()
         self.shape, self.dtype, self.device = torch.Size(shape), like.dtype, like.device
 
     @classmethod
@@ -103,10 +105,16 @@ class PendingTensor:
         return cls(lambda: Redistribute.apply(Finish(in_flight), token), executable.shape, block)
 
     def wait(self) -> Tensor:
-        """The result, a plain tensor."""
+        """The result, a plain tensor. Raises CollectiveError."""
+        if isinstance(self._result, CollectiveError):
+            raise self._result
         if not isinstance(self._result, Tensor):
             with torch.set_grad_enabled(self._records):  # as it was begun
-                self._result = self._result()
+                try:
+                    self._result = self._result()
+                except CollectiveError as error:  # of every use, as there is no other result
+                    self._result = error
+                    raise
         return self._result
 
     def __getattr__(self, name: str) -> Any:

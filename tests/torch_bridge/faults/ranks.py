@@ -89,7 +89,9 @@ def act(folder: Path, at_once: Sequence[Act], in_turn: Sequence[Act]) -> None:
     say(folder, f"ready{rank}")
     wait_for(folder, "go")
     groups = [*([each] for each in at_once), in_turn]
-    threads = [threading.Thread(target=lambda some=some: ends.extend(a.end() for a in some)) for some in groups]
+    threads = [
+        threading.Thread(target=lambda some=some: ends.extend(a.end() for a in some)) for some in groups
+    ]
     for thread in threads:
         thread.start()
     say(folder, f"begun{rank}")

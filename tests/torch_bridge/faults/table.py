@@ -1,4 +1,4 @@
-"""The table in docs/safety.md: what every operation ends in after every fault. Tests compare it, column by column."""
+"""The tables in docs/safety.md: what becomes of calls after faults. Tests compare them, column by column."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def check_column(
 
 def check_text(rank: int, end: End) -> None:
     """Check that an error names the plan, the step and the ranks."""
-    says = {"CollectiveError": _PLACE.format(rank=rank), "DesyncError": _DIFFERS.format(rank=rank)}.get(end.kind)
+    says = {"CollectiveError": _PLACE.format(rank=rank), "DesyncError": _DIFFERS.format(rank=rank)}.get(
+        end.kind
+    )
     assert says is None or re.search(says, end.text), (rank, end)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
 import torch_bridge as xt
 from tests.torch_bridge.faults.operations import BARE, bare, own_mesh
-from tests.torch_bridge.faults.ranks import N, Act, act, ends_of, ranks, say
+from tests.torch_bridge.faults.ranks import Act, N, act, ends_of, ranks, say
 from tests.torch_bridge.faults.table import check_column
 
 TIMEOUT_S = 5.0
@@ -47,7 +47,9 @@ def _disagree(folder: Path, debug: bool) -> None:
     for row, calls in DIFFERENCES.items():
         for way in (_plain, _begun, _many):
             mesh, axis = own_mesh("{a}", TIMEOUT_S)
-            both = [partial(_results, way, x, [text.format(a=axis) for text in texts], mesh) for texts in calls]
+            both = [
+                partial(_results, way, x, [text.format(a=axis) for text in texts], mesh) for texts in calls
+            ]
             expected = [run(False) for run in both]  # where all ranks make the same calls
             mine = int(dist.get_rank() != ODD)
             acts.append(Act(row, "forward", partial(both[mine], debug), expected[mine]))

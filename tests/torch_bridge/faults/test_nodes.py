@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch_bridge.faults.ranks import N, ends_of, say, take_part, wait_for
+from tests.torch_bridge.faults.ranks import N, ends_of, say, take_part
 from tests.torch_bridge.faults.table import check_column
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
@@ -31,7 +31,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _interrupted(
-    cluster: Cluster, folder: Path, happens: Callable[[], None], survivors: range, timeout_s: float, compiles: bool
+    cluster: Cluster,
+    folder: Path,
+    happens: Callable[[], None],
+    survivors: range,
+    timeout_s: float,
+    compiles: bool,
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""Training that torchrun starts again after a rank was killed: the losses are those of a run without a fault."""
+"""Training that torchrun starts again after a rank was killed has the losses of a run without a fault."""
 
 from __future__ import annotations
 
