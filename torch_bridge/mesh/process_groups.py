@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.mesh.failures import call_backend
-from torch_bridge.mesh.waiting import timeout_of, within
+from torch_bridge.mesh.waiting import check_store, timeout_of
 
 
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -73,7 +73,7 @@ def _made(
     made: Any  # a group, since this process is one of its ranks
     world = dist.group.WORLD
     assert world is not None
-    within(timeout, store.check, [name])  # whether it answers: there they meet
+    check_store(store, timeout)  # there they meet
     # Of processes in another program torch is to know no global ranks.
     known = list(ranks) if dist.get_rank() in ranks else []
     with _without_device(world):

@@ -49,5 +49,15 @@ def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
     return result
 
 
+def check_store(store: Any, timeout: timedelta) -> None:
+    """Raise DistStoreError unless a store answers in time. One that cannot be asked, as a fake, passes."""
+    try:
+        within(timeout, store.check, ["xshard"])
+    except dist.DistError:
+        raise
+    except RuntimeError:
+        return
+
+
 def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
     return getattr(group._get_backend(device), "options", None)
