@@ -18,7 +18,7 @@ _PLACE = (
     r"  one of the ranks \d(, \d)+ has ended"
 )
 _DIFFERS = (
-    r"ranks? \d.* did not come to '.+ -> .+' within|disagree about a redistribution: .*plan\n  rank"
+    r"ranks? \d.* did not come to '.+ -> .+' within|disagree about a redistribution: .+\n  rank"
     r"|rank {rank} cannot compare '.+ -> .+' with ranks 0 to 3: no store"
 )
 
