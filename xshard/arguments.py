@@ -13,6 +13,8 @@ from typing import Any
 
 from xshard.errors import PlanError, ShapeError, XshardError
 
+MOST_DIGITS = 18  # of a number in a text: what has more fits no 64 bits
+MOST_LIKE = 100  # characters of a word that something may be like
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -56,12 +58,22 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     return lengths
 
 
+def parse_number(text: str) -> int | None:
+    """Text of a whole number >= 0 -> the number; None for other text, or more digits than any length has.
+
+    >>> parse_number("64"), parse_number("-1"), parse_number("9" * 100_000)
+    (64, None, None)
+    """
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
+
+
 def parse_bytes(text: str) -> int:
     """`"2GiB"` -> 2147483648; a number without a unit is in bytes. Raises XshardError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in _UNITS:
-        raise XshardError(f"{text!r} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    n = -1 if match is None or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
+    if not 0 <= n < 2**63:
+        raise XshardError(f"{shown(text)} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
+    return n
 
 
 def limit_of(memory_limit: Any) -> int | None:
@@ -87,11 +99,15 @@ def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | 
     >>> did_you_mean("psum", ["sum", "mean"], {"psum": "sum"}) + "tags are: sum, mean"
     "did you mean 'sum'? tags are: sum, mean"
     """
-    found = (others or {}).get(word.lower()) or next(iter(difflib.get_close_matches(word, known, 1)), None)
+    close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else ()
+    found = (others or {}).get(word.lower()) or next(iter(close), None)
     return f"did you mean {found!r}? " if found else ""
 
 
 def shown(value: object) -> str:
     """A value as an error shows it: as it is written where that is short, else its type."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = "\n"
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from xshard.arguments import did_you_mean
 from xshard.errors import DtypeError
 
+_NAME = re.compile(r"[<>=|]?[A-Za-z]\w{0,19}", re.ASCII)
 # Names that numpy does not know without ml_dtypes, with their item sizes in bytes.
 _EXTENDED = {
     "bfloat16": 2,
@@ -74,7 +76,8 @@ def itemsize(name: str) -> int:
     if name in _EXTENDED:
         return _EXTENDED[name]
     try:
-        dtype = np.dtype(object if name in _ELSEWHERE else name)
+        # Of other texts numpy reads records, and Python expressions.
+        dtype = np.dtype(name if name not in _ELSEWHERE and _NAME.fullmatch(name) else object)
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "fiubc":

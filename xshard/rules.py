@@ -19,6 +19,7 @@ from xshard.notation.parser import ARROW
 ALL = "**"
 NAMED = 8  # most names that an error lists
 MOST_SPELLINGS = 1000  # of one pattern, its braces and bars written out
+MOST_CHARS = 1_000_000  # of all of them together
 DEEPEST = 8  # braces inside braces
 
 Pattern = str | re.Pattern[str]
@@ -167,6 +168,7 @@ def _spellings(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
     """Read alternatives from `start` to the brace that closes them -> each written out, and the end."""
     done: list[str] = []
     now, at = [""], start
+    _check_number(1, pattern)
     while at < len(pattern) and pattern[at] != "}":
         char = pattern[at]
         if char == "{":
@@ -190,30 +192,35 @@ def _spellings(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
 def _check_number(spellings: int, pattern: str) -> None:
     if spellings > MOST_SPELLINGS:
         raise _malformed(f"a pattern of more than {MOST_SPELLINGS} spellings", pattern, (0, len(pattern)))
+    if spellings * len(pattern) > MOST_CHARS:
+        raise _malformed(f"a pattern of more than {MOST_CHARS} characters", pattern, (0, len(pattern)))
 
 
 def _regex(spelling: str, pattern: str) -> str:
-    """A regular expression for parts with stars. Pieces between stars are found once, without going back."""
-    found, parts = "", spelling.split(".")
-    parts = [part for part, before in zip(parts, [None, *parts], strict=False) if not part == before == ALL]
-    for i, part in enumerate(parts):
-        last = i == len(parts) - 1
+    """A regular expression for parts with stars. What is between stars is found once, without going back."""
+    groups: list[list[str]] = [[]]  # of parts, with a `**` between two
+    for part in spelling.split("."):
         if part == ALL:
-            # Its dot is part of it, so that it may stand for nothing: before it at the end, else behind it.
-            found = (
-                found.removesuffix(r"\.") + (r"(?:\.[^.]+)*" if i else r".*")
-                if last
-                else found + r"(?:[^.]+\.)*"
-            )
-            continue
-        if ALL in part:
-            at = pattern.index(ALL)
-            raise _malformed("'**' stands for whole parts", pattern, (at, at + 2))
-        first, *rest = map(re.escape, part.split("*"))
-        middle = "".join(f"(?>[^.]*?{piece})" for piece in rest[:-1])
-        found += "[^.]+" if part == "*" else first + middle + (f"[^.]*{rest[-1]}" if rest else "")
-        found += "" if last else r"\."
-    return found
+            groups.append([])
+        else:
+            groups[-1].append(_part_regex(part, pattern))
+    first, *others = (r"\.".join(group) for group in groups)
+    if not others:
+        return first
+    *middle, last = others
+    found = r"\.".join(filter(None, (first, *(rf"(?>(?:[^.]+\.)*?{m}(?![^.]))" for m in middle if m))))
+    if last:
+        return found + r"\." * bool(found) + r"(?:[^.]+\.)*" + last
+    return found + r"(?:\.[^.]+)*" if found else ".*"
+
+
+def _part_regex(part: str, pattern: str) -> str:
+    if ALL in part:
+        at = pattern.index(ALL)
+        raise _malformed("'**' stands for whole parts", pattern, (at, at + 2))
+    first, *rest = map(re.escape, part.split("*"))
+    middle = "".join(f"(?>[^.]*?{piece})" for piece in rest[:-1])
+    return "[^.]+" if part == "*" else first + middle + (f"[^.]*{rest[-1]}" if rest else "")
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from xshard.arguments import parse_number
 from xshard.contractions.expression import is_contraction
 from xshard.errors import MeshError, ShapeError
+from xshard.layout.mesh import MOST_AXES, MOST_DEVICES
 
 MESH_HELP = "Axes of the mesh and their sizes, as in dp=2,cp=4."
 SHAPE_HELP = "Shape of the global array, as in 2,64,32."
@@ -43,14 +45,16 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
 
 def parse_sizes(text: str) -> dict[str, int]:
     """`"b=8,s=64"` -> `{"b": 8, "s": 64}`. Raises ShapeError with a caret."""
+    _check_number(text)
     lengths, at = {}, 0
     for part in text.split(",") if text.strip() else []:
-        name, _, length = (half.strip() for half in part.partition("="))
-        if not (name and length.isdecimal()) or name in lengths:
+        name, _, number = (half.strip() for half in part.partition("="))
+        length = parse_number(number)
+        if not name or length is None or name in lengths:
             span = (at, at + max(1, len(part)))
             why = f"dim {name!r} twice" if name in lengths else "a dim has a length >= 0"
             raise ShapeError(why, text=text, span=span, hint="as in b=8,s=64")
-        lengths[name] = int(length)
+        lengths[name] = length
         at += len(part) + 1
     return lengths
 
@@ -59,12 +63,14 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """`"2,64,32"` -> `(2, 64, 32)`; empty text -> `()`. Raises ShapeError with a caret."""
     if not text.strip():
         return ()
+    _check_number(text)
     lengths, at = [], 0
     for part in text.split(","):
-        if not part.strip().isdecimal():
+        length = parse_number(part.strip())
+        if length is None:
             span = (at, at + max(1, len(part)))
             raise ShapeError("a length is a whole number >= 0", text=text, span=span, hint="as in 2,64,32")
-        lengths.append(int(part))
+        lengths.append(length)
         at += len(part) + 1
     return tuple(lengths)
 
@@ -74,10 +80,16 @@ def parse_devices(text: str) -> tuple[int, ...]:
     devices: list[int] = []
     at = 0
     for part in text.split(","):
-        first, _, last = (half.strip() for half in part.partition("-"))
-        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) < int(first):
+        ends = [parse_number(half.strip()) for half in part.split("-", 1)]
+        first, last = ends[0], ends[-1]
+        if first is None or last is None or not 0 <= last - first < MOST_DEVICES:
             span = (at, at + max(1, len(part)))
             raise MeshError("devices are numbers and ranges", text=text, span=span, hint="as in 0-3,6")
-        devices += range(int(first), int(last or first) + 1)
+        devices += range(first, last + 1)
         at += len(part) + 1
     return tuple(devices)
+
+
+def _check_number(text: str) -> None:
+    if text.count(",") >= MOST_AXES:
+        raise ShapeError(f"{text.count(',') + 1} dims", hint=f"numpy has at most {MOST_AXES}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xshard import dtypes
-from xshard.arguments import did_you_mean
+from xshard.arguments import did_you_mean, parse_number, shown, whole_number
 from xshard.errors import DtypeError, XshardError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
@@ -48,9 +48,9 @@ class Link:
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
             raise ProfileError(f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}")
-        if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
+        if not 0 <= _number(self.latency_s) < math.inf or not _number(self.bytes_per_s) > 0:
             raise ProfileError(
-                f"no such link: {self.latency_s} s, {self.bytes_per_s} bytes/s",
+                f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s",
                 hint="a latency is >= 0 and a bandwidth > 0",
             )
 
@@ -85,10 +85,24 @@ class Profile:
     disk: Link | None = None
 
     def __post_init__(self) -> None:
-        for dtype, rate in self.flops_per_s:
-            if not (isinstance(rate, int | float) and 0 < rate < math.inf) or not _is_dtype(dtype):
+        for field, fits in (
+            ("name", isinstance(self.name, str)),
+            ("source", isinstance(self.source, str)),
+            ("node_devices", self.node_devices is None or (whole_number(self.node_devices) or 0) > 0),
+            ("inside", all((whole_number(n) or 0) > 0 for _, n in self.inside)),
+            ("launch_s", all(0 <= _number(s) < math.inf for _, s in self.launch_s)),
+            ("copy_bytes_per_s", _number(self.copy_bytes_per_s) > 0),
+            ("rounds", isinstance(self.rounds, bool)),
+        ):
+            if not fits:
                 raise ProfileError(
-                    f"no such rate: {rate!r} operations per second in {dtype!r}",
+                    f"a profile with {field} {shown(getattr(self, field))}",
+                    hint="names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more",
+                )
+        for dtype, rate in self.flops_per_s:
+            if not 0 < _number(rate) < math.inf or not _is_dtype(dtype):
+                raise ProfileError(
+                    f"no such rate: {shown(rate)} operations per second in {dtype!r}",
                     hint='a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}',
                 )
 
@@ -294,6 +308,15 @@ def _is_dtype(name: str) -> bool:
         return False
 
 
+def _number(value: Any) -> float:
+    """A number >= 0; -1 for what is none, or is too large for a float."""
+    try:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number and value >= 0 else -1.0
+    except OverflowError:
+        return -1.0
+
+
 def load_profile(profile: str | Path | Profile) -> Profile:
     """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError."""
     return profile if isinstance(profile, Profile) else _load(str(profile))
@@ -306,18 +329,25 @@ def _load(name: str) -> Profile:
     base, colon, nodes = name.rpartition(":")
     if colon and base in known:
         machine = _load(base)
-        if machine.across is None or not nodes.isdecimal() or int(nodes) < 1:
+        if machine.across is None or not parse_number(nodes):
             own = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
             hint = f"'h100:4' has nodes of 4; {base} has {own}"
             raise ProfileError(f"no profile {name!r}", hint=hint)
         return replace(machine, name=name, node_devices=int(nodes))
     if name in known:
-        text = (shipped / f"{name}.json").read_text()
-    elif Path(name).is_file():
-        text = Path(name).read_text()
-    else:
+        return profile_of(name, (shipped / f"{name}.json").read_text())
+    try:
+        text = Path(name).read_text() if Path(name).is_file() else None
+    except (OSError, ValueError):  # a name that no file can have, or no text
+        text = None
+    if text is None:
         hint = f"{did_you_mean(name, known)}shipped are: {', '.join(known)}; or give a file"
-        raise ProfileError(f"no profile {name!r}", hint=hint)
+        raise ProfileError(f"no profile {shown(name)}", hint=hint)
+    return profile_of(name, text)
+
+
+def profile_of(name: str, text: str) -> Profile:
+    """Text of `Profile.to_json` -> the profile; name: what errors call it. Raises ProfileError."""
     try:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):
@@ -341,5 +371,5 @@ def _load(name: str) -> Profile:
         )
     except ProfileError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # it may have anything in the place of anything
         raise ProfileError(f"profile {name!r} is malformed: {error}") from None

@@ -6,6 +6,7 @@ layout of one shape on one mesh is a `Sharding`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -229,7 +230,7 @@ def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side:
     """
     axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
     if len(set(axes)) != len(axes):
-        axis = next(a for a in axes if axes.count(a) > 1)
+        axis = Counter(axes).most_common(1)[0][0]
         text = parser.write(dims, tags) if text is None else text
         where = range(len(text))[side]
         found = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]

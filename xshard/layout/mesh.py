@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from xshard.arguments import shown, whole_number
+from xshard.arguments import parse_number, shown, whole_number
 from xshard.errors import MeshError
 from xshard.formatting import Pictured
 
+MOST_AXES, MOST_DEVICES = 64, 2**17  # numpy has no more dims; there are no larger machines
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -49,6 +50,9 @@ class Mesh(Pictured):
             if size is None or size < 1:
                 raise MeshError(f"axis {name!r} has size {given!r}", hint="a size is a whole number >= 1")
             pairs[name] = size
+        if len(pairs) > MOST_AXES or math.prod(pairs.values()) > MOST_DEVICES:
+            why = f"a mesh of {len(pairs)} axes and {shown(math.prod(pairs.values()))} devices"
+            raise MeshError(why, hint=f"at most {MOST_AXES} axes and {MOST_DEVICES} devices")
         object.__setattr__(self, "axes", tuple(pairs))
         object.__setattr__(self, "sizes", tuple(pairs.values()))
 
@@ -58,16 +62,19 @@ class Mesh(Pictured):
         if not isinstance(text, str):
             raise _no_mesh(text)
         pairs: dict[str, int] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, equals, size = (p.strip() for p in part.partition("="))
-            at = text.index(part)
-            if not equals or not size.isdecimal():
+        parts = [part for p in text.split(",") if (part := p.strip())]
+        if len(parts) > MOST_AXES:
+            raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
+        for part in parts:
+            name, _, number = (p.strip() for p in part.partition("="))
+            at, size = text.index(part), parse_number(number)
+            if size is None:
                 raise MeshError(
                     "an axis reads NAME=SIZE", text=text, span=(at, at + len(part)), hint="as in dp=2,cp=4"
                 )
             if name in pairs:
                 raise MeshError(f"axis {name!r} is named twice", text=text, span=(at, at + len(part)))
-            pairs[name] = int(size)
+            pairs[name] = size
         return cls(pairs)
 
     def __str__(self) -> str:

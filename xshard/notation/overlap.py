@@ -121,6 +121,12 @@ def unfolded(overlap: Overlap) -> Halo | Window:
     return overlap.of if isinstance(overlap, Fold) else overlap
 
 
+def ends_of(overlap: Overlap) -> tuple[Boundary, Boundary]:
+    """The boundaries at both ends of the array."""
+    rows = unfolded(overlap)
+    return rows.before, rows.after
+
+
 def _boundary_text(overlap: Halo | Window) -> str:
     both = (overlap.before,) if overlap.before == overlap.after else (overlap.before, overlap.after)
     return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
@@ -132,4 +138,4 @@ def bracketed(value: str | Width) -> str:
 
 
 def _number_text(value: float) -> str:
-    return str(int(value)) if value.is_integer() else repr(value)
+    return str(int(value)) if value.is_integer() and abs(value) < 1e16 else repr(value)

@@ -36,9 +36,10 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         return _window(scanner)
     if kind == "fold":
         scanner.expect("(")
-        inner = parse_overlap(scanner)
-        if isinstance(inner, Fold):
+        if scanner.value == "fold":  # before it is read: a text may have thousands, one in the other
             raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x: write x")
+        inner = parse_overlap(scanner)
+        assert not isinstance(inner, Fold)
         scanner.expect(")")
         return Fold(inner)
     raise scanner.error(f"unknown overlap {kind!r}", span, "overlaps are: halo, window, fold")
@@ -163,7 +164,7 @@ def _pole(scanner: Scanner) -> Boundary:
         if not scanner.take(","):
             return Boundary("pole", dim=dim)
     span = scanner.span
-    sign = int(scanner.expect("int", hint="as in pole(w) or pole(w,-1)"))
+    sign = scanner.integer(hint="as in pole(w) or pole(w,-1)")
     if sign not in (1, -1):
         raise scanner.error(
             f"sign {sign} of a pole", span, "rows from beyond a pole are kept (1) or negated (-1)"

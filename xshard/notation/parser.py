@@ -186,6 +186,7 @@ class _Parser(Scanner):
 
     def __init__(self, text: str) -> None:
         self.start = 0  # of the layout that is read
+        self.names: set[str] = set()  # of its dims
         self.layout_spans: list[Span] = []
         self.dim_spans: list[tuple[str, Span]] = []
         self.axis_spans: list[tuple[str, Span]] = []
@@ -199,22 +200,19 @@ class _Parser(Scanner):
         return tuple(found)
 
     def layout(self) -> Parsed:
-        self.start = self.span[0]
+        self.start, self.names = self.span[0], set()
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS):
             dims.append(self.dim())
-        if not dims and self.take("("):
+        is_scalar = not dims and self.take("(")
+        if is_scalar:
             self.expect(")", hint="a scalar is written ()")
         tags: list[tuple[str, tuple[str, ...]]] = []
         if self.take("|"):
             tags.append(self.tag())
             while self.kind == "name":
                 tags.append(self.tag())
-        elif (
-            not dims
-            and self.kind in ("end", ARROW, ",")
-            and not self.text[: self.span[0]].rstrip().endswith(")")
-        ):
+        elif not dims and not is_scalar and self.kind in ("end", ARROW, ","):
             raise self.error("an empty layout", hint="a scalar is written ()")
         self.layout_spans.append((self.start, self.end))
         return tuple(dims), tuple(tags)
@@ -222,8 +220,9 @@ class _Parser(Scanner):
     def dim(self) -> Dim:
         name, span = self.value, self.span
         self.advance()
-        if any(known == name and at[0] >= self.start for known, at in self.dim_spans):
+        if name in self.names:
             raise self.error(f"dim {name!r} is named twice", span)
+        self.names.add(name)
         self.dim_spans.append((name, span))
         shards: list[Shard] = []
         while self.kind == "/":

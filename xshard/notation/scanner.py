@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+from xshard.arguments import MOST_DIGITS
 from xshard.errors import NotationError, Span
 
 _TOKEN = re.compile(
@@ -20,6 +21,7 @@ _MEANT = {  # characters of other notations -> what is written here
     "→⟶⇒➔>-–—−": "did you mean '->'? an expression reads: layout -> layout",
     "*×·+": "axes taken as one are listed, as in s/(dp,cp)",
 }
+MOST_CHARS = 100_000
 _EXPECTED = {"end": "the end", "name": "a name", "int": "a whole number"}
 _T = TypeVar("_T")
 
@@ -28,6 +30,8 @@ class Scanner:
     """A text as tokens: `kind`, `value` and `span` (start, stop) of the next one; `end` of the last one."""
 
     def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARS:
+            raise NotationError(f"a text of {len(text)} characters", hint=f"at most {MOST_CHARS}")
         self.text = text
         self.at, self.span = 0, (0, 0)
         self.advance()
@@ -69,7 +73,11 @@ class Scanner:
         return value
 
     def integer(self, hint: str | None = None) -> int:
-        return int(self.expect("int", hint))
+        span = self.span
+        digits = self.expect("int", hint)
+        if len(digits) > MOST_DIGITS:
+            raise self.error("a number that fits no 64 bits", span, f"at most {MOST_DIGITS} digits")
+        return int(digits)
 
     def listed(self, item: Callable[[], _T], ends: str = "()") -> list[_T]:
         """`( item , item ... )` with at least one item -> the items."""

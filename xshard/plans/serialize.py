@@ -7,6 +7,7 @@ the name is written. Whether what was read is a plan, the plan decides.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,6 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from xshard import dtypes
+from xshard.arguments import whole_numbers
 from xshard.cost.model import Profile, load_profile
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
@@ -35,7 +37,7 @@ def reading_plan() -> Iterator[None]:
         raise
     except XshardError as error:
         raise PlanError(f"this is no plan: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except Exception as error:  # it may have anything in the place of anything
         raise PlanError(f"this is no plan: {type(error).__name__}: {error}") from None
 
 
@@ -71,9 +73,9 @@ def plan_from_json(text: str, profile: Profile | str | None) -> tuple[dict[str, 
         "devices": tuple(data.get("src_devices", ())),
         "shape": tuple(data["shape"]),
         "dtype": dtypes.name_of(data["dtype"]),
-        "scale": Fraction(data["scale"]),
+        "scale": _fraction(data["scale"]),
         "profile": machine,
-        "memory_limit": data["memory_limit"],
+        "memory_limit": None if data["memory_limit"] is None else _numbers([data["memory_limit"]])[0],
         "objective": data["objective"],
         "split": _split(data.get("split", {})),
         "steps": tuple(_step(s, machine) for s in data["steps"]),
@@ -106,7 +108,21 @@ def _mesh_to_plain(mesh: Mesh) -> dict[str, Any]:
 
 
 def _split(data: dict[str, list[int]]) -> Split:
-    return tuple((axis, tuple(sizes)) for axis, sizes in data.items())
+    return tuple((axis, _numbers(sizes)) for axis, sizes in data.items())
+
+
+def _numbers(values: list[int]) -> tuple[int, ...]:
+    found = whole_numbers(values)
+    if found is None or any(type(n) is not int for n in found):
+        raise PlanError(f"{values} are no whole numbers")
+    return found
+
+
+def _fraction(text: str) -> Fraction:
+    """`"1/8"` -> 1/8; what has more digits than a number of devices, or an exponent, is no scale."""
+    if not re.fullmatch(r"\d{1,9}(/\d{1,9})?", text):
+        raise PlanError(f"{text!r} is no scale")
+    return Fraction(text)
 
 
 def _to_plain(value: Any) -> Any:
@@ -138,12 +154,12 @@ def _sharding(data: dict[str, Any]) -> Sharding:
 # How a field of a step is read back, by its declared type.
 _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "str": str,
-    "tuple[int, ...]": tuple,
+    "tuple[int, ...]": _numbers,
     "Sharding": _sharding,
     "tuple[str, ...]": lambda values: tuple(map(str, values)),
     "tuple[Shard, ...]": _shards,
     "tuple[DimCut, ...]": _cuts,
     "Layout": Layout.parse,
-    "Fraction": Fraction,
+    "Fraction": _fraction,
     "int | None": lambda value: value if value is None else int(value),
 }

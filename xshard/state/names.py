@@ -20,6 +20,7 @@ from xshard.layout.layout import parse_expression
 from xshard.rules import spellings
 from xshard.state.relations import Made, Relation, made_by, uses
 
+MOST_STARS = 32  # in one pattern
 _KEEP = Relation(("**",), "**")
 
 
@@ -180,6 +181,8 @@ def _check_stars(relation: Relation) -> None:
     counts = [len(re.findall(r"\*\*?", pattern)) for pattern in (*relation.parts, relation.whole)]
     if relation.stacks:
         counts[0] -= 1
+    if max(counts) > MOST_STARS:
+        raise XshardError(f"{max(counts)} stars in '{relation}'", hint=f"at most {MOST_STARS}")
     if len(set(counts)) > 1:
         raise XshardError(
             f"'{relation}' has {counts[:-1]} stars for {counts[-1]}",

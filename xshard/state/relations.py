@@ -182,10 +182,29 @@ def _sides(relation: Relation, whole: str, shape: Shape, lengths: Sequence[int |
 
 
 def _stars(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What the stars of a pattern stand for in a name; None if it does not fit."""
-    text = re.escape(pattern).replace(r"\*\*", "(.*)").replace(r"\*", "([^.]+?)")
-    found = re.fullmatch(text, name)
-    return None if found is None else found.groups()
+    """What the stars of a pattern stand for in a name; None if it does not fit.
+
+    Of a `**` the longest, of a `*`, which is within a part and not empty, the shortest, from left to right.
+    """
+    tokens = re.split(r"(\*\*?)", pattern)
+    failed = set[tuple[int, int]]()  # where the rest does not fit is found out once
+
+    def rest(token: int, at: int) -> tuple[str, ...] | None:
+        if token == len(tokens):
+            return () if at == len(name) else None
+        text, found = tokens[token], None
+        if text in ("*", "**"):
+            stop = (name + ".").index(".", at)
+            ends = range(len(name), at - 1, -1) if text == "**" else range(at + 1, stop + 1)
+        else:
+            ends = range(at + len(text), at + len(text) + name.startswith(text, at))
+        for end in ends if (token, at) not in failed else ():
+            if (found := rest(token + 1, end)) is not None:
+                return (name[at:end], *found) if text in ("*", "**") else found
+        failed.add((token, at))
+        return None
+
+    return rest(0, 0)
 
 
 def _filled(pattern: str, stars: Sequence[str]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
-from xshard.layout.runs import Runs
 from xshard.steps.base import Block, Blocks, Step, without_tags
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, slowest_first
 
@@ -63,24 +63,26 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
     still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
     have: dict[tuple[object, ...], list[int]] = defaultdict(list)
     want: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device in range(mesh.n_devices):
+    for device, (given, taken) in enumerate(zip(_block_keys(before), _block_keys(after), strict=True)):
         here = mesh.index(device, still)
-        have[here, *_block_key(before, device)].append(device)
-        want[here, *_block_key(after, device)].append(device)
+        have[here, *given].append(device)
+        want[here, *taken].append(device)
     result = [-1] * mesh.n_devices
     for key, takers in want.items():
         givers = have.get(key, [])
         if len(givers) != len(takers):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
-        stay = [d for d in takers if d in givers]
+        stay = set(takers) & set(givers)
         movers = zip((t for t in takers if t not in stay), (g for g in givers if g not in stay), strict=True)
         for taker, giver in [*((d, d) for d in stay), *movers]:
             result[taker] = giver
     return tuple(result)
 
 
-def _block_key(sharding: Sharding, device: int) -> tuple[object, ...]:
-    """What identifies a device's block: its rows along every dim, and which addend of a sum it is."""
+def _block_keys(sharding: Sharding) -> Iterator[tuple[object, ...]]:
+    """What identifies every device's block: its rows along every dim, and which addend of a sum it is."""
     partial = sharding.layout.tagged("sum", "max", "min")
-    rows: tuple[Runs, ...] = tuple(sharding.held(d, device) for d in range(len(sharding.shape)))
-    return (*rows, sharding.mesh.index(device, partial))
+    holders = [sharding.holders(d) for d in range(len(sharding.shape))]
+    for device in range(sharding.mesh.n_devices):
+        rows = (blocks[sharding.dim_device(d, device)] for d, blocks in enumerate(holders))
+        yield *rows, sharding.mesh.index(device, partial)
