@@ -6,8 +6,11 @@ failure. Real jobs are started by torchrun.
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
+import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -18,12 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import (
-    ProcessContext,
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError
 from xshard.runtimes.watch import Watch, processor_time
@@ -52,13 +50,15 @@ def run_ranks(
         context = start_processes(
             _rank, (n, folder, timeout_s, function, args), n, join=False, start_method=start_method
         )
+        # Anybody may write to the files in the common folder of temporary ones that torch would unpickle.
+        context.error_files = [str(Path(folder, "no file"))] * n
         pids = [process.pid for process in context.processes]
         watch = Watch(lambda: processor_time(pids), timeout_s)
         try:
             while not context.join(watch.pause_s, grace_period=1.0):
                 if (why := watch.why_over()) is not None:
                     raise RankError(f"not all of {n} ranks ended: {why}")
-        except (ProcessRaisedException, ProcessExitedException) as error:
+        except ProcessExitedException as error:
             rank, why = _first_failure(context, Path(folder)) or (error.error_index, str(error))
             raise RankError(f"rank {rank} of {n} failed", hint=why.strip()) from None
         finally:
@@ -87,13 +87,16 @@ def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
     except BaseException:
         failure = time.monotonic(), rank, traceback.format_exc()  # one clock for all processes
         Path(folder, f"{rank}.failure").write_bytes(pickle.dumps(failure))
-        raise
+        sys.exit(1)
 
 
 def _work(
     rank: int, n: int, folder: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    # All ranks are on this machine: without this gloo listens where its host name leads others.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
