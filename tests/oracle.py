@@ -1,211 +1,154 @@
-"""The meaning of layouts as lists of single rows: a naive twin of `xshard/layout/`.
+"""The meaning of layouts, element by element: a naive twin of `xshard/layout/`.
 
-Slow and simple, so that a reader can check it. None stands for a row outside the array.
+Simple, so that a reader can check it. `oracle_rows.py` lists the rows of every dim.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from tests.oracle_rows import OUTSIDE, Places, owned_rows, places
 from xshard import Layout, Mesh, Sharding
-from xshard.notation.overlap import Boundary, Fold, Halo, Window
-from xshard.notation.parser import Dim, Shard
+from xshard.notation.overlap import Fold, unfolded
 from xshard.steps import Step
 
-Rows = list[int | None]
+Blocks = list[np.ndarray]
 
 REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
-PAD_MODES = {"periodic": "wrap", "reflect": "reflect", "edge": "edge", "pole": "symmetric"}
 
 
-def cut(rows: Rows, shard: Shard, n: int, index: int) -> Rows:
-    """Part `index` of `n` of a list of rows."""
-    order = shard.order
-    if order == "sizes":
-        return np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])[index].tolist()
-    if order == "intervals":
-        part = shard.numbers[index]
-        return [row for a, b in zip(part[::2], part[1::2], strict=True) for row in rows[a:b]]
-    if order == "cyclic":
-        together = shard.numbers[0] if shard.numbers else 1
-        return [row for i, row in enumerate(rows) if i // together % n == index]
-    if order in ("zigzag", "segments") and shard.numbers:
-        pieces = np.split(np.array(rows, int), np.cumsum(shard.numbers)[:-1])
-        alone = Shard(shard.axes, "zigzag" if order == "zigzag" else "block")
-        return [row for piece in pieces for row in cut(piece.tolist(), alone, n, index)]
-    if order == "balanced":
-        return np.array_split(np.array(rows, int), n)[index].tolist()
-    if order == "zigzag":
-        chunk = -(-len(rows) // (2 * n))
-        last = 2 * n - 1 - index
-        return rows[index * chunk :][:chunk] + rows[last * chunk :][:chunk]
-    chunk = -(-len(rows) // n)
-    return rows[index * chunk :][:chunk]
+class Elements(NamedTuple):
+    """What stands in a block: sign * element `number` of an array of `shape`, or `fill` if OUTSIDE."""
+
+    number: np.ndarray
+    sign: np.ndarray
+    fill: np.ndarray
+    shape: tuple[int, ...]
 
 
-def owned_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
-    """Global rows of a dim that a device owns, in local order."""
-    rows: Rows = list(range(length))
-    for shard in dim.shards:
-        rows = cut(rows, shard, mesh.size(*shard.axes), mesh.index(device, shard.axes))
-    return rows
+@lru_cache(maxsize=2048)
+def elements(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, folds: bool) -> Elements:
+    """What the rows of a device's block are along the dims that are folds, or along all others.
+
+    Along the rest they are rows of an array that is as long there as the block, or as the whole array.
+    """
+    dims, lengths = layout.dims, list(shape)
+    found = []
+    for d, dim in enumerate(dims):
+        here = places(dim, shape[d], mesh, device)
+        if isinstance(dim.overlap, Fold) != folds:
+            lengths[d] = shape[d] if folds else len(here.row)
+            here = Places.of([(row, 0.0, "") for row in range(lengths[d])])
+        found.append(here)
+
+    def along(d: int, column: np.ndarray) -> np.ndarray:
+        return column.reshape([-1 if i == d else 1 for i in range(len(dims))])
+
+    rows = [along(d, here.row) for d, here in enumerate(found)]
+    sign, fill = np.ones((), int), np.zeros(())
+    for d, here in enumerate(found):
+        for end in ("before", "after"):
+            beyond = along(d, here.pole == end)
+            if beyond.any():
+                pole = getattr(unfolded(dims[d].overlap), end)
+                sign = sign * np.where(beyond, pole.sign, 1)
+                w = layout.names.index(pole.dim) if pole.dim else d + 1
+                if w < len(dims):
+                    other = (rows[w] + lengths[w] // 2) % max(lengths[w], 1)
+                    rows[w] = np.where(beyond & (rows[w] != OUTSIDE), other, rows[w])
+        fill = np.where(along(d, here.row) == OUTSIDE, along(d, here.fill), fill)  # the later dim's stands
+    number = sum((row * math.prod(lengths[d + 1 :]) for d, row in enumerate(rows)), np.zeros((), int))
+    for row in rows:
+        number = np.where(row == OUTSIDE, OUTSIDE, number)
+    whole = np.broadcast_shapes(number.shape, sign.shape, fill.shape)
+    return Elements(*(np.broadcast_to(x, whole) for x in (number, sign, fill)), tuple(lengths))
 
 
-def held_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
-    """Global rows of a device's block, with its overlap; for contiguous cuts."""
-    overlap = dim.overlap
-    if isinstance(overlap, Halo):
-        mine = owned_rows(dim, length, mesh, device)
-        positions = range(mine[0] - overlap.lo, mine[-1] + overlap.hi + 1) if mine else range(0)
-        return [row for i in positions for row in bounded(i, length, overlap)]
-    if isinstance(overlap, Window):
-        span = overlap.d * (overlap.k - 1) + 1
-        outputs = output_rows(dim, length, mesh, device)
-        if not outputs:
-            return []
-        first = outputs[0] * overlap.s - overlap.padding[0]
-        positions = range(first, outputs[-1] * overlap.s - overlap.padding[0] + span)
-        return [row for i in positions for row in bounded(i, length, overlap)]
-    return owned_rows(dim, length, mesh, device)
-
-
-def output_rows(dim: Dim, length: int, mesh: Mesh, device: int) -> Rows:
-    """The outputs of a window op that a device computes."""
-    window = dim.overlap
-    n = max(0, (length + sum(window.padding) - window.d * (window.k - 1) - 1) // window.s + 1)
-    if window.out == "balanced":
-        whole = Shard(dim.axes, "balanced")
-        return cut(list(range(n)), whole, mesh.size(*dim.axes), mesh.index(device, dim.axes))
-    if window.out == "aligned":
-        mine = owned_rows(dim, length, mesh, device)
-        return [o for o in range(n) if min(o * window.s, length - 1) in mine]
-    return owned_rows(dim, n, mesh, device)
-
-
-def bounded(row: int, length: int, overlap: Halo | Window) -> Rows:
-    """The row at a position that may lie outside the array, by numpy's own padding."""
-    if 0 <= row < length:
-        return [row]
-    boundary = (overlap.before if row < 0 else overlap.after).kind
-    if boundary == "none":
-        return []
-    if boundary in ("zero", "constant"):
-        return [None]
-    padded = np.pad(np.arange(length), (max(-row, 0), max(row - length + 1, 0)), PAD_MODES[boundary])
-    return [int(padded[0 if row < 0 else -1])]
-
-
-def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int) -> tuple[np.ndarray, ...]:
-    """numpy index of a device's block in the global array."""
-    dims = layout.resolved(len(shape)).dims
-    rows = [owned_rows(dim, n, mesh, device) for dim, n in zip(dims, shape, strict=True)]
-    return np.ix_(*(np.array(r, int) for r in rows))
+def local_shape(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int) -> tuple[int, ...]:
+    """The shape of a device's block."""
+    dims = zip(layout.dims, shape, strict=True)
+    return tuple(len(places(dim, length, mesh, device).row) for dim, length in dims)
 
 
 def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray:
-    """A device's block of an array, with its overlaps: cut from the padded array, one dim after another."""
-    layout = layout.resolved(x.ndim)
-    for d, dim in enumerate(layout.dims):
-        overlap = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
-        length = x.shape[d]
-        pieces = pieces_of(owned_rows(dim, length, mesh, device), chunk_of(dim, length, mesh))
-        if isinstance(overlap, Halo):
-            lo, hi = overlap.widths(mesh.index(device, dim.axes))
-            spans = [(piece[0] - lo, piece[-1] + 1 + hi) for piece in pieces]
-        elif isinstance(overlap, Window):
-            last = overlap.d * (overlap.k - 1) + 1 - overlap.padding[0]
-            made = overlap.output_length(length)
-            outputs = pieces_of(output_rows(dim, length, mesh, device), chunk_of(dim, made, mesh))
-            spans = [(o[0] * overlap.s - overlap.padding[0], o[-1] * overlap.s + last) for o in outputs]
-        else:
-            spans = [(piece[0], piece[-1] + 1) for piece in pieces]
-        ends = (overlap.before, overlap.after) if overlap else (None, None)
-        wide = max([0, *(max(-a, b - length) for a, b in spans)])
-        rolled = [rolled_dim(layout, d, end) for end in ends]
-        before = np.flip(beyond(np.flip(x, d), d, wide, ends[0], rolled[0]), d)
-        whole = np.concatenate([before, x, beyond(x, d, wide, ends[1], rolled[1])], axis=d)
-        none = [end is None or end.kind == "none" for end in ends]
-        rows = [
-            i + wide
-            for a, b in spans
-            for i in range(a, b)
-            if not (i < 0 and none[0]) and not (i >= length and none[1])
-        ]
-        x = np.take(whole, rows, axis=d)
-    return x
+    """A device's block of an array under a layout without tags and folds."""
+    there = elements(layout.resolved(x.ndim), mesh, x.shape, device, False)
+    return filled(x, there)
 
 
-def rolled_dim(layout: Layout, d: int, end: Boundary | None) -> int | None:
-    """The dim of the longitudes, if the end is a pole."""
-    if end is None or end.kind != "pole":
-        return None
-    if end.dim:
-        return layout.names.index(end.dim)
-    return d + 1 if d + 1 < len(layout.dims) else None
+def filled(x: np.ndarray, there: Elements) -> np.ndarray:
+    """The block that has these elements of an array."""
+    if not x.size:
+        return there.fill.astype(x.dtype)
+    return np.where(there.number == OUTSIDE, there.fill, x.ravel()[there.number] * there.sign).astype(x.dtype)
 
 
-def chunk_of(dim: Dim, length: int, mesh: Mesh) -> int:
-    """Rows of a chunk: each chunk of a zigzag has a halo of its own; in other orders none are adjacent."""
-    parts = [mesh.size(*shard.axes) for shard in dim.shards if shard.order == "zigzag"]
-    if dim.overlap is None or not parts or parts == [1]:
-        return length + 1
-    assert len(dim.shards) == 1
-    return max(1, -(-length // (2 * parts[0])))
+def addend_axes(layout: Layout) -> tuple[str, ...]:
+    """Axes along which blocks may differ for all that the layout says: of addends and contributions."""
+    tagged = (axes for kind, axes in layout.tags if kind != "copy")
+    folded = (dim.axes for dim in layout.dims if isinstance(dim.overlap, Fold))
+    return tuple(itertools.chain(*tagged, *folded))
 
 
-def pieces_of(rows: Rows, chunk: int) -> list[Rows]:
-    """Rows split into lists of consecutive rows."""
-    cuts = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1 or rows[i] % chunk == 0]
-    return [rows[a:b] for a, b in itertools.pairwise([0, *cuts, len(rows)])] if rows else []
+def value(
+    blocks: Blocks, layout: Layout, mesh: Mesh, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks -> the global array, and which of its elements any block has.
 
-
-def beyond(x: np.ndarray, d: int, n: int, end: Boundary | None, rolled: int | None) -> np.ndarray:
-    """The `n` rows after the end of a dim, by numpy's own padding."""
-    kind = end.kind if end else "none"
-    if kind == "pole":
-        back = np.flip(x if rolled is None else np.roll(x, x.shape[rolled] // 2, rolled), d) * end.sign
-        return np.take(np.concatenate([back, x] * max(n, 1), d), range(n), d)
-    widths = [(0, n) if i == d else (0, 0) for i in range(x.ndim)]
-    if kind in PAD_MODES:
-        padded = np.pad(x, widths, mode=PAD_MODES[kind])
-    else:
-        padded = np.pad(x, widths, constant_values=end.value if end else 0)
-    return np.take(padded, range(x.shape[d], x.shape[d] + n), d)
-
-
-def gather(blocks: list[np.ndarray], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
-    """Blocks -> the global array; devices with the same element must agree, and contributions are added.
-
-    An array of element numbers, spread like the blocks, says where each value belongs.
+    Copies must agree, rows outside have what fills them; addends and contributions are added up.
     """
     tags = [(kind, axis) for kind, axes in layout.tags if kind != "copy" for axis in axes]
-    numbered = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
-    replicas = [a for a in mesh.axes if a not in layout.axes or a in layout.tagged("copy")]
-    folds = any(isinstance(dim.overlap, Fold) for dim in layout.dims)
-    assert not (folds and any(d.overlap and not isinstance(d.overlap, Fold) for d in layout.dims))
-    addends = np.full((*(mesh.size(axis) for _, axis in tags), math.prod(shape)), 0 if folds else np.nan)
+    whole = np.zeros((*(mesh.size(axis) for _, axis in tags), math.prod(shape)), blocks[0].dtype)
+    held = np.zeros(whole.shape, bool)
+    parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for device, block in enumerate(blocks):
-        number = spread(numbered, layout.tangent, mesh, device)
-        inside = number != 0  # rows outside the array are copies of no element
-        values = (block * np.sign(number))[inside]
-        mine = addends[tuple(mesh.index(device, (axis,)) for _, axis in tags)]
-        at = np.abs(number[inside]).astype(int) - 1
-        if folds:
-            if mesh.index(device, replicas) == 0:
-                np.add.at(mine, at, values)
-            continue
-        assert np.array_equal(np.where(np.isnan(mine[at]), values, mine[at]), values), f"{device} disagrees"
-        mine[at] = values
-    assert not np.isnan(addends).any(), "an element has no holder"
+        there = elements(layout, mesh, shape, device, False)
+        inside = there.number != OUTSIDE
+        values, at = (block * there.sign).astype(block.dtype)[inside], there.number[inside]
+        size, key = math.prod(there.shape), mesh.index(device, addend_axes(layout))
+        part, known = parts.setdefault(key, (np.zeros(size, block.dtype), np.zeros(size, bool)))
+        assert np.array_equal(part[at][known[at]], values[known[at]]), f"device {device} has another value"
+        part[at], known[at] = values, True
+        assert np.array_equal(part[at], values), f"device {device} has two values of an element"
+        assert np.array_equal(block[~inside], there.fill[~inside].astype(block.dtype)), f"{device}: filled"
+    for device in range(mesh.n_devices):
+        found = parts.pop(mesh.index(device, addend_axes(layout)), None)
+        if found is not None:
+            into = tuple(mesh.index(device, (axis,)) for _, axis in tags)
+            number = elements(layout, mesh, shape, device, True)
+            inside = (number.number.ravel() != OUTSIDE) & found[1]
+            at = number.number.ravel()[inside]
+            np.add.at(whole[into], at, found[0][inside] * number.sign.ravel()[inside].astype(whole.dtype))
+            held[into][at] = True
     for kind, _ in tags:
-        addends = REDUCE[kind](addends, axis=0)
-    return addends.reshape(shape)
+        whole, held = REDUCE[kind](whole, axis=0), held.any(axis=0)
+    return whole.reshape(shape), held.reshape(shape)
 
 
-def paired(xs: list[np.ndarray], ys: list[np.ndarray], layout: Layout, mesh: Mesh) -> float:
+def known(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
+    """Which elements its blocks tell: those that a block has; in a fold what none has is zero."""
+    found = np.ones(shape, bool)
+    for d, dim in enumerate(layout.dims):
+        if not isinstance(dim.overlap, Fold):
+            rows = [places(dim, shape[d], mesh, device).row for device in range(mesh.n_devices)]
+            has = np.isin(np.arange(shape[d]), np.concatenate(rows))
+            found &= has.reshape([-1 if i == d else 1 for i in range(len(shape))])
+    return found
+
+
+def gather(blocks: Blocks, layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
+    """Blocks -> the global array, of which they have all elements."""
+    whole, held = value(blocks, layout, mesh, shape)
+    assert (held | known(layout, mesh, shape)).all(), "an element has no holder"
+    return whole
+
+
+def paired(xs: Blocks, ys: Blocks, layout: Layout, mesh: Mesh) -> float:
     """<x, y> for x under a layout and y under its dual; of replicas, only the first device counts."""
     replicated = [axis for axis in mesh.axes if axis not in layout.axes]
     counted = [device for device in range(mesh.n_devices) if mesh.index(device, replicated) == 0]
@@ -213,20 +156,33 @@ def paired(xs: list[np.ndarray], ys: list[np.ndarray], layout: Layout, mesh: Mes
 
 
 def random_blocks(
-    layout: Layout, mesh: Mesh, shape: tuple[int, ...], rng: np.random.Generator, unit: int = 1
-) -> list[np.ndarray]:
-    """Whole-number blocks that a layout allows: arbitrary addends, equal replicas and copies."""
-    own = [axis for dim in layout.dims for axis in dim.axes] + [
-        axis for kind, axes in layout.tags if kind != "copy" for axis in axes
-    ]
-    equal = [axis for axis in mesh.axes if axis not in own]
-    blocks: list[np.ndarray] = []
+    layout: Layout,
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    rng: np.random.Generator,
+    unit: int = 1,
+    within: tuple[int, int] = (-9, 10),
+) -> Blocks:
+    """Whole-number blocks that a layout allows: arbitrary addends and contributions, equal copies.
+
+    within: the least number, and the first one that is too large; unit: a factor of all of them.
+    """
+    drawn: dict[int, np.ndarray] = {}
+    blocks = []
     for device in range(mesh.n_devices):
-        first = mesh.group(device, equal)[0]
-        lengths = np.broadcast_shapes(*(i.shape for i in block_index(layout, mesh, shape, device)))
-        fresh = rng.integers(-9, 10, lengths).astype(float) * unit
-        blocks.append(blocks[first].copy() if first < device else fresh)
+        there = elements(layout, mesh, shape, device, False)
+        key = mesh.index(device, addend_axes(layout))
+        if key not in drawn:
+            drawn[key] = rng.integers(*within, there.shape).astype(float) * unit
+        blocks.append(filled(drawn[key], there))
     return blocks
+
+
+def block_index(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int) -> tuple[np.ndarray, ...]:
+    """numpy index of a device's block in the global array."""
+    dims = layout.resolved(len(shape)).dims
+    rows = [owned_rows(dim, n, mesh, device) for dim, n in zip(dims, shape, strict=True)]
+    return np.ix_(*(np.array(r, int) for r in rows))
 
 
 def foreign_elements(step: Step, before: Sharding, slow: tuple[str, ...] = ()) -> list[int]:

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.mesh.sub_axes import long_axes
 from xshard import Mesh, Sharding
 from xshard.steps.exchange.messages import fill_boxes
 
@@ -88,14 +87,15 @@ def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
 def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
     """A block with the constants of its boundaries filled in beyond the ends of the array."""
     mesh = sharding.mesh
-    axes = long_axes(mesh)
     for dim, length in enumerate(sharding.max_local_shape):
-        values = np.zeros((mesh.n_devices, length))
+        axes = [axis for axis in sharding.layout.dims[dim].axes if mesh.size(axis) > 1]
+        devices = mesh.group(0, axes)  # along other axes all fill alike, and the block's type stays invariant
+        values = np.zeros((len(devices), length))
         outside = np.zeros(values.shape, bool)
-        for device in range(mesh.n_devices):
+        for at, device in enumerate(devices):
             for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
-                    values[device, start:stop], outside[device, start:stop] = value, True
+                    values[at, start:stop], outside[at, start:stop] = value, True
         if outside.any():
             along = [1] * x.ndim
             along[dim] = -1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xshard as xs
-from tests import oracle
+from tests import oracle, oracle_rows
 from xshard import Layout
 from xshard.layout.partition import all_owned_rows, block_length, owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
@@ -150,7 +150,9 @@ def test_overlaps(data, n, order, length):
     dim = Dim("h", shards, data.draw(any_overlap(folded=False)))
     sharding = xs.Sharding(xs.Layout((dim,)), mesh, (length,))
     for device in range(n):
-        assert expanded(sharding.held(0, device)) == oracle.held_rows(dim, length, mesh, device), str(dim)
+        assert expanded(sharding.held(0, device)) == oracle_rows.held_rows(dim, length, mesh, device), str(
+            dim
+        )
 
 
 @given(any_overlap(folded=False), st.integers(1, 24))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xshard as xs
-from tests import oracle
+from tests import oracle, oracle_rows
 from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim, Shard
@@ -61,7 +61,7 @@ def _held(made, d, device):
     dim = made.layout.dims[d]
     if isinstance(dim.overlap, Fold):  # a fold holds the rows of its overlap
         dim = Dim(dim.name, dim.shards, dim.overlap.of)
-    return oracle.held_rows(dim, made.shape[d], made.mesh, device)
+    return oracle_rows.held_rows(dim, made.shape[d], made.mesh, device)
 
 
 def _cell_of(drawn: Picture, element: tuple[int, ...]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
-from xshard.layout.runs import Runs, common_segments
+from xshard.layout.runs import Runs, common_segments, interval
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -211,9 +211,14 @@ class Packing:
 
     @cached_property
     def _covers(self) -> bool:
-        """Whether every element is written before any is added to it. Fills of two dims do not count."""
+        """Whether every element is written before any is added to it.
+
+        Fills of two dims do not count, nor those that a dim which stays as it is brings along.
+        """
         first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
-        if len({fill.dim for fill in self.fills}) == 1:
+        along = [(m.rows[f.dim], interval(f.start, f.stop)) for m in self.messages for f in self.fills]
+        brought = any(rows is None or common_segments(rows, filled) for rows, filled in along)
+        if len({fill.dim for fill in self.fills}) == 1 and not brought:
             rest = math.prod(n for d, n in enumerate(self.shape) if d != self.fills[0].dim)
             first += [(fill.stop - fill.start) * rest for fill in self.fills]
         return sum(first) == math.prod(self.shape)

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.layout import Sharding
-from xshard.layout.runs import common_segments
+from xshard.layout.providers import rows_at_hand, wanted_rows
+from xshard.layout.runs import FILL, Runs, common_segments, row_numbers
+from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
 from xshard.steps.exchange.even_traffic import met_elements
@@ -27,6 +29,8 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     mesh, begins = dst.mesh, begun_axes(src.layout, dst.layout)
     if ended_axes(src.layout, dst.layout):
         return -(-total_elements(src, dst) // mesh.n_devices)
+    if _overlap(src, dst):
+        return _received_with_overlaps(src, dst)
     if not begins:
         return Exchange(dst.layout).traffic(src).received
     total = _lacking(src, dst).sum(axis=tuple(mesh.position(a) for a in begins))
@@ -48,10 +52,10 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     sums = dst.layout.tagged("sum", "max", "min")
     cut = [a for dim in dst.layout.dims for a in dim.axes]
     copies = mesh.n_devices // mesh.size(*cut, *sums)
-    whole = math.prod(dst.shape)
+    whole = _reached(src, dst) if _overlap(src, dst) else math.prod(dst.shape)
     messages = whole * (mesh.size(*ends) + copies - 2)
     if not begins:
-        messages += whole - _met(src, dst)
+        messages += max(0, whole - _met(src, dst))
     return messages * mesh.size(*(a for a in sums if a not in begins))
 
 
@@ -60,6 +64,61 @@ def _lacking(src: Sharding, dst: Sharding) -> np.ndarray:
     mesh = dst.mesh
     lacking = received_from(src, dst, ()).elements - received_from(src, dst, mesh.axes).elements
     return np.broadcast_to(lacking, mesh.sizes)
+
+
+def _overlap(*ends: Sharding) -> bool:
+    return any(dim.overlap is not None for end in ends for dim in end.layout.dims)
+
+
+def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
+    """`received_elements` with every element counted once, however often a block repeats its row.
+
+    Rows that come from beyond a pole are not counted, nor what begins to be a sum: that may stay anywhere.
+    """
+    mesh = dst.mesh
+    if begun_axes(src.layout, dst.layout):
+        return 0
+    needed, at_hand = np.ones((2, mesh.n_devices), np.int64)
+    for d in range(len(dst.shape)):
+        wanted, complete = _needed_rows(src, dst, d)
+        for device in range(mesh.n_devices):
+            rows = wanted[dst.dim_device(d, device)]
+            needed[device] *= len(rows)
+            at_hand[device] *= len(np.intersect1d(rows, complete[src.dim_device(d, device)]))
+    return int((needed - at_hand).max())
+
+
+def _reached(src: Sharding, dst: Sharding) -> int:
+    """Elements that some device has at both ends."""
+    found = 1
+    for d in range(len(src.shape)):
+        here, there = (np.concatenate(_distinct(end.holders(d))) for end in (src, dst))
+        found *= len(np.intersect1d(here, there))
+    return found
+
+
+def _needed_rows(
+    src: Sharding, dst: Sharding, d: int
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+    """The rows that every index of `dst` wants, and those that every index of `src` has, whole."""
+    a, b = src.layout.dims[d], dst.layout.dims[d]
+    every, asked = ((dim, src.shape[d], src.mesh.sizes_of(dim.axes)) for dim in (a, b))
+    if a == b and a.overlap is not None:  # all rows stay on their device
+        return (held := _distinct(src.holders(d))), held
+    wanted = _distinct(wanted_rows(*asked))
+    if not isinstance(a.overlap, Fold):
+        return wanted, _distinct(rows_at_hand(*every))
+    blocks = _distinct(src.holders(d))
+    holders = np.bincount(np.concatenate(blocks), minlength=src.shape[d])
+    return (
+        [rows[holders[rows] > 0] for rows in wanted],  # others are zero
+        [rows[holders[rows] == 1] for rows in blocks],
+    )
+
+
+def _distinct(blocks: Sequence[Runs]) -> list[NDArray[np.int64]]:
+    """For every block its rows, each once, without those outside the array."""
+    return [np.setdiff1d(row_numbers(runs), [FILL]) for runs in blocks]
 
 
 def _met(src: Sharding, dst: Sharding) -> int:

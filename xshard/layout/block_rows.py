@@ -204,8 +204,7 @@ def _spans_between(
     start: int, stop: int, mine: Runs, length: int, overlap: Halo | Window
 ) -> Iterator[RowSpan]:
     """The rows [start, stop) by origin; beyond the ends of the array the boundaries decide."""
-    if length:
-        yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
+    yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
     at, end = max(start, 0), min(stop, length)
     for run in sorted(unrolled(mine)):
         first, last = max(run.start, at), min(run.start + run.length, end)
@@ -216,8 +215,7 @@ def _spans_between(
             at = last
     if at < end:
         yield RowSpan(Run(at, end - at), "near")
-    if length:
-        yield from (RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after))
+    yield from (RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after))
 
 
 def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[Run]:

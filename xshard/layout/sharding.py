@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from xshard.arguments import lengths_of
+from xshard.arguments import lengths_of, shown
 from xshard.errors import ShapeError
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
@@ -22,9 +22,10 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut_nested
 from xshard.layout.runs import Runs, n_rows
 from xshard.layout.validation import check_fit
-from xshard.notation.overlap import Fold, Halo, Overlap, unfolded
+from xshard.notation.overlap import Fold, Halo, Overlap, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
 
+MOST_ELEMENTS = 2**60  # their bytes are counted in 64 bits
 EvenCuts = tuple[
     tuple[tuple[str, int], ...], ...
 ]  # per dim, the axes (name, size) that cut it, outermost first
@@ -51,6 +52,8 @@ class Sharding(Pictured):
             object.__setattr__(self, "shape", lengths_of(self.shape))
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
+        if all(isinstance(n, int) for n in self.shape) and math.prod(self.shape) > MOST_ELEMENTS:
+            raise ShapeError(f"an array of shape {shown(self.shape)}", hint="at most 2**60 elements")
         for n in self.shape:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ShapeError(f"shape {self.shape} has {n!r}, not a length >= 0")
@@ -207,7 +210,7 @@ def _part_positions(length: int, shards: tuple[Shard, ...], sizes: tuple[int, ..
 
 @lru_cache(maxsize=65536)
 def _normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
-    overlap = _normal_overlap(dim.overlap)
+    overlap = _normal_overlap(dim)
     # The outputs of a window are cut like the dim, and a cut that divides its rows need not divide them.
     regroups = overlap is None or isinstance(unfolded(overlap), Halo)
     shards: list[Shard] = []
@@ -242,10 +245,14 @@ def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
     return parts == [n_rows(cut_nested(length, (Shard(("_",)),), (n,), (i,))) for i in range(n)]
 
 
-def _normal_overlap(overlap: Overlap | None) -> Overlap | None:
+def _normal_overlap(dim: Dim) -> Overlap | None:
+    overlap = dim.overlap
     if overlap is None:
         return None
     rows = unfolded(overlap)
+    if isinstance(rows, Window) and not rows.out and any(shard.order == SIZES for shard in dim.shards):
+        aligned = replace(rows, out="aligned")  # also where all that is left of the cut is its axes
+        return Fold(aligned) if isinstance(overlap, Fold) else aligned
     widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
     nothing = all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths)
     return None if nothing else overlap

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import misfit
-from xshard.notation.overlap import Boundary, Halo, unfolded
-from xshard.notation.parser import ARROW, SEGMENTS, Dim, text_spans
+from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
+from xshard.notation.parser import ARROW, INTERVALS, SEGMENTS, SIZES, Dim, text_spans
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
@@ -30,6 +30,8 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
             overlap = unfolded(dim.overlap)
             if isinstance(overlap, Halo):
                 _check_widths(dim, overlap, mesh)
+            else:
+                _check_outputs(dim, overlap, length, mesh)
             widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
             for end, width in zip((overlap.before, overlap.after), widths, strict=True):
                 reaches_out = any(n > 0 for n in ((width,) if isinstance(width, int) else width))
@@ -81,10 +83,23 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
             raise ShapeError(
                 f"{len(widths)} widths for {parts} parts", text=str(dim), hint="one width, or one per part"
             )
-        if any(shard.order in ("zigzag", "cyclic", SEGMENTS) for shard in dim.shards):
+        if any(shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS) for shard in dim.shards):
             raise NotationError(
                 "widths per part need contiguous parts", text=str(dim), hint="one width for all parts"
             )
+
+
+def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
+    """Raise ShapeError where outputs are to be cut like the dim, whose numbers say how many rows it has."""
+    n = window.output_length(length)
+    if window.out or any(shard.order == SIZES for shard in dim.shards):
+        return
+    if misfit(Dim(dim.name, dim.shards), n, mesh.sizes_of(dim.axes)) is not None:
+        raise ShapeError(
+            f"{n} outputs cannot be cut like the {length} rows of dim {dim.name!r}",
+            text=str(dim),
+            hint="out=balanced cuts them evenly, out=aligned where the dim is cut",
+        )
 
 
 def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
@@ -112,3 +127,18 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
                 span=span,
                 hint="name the dim, as in pole(w)",
             )
+    fills = {dim.name: found for dim in dst if (found := _fills(dim))}
+    turned = [name for name in left if name in fills] != [name for name in right if name in fills]
+    if turned and len(set().union(*fills.values())) > 1:
+        raise NotationError(
+            "a corner has the constant of the later dim, and the order of dims changes",
+            text=text,
+            hint="change the order in a redistribution of its own, before",
+        )
+
+
+def _fills(dim: Dim) -> set[float]:
+    """The constants that stand beyond the ends of a dim; none in a fold, which drops what is there."""
+    if dim.overlap is None or isinstance(dim.overlap, Fold):
+        return set()
+    return {end.fill for end in (dim.overlap.before, dim.overlap.after) if end.fill is not None}

@@ -7,6 +7,8 @@ two messages per axis, and corners travel by way of the sides. Or one exchange d
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +19,16 @@ from xshard.cost.model import Profile, price
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.providers import missing_rows, provided_rows, wanted_rows
-from xshard.layout.runs import Runs, row_numbers
-from xshard.notation.overlap import Fold, Halo, Window, unfolded
+from xshard.layout.providers import missing_rows, offered_rows, wanted_rows
+from xshard.layout.runs import FILL, Runs, row_numbers
+from xshard.layout.validation import rolled_dim
+from xshard.notation.overlap import Fold, Halo, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.states import Space
 from xshard.steps import Exchange, Step
+from xshard.steps.exchange.exchange import negates_addends
+from xshard.steps.exchange.poles import views
 
 Steps = tuple[Step, ...]
 
@@ -64,10 +69,10 @@ def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[
     """Every way by name, the plainest first."""
     dims = zip(start.layout.dims, goal.layout.dims, strict=True)
     kept = [a.overlap is not None and a == b for a, b in dims]
-    return {
-        "one dim at a time": _one_by_one(start, goal, kept, dtype, profile),
-        "direct exchange": (Exchange(goal.layout),),
-    }
+    found: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, kept, dtype, profile)}
+    if not negates_addends(start, goal):
+        found["direct exchange"] = (Exchange(goal.layout),)
+    return found
 
 
 def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
@@ -80,8 +85,7 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
                 raise PlanError(
                     f"'{src}' is a max of blocks that overlap as contributions", hint="reduce the max first"
                 )
-        if a != b:
-            _check_lost(source, target, d)
+        _check_lost(source, target, d)
         for dim, layout in ((a, src), (b, dst)):
             _check_boundaries(dim, layout, dtype)
 
@@ -89,24 +93,47 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
 def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile) -> Steps:
     bare, aim = (_without_overlaps(sharding, kept) for sharding in (start, goal))
     # What is local is done where blocks are small: overlaps are trimmed before, folds begun after all else.
-    given_up = _layouts(bare.layout, start.layout, one_by_one=Fold)
-    made = _layouts(aim.layout, goal.layout, one_by_one=(Halo, Window))
+    given_up = _layouts(bare, start, one_by_one=Fold)
+    made = _layouts(aim, goal, one_by_one=(Halo, Window))
     steps: list[Step] = [Exchange(layout) for layout in given_up[-2::-1]]
     steps += _between(bare, aim, dtype, profile)
     return (*steps, *(Exchange(layout) for layout in made[1:]))
 
 
-def _layouts(bare: Layout, full: Layout, one_by_one: type | tuple[type, ...]) -> list[Layout]:
-    """Layouts from `bare` to `full`: overlaps of some kinds one at a time, then the rest at once."""
+def _layouts(start: Sharding, goal: Sharding, one_by_one: type | tuple[type, ...]) -> list[Layout]:
+    """Layouts from `start` to `goal`: overlaps of some kinds one at a time, then the rest at once."""
+    bare, full = start.layout, goal.layout
     dims, found = list(bare.dims), [bare]
     changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
     rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
-    for group in (*([d] for d in changed if d not in rest), rest):
+    for group in (*_in_turn(goal, [d for d in changed if d not in rest]), rest):
         for d in group:
             dims[d] = full.dims[d]
         if group:
             found.append(replace(bare, dims=tuple(dims)))
     return found
+
+
+def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
+    """One dim after the other, a dim with a pole before those that wait for it; dims that wait for each other
+    go together."""
+    while dims:
+        waiting = {after for d in dims for after in _waiting(goal, d) if after != d}
+        group = next(([d] for d in dims if d not in waiting), dims)
+        yield group
+        dims = [d for d in dims if d not in group]
+
+
+def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
+    """The dims that the poles of a dim roll, which may lack rows from beyond, and those whose constants they
+    would negate."""
+    dims, overlap = goal.layout.dims, goal.layout.dims[d].overlap
+    for end in () if overlap is None else ends_of(overlap):
+        if end.kind == "pole":
+            yield rolled_dim(dims, d, end, goal.shape)
+        if end.sign < 0:
+            found = [(i, ends_of(dim.overlap)) for i, dim in enumerate(dims) if dim.overlap]
+            yield from (i for i, others in found if any(other.value for other in others))
 
 
 def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
@@ -150,15 +177,20 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
     src, dst = source.layout.dims[d], target.layout.dims[d]
     every, asked = ((dim, length, mesh.sizes_of(dim.axes)) for dim in (src, dst))
     if src.overlap is not None and not isinstance(src.overlap, Fold):
-        missing = np.intersect1d(row_numbers(missing_rows(*every)), _rows(wanted_rows(*asked)))
+        # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
+        parts = [view for view in views(target) if src != dst or view.shifts[d]]
+        wanted = [_rows(wanted_rows(*asked, view.sides[d], view.shifts[d])) for view in parts]
+        missing = np.intersect1d(row_numbers(missing_rows(*every)), np.concatenate([[FILL], *wanted]))
         if len(missing):
             raise PlanError(
                 f"no block under '{source.layout}' holds row {missing[0]} of dim {src.name!r}, which "
                 f"'{target.layout}' has",
                 hint="a window holds the rows that its outputs read, and no others",
             )
-    if isinstance(dst.overlap, Fold):
-        homeless = np.intersect1d(row_numbers(missing_rows(*asked)), _rows(provided_rows(*every)))
+    if isinstance(dst.overlap, Fold) and src != dst:
+        given = (offered_rows(*every, view.sides[d], view.shifts[d]) for view in views(source))
+        rows = _rows([*itertools.chain(*itertools.chain(*given)), ()])
+        homeless = np.intersect1d(row_numbers(missing_rows(*asked)), rows)
         if len(homeless):
             raise PlanError(
                 f"row {homeless[0]} of dim {dst.name!r} has no place under '{target.layout}'",
@@ -166,7 +198,7 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
             )
 
 
-def _rows(blocks: tuple[Runs, ...]) -> NDArray[np.int64]:
+def _rows(blocks: Sequence[Runs]) -> NDArray[np.int64]:
     """Every row of some blocks."""
     return np.concatenate([row_numbers(runs) for runs in blocks])
 
@@ -174,8 +206,7 @@ def _rows(blocks: tuple[Runs, ...]) -> NDArray[np.int64]:
 def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
     if dim.overlap is None:
         return
-    overlap = unfolded(dim.overlap)
-    for end in (overlap.before, overlap.after):
+    for end in ends_of(dim.overlap):
         if end.value and layout.tagged("sum", "mean"):
             raise PlanError(
                 f"'{layout}' fills addends with {end}, whose sum is another number",

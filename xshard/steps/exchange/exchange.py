@@ -18,8 +18,15 @@ from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import fill_boxes, messages_to
 from xshard.steps.exchange.near_senders import near_traffic
+from xshard.steps.exchange.poles import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
+
+
+def negates_addends(before: Sharding, after: Sharding) -> bool:
+    """Whether a max or min ends while a pole negates rows: the max of -x is not that of x, negated."""
+    ends = set(before.layout.tagged("max", "min")) - set(after.layout.tagged("max", "min"))
+    return bool(ends) and any(view.sign < 0 for view in views(after, carried_dims(before, after)))
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,10 @@ class Exchange(Step):
         new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
         if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
             raise PlanError(f"'{before.layout}' has no max or min that '{self.to}' could keep")
+        if negates_addends(before, after):
+            raise PlanError(
+                f"a pole of '{self.to}' negates rows whose {self.op(before)} is still to be taken"
+            )
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:

@@ -99,7 +99,7 @@ def count_sources(
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
     src_sizes, dst_sizes = mesh.sizes_of(src.dim.axes), mesh.sizes_of(dst.dim.axes)
     shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    elements, senders = np.zeros((2, *shape), np.int64)
+    elements, senders = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     agree = [src.dim.axes.index(a) for a in fixed if a in src.dim.axes]
     places = list(itertools.product(*map(range, src_sizes)))
     for device in mesh.group(0, axes):

@@ -1,0 +1,56 @@
+"""`python -m tests.fuzz torch --moves 1000 --seed 7`: random chains on a runtime, or mutated texts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from tests.fuzz.run import RUNTIMES, Report, fuzz
+from tests.fuzz.texts import failures, readers
+from xshard.runtimes.backends import QUICK_XLA_FLAGS
+
+TEXTS = "texts"
+
+
+def run_chains(runtime: str, moves: int, seed: int) -> int:
+    """Print what fails as it is found -> the number of failures."""
+    told, report = 0, Report()
+    for report in fuzz(runtime, seed, moves):
+        for name, why in list(report.failures.items())[told:]:
+            print(f"\n{name}: {why}", flush=True)
+        told = len(report.failures)
+        if sys.stderr.isatty() or report.chains % 500 < 20:
+            print(f"seed {seed}: {report}", file=sys.stderr, flush=True)
+    print(f"{runtime}, seed {seed}: {report}")
+    return told
+
+
+def run_texts(n: int, seed: int) -> int:
+    """As many texts of every reader -> the number of failures."""
+    found, total = readers(), 0
+    for name, reader in found.items():
+        wrong = list(failures(name, reader, seed, n // len(found)))
+        total += len(wrong)
+        print(
+            *wrong,
+            f"{name}, seed {seed}: {n // len(found)} texts, {len(wrong)} failures",
+            sep="\n",
+            flush=True,
+        )
+    return total
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_FLAGS", QUICK_XLA_FLAGS)  # a program runs twice
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("what", choices=(*RUNTIMES, TEXTS))
+    parser.add_argument("--moves", type=int, default=1000, help="at least so many redistributions, or texts")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    count = (
+        run_texts(given.moves, given.seed)
+        if given.what == TEXTS
+        else run_chains(given.what, given.moves, given.seed)
+    )
+    sys.exit(bool(count))
