@@ -9,6 +9,8 @@ PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
 # Processes of pytest; each of them starts processes of its own: more of them than cores take longer.
 WORKERS     ?= 2
+# What the random tests of make fuzz begin with: a seed names the same chains and texts for ever.
+SEED        ?= 1
 # More arguments for pytest: make test ARGS="-k gather"
 ARGS        ?=
 
@@ -30,7 +32,7 @@ JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/p
 	$(addprefix --ignore=tests/jax_bridge/,test_nn.py test_nn_cases.py test_processes.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-jax docs lint format clean
+.PHONY: help setup demo check test test-jax fuzz docs lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -66,6 +68,14 @@ test: $(DEV) ## all tests, then lint
 
 test-jax: $(JAX) ## the tests of the core and of JAX that need no torch, which is not installed for them
 	$(BIN)/pytest -n $(WORKERS) --without torch $(JAX_TESTS) $(ARGS)
+
+fuzz: $(DEV) ## random redistributions and mutated input by the hundred thousand: hours; make fuzz SEED=7
+	$(BIN)/python -m tests.fuzz numpy --moves 100000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz torch --moves 10000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz jax --moves 2000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz jax-novma --moves 1000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz texts --moves 1000000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.soak
 
 docs: $(DEV) ## build the documentation site in build/site, without a network; a warning is an error
 	$(BIN)/mkdocs build

@@ -18,6 +18,8 @@ LONGEST = (
     "documents/test_examples.py",
     "torch_bridge/test_compile.py",
     "runtimes/test_case_table.py",
+    "fuzz/test_chains.py",
+    "fuzz/test_texts.py",
     "jax_bridge/test_transforms.py",
     "jax_bridge/test_nn.py",
     "jax_bridge/test_processes.py",
