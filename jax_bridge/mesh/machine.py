@@ -34,5 +34,5 @@ def _found(device: jax.Device) -> Profile:
     if device.platform == "gpu" and island is not None:
         near = sum(other.slice_index == island for other in devices)
     else:
-        near = of_process * (node_processes() or 1)
+        near = of_process * (node_processes(len({other.process_index for other in devices})) or 1)
     return machine_of(device.device_kind, near if near > 1 and near < len(devices) else None)

@@ -21,6 +21,7 @@ from xshard.cost.machine import LAUNCHERS
 
 MESH = xs.Mesh(a=2)
 CPU = torch.device("cpu")
+LISTS = "SLURM_STEP_TASKS_PER_NODE", "PET_NPROC_PER_NODE", "PET_NNODES"
 
 
 def _named() -> tuple[str, str, str, int]:
@@ -90,14 +91,19 @@ def test_nodes_are_runs_of_ranks_wherever_those_are_in_a_mesh() -> None:
         ({"LOCAL_WORLD_SIZE": "many"}, 8, None),
         ({"LOCAL_WORLD_SIZE": "0"}, 8, None),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, 2),
+        ({"LOCAL_SIZE": "4"}, 8, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 10, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, 4, None),  # which the one task of a step has forked
+        ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "4"}, 4, 1),
+        ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2", "LOCAL_WORLD_SIZE": "4"}, 8, 4),
+        ({"PET_NPROC_PER_NODE": "2", "PET_NNODES": "1:4"}, 8, None),  # as elastic jobs have it
         ({}, 8, None),
     ],
 )
 def test_the_launcher_tells_how_large_nodes_are(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], processes: int, wanted: int | None
 ) -> None:
-    for name in LAUNCHERS:
+    for name in (*LAUNCHERS, *LISTS):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,5 +45,5 @@ def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
     """
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     kind = torch.cuda.get_device_name() if on_gpu else "gloo"
-    local = math.gcd(node_processes() or n_processes, n_processes)
+    local = node_processes(n_processes)
     return kind, None if local == n_processes else local

@@ -28,12 +28,8 @@ KINDS = (
     *(("TPU v6 lite", "tpu_v6e"), ("TPU v6e", "tpu_v6e"), ("gloo", "gloo"), ("host", "host")),
 )
 
-# What launchers tell a process about its node; the first that is set: torchrun and Ray, Open MPI, Intel MPI
-# and MPICH, Slurm, which lists all nodes, as in `4(x2),3`.
-LAUNCHERS = (
-    *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    "SLURM_STEP_TASKS_PER_NODE",
-)
+# What launchers tell a process about its own node: torchrun and Ray, DeepSpeed, Open MPI, Intel MPI and MPICH.
+LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 RACKS = ("gb200",)  # whose nodes are larger than the hosts that a launcher knows
 
@@ -64,17 +60,31 @@ def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
     return profile if profile != AUTO else _USED.get() or AUTO
 
 
-def node_processes() -> int | None:
-    """Processes of this job on a node, as its launcher says; of nodes that differ their common divisor.
+def node_processes(n: int) -> int | None:
+    """How many of a job's `n` processes share a node, as the launcher says; of nodes that differ the divisor.
+
+    None if it says nothing, or lists the nodes of another number of processes: those of a program's parent.
 
     >>> from unittest import mock
     >>> with mock.patch.dict("os.environ", {"SLURM_STEP_TASKS_PER_NODE": "4(x2),6"}, clear=True):
-    ...     node_processes()
-    2
+    ...     node_processes(14), node_processes(4)
+    (2, None)
     """
-    said = next(filter(None, map(os.environ.get, LAUNCHERS)), "")
-    nodes = [re.fullmatch(r"(\d+)(\(x\d+\))?", node.strip()) for node in said.split(",")]
-    return math.gcd(*(int(node[1]) for node in nodes if node)) or None
+    own = next(filter(str.isdecimal, (os.environ.get(name, "") for name in LAUNCHERS)), None)
+    if own is not None:
+        return math.gcd(int(own), n)
+    nodes = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", node.strip()) for node in _all_nodes().split(",")]
+    runs = [(int(node[1]), int(node[2] or 1)) for node in nodes if node]
+    return math.gcd(*(size for size, _ in runs)) if sum(size * times for size, times in runs) == n else None
+
+
+def _all_nodes() -> str:
+    """The processes of every node, as in `4(x2),3`: Slurm's list, or the pods of a PyTorchJob.
+
+    A pod that runs torchrun has said so before; else "auto" is one process.
+    """
+    per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
+    return os.environ.get("SLURM_STEP_TASKS_PER_NODE", f"{per_pod}(x{os.environ.get('PET_NNODES')})")
 
 
 def machine_of(kind: str, node_devices: int | None) -> Profile:

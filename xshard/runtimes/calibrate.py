@@ -65,7 +65,7 @@ def calibrate(
     """
     used = backend_named(backend)
     fitted, held_out = fitted_plans(mesh, sizes), held_out_plans(mesh, sizes)
-    node_devices = node_processes() if used.is_launched else None
+    node_devices = node_processes(mesh.n_devices) if used.is_launched else None
     if node_devices == mesh.n_devices:
         node_devices = None
     if node_devices is not None:
