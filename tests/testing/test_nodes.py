@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import xshard as xs
+from tests.documents.test_documents import python_blocks
 from xshard.cost.model import Link, load_profile
 from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
@@ -133,6 +134,20 @@ def test_jax_processes_share_their_devices(cluster: Cluster) -> None:
             (0, 2, 4, 6.0 * factor),
             (1, 2, 4, 6.0 * factor),
         ]
+
+
+def ran(code: str) -> str:
+    """A block of a document, and the machine that it finds."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["found"]
+
+
+def test_what_clusters_md_shows_runs_on_two_nodes(cluster: Cluster) -> None:
+    blocks = [block for block in python_blocks("docs/clusters.md") if block.special]
+    in_torch, in_jax = (block.code for block in blocks)
+    assert cluster.run_torch(ran, in_torch, timeout_s=60.0) == ["gloo:2"] * 4
+    assert cluster.run_jax(ran, in_jax, timeout_s=60.0) == ["host:2"] * 2
 
 
 def test_every_survivor_hears_of_a_cut_link_and_of_a_killed_node(
