@@ -28,7 +28,7 @@ KINDS = (
     *(("TPU v6 lite", "tpu_v6e"), ("TPU v6e", "tpu_v6e"), ("gloo", "gloo"), ("host", "host")),
 )
 
-# What launchers tell a process about its own node: torchrun and Ray, DeepSpeed, Open MPI, Intel MPI and MPICH.
+# What tells a process how many are on its node: torchrun and Ray, DeepSpeed, Open MPI, Intel MPI and MPICH.
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 RACKS = ("gb200",)  # whose nodes are larger than the hosts that a launcher knows
