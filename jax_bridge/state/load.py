@@ -19,6 +19,7 @@ from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
+from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
 from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
@@ -43,7 +44,7 @@ def load(
     like: Any = None,
     strict: bool = True,
     dtype: Any = None,
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     verify: bool = False,
 ) -> Any:
     """A checkpoint -> its arrays by name, or a tree of them, each under its layout.
@@ -70,6 +71,7 @@ def load(
     if isinstance(jax_mesh(mesh), AbstractMesh):
         raise MeshError("the mesh has no devices", hint="pass a jax.Mesh")
     rules = Rules({"**": "..."} if rules is None else rules)
+    profile = load_profile(machine(profile, mesh))
     leaves = [] if like is None else of_each("...", like, is_layout, has_rule=is_array)
     loads: dict[str, Load] = {}
     opened: list[Checkpoint] = []
@@ -106,7 +108,7 @@ def _loads_of(
     axes: AxisSizes,
     names: Names | None,
     strict: bool,
-    profile: str | Path | Profile,
+    profile: Profile,
 ) -> dict[str, Load]:
     """The loads of the arrays of a tree, by leaf name."""
     made = stored_as(checkpoint, names)
@@ -116,12 +118,12 @@ def _loads_of(
         where = "the checkpoint" if odd in made else "the tree"
         hint = "names= says what is stored of what; strict=False passes over what is not in both"
         raise XshardError(f"{odd} is in {where} alone", hint=hint)
-    machine, found = load_profile(profile), {}
+    found = {}
     for name, text in rules.match([name for name in arrays if name in made], what="array").items():
         x = arrays[name]
         with located(name):
             target = Sharding(Layout.parse(text), axes, tuple(x.shape))
-            found[name] = load_of(checkpoint, made[name]._replace(dtype=name_of(x.dtype)), target, machine)
+            found[name] = load_of(checkpoint, made[name]._replace(dtype=name_of(x.dtype)), target, profile)
     return found
 
 

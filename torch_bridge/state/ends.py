@@ -49,7 +49,7 @@ class End:
     dst_mesh: Mesh
     names: Names | None = None
     bucket_bytes: int | str | None = BUCKET
-    profile: str | Path | Profile = "h100"
+    profile: str | Path | Profile = "auto"
     timeout_s: float = 60.0
     name: str = "weights"
     version: int = field(default=0, init=False)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_with_path
 
 from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
+from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.state.blocks import WHOLE, Leaf, axes_of, leaves_of, processes_of, rank
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
@@ -110,7 +111,7 @@ def load(
     strict: bool = True,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
-    profile: str | Path | Profile = "h100",
+    profile: str | Path | Profile = "auto",
     verify: bool = False,
 ) -> Any:
     """Files -> this process's blocks, by name: each process reads the rows that it needs, and no others.
@@ -127,7 +128,7 @@ def load(
     Raises, on all processes, before anything is read: FileError for files that are not right, XshardError for
     names without a rule and rules without a name, ShapeError.
     """
-    ranks, machine = processes_of(mesh), load_profile(profile)
+    ranks, plan_for = processes_of(mesh), load_profile(machine(profile))
     loads: Loads = {}
     opened: list[files.Checkpoint] = []
 
@@ -136,11 +137,11 @@ def load(
         if into is None:
             cast = None if dtype is None else dtypes.name_of(dtype)
             given = opened[0], rules or WHOLE, axes_of(mesh), names
-            for name, one in files.plan_load(*given, dtype=cast, profile=machine).items():
+            for name, one in files.plan_load(*given, dtype=cast, profile=plan_for).items():
                 kind = getattr(torch, one.made.dtype)
                 loads[name] = one, Leaf([name], None, kind, one.target, mesh or axes_of(None), ranks)
         else:
-            loads.update(_filling(opened[0], names, strict, machine, into, rules, mesh))
+            loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
         said = {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
@@ -155,8 +156,8 @@ def load(
             if (read := _read(opened[0], one, leaf, out)) is not None:
                 shared[name] = read
         if sum(x.nbytes for x in shared.values()) > BUCKET_BYTES:
-            _share(shared, loads, result, machine)
-    _share(shared, loads, result, machine)
+            _share(shared, loads, result, plan_for)
+    _share(shared, loads, result, plan_for)
     constants = dict(opened[0].constants)
     if not isinstance(path, files.Checkpoint):
         opened[0].close()
