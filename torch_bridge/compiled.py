@@ -26,7 +26,6 @@ from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.eager import redistribute_eagerly
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower, lower_traced
-from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.planning import plan_of, require_mesh
 from xshard import Mesh, Plan, PlanError, XshardError
@@ -161,9 +160,7 @@ def traced_executable(
             processes = process_mesh(mesh)
             if whole is not None:
                 whole = tuple(lengths[d] if d in free else n for d, n in enumerate(whole))
-            plan, processes = plan_of(
-                request, processes, lengths, travels.forward, whole, machine(profile, x.device)
-            )
+            plan, processes = plan_of(request, processes, lengths, travels.forward, x.device, whole, profile)
             executable = lower(plan, processes, x.device).casting(x.dtype, travels.backward)
             plans = _plans(executable, differentiated)
         names = plan.source.layout.names

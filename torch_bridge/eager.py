@@ -24,7 +24,6 @@ from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor,
 from torch_bridge.dtensor.placements import check_placed, layout_of_gradient, positional, to_placements
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_device, process_mesh
 from torch_bridge.planning import executable_for, plan_of, require_mesh
 from torch_bridge.replicas import checked, checked_dtensor
@@ -122,8 +121,8 @@ def compare_calls(
         processes, travels = process_mesh(require_mesh(where)), comm_dtype_of(comm_dtype, block.dtype)
         check_device(block.device)
         request = expression if isinstance(expression, Plan) else ends
-        found = machine(profile, block.device)
-        plan, part = plan_of(request, processes, tuple(block.shape), travels.forward, whole, found)
+        facts_of_block = tuple(block.shape), travels.forward, block.device
+        plan, part = plan_of(request, processes, *facts_of_block, whole, profile)
         return CallFacts(
             everywhere={"expression": ends.text, "mesh": repr(processes.mesh)},
             within={

@@ -102,8 +102,8 @@ def executable_of(
     processes = process_mesh(require_mesh(mesh))
     check_device(device)
     travels = comm_dtype or CommDtype(dtype, dtype)
-    found = machine(profile, device)
-    plan, processes = plan_of(expression, processes, tuple(local_shape), travels.forward, shape, found)
+    block = tuple(local_shape), travels.forward, device
+    plan, processes = plan_of(expression, processes, *block, shape, profile)
     return lower(plan, processes, device).casting(dtype, travels.backward)
 
 
@@ -112,6 +112,7 @@ def plan_of(
     processes: ProcessMesh,
     local_shape: tuple[int, ...],
     dtype: torch.dtype,
+    device: torch.device,
     shape: tuple[int, ...] | None,
     profile: str | Path | Profile,
 ) -> tuple[Plan, ProcessMesh]:
@@ -130,18 +131,18 @@ def plan_of(
             raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
     else:
         named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
-        profile = links_along(profile, named, processes)
+        profile = links_along(machine(profile, device), named, processes)
         processes = processes.along(named)
         whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(ends, processes.mesh, whole, name, profile=profile)
-    device, source = processes.device, plan.source
+    at, source = processes.device, plan.source
     check_block(
-        f"the block of rank {processes.ranks[device]}",
+        f"the block of rank {processes.ranks[at]}",
         local_shape,
-        source.local_shape(device),
+        source.local_shape(at),
         source.layout.names,
         text,
-        f"under '{source.layout}' that is the part of device {device} of {source.mesh!r} "
+        f"under '{source.layout}' that is the part of device {at} of {source.mesh!r} "
         f"of a {source.shape} array",
         inferred=shape is None,
     )

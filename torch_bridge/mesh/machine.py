@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torch_bridge.mesh.failures import CollectiveError
+from torch_bridge.mesh.waiting import timeout_of, within
 from xshard import Profile
 from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
@@ -32,8 +33,14 @@ def machine(profile: str | Path | Profile, device: torch.device | None = None) -
 def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
     """Cached by the world too: its store ends with it."""
     found = json.dumps(_found(device_type, 1 if world is None else world.size()))
-    with suppress(NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
-        found = c10d._get_default_store().compare_set(f"xshard/machine/{device_type}", "", found).decode()
+    try:
+        ask = c10d._get_default_store().compare_set
+        timeout = timeout_of(world) if world else c10d.default_pg_timeout
+        found = within(timeout, ask, f"xshard/machine/{device_type}", "", found).decode()
+    except dist.DistError as error:
+        raise CollectiveError("the ranks cannot agree on the machine", hint=str(error)) from error
+    except (NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
+        pass
     kind, node_devices = json.loads(found)
     return machine_of(kind, node_devices)
 
