@@ -18,7 +18,7 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.leaves import (
+from torch_bridge.state.facts import (
     asked,
     described,
     first_on_device,
@@ -76,7 +76,7 @@ def transfer(
     {'w': (4, 2), 'step': ()}
     """
     check_world()
-    rank, everyone = dist.get_rank(), range(dist.get_world_size())
+    everyone = range(dist.get_world_size())
     blocks: dict[str, torch.Tensor] = {}
 
     def prepared() -> CallFacts:
@@ -84,7 +84,7 @@ def transfer(
         options = asked(rules, names) | {"bucket_bytes": str(bucket_bytes)}
         if tree is None:
             return CallFacts(ends | options, {}, (), {})
-        own = described(tree, rules, src_mesh, shapes, rank)
+        own = described(tree, rules, src_mesh, shapes)
         blocks.update(own.blocks)
         return CallFacts(ends | options, own.facts, mesh_in(own.facts)[1], {})
 
