@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,26 +21,19 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from torch_bridge.dtensor.placements import check_placed, from_placements
-from torch_bridge.mesh.process_mesh import MeshLike, dtensor_axes, mesh_of
+from torch_bridge.dtensor.placements import check_placed
+from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.planning import ranks_of
-from torch_bridge.state.leaves import block_leaf, by_name, dtensor_leaf, rank
-from xshard import Mesh, MeshError, Profile, Rules, XshardError, dtypes
+from torch_bridge.state.leaves import by_name, leaf_of, rank
+from xshard import Mesh, MeshError, Profile, Rules, dtypes
 from xshard.errors import located
 from xshard.notation.parser import ARROW
-from xshard.plans.expression import Sides, sides_or_one
+from xshard.plans.expression import sides_or_one
 from xshard.rules import leaf_name, place_of
 from xshard.state import Names, TreePlan, plan_transfer
 
 LEAF = "leaf "
 Facts = Mapping[str, str]
-
-
-class Described(NamedTuple):
-    """The blocks of a tree by name, and its facts: its mesh, its structure, and each leaf."""
-
-    blocks: dict[str, Tensor]
-    facts: dict[str, str]
 
 
 class Known(NamedTuple):
@@ -55,8 +47,11 @@ class Known(NamedTuple):
 
 def described(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
-) -> Described:
-    """The tree of this process. Raises XshardError with the name of the leaf that does not fit its rule."""
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """This process's blocks of a tree by name, and its facts: its mesh, its structure, and each leaf.
+
+    Raises XshardError with the name of the leaf that does not fit its rule.
+    """
     tensors, constants = by_name(tree)
     mesh = mesh or next((x.device_mesh for x in tensors.values() if isinstance(x, DTensor)), None)
     if mesh is None:
@@ -67,41 +62,24 @@ def described(
     here, arrows = (rules[0], False) if isinstance(rules, list | tuple) else (rules, True)
     found = {} if here is None else Rules(here).match(list(tensors))
     blocks: dict[str, Tensor] = {}
-    facts = {
-        "mesh": json.dumps([axes.axes, axes.sizes, ranks]),
-        "tree": json.dumps([treespec_dumps(tree_structure(tree)), constants]),
-    }
+    structure = json.dumps([treespec_dumps(tree_structure(tree)), constants])
+    facts = {"mesh": json.dumps([str(axes), ranks]), "tree": structure}
     for name, x in tensors.items():
         with located(place_of(name)):
             rule = sides_or_one(found[name]) if name in found else None
-            if isinstance(x, DTensor):
-                leaf = dtensor_leaf(name, x)
-                if (leaf.sharding.mesh, leaf.ranks) != (axes, ranks):
-                    other = f"the tree on {axes!r} of ranks {ranks}"
-                    raise MeshError(f"the DTensor is on {x.device_mesh!r}, {other}")
-                text = _checked_rule(x, rule, arrows)
-            elif rule is None:
-                raise XshardError("a tensor has no layout of its own", hint="a rule for here, or a DTensor")
-            else:
-                text, shape = rule.text, (shapes or {}).get(name)
-                leaf = block_leaf(name, x, rule.src, text, mesh, ranks, shape)
-            assert leaf.block is not None
-            known = Known(leaf.sharding.shape, dtypes.name_of(x.dtype), text, leaf.block.device.type)
+            leaf = leaf_of(name, x, rule, mesh, ranks, (shapes or {}).get(name))
+            at = leaf.sharding
+            if (at.mesh, leaf.ranks) != (axes, ranks) or leaf.block is None:
+                raise MeshError(f"it is on {leaf.mesh!r}, the tree on {axes!r} of ranks {ranks}")
+            text = str(at.layout) if rule is None else rule.text
+            if rule is not None and isinstance(x, DTensor):
+                if arrows and ARROW not in text:  # its placements say where it is
+                    text = f"{at.layout.named(rule.dst.resolved(x.ndim).names)} -> {rule.dst}"
+                else:
+                    check_placed(x, rule.src, text)
+            known = Known(at.shape, dtypes.name_of(x.dtype), text, leaf.block.device.type)
         blocks[name], facts[LEAF + name] = leaf.block, json.dumps(known)
-    return Described(blocks, facts)
-
-
-def _checked_rule(x: DTensor, rule: Sides | None, arrows: bool) -> str:
-    """The rule of a DTensor, which says itself where it is: what the rule says of that has to be so."""
-    if rule is not None and not (arrows and ARROW not in rule.text):
-        check_placed(x, rule.src, rule.text)
-        return rule.text
-    layout = from_placements(x.placements, dtensor_axes(x.device_mesh), x.ndim, tuple(x.shape))
-    if rule is None:
-        return str(layout)
-    dims = zip(layout.dims, rule.dst.resolved(x.ndim).dims, strict=True)
-    layout = replace(layout, dims=tuple(replace(dim, name=there.name) for dim, there in dims))
-    return f"{layout} -> {rule.dst}"
+    return blocks, facts
 
 
 def known_leaves(facts: Facts) -> dict[str, Known]:
@@ -116,19 +94,8 @@ def known_leaves(facts: Facts) -> dict[str, Known]:
 
 def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
     """Its mesh, and the rank of every device."""
-    axes, sizes, ranks = json.loads(facts["mesh"])
-    return Mesh(dict(zip(axes, sizes, strict=True))), tuple(ranks)
-
-
-def rebuilt(found: dict[str, Any], facts: Facts) -> Any:
-    """Results by name -> the tree that was described."""
-    spec, values = json.loads(facts["tree"])
-    template = treespec_loads(spec)
-    names = [
-        leaf_name(path)
-        for path, _ in tree_flatten_with_path(tree_unflatten(range(template.num_leaves), template))[0]
-    ]
-    return tree_unflatten([found[name] if name in found else values[name] for name in names], template)
+    mesh, ranks = json.loads(facts["mesh"])
+    return Mesh.parse(mesh), tuple(ranks)
 
 
 @lru_cache(maxsize=32)
@@ -176,15 +143,21 @@ def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
     return found[0] if found else None
 
 
-def on_its_device(found: dict[str, Tensor], plan: TreePlan, facts: Facts) -> dict[str, Tensor]:
-    """What was on the CPU beside tensors on other devices, as counters of steps, goes there again."""
-    leaves = known_leaves(facts)
-    home = {array.name: leaves[array.moves[0].name].device_type for array in plan.arrays}
-    return {
-        name: x.to("cpu") if home[name] == "cpu" and x.device.type != "meta" and _mixed(leaves) else x
-        for name, x in found.items()
-    }
+def tree_of(found: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None) -> Any:
+    """Results by name -> the tree that was described; with names, whose tree nobody described, by name.
 
-
-def _mixed(leaves: Mapping[str, Known]) -> bool:
-    return len({known.device_type for known in leaves.values()}) > 1
+    What was on the CPU beside tensors on other devices, as counters of steps, goes there again.
+    """
+    kinds = {name: known.device_type for name, known in known_leaves(facts).items()}
+    mixed = len(set(kinds.values())) > 1
+    for array in plan.arrays:
+        x = found[array.name]
+        if mixed and kinds[array.moves[0].name] == "cpu" and x.device.type != "meta":
+            found[array.name] = x.to("cpu")
+    if names:
+        return found
+    spec, values = json.loads(facts["tree"])
+    template = treespec_loads(spec)
+    empty = tree_unflatten(range(template.num_leaves), template)
+    leaves = {leaf_name(path): None for path, _ in tree_flatten_with_path(empty)[0]} | values | found
+    return tree_unflatten(leaves.values(), template)

@@ -6,6 +6,7 @@ and no other process.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from torch_bridge.models.parameters import Kept, Setting
 from xshard import Layout, Mesh, Rules, Sharding, XshardError
 from xshard.arguments import lengths_of, shown
 from xshard.errors import located
-from xshard.plans.expression import check_block, whole_shape
+from xshard.plans.expression import Sides, check_block, sides_or_one, whole_shape
 from xshard.rules import leaf_name, place_of
 
 WHOLE: Any = {"**": "..."}
@@ -68,16 +69,6 @@ class Leaf:
             return self.block
         return torch.empty(self.sharding.local_shape(self.device), dtype=self.dtype, device=device)
 
-    def checked(self, text: str) -> Leaf:
-        """The same. Raises ShapeError, marking a dim of `text`, for a block that is not its part."""
-        if self.block is not None:
-            found, wanted = tuple(self.block.shape), self.sharding.local_shape(self.device)
-            layout, axes, shape = self.sharding.layout, self.sharding.mesh, self.sharding.shape
-            hint = f"under '{layout}' on {axes!r} that is its part of a {shape} array (shapes= says others)"
-            what = f"the block of rank {rank()}"
-            check_block(what, found, wanted, layout.names, text, hint, inferred=False)
-        return self
-
 
 def leaves_of(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None = None
@@ -95,21 +86,21 @@ def leaves_of(
     tensors, constants = by_name(tree.state_dict() if isinstance(tree, nn.Module) else tree)
     cut = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     layouts = Rules(WHOLE if rules is None else rules).match(cut, what="tensor")
-    at = mesh or axes_of(None), processes_of(mesh)
-    leaves = {}
+    on, ranks, leaves = mesh or axes_of(None), processes_of(mesh), {}
     for name, x in tensors.items():
         with located(place_of(name)):
-            if isinstance(x, DTensor):
-                leaves[name] = dtensor_leaf(name, x)
-            else:
-                layout = Layout.parse(layouts[name])
-                leaves[name] = block_leaf(name, x, layout, str(layout), *at, (shapes or {}).get(name))
+            rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
+            leaves[name] = leaf_of(name, x, rule, on, ranks, (shapes or {}).get(name))
     return leaves, constants
 
 
 def by_name(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
-    """The tensors of a tree, and its constants. Raises XshardError for a leaf that is neither."""
-    found = {leaf_name(path): x for path, x in tree_flatten_with_path(tree)[0]}
+    """The tensors of a tree, and its constants. Raises XshardError for a leaf that is neither, or a name of two."""
+    leaves = [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
+    found = dict(leaves)
+    if len(found) < len(leaves):
+        [(twice, _)] = Counter(name for name, _ in leaves).most_common(1)
+        raise XshardError(f"two leaves are called {twice!r}", hint="a key without dots")
     tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
     others = {name: x for name, x in found.items() if name not in tensors}
     for name, x in others.items():
@@ -119,28 +110,31 @@ def by_name(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
     return tensors, others
 
 
-def dtensor_leaf(name: str, x: DTensor) -> Leaf:
-    """A DTensor, which brings its layout."""
-    mesh, ranks, shape = x.device_mesh, callers(x.device_mesh), tuple(x.shape)
-    layout = from_placements(x.placements, dtensor_axes(mesh), x.ndim, shape)
-    sharding = Sharding(layout, dtensor_axes(mesh), shape)
-    block, on = (local_block(x), dtensor_mesh(mesh)) if rank() in ranks else (None, mesh)
-    return Leaf([name], block, x.dtype, sharding, on, ranks).checked(str(layout))
-
-
-def block_leaf(
-    name: str,
-    x: Tensor,
-    layout: Layout,
-    text: str,
-    mesh: MeshLike,
-    ranks: Sequence[int],
-    shape: Sequence[int] | None,
+def leaf_of(
+    name: str, x: Tensor, rule: Sides | None, mesh: MeshLike, ranks: Sequence[int], shape: Any = None
 ) -> Leaf:
-    """A block of this process under a layout, which is in `text`. shape: global; None: of equal blocks."""
-    axes = mesh_of(mesh)
-    whole = whole_shape(layout, axes, x.shape, text) if shape is None else lengths_of(shape)
-    return Leaf([name], x.detach(), x.dtype, Sharding(layout, axes, whole), mesh, ranks).checked(text)
+    """A block of this process under the left side of a rule, or a DTensor, which says itself where it is.
+
+    shape: global; None: that of equal blocks. Raises ShapeError for a block of another shape.
+    """
+    block: Tensor | None = x.detach()
+    if isinstance(x, DTensor):
+        on, shape = x.device_mesh, tuple(x.shape)
+        ranks, axes = callers(on), dtensor_axes(on)
+        rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
+        block, mesh = (local_block(x), dtensor_mesh(on)) if rank() in ranks else (None, on)
+    elif rule is None:
+        raise XshardError("a tensor has no layout of its own", hint="a rule for here, or a DTensor")
+    else:
+        axes = mesh_of(mesh)
+        shape = whole_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
+    leaf = Leaf([name], block, x.dtype, Sharding(rule.src, axes, tuple(shape)), mesh, ranks)
+    if block is not None:
+        expected, names = leaf.sharding.local_shape(leaf.device), leaf.sharding.layout.names
+        what, whole = f"the block of rank {rank()}", leaf.sharding.shape
+        hint = f"under '{rule.src}' on {axes!r} that is its part of a {whole} array (shapes= says others)"
+        check_block(what, tuple(block.shape), expected, names, rule.text, hint, inferred=False)
+    return leaf
 
 
 def rank() -> int:

@@ -20,7 +20,7 @@ from torch_bridge.between import tensor_device_of
 from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
 from torch_bridge.state.carry import Progress
 from torch_bridge.state.ends import PAUSE_S, End
-from torch_bridge.state.facts import described, first_on_device, on_its_device, rebuilt
+from torch_bridge.state.facts import described, first_on_device, tree_of
 from xshard import XshardError
 
 
@@ -51,10 +51,10 @@ class Publisher(End):
         known: dict[str, Any] = {}
 
         def prepared() -> CallFacts:
-            own = described(tree, self.rules, self.src_mesh, shapes)
-            known["facts"], known["plan"] = own.facts, self.planned(own.facts)
-            blocks.update(own.blocks)
-            return CallFacts({"plan": self.text(known["plan"])}, own.facts, everyone, {})
+            own, facts = described(tree, self.rules, self.src_mesh, shapes)
+            known["facts"], known["plan"] = facts, self.planned(facts)
+            blocks.update(own)
+            return CallFacts({"plan": self.text(known["plan"])}, facts, everyone, {})
 
         self.begin()
         compare_ranks(everyone, "publish", prepared)
@@ -151,8 +151,7 @@ class Subscriber(End):
             kept = f"version {self.version} stays" if self.version else "there is none before it"
             reason = f"version {version} did not arrive whole; {kept}"
             raise LostVersionError(reason, hint=str(error)) from error
-        found = on_its_device(found, plan, facts)
-        self.tree, self.version = found if self.names else rebuilt(found, facts), version
+        self.tree, self.version = tree_of(found, plan, facts, self.names), version
         return True
 
     def _offered(self, wait_s: float) -> dict[str, Any]:

@@ -141,13 +141,11 @@ def _move(
                 hint=f"'{sharding.layout}' names another dim {name!r}: write the dims in their order there, "
                 "or by other names; names= says where they change places",
             )
-    dims = tuple(
-        replace(dim, name=at_src[i]) for dim, i in zip(dst.sharding.layout.dims, piece.order, strict=True)
-    )
+    there = dst.sharding.layout.named([at_src[i] for i in piece.order])
     travels = dtype
     if kinds.itemsize(made.dtype) < kinds.itemsize(dtype) and not sharding.layout.tagged(*REDUCERS):
         travels = made.dtype
-    ends = src.sharding.layout, replace(dst.sharding.layout, dims=dims), sharding.mesh, target.mesh
+    ends = src.sharding.layout, there, sharding.mesh, target.mesh
     request = Request(*ends, *devices, src.sharding.shape, travels, profile)
     return PartMove(piece.src.name, src, dst, find_plan(request, by_transfer=True))
 
