@@ -95,7 +95,7 @@ def leaves_of(
 
 
 def by_name(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
-    """The tensors of a tree, and its constants. Raises XshardError for a leaf that is neither, or a name of two."""
+    """The tensors of a tree, and its constants. Raises XshardError for any other, and a name of two."""
     leaves = [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
     found = dict(leaves)
     if len(found) < len(leaves):
