@@ -177,8 +177,7 @@ def where(x: jax.Array, found: JaxSharding | None, at: Sharding) -> Layout:
     """
     known, names = order_of(x), at.layout.names
     if known is not None:
-        dims = zip(known.layout.dims, names, strict=True)
-        return Layout(tuple(replace(dim, name=name) for dim, name in dims), known.layout.tags)
+        return known.layout.named(names)
     if isinstance(found, NamedSharding):
         return from_partition_spec(found.spec, x.ndim, names)
     return storage_layout(at.layout)

@@ -6,10 +6,8 @@ messages between the meshes as one program of the devices that are in either. Kn
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,7 +28,7 @@ from xshard.plans.transfer import Transfer
 from xshard.state import ArrayPlan, Side
 from xshard.state.parts import CutPart, part_of
 from xshard.state.tree_plan import PartMove
-from xshard.steps import Scale, Transpose
+from xshard.steps import Transpose
 from xshard.steps.exchange.messages import Message, rows_at
 
 Numbered = Sequence[jax.Device] | Mapping[int, jax.Device]  # devices by their numbers in a plan
@@ -132,11 +130,9 @@ def _stepped(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: Seq
     """The blocks after steps on one mesh."""
     if not stages or not any(map(_is_here, devices)):
         return blocks
-    first, steps = stages[0].before, tuple(stage.step for stage in stages)
-    mesh = Mesh(dict(zip(first.mesh.axes, first.mesh.sizes, strict=True)))  # its axes may be parts of others
-    scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
-    ends = first.layout, stages[-1].after.layout
-    return on_mesh(blocks, Plan(*ends, mesh, first.shape, plan.dtype, steps, scale, plan.profile), devices)
+    part = plan.part(stages)
+    mesh = Mesh(dict(zip(part.mesh.axes, part.mesh.sizes, strict=True)))  # its axes may be parts of others
+    return on_mesh(blocks, replace(part, mesh=mesh), devices)
 
 
 def _wanted(array: ArrayPlan, taken: tuple[Taken, ...]) -> Wanted:

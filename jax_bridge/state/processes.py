@@ -16,14 +16,14 @@ from jax.experimental import multihost_utils
 from xshard.state.files import FileError
 
 
-def together(work: Callable[[], Any], *, only: int | None = None) -> list[Any]:
+def together(work: Callable[[], Any]) -> list[Any]:
     """Do this in every process -> what it returns in each of them, as JSON has it.
 
-    only: the process that does it alone. An error in one is raised there, and FileError in the others.
+    An error in one is raised there, and FileError in the others.
     """
-    here, value, error = jax.process_index(), None, None
+    value, error = None, None
     try:
-        value = work() if only in (None, here) else None
+        value = work()
     except Exception as raised:
         error = raised
     found = _gathered([value, None if error is None else str(error)])

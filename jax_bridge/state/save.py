@@ -5,7 +5,6 @@ Decides what the leaves of a tree are to a file: arrays as they are sharded, num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from xshard import DtypeError, Layout, Mesh, MeshError, Sharding, XshardError
 from xshard.arguments import parse_bytes
 from xshard.dtypes import carrier, name_of, recast
 from xshard.state import Names
-from xshard.state.files import Saving, Source, abort, begin, commit, plan_save, write
+from xshard.state.files import Saving, Source, plan_save, save_blocks
 
 
 def save(
@@ -81,13 +80,8 @@ def save(
     if len(set(together(planned))) > 1:
         hint = "names, shapes and shardings are the same in all"
         raise XshardError("processes save different trees", hint=hint)
-    token = together(lambda: begin(saving[0], path), only=0)[0]
-    try:
-        sums = together(lambda: write(saving[0], path, token, jax.process_index(), block_of))
-        together(lambda: commit(saving[0], path, token, _merged(sums)), only=0)
-    except BaseException:
-        abort(path, token)
-        raise
+    here = jax.process_index()
+    save_blocks(saving[0], path, block_of, together, here, leads=here == 0)
 
 
 def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
@@ -119,8 +113,3 @@ def _block(x: Any, device: int) -> NDArray[Any]:
     """What the device has at this position in the mesh."""
     at = getattr(x, "sharding", None)
     return np.asarray(blocks_of(x)[at.mesh.devices.flat[device]] if isinstance(at, NamedSharding) else x)
-
-
-def _merged(sums: list[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The checksums of all processes."""
-    return {name: [box for each in sums for box in each.get(name, ())] for name in set().union(*sums)}

@@ -114,8 +114,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     mesh, shape = mesh_of(x.device_mesh), tuple(x.shape)
     want = Sharding(layout, mesh, shape)
     found = from_placements(x.placements, mesh, x.ndim, shape)
-    named = tuple(replace(dim, name=name) for dim, name in zip(found.dims, want.layout.names, strict=True))
-    have = Sharding(replace(found, dims=named), mesh, shape)
+    have = Sharding(found.named(want.layout.names), mesh, shape)
     uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
     if not have.means_the_same_as(uncopied) or have.scale != want.scale:
         raise NotationError(
@@ -144,7 +143,7 @@ def dtensor_of(
 def positional(layout: Layout, ndim: int) -> Layout:
     """The layout with the dim names of `from_placements`: d0, d1, ..."""
     dims = layout.resolved(ndim).dims
-    return replace(layout, dims=tuple(replace(dim, name=f"d{d}") for d, dim in enumerate(dims)))
+    return replace(layout, dims=dims).named([f"d{d}" for d in range(len(dims))])
 
 
 def layout_of_gradient(layout: Layout) -> Layout:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NoReturn
 
 import torch
@@ -30,7 +28,6 @@ from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import DtypeError, Mesh, MeshError, Plan, PlanError, Stage
 from xshard.layout.runs import Run
 from xshard.layout.sub_axes import SubAxisMesh
-from xshard.steps import Scale
 from xshard.steps.exchange.messages import Message as Box
 
 _ALIGNED = 16  # bytes of the largest element, a complex number
@@ -234,11 +231,8 @@ def _at_end(
     """The steps on one mesh as this process executes them; None where it has none."""
     if not stages or rank_in(group) not in ranks:
         return None
-    mesh, ends = stages[0].before.mesh, (stages[0].before.layout, stages[-1].after.layout)
-    steps = tuple(stage.step for stage in stages)
-    scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
-    part = Plan(*ends, mesh, stages[0].before.shape, made.dtype, steps, scale, made.profile)
-    return lower(part, _processes(mesh, ranks, group), tensor_device)
+    part = made.part(stages)
+    return lower(part, _processes(part.mesh, ranks, group), tensor_device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -84,9 +84,7 @@ def _block(parallel: Parallel, each: Kept, given: Tensor) -> Tensor:
         return each.cut(given, setting)
     here = from_placements(given.placements, given.device_mesh, given.ndim, sharding.shape)
     layout = sharding.layout
-    names = dict(zip(here.names, layout.names, strict=True))
-    dims = tuple(type(dim)(names[dim.name], dim.shards) for dim in here.dims)
-    return setting.moved(given.to_local(), type(here)(dims, here.tags), layout, sharding.shape)
+    return setting.moved(given.to_local(), here.named(layout.names), layout, sharding.shape)
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,6 @@ Decides how the ranks of a program act as one, and when the two programs connect
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.leaves import asked, planned, rules_there
+from torch_bridge.state.facts import asked, planned, rules_there
+from torch_bridge.state.processes import together
 from xshard import Mesh, MeshError, Profile
 from xshard.state import Names, TreePlan
 from xshard.state.transfer import BUCKET
@@ -69,40 +68,30 @@ class End:
     def begin(self) -> None:
         """Count this program anew after a failure: its connections are of no use then."""
         if not self.session:
-            number = self.store.add(self.key("sessions"), 1) if dist.get_rank() == 0 else 0
-            self.session = self.told({"session": number})["session"]
+            self.session = self.told(lambda: self.store.add(self.key("sessions"), 1))
 
     def key(self, *parts: object) -> str:
         return "/".join(("xshard", self.name, *map(str, parts)))
 
-    def told(
-        self, mine: dict[str, Any], error: Exception | None = None, wait_s: float = 0.0
-    ) -> dict[str, Any]:
+    def told(self, say: Callable[[], Any], wait_s: float = 0.0) -> Any:
         """What the first rank says -> the same on all ranks of this program; an error of one is of all."""
-
-        def facts() -> CallFacts:
-            if error is not None:
-                raise error
-            return CallFacts({}, {}, (), {"said": json.dumps(mine)})
-
-        timeout = timedelta(seconds=self.timeout_s + wait_s)
-        reports = compare_ranks(range(dist.get_world_size()), self.key(), facts, timeout)
-        return json.loads(reports[0]["own"]["said"])  # type: ignore[no-any-return]
+        return self._together(lambda: say() if dist.get_rank() == 0 else None, wait_s)[0]
 
     def all_did(self, act: Callable[[], T]) -> T:
         """What `act` returns if no rank of this program has an error; else all raise and leave the group."""
-        error, found = None, None
+        found: list[T] = []
         try:
-            found = act()
-        except Exception as raised:
-            error = raised
-        try:
-            self.told({}, error)
+            self._together(lambda: found.append(act()))
         except Exception:
             self.join("")
             self.session = 0
             raise
-        return found  # type: ignore[return-value]
+        return found[0]
+
+    def _together(self, work: Callable[[], Any], wait_s: float = 0.0) -> list[Any]:
+        # The first rank may wait for the other program first.
+        timeout = timedelta(seconds=2 * self.timeout_s + wait_s)
+        return together(range(dist.get_world_size()), self.key(), work, timeout=timeout)
 
     def planned(self, facts: Mapping[str, str]) -> TreePlan:
         n, there = self.src_mesh.n_devices, rules_there(self.rules)

@@ -6,8 +6,8 @@ Decides who writes and reads when, and that all processes fail together. What is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_with_path
 
 from torch_bridge.many import redistribute_many
-from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.state.blocks import WHOLE, Leaf, axes_of, leaves_of, processes_of, rank
+from torch_bridge.state.leaves import WHOLE, Leaf, axes_of, leaves_of, processes_of, rank
+from torch_bridge.state.processes import together
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
 from xshard.arguments import parse_bytes
 from xshard.errors import located
@@ -65,11 +65,10 @@ def save(
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     path, ranks = Path(path), processes_of(mesh)
-    leads = rank() == ranks[0]
     leaves: dict[str, Leaf] = {}
     found: list[files.Saving] = []
 
-    def planned() -> CallFacts:
+    def planned() -> list[str]:
         given, constants = leaves_of(tree, rules, mesh, shapes)
         leaves.update(given)
         sources = {
@@ -78,27 +77,16 @@ def save(
         }
         limit = parse_bytes(shard_bytes) if isinstance(shard_bytes, str) else shard_bytes
         found.append(files.plan_save(sources, names, shard_bytes=limit, constants=constants))
-        return CallFacts({"folder": str(path), "plan": found[0].digest}, {}, ranks, {})
+        return [str(path), found[0].digest]
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
         block = leaves[name].block
         assert block is not None
         return _carried(block.to("cpu", getattr(torch, dtype)))
 
-    asked = f"save to {path}"
-    _meet(ranks, asked, planned)
-    saving = found[0]
-    token = _tell(ranks, asked, lambda: files.begin(saving, path) if leads else None)[0]
-    try:
-        sums: dict[str, list[Any]] = {}
-        for some in _tell(ranks, asked, lambda: files.write(saving, path, token, rank(), block_of)):
-            for name, each in some.items():
-                sums.setdefault(name, []).extend(each)
-        _tell(ranks, asked, lambda: files.commit(saving, path, token, sums) if leads else None)
-    except BaseException:
-        if leads:
-            files.abort(path, token)
-        raise
+    meet = partial(together, ranks, f"save to {path}")
+    meet(planned, agree=True)
+    files.save_blocks(found[0], path, block_of, meet, rank(), leads=rank() == ranks[0])
 
 
 def load(
@@ -132,7 +120,7 @@ def load(
     loads: Loads = {}
     opened: list[files.Checkpoint] = []
 
-    def planned() -> CallFacts:
+    def planned() -> dict[str, Any]:
         opened.append(path if isinstance(path, files.Checkpoint) else files.open_checkpoint(path))
         if into is None:
             cast = None if dtype is None else dtypes.name_of(dtype)
@@ -144,10 +132,9 @@ def load(
             loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
-        said = {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
-        return CallFacts({"arrays": str(said)}, {}, ranks, {})
+        return {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
 
-    _meet(ranks, f"load {path}", planned)
+    together(ranks, f"load {path}", planned, agree=True)
     result: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
     for name, (one, leaf) in loads.items():
@@ -229,17 +216,3 @@ def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor]
 def _carried(x: Tensor) -> NDArray[Any]:
     """A tensor on a CPU as numpy has it, sharing its memory."""
     return x.detach().view(getattr(torch, dtypes.carrier(dtypes.name_of(x.dtype)).name)).numpy()
-
-
-def _meet(ranks: Sequence[int], asked: str, prepare: Callable[[], CallFacts]) -> Sequence[dict[str, str]]:
-    """Raise on all ranks where one of them fails; else what each of them has to say of itself."""
-    if len(ranks) == 1:
-        return [prepare().own]
-    found = compare_ranks(ranks, asked, prepare)
-    return [found[each]["own"] for each in ranks]
-
-
-def _tell(ranks: Sequence[int], asked: str, do: Callable[[], Any]) -> list[Any]:
-    """Do something on all ranks -> what each of them made, as JSON has it."""
-    met = _meet(ranks, asked, lambda: CallFacts({}, {}, ranks, {"made": json.dumps(do())}))
-    return [json.loads(each["made"]) for each in met]

@@ -1,199 +1,163 @@
-"""A tree of blocks -> its blocks by name, and what other processes have to know of it, as text.
+"""The arrays of a tree by name: what each process has of them, and where that is.
 
-Decides which layout and global shape a leaf has: those of its rule and its block, or of the DTensor. Sends
-nothing.
+Decides which names and layouts the leaves of a model, of a state dict, or of any tree have. Knows no files,
+and no other process.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten_with_path
 
-from torch_bridge.dtensor.placements import check_placed, from_placements
-from torch_bridge.mesh.process_mesh import MeshLike, callers, mesh_of
-from torch_bridge.planning import ranks_of
-from xshard import Layout, Mesh, MeshError, Profile, Rules, Sharding, XshardError, dtypes
+from torch_bridge.dtensor.function import local_block
+from torch_bridge.dtensor.placements import from_placements
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    callers,
+    dtensor_axes,
+    dtensor_mesh,
+    mesh_of,
+    process_mesh,
+)
+from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
+from torch_bridge.models.parameters import Kept, Setting
+from xshard import Layout, Mesh, Rules, Sharding, XshardError
 from xshard.arguments import lengths_of, shown
 from xshard.errors import located
-from xshard.notation.parser import ARROW
-from xshard.plans.expression import check_block, sides_or_one, whole_shape
+from xshard.plans.expression import Sides, check_block, sides_or_one, whole_shape
 from xshard.rules import leaf_name, place_of
-from xshard.state import Names, TreePlan, plan_transfer
 
-LEAF = "leaf "
-Facts = Mapping[str, str]
-
-
-class Described(NamedTuple):
-    """The blocks of a tree by name, and its facts: its mesh, its structure, and each leaf."""
-
-    blocks: dict[str, Tensor]
-    facts: dict[str, str]
+WHOLE: Any = {"**": "..."}
+Constant = int | float | str | None  # bools are ints
 
 
-class Known(NamedTuple):
-    """A leaf as other processes know it. rule: its layout, or its expression."""
+@dataclass(eq=False)
+class Leaf:
+    """An array of the tree, under one name or several. block: this process's, or None where it has none.
 
-    shape: tuple[int, ...]
-    dtype: str
-    rule: str
-    device_type: str
+    mesh, ranks: of its devices. put: makes a tensor the block, where the tree takes another.
+    """
+
+    names: Sequence[str]
+    block: Tensor | None
+    dtype: torch.dtype
+    sharding: Sharding
+    mesh: MeshLike
+    ranks: Sequence[int]
+    put: Callable[[Tensor], None] | None = None
+
+    @property
+    def device(self) -> int:
+        """This process's device of the mesh."""
+        return self.ranks.index(rank())
+
+    @property
+    def is_meta(self) -> bool:
+        return self.block is not None and self.block.is_meta
+
+    def target(self, device: torch.device | str) -> Tensor:
+        """The block to fill: its own memory, or new memory on a device."""
+        if self.block is not None and not self.block.is_meta:
+            return self.block
+        return torch.empty(self.sharding.local_shape(self.device), dtype=self.dtype, device=device)
 
 
-def described(
-    tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None, rank: int
-) -> Described:
-    """The tree of this process. Raises XshardError with the name of the leaf that does not fit its rule."""
-    pairs, spec = tree_flatten_with_path(tree)
-    leaves = {leaf_name(path): x for path, x in pairs}
-    tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
-    values = {name: x for name, x in leaves.items() if name not in tensors}
-    for name, x in values.items():
-        if x is not None and not isinstance(x, bool | int | float | str):
-            raise XshardError(f"{place_of(name)} is {shown(x)}", hint="tensors, numbers and text move")
-    mesh = mesh or next((x.device_mesh for x in tensors.values() if isinstance(x, DTensor)), None)
-    if mesh is None:
-        raise MeshError("no src_mesh", hint="only a tree of DTensors brings its own")
-    axes, ranks = mesh_of(mesh), ranks_of(mesh)
-    if rank not in ranks:
-        raise MeshError(f"rank {rank} is not in {mesh!r} and brings a tree", hint="pass None there")
-    here, arrows = (rules[0], False) if isinstance(rules, list | tuple) else (rules, True)
-    found = {} if here is None else Rules(here).match(list(tensors))
-    blocks: dict[str, Tensor] = {}
-    facts = {
-        "mesh": json.dumps([axes.axes, axes.sizes, ranks]),
-        "tree": json.dumps([treespec_dumps(spec), values]),
-    }
+def leaves_of(
+    tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[dict[str, Leaf], dict[str, Constant]]:
+    """A model or any tree -> its arrays, and its other leaves, by name.
+
+    Parallel models and DTensors bring their layouts; rules say those of all other tensors, which are blocks.
+    shapes: global ones, by name, where blocks differ in size.
+    Raises XshardError with the name of a leaf that has no rule or is neither a tensor nor a constant.
+    """
+    if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
+        parallel, saved = parallel_of(tree), set(tree.state_dict())
+        kept = [each for each in parallel.kept if saved.intersection(each.names)]
+        return {each.name: _kept(each, parallel.setting) for each in kept}, {}
+    tensors, constants = by_name(tree.state_dict() if isinstance(tree, nn.Module) else tree)
+    cut = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
+    layouts = Rules(WHOLE if rules is None else rules).match(cut, what="tensor")
+    on, ranks, leaves = mesh or axes_of(None), processes_of(mesh), {}
     for name, x in tensors.items():
         with located(place_of(name)):
-            block, layout, text, shape = _placed(
-                x, found.get(name), arrows, axes, ranks, (shapes or {}).get(name)
-            )
-            sharding = Sharding(layout, axes, shape)
-            expected = sharding.local_shape(ranks.index(rank))
-            hint = f"under '{layout}' on {axes!r} that is its part of a {shape} array (shapes= says others)"
-            names = sharding.layout.names
-            check_block(
-                f"the block of rank {rank}", tuple(block.shape), expected, names, text, hint, inferred=False
-            )
-            known = Known(shape, dtypes.name_of(block.dtype), text, block.device.type)
-        blocks[name], facts[LEAF + name] = block, json.dumps(known)
-    return Described(blocks, facts)
+            rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
+            leaves[name] = leaf_of(name, x, rule, on, ranks, (shapes or {}).get(name))
+    return leaves, constants
 
 
-def _placed(
-    x: Tensor, rule: Any, arrows: bool, axes: Mesh, ranks: tuple[int, ...], shape: Sequence[int] | None
-) -> tuple[Tensor, Layout, str, tuple[int, ...]]:
-    """A leaf's block, its layout here, the text of its rule, and its global shape."""
-    ends = None if rule is None else sides_or_one(rule)
+def by_name(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
+    """The tensors of a tree, and its constants. Raises XshardError for any other, and a name of two."""
+    leaves = [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
+    found = dict(leaves)
+    if len(found) < len(leaves):
+        [(twice, _)] = Counter(name for name, _ in leaves).most_common(1)
+        raise XshardError(f"two leaves are called {twice!r}", hint="a key without dots")
+    tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+    others = {name: x for name, x in found.items() if name not in tensors}
+    for name, x in others.items():
+        if not isinstance(x, Constant):
+            hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
+            raise XshardError(f"{place_of(name)} is {shown(x)}", hint=hint)
+    return tensors, others
+
+
+def leaf_of(
+    name: str, x: Tensor, rule: Sides | None, mesh: MeshLike, ranks: Sequence[int], shape: Any = None
+) -> Leaf:
+    """A block of this process under the left side of a rule, or a DTensor, which says itself where it is.
+
+    shape: global; None: that of equal blocks. Raises ShapeError for a block of another shape.
+    """
+    block: Tensor | None = x.detach()
     if isinstance(x, DTensor):
-        whole = tuple(x.shape)
-        if (mesh_of(x.device_mesh), callers(x.device_mesh)) != (axes, ranks):
-            raise MeshError(f"the DTensor is on {x.device_mesh!r}, the tree on {axes!r} of ranks {ranks}")
-        if ends is None or (arrows and ARROW not in ends.text):  # its placements say where it is
-            layout = from_placements(x.placements, axes, x.ndim, whole)
-            if ends is None:
-                return x.to_local(), layout, str(layout), whole
-            dims = zip(layout.dims, ends.dst.resolved(x.ndim).dims, strict=True)
-            layout = replace(layout, dims=tuple(replace(dim, name=there.name) for dim, there in dims))
-            return x.to_local(), layout, f"{layout} -> {ends.dst}", whole
-        check_placed(x, ends.src, ends.text)
-        return x.to_local(), ends.src, ends.text, whole
-    if ends is None:
+        on, shape = x.device_mesh, tuple(x.shape)
+        ranks, axes = callers(on), dtensor_axes(on)
+        rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
+        block, mesh = (local_block(x), dtensor_mesh(on)) if rank() in ranks else (None, on)
+    elif rule is None:
         raise XshardError("a tensor has no layout of its own", hint="a rule for here, or a DTensor")
-    whole = whole_shape(ends.src, axes, x.shape, ends.text) if shape is None else lengths_of(shape)
-    return x.detach(), ends.src, ends.text, whole
+    else:
+        axes = mesh_of(mesh)
+        shape = whole_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
+    leaf = Leaf([name], block, x.dtype, Sharding(rule.src, axes, tuple(shape)), mesh, ranks)
+    if block is not None:
+        expected, names = leaf.sharding.local_shape(leaf.device), leaf.sharding.layout.names
+        what, whole = f"the block of rank {rank()}", leaf.sharding.shape
+        hint = f"under '{rule.src}' on {axes!r} that is its part of a {whole} array (shapes= says others)"
+        check_block(what, tuple(block.shape), expected, names, rule.text, hint, inferred=False)
+    return leaf
 
 
-def known_leaves(facts: Facts) -> dict[str, Known]:
-    """The tensors of a tree that another process has described."""
-    found = {}
-    for key, text in facts.items():
-        if key.startswith(LEAF):
-            shape, *rest = json.loads(text)
-            found[key.removeprefix(LEAF)] = Known(tuple(shape), *rest)
-    return found
+def rank() -> int:
+    """Of this process; 0 without a world."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
-    """Its mesh, and the rank of every device."""
-    axes, sizes, ranks = json.loads(facts["mesh"])
-    return Mesh(dict(zip(axes, sizes, strict=True))), tuple(ranks)
+def processes_of(mesh: MeshLike | None) -> tuple[int, ...]:
+    """The ranks of a mesh; of None those of the world, or this process alone."""
+    if not dist.is_initialized():
+        if mesh is not None and mesh_of(mesh).n_devices > 1:
+            process_mesh(mesh)  # raises
+        return (0,)
+    if mesh is None:
+        return tuple(range(dist.get_world_size()))
+    return process_mesh(mesh).ranks
 
 
-def rebuilt(found: dict[str, Any], facts: Facts) -> Any:
-    """Results by name -> the tree that was described."""
-    spec, values = json.loads(facts["tree"])
-    template = treespec_loads(spec)
-    names = [
-        leaf_name(path)
-        for path, _ in tree_flatten_with_path(tree_unflatten(range(template.num_leaves), template))[0]
-    ]
-    return tree_unflatten([found[name] if name in found else values[name] for name in names], template)
+def axes_of(mesh: MeshLike | None) -> Mesh:
+    """The axes of a mesh; None is the world as one axis, along which tensors are equal."""
+    return mesh_of(mesh) if mesh is not None else Mesh(world=len(processes_of(None)))
 
 
-@lru_cache(maxsize=32)
-def planned(
-    facts: tuple[tuple[str, str], ...],
-    there: tuple[tuple[Any, Any], ...] | None,
-    names: Names | None,
-    mesh: Mesh,
-    devices: tuple[tuple[int, ...], tuple[int, ...]],
-    profile: str | Profile,
-    bucket_bytes: int | str | None,
-) -> TreePlan:
-    """The plan for a tree that was described; there: the rules of a pair. Cached: trainers send again."""
-    leaves = known_leaves(dict(facts))
-    here = {re.compile(re.escape(name)): known.rule for name, known in leaves.items()}
-    return plan_transfer(
-        {name: known.shape for name, known in leaves.items()},
-        here if there is None else (here, dict(there)),
-        src_mesh=mesh_in(dict(facts))[0],
-        dst_mesh=mesh,
-        src_devices=devices[0],
-        dst_devices=devices[1],
-        names=names,
-        dtypes={name: known.dtype for name, known in leaves.items()},
-        profile=profile,
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def rules_there(rules: Any) -> tuple[tuple[Any, Any], ...] | None:
-    """The right one of a pair of rules, as a key of caches; None for rules with arrows."""
-    return tuple(Rules(rules[1]).items()) if isinstance(rules, list | tuple) else None
-
-
-def asked(rules: Any, names: Names | None) -> dict[str, str]:
-    """Rules and names in words, which processes compare."""
-    both = rules if isinstance(rules, list | tuple) else (rules,)
-    texts = (None if one is None else dict(Rules(one)) for one in both)
-    return {"rules": " -> ".join(map(str, texts)), "names": "" if names is None else str(names.relations)}
-
-
-def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
-    """A block whose device is that of the transfer: counters of steps may be on the CPU beside the others."""
-    found = sorted(blocks.values(), key=lambda x: x.device.type == "cpu")
-    return found[0] if found else None
-
-
-def on_its_device(found: dict[str, Tensor], plan: TreePlan, facts: Facts) -> dict[str, Tensor]:
-    """What was on the CPU beside tensors on other devices, as counters of steps, goes there again."""
-    leaves = known_leaves(facts)
-    home = {array.name: leaves[array.moves[0].name].device_type for array in plan.arrays}
-    return {
-        name: x.to("cpu") if home[name] == "cpu" and x.device.type != "meta" and _mixed(leaves) else x
-        for name, x in found.items()
-    }
-
-
-def _mixed(leaves: Mapping[str, Known]) -> bool:
-    return len({known.device_type for known in leaves.values()}) > 1
+def _kept(each: Kept, setting: Setting) -> Leaf:
+    x = each.tensor.detach()
+    return Leaf(each.names, x, x.dtype, each.sharding, setting.mesh, setting.processes.ranks, each.put)

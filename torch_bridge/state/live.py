@@ -20,7 +20,7 @@ from torch_bridge.between import tensor_device_of
 from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
 from torch_bridge.state.carry import Progress
 from torch_bridge.state.ends import PAUSE_S, End
-from torch_bridge.state.leaves import described, first_on_device, on_its_device, rebuilt
+from torch_bridge.state.facts import described, first_on_device, tree_of
 from xshard import XshardError
 
 
@@ -51,23 +51,25 @@ class Publisher(End):
         known: dict[str, Any] = {}
 
         def prepared() -> CallFacts:
-            own = described(tree, self.rules, self.src_mesh, shapes, rank)
-            known["facts"], known["plan"] = own.facts, self.planned(own.facts)
-            blocks.update(own.blocks)
-            return CallFacts({"plan": self.text(known["plan"])}, own.facts, everyone, {})
+            own, facts = described(tree, self.rules, self.src_mesh, shapes)
+            known["facts"], known["plan"] = facts, self.planned(facts)
+            blocks.update(own)
+            return CallFacts({"plan": self.text(known["plan"])}, facts, everyone, {})
 
         self.begin()
         compare_ranks(everyone, "publish", prepared)
         plan = known["plan"]
-        text, mine = self.text(plan), {}
+        text = self.text(plan)
+
+        def offered() -> dict[str, Any]:
+            version = self.store.add(self.key("versions"), 1)
+            offer = {"facts": known["facts"], "plan": text, "session": self.session}
+            self.store.set(self.key("offer", version), json.dumps(offer))
+            self.store.set(self.key("latest"), str(version))
+            return {"version": version, "answer": self.wait("answer", version)}
+
         try:
-            if rank == 0:
-                version = self.store.add(self.key("versions"), 1)
-                offer = {"facts": known["facts"], "plan": text, "session": self.session}
-                self.store.set(self.key("offer", version), json.dumps(offer))
-                self.store.set(self.key("latest"), str(version))
-                mine = {"version": version, "answer": self.wait("answer", version)}
-            told = self.told(mine)
+            told = self.told(offered)
             if told["answer"] is None:
                 raise LostVersionError(
                     f"no server took version {told['version']} within {self.timeout_s:g} s",
@@ -91,10 +93,8 @@ class Publisher(End):
                 reason = f"version {told['version']} did not reach the server"
                 raise LostVersionError(reason, hint=str(error)) from error
         finally:
-            if rank == 0:
-                self.store.set(
-                    self.key("latest"), "0"
-                )  # a server that starts later finds nothing to wait for
+            if rank == 0:  # a server that starts later finds nothing to wait for
+                self.store.set(self.key("latest"), "0")
         self.version = told["version"]
         return self.version
 
@@ -121,7 +121,7 @@ class Subscriber(End):
         """
         rank = dist.get_rank()
         self.begin()
-        told = self.told(self._offered(wait_s) if rank == 0 else {}, wait_s=wait_s)
+        told = self.told(lambda: self._offered(wait_s), wait_s)
         if not told:
             return False
         version, facts = told["version"], told["facts"]
@@ -151,8 +151,7 @@ class Subscriber(End):
             kept = f"version {self.version} stays" if self.version else "there is none before it"
             reason = f"version {version} did not arrive whole; {kept}"
             raise LostVersionError(reason, hint=str(error)) from error
-        found = on_its_device(found, plan, facts)
-        self.tree, self.version = found if self.names else rebuilt(found, facts), version
+        self.tree, self.version = tree_of(found, plan, facts, self.names), version
         return True
 
     def _offered(self, wait_s: float) -> dict[str, Any]:

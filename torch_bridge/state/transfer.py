@@ -18,16 +18,7 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.leaves import (
-    asked,
-    described,
-    first_on_device,
-    mesh_in,
-    on_its_device,
-    planned,
-    rebuilt,
-    rules_there,
-)
+from torch_bridge.state.facts import asked, described, first_on_device, mesh_in, planned, rules_there, tree_of
 from xshard import MeshError, Profile
 from xshard.state import Names
 from xshard.state.transfer import BUCKET
@@ -76,7 +67,7 @@ def transfer(
     {'w': (4, 2), 'step': ()}
     """
     check_world()
-    rank, everyone = dist.get_rank(), range(dist.get_world_size())
+    everyone = range(dist.get_world_size())
     blocks: dict[str, torch.Tensor] = {}
 
     def prepared() -> CallFacts:
@@ -84,9 +75,9 @@ def transfer(
         options = asked(rules, names) | {"bucket_bytes": str(bucket_bytes)}
         if tree is None:
             return CallFacts(ends | options, {}, (), {})
-        own = described(tree, rules, src_mesh, shapes, rank)
-        blocks.update(own.blocks)
-        return CallFacts(ends | options, own.facts, mesh_in(own.facts)[1], {})
+        own, facts = described(tree, rules, src_mesh, shapes)
+        blocks.update(own)
+        return CallFacts(ends | options, facts, mesh_in(facts)[1], {})
 
     reports = compare_ranks(everyone, "transfer", prepared)
     facts = next((one["within"] for one in reports.values() if one["within"]), None)
@@ -112,7 +103,4 @@ def transfer(
     group = dist.group.WORLD
     assert group is not None
     found = carry(plan, blocks, where, group, donate=donate, progress=progress)
-    if found is None:
-        return None
-    found = on_its_device(found, plan, facts)
-    return found if names else rebuilt(found, facts)
+    return None if found is None else tree_of(found, plan, facts, names)

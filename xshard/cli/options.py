@@ -24,7 +24,6 @@ ExpressionText = Annotated[
 ]
 MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
 MeshOrNone = Annotated[str | None, typer.Option("--mesh", metavar="AXES", help=MESH_HELP)]
-ShapeText = Annotated[str, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
 ShapeOrNone = Annotated[str | None, typer.Option("--shape", metavar="LENGTHS", help=SHAPE_HELP)]
 SizesOrNone = Annotated[str | None, typer.Option("--sizes", metavar="LENGTHS", help=SIZES_HELP)]
 Dtype = Annotated[

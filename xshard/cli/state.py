@@ -21,18 +21,7 @@ from xshard.layout import Mesh
 from xshard.pictures.console import console, headed_table
 from xshard.state import Names
 from xshard.state.differences import differences
-from xshard.state.files import (
-    Source,
-    abort,
-    begin,
-    commit,
-    open_checkpoint,
-    plan_load,
-    plan_save,
-    read_block,
-    verify,
-    write,
-)
+from xshard.state.files import Source, open_checkpoint, plan_load, plan_save, read_block, save_blocks, verify
 from xshard.state.llama import named
 from xshard.state.text import names_from_json
 
@@ -105,15 +94,9 @@ def convert(
         def block_of(name: str, device: int, kind: str) -> NDArray[Any]:
             return dtypes.recast(read_block(found, loads[name], device), loads[name].stored, kind)
 
-        token = begin(saving, output)
-        try:
-            with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-                bar = progress.add_task("", total=total)
-                sums = write(saving, output, token, 0, block_of, lambda n: progress.advance(bar, n))
-            commit(saving, output, token, sums)
-        except BaseException:
-            abort(output, token)
-            raise
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+            bar = progress.add_task("", total=total)
+            save_blocks(saving, output, block_of, progress=lambda n: progress.advance(bar, n))
     console().print(f"{len(loads)} arrays, {format_bytes(total)}, in {output}", soft_wrap=True)
 
 

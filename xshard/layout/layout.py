@@ -139,6 +139,11 @@ class Layout(Pictured):
         """The layout of the array with its dims in the order of `names`."""
         return self if names == self.names else replace(self, dims=tuple(map(self.dim, names)))
 
+    def named(self, names: Sequence[str]) -> Layout:
+        """The same with other names for the dims, in turn."""
+        dims = zip(self.dims, names, strict=True)
+        return replace(self, dims=tuple(replace(dim, name=name) for dim, name in dims))
+
     def resolved(self, ndim: int) -> Layout:
         """The layout with `...` replaced by dims `_0`, `_1`, ... for an array of `ndim` dims."""
         whole = ndim - len(self.dims)

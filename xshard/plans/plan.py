@@ -165,6 +165,13 @@ class Plan(Pictured):
             here = after
         return tuple(found)
 
+    def part(self, stages: Sequence[Stage]) -> Plan:
+        """Some of its stages, all on one mesh, as a plan of their own."""
+        first, steps = stages[0].before, tuple(stage.step for stage in stages)
+        scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
+        ends = first.layout, stages[-1].after.layout, first.mesh
+        return Plan(*ends, first.shape, self.dtype, steps, scale, self.profile)
+
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that the layouts name, and those whose replicas the steps make use of."""

@@ -207,3 +207,6 @@ def _permutation(order: str | None) -> tuple[int, ...] | None:
     if src.axes or dst.axes:
         raise XshardError(f"'{shown(order)}' cuts dims", hint="an order of dims alone, as in 'o i -> i o'")
     return tuple(src.names.index(name) for name in dst.names)
+
+
+SAME = Names(_KEEP)  # every array is as it is, under its own name

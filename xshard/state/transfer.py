@@ -23,7 +23,7 @@ from xshard.plans.plan import find_plan
 from xshard.plans.transfer import balanced
 from xshard.rules import Rules, place_of
 from xshard.search.request import Devices, Request, device_numbers
-from xshard.state.names import Names, rename
+from xshard.state.names import SAME, Names
 from xshard.state.parts import part_of
 from xshard.state.relations import Made, Piece, Side
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan
@@ -94,7 +94,7 @@ def _layouts(
 ) -> tuple[dict[str, Layout], dict[str, Layout], dict[str, Made]]:
     """The layout of every array here and there, and what is made there of what."""
     if isinstance(rules, list | tuple) and len(rules) == 2:
-        made = (names or Names(rename("**", "**"))).resolve(shapes, dtypes)
+        made = (names or SAME).resolve(shapes, dtypes)
         found = [
             {name: Layout.parse(layout) for name, layout in Rules(rule).match(list(known)).items()}
             for rule, known in zip(rules, (shapes, made), strict=True)
@@ -141,13 +141,11 @@ def _move(
                 hint=f"'{sharding.layout}' names another dim {name!r}: write the dims in their order there, "
                 "or by other names; names= says where they change places",
             )
-    dims = tuple(
-        replace(dim, name=at_src[i]) for dim, i in zip(dst.sharding.layout.dims, piece.order, strict=True)
-    )
+    there = dst.sharding.layout.named([at_src[i] for i in piece.order])
     travels = dtype
     if kinds.itemsize(made.dtype) < kinds.itemsize(dtype) and not sharding.layout.tagged(*REDUCERS):
         travels = made.dtype
-    ends = src.sharding.layout, replace(dst.sharding.layout, dims=dims), sharding.mesh, target.mesh
+    ends = src.sharding.layout, there, sharding.mesh, target.mesh
     request = Request(*ends, *devices, src.sharding.shape, travels, profile)
     return PartMove(piece.src.name, src, dst, find_plan(request, by_transfer=True))
 

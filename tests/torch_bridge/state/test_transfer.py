@@ -229,6 +229,8 @@ def _refused() -> None:
     )
     assert "unknown mesh axis 'cp' in\n    'o/dp i -> o i/cp'" in refused(tree, {"w": "o/dp i -> o i/cp"})[1]
     assert "no rule for 1 of 1 names: w" in refused(tree, {"v": "o"})[1]
+    twice = refused({"a.b": tree["w"], "a": {"b": tree["w"]}}, {"**": "o/dp i"})
+    assert "two leaves are called 'a.b'" in twice[1]
     assert "leaf 'o' is <" in refused({"w": tree["w"], "o": object()}, rules)[1]
     hint = error_of(lambda: xt.redistribute_between(tree, "n -> n", HERE, HERE, shape=(4,)))  # type: ignore[arg-type]
     assert "transfer those between meshes" in hint[1]

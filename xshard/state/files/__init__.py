@@ -5,7 +5,7 @@ from xshard.state.files.folder import open_checkpoint, verify
 from xshard.state.files.header import FileError
 from xshard.state.files.loading import Load, plan_load, read_block
 from xshard.state.files.saving import Saving, Source, plan_save
-from xshard.state.files.writing import abort, begin, commit, write
+from xshard.state.files.writing import abort, begin, commit, save_blocks, write
 
 __all__ = [
     "Box",
@@ -22,6 +22,7 @@ __all__ = [
     "plan_load",
     "plan_save",
     "read_block",
+    "save_blocks",
     "verify",
     "write",
 ]

@@ -24,7 +24,7 @@ from xshard.rules import Rules
 from xshard.search.request import Request
 from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
-from xshard.state.names import Names, rename
+from xshard.state.names import SAME, Names
 from xshard.state.relations import Made
 
 
@@ -70,7 +70,7 @@ def plan_load(
 
 def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, Made]:
     """What a mapping makes of all arrays of a checkpoint."""
-    return (names or Names(rename("**", "**"))).resolve(checkpoint.shapes, checkpoint.dtypes)
+    return (names or SAME).resolve(checkpoint.shapes, checkpoint.dtypes)
 
 
 def load_of(checkpoint: Checkpoint, made: Made, target: Sharding, profile: Profile) -> Load:

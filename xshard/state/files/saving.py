@@ -19,7 +19,7 @@ from xshard.layout import Sharding
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
 from xshard.state.files.folder import KEY
 from xshard.state.files.header import write_header
-from xshard.state.names import Names, rename
+from xshard.state.names import SAME, Names
 from xshard.state.relations import Made, Piece
 from xshard.state.text import names_to_json
 
@@ -104,7 +104,7 @@ def plan_save(
         with located(name):
             check_whole(source.sharding)
     shapes = {name: source.sharding.shape for name, source in sources.items()}
-    made = (names or Names(rename("**", "**"))).resolve(shapes, {n: s.dtype for n, s in sources.items()})
+    made = (names or SAME).resolve(shapes, {n: s.dtype for n, s in sources.items()})
     meshes = {str(source.sharding.mesh) for source in sources.values()}
     mesh = min(meshes) if len(meshes) == 1 else None
     said = {"mesh": mesh, "names": None if names is None else names_to_json(names)}

@@ -30,6 +30,31 @@ _reserve = getattr(os, "posix_fallocate", lambda file, at, n: os.ftruncate(file,
 Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
 
 
+def save_blocks(
+    saving: Saving,
+    path: Path,
+    block_of: Callable[[str, int, str], NDArray[Any]],
+    together: Callable[[Callable[[], Any]], list[Any]] = lambda work: [work()],
+    process: int = 0,
+    leads: bool = True,
+    progress: Callable[[int], None] = lambda n_bytes: None,
+) -> None:
+    """A save from its beginning to its end; all its processes call this, and the first of them leads.
+
+    block_of, progress: as in `write`. together: does something in all processes -> what it returns in each of
+    them, and raises in all where it does in one. By default one process does it all.
+    """
+    token = together(lambda: begin(saving, path) if leads else None)[0]
+    try:
+        found = together(lambda: write(saving, path, token, process, block_of, progress))
+        sums = {name: [box for each in found for box in each.get(name, ())] for name in saving.made}
+        together(lambda: commit(saving, path, token, sums) if leads else None)
+    except BaseException:
+        if leads:
+            abort(path, token)
+        raise
+
+
 def begin(saving: Saving, path: Path) -> str:
     """Make room for a save in a folder, which is made if there is none -> the token of the save.
 
