@@ -97,7 +97,7 @@ class End:
         except Exception as raised:
             error = raised
         try:
-            self.told({}, error)
+            self.told({}, error, wait_s=self.timeout_s)  # the first rank may wait for the other program
         except Exception:
             self.join("")
             self.session = 0

@@ -67,7 +67,7 @@ class Publisher(End):
                 self.store.set(self.key("offer", version), json.dumps(offer))
                 self.store.set(self.key("latest"), str(version))
                 mine = {"version": version, "answer": self.wait("answer", version)}
-            told = self.told(mine)
+            told = self.told(mine, wait_s=self.timeout_s)
             if told["answer"] is None:
                 raise LostVersionError(
                     f"no server took version {told['version']} within {self.timeout_s:g} s",
