@@ -3,10 +3,10 @@
     python examples/train_and_serve.py            # four ranks train and publish, two ranks serve
     python examples/train_and_serve.py --kill     # one of the four is killed in the middle of a version
 
-The trainer cuts every weight over its four ranks, the server the hidden layer over its two (serving/model.py).
-With a version comes the loss that the trainer knows of it. Every answer of the server has that loss, so it
-was computed from one version, whole. When the trainer is killed, the server goes on with the version that it
-has, and says so; the next trainer brings the next version.
+The trainer cuts every weight over its four ranks, the server the hidden layer over its two
+(serving/model.py). With a version comes the loss that the trainer knows of it. Every answer of the server has
+that loss, so it was computed from one version, whole. When the trainer is killed, the server goes on with the
+version that it has, and says so; the next trainer brings the next version.
 
 The exit status is 1 if an answer has another loss, or a program fails that is not to be killed.
 """
@@ -36,7 +36,7 @@ TOLERANCE = 1e-9  # of a loss, in float64; those of two versions differ by far m
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--versions", type=int, default=6)
-    parser.add_argument("--kill", action="store_true", help="a rank of the trainer, in the middle of a version")
+    parser.add_argument("--kill", action="store_true", help="a rank of the trainer, amid a version")
     options = parser.parse_args()
     console, last = Console(), options.versions
     ends = {name: value for name, value in ENDS.items() if name != "timeout_s"}
@@ -84,7 +84,7 @@ def judge(found: Iterable[dict[str, Any]], last: int, console: Console) -> int:
         console.print(f"version {version}: {row['answers']} answers, losses apart {row['apart']:.1e}, {size}")
         if "lost" in row:
             console.print(row["lost"], markup=False)
-            console.print(f"The server goes on with version {version}: the last of these answers was after that.")
+            console.print(f"The server goes on: the last of these answers, by version {version}, is later.")
     if version < last:
         console.print(f"The server ended with version {version} of {last}.")
     if not apart <= TOLERANCE:

@@ -1,7 +1,7 @@
 """Which character comes next, of the two before: weights by name, their layouts in both programs, the loss.
 
-The trainer keeps a quarter of every weight (FSDP) and gathers it for its part of the batch. The server cuts
-the hidden layer (tensor parallelism). `move` redistributes: in one function for both, and for one device.
+A rank of the trainer keeps a quarter of every weight (FSDP) and gathers them for its part of the batch. The
+server cuts the hidden layer (tensor parallelism).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ SHAPES = {"letters": (LETTERS, WIDTH), "up": (HIDDEN, 2 * WIDTH), "down": (LETTE
 
 TRAINER, SERVER = Mesh(fsdp=4), Mesh(tp=2)
 ENDS: dict[str, Any] = {
-    # letters are uneven over four, and whole on the server; beside the weights go what says who they are
     "rules": {
         "weights.letters": "v/fsdp c -> v c",
         "weights.up": "f/fsdp c -> f/tp c",
@@ -58,7 +57,9 @@ def scores(weights: dict[str, Tensor], two: Tensor, hidden_axis: str | None = No
     """
     hidden = silu(weights["letters"][two].flatten(1) @ weights["up"].T)
     found = hidden @ weights["down"].T
-    return found if hidden_axis is None else xt.redistribute(found, f"n v | sum({hidden_axis}) -> n v", SERVER)
+    if hidden_axis is not None:
+        found = xt.redistribute(found, f"n v | sum({hidden_axis}) -> n v", SERVER)
+    return found
 
 
 def loss(weights: dict[str, Tensor], characters: Tensor, hidden_axis: str | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """The server: `python -m serving.server PORT LAST` answers on two ranks, and receives versions in a thread.
 
-Decides which version answers a request: the newest that all ranks have. They get a new one at different moments.
+Decides which version answers: the newest that all ranks have, since they get it at different moments.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Versions:
 
 
 def serve(port: int, last: int) -> None:
-    """Answer until the last version does; say of each how far its losses were from those that the trainer knew."""
+    """Answer until the last version does; tell how far losses are from the one that came with a version."""
     versions = Versions(port)
     receiving = threading.Thread(target=versions.receive, args=(last,))
     receiving.start()

@@ -1,4 +1,4 @@
-"""The trainer: `python -m serving.trainer PORT LAST FIRST KILL` trains and publishes versions on four ranks."""
+"""The trainer: `python -m serving.trainer PORT LAST FIRST KILL` publishes versions from four ranks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ LAYER = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.
 LAYER |= {"self_attn.o_proj": (32, 32), "mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32)}
 LAYER |= {"mlp.down_proj": (32, 64), "input_layernorm": (32,), "post_attention_layernorm": (32,)}
 SHAPES = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in LAYER.items()}
-SHAPES |= {"model.embed_tokens.weight": (48, 32), "model.norm.weight": (32,), "lm_head.weight": (48, 32)}
+# 50 rows are uneven over four ranks.
+SHAPES |= {"model.embed_tokens.weight": (50, 32), "model.norm.weight": (32,), "lm_head.weight": (50, 32)}
 
 FUSED = to_fused(4, 2, 8)
 TRAINED = {"**.step": "...", "**": "o/fsdp ..."}
@@ -63,8 +64,7 @@ def trained(mesh: DeviceMesh, seed: int = 0, steps: int = 2) -> tuple[dict[str, 
             like = {"shape": x.shape, "stride": x.stride()}
             weights[f"model.layers.{i}.{part}.small"] = DTensor.from_local(small, mesh, x.placements, **like)
     moments = {
-        key: {name: optimizer.state[x][key] for name, x in model.named_parameters()}
-        for key in PARTS[1:]
+        key: {name: optimizer.state[x][key] for name, x in model.named_parameters()} for key in PARTS[1:]
     }
     return {**weights, "optimizer": optimizer.state_dict()}, {"weights": weights, **moments}
 
@@ -95,7 +95,7 @@ def from_files(folder: Path) -> None:
     whole, parts = trained(mesh)
     fresh, _ = trained(mesh, seed=1, steps=1)
     before = dict(flat(fresh))
-    assert any(not same(before[path], x) for path, x in flat(whole))
+    assert not any(same(before[path], x) for path, x in flat(whole) if isinstance(x, Tensor))
     found = xt.load(folder / "whole", {"**.step": "..."}, mesh, into=fresh)
     loaded = dict(flat(found))
     assert [path for path, x in flat(whole) if not same(loaded[path], x)] == []
@@ -113,4 +113,3 @@ def same(found: Any, expected: Any) -> bool:
     a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (found, expected))
     raw = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
-

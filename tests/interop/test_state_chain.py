@@ -32,12 +32,14 @@ def through_jax(folder: Path) -> None:
         rules = chain.SERVED if kind == "whole" else chain.FUSED_THERE
         arrays = to_jax(tensors, rules, two, torch_mesh=Mesh(tp=2))
         there = {"**.step": "..."} if kind == "whole" else {}
-        arrays = xj.transfer(arrays, there | {"**": "o/(dp,tp) ..."}, eight)
+        arrays = xj.transfer(arrays, there | {"**": "... i/(dp,tp)"}, eight)
         assert all(x.sharding.device_set == set(eight.devices.flat) for x in arrays.values())
         small = {"float8_e4m3fn", "float8_e5m2"} if kind in ("whole", "weights") else set()
         assert {x.dtype.name for x in arrays.values()} == {"bfloat16", "float32"} | small
         numbers = {name: x for name, x in blocks.items() if not isinstance(x, torch.Tensor)}
         xj.save({**arrays, **numbers}, folder / kind)
     names = set(open_checkpoint(folder / "weights"))
-    assert "model.layers.1.self_attn.qkv_proj.weight" in names and "model.layers.1.mlp.down_proj.small" in names
+    assert (
+        "model.layers.1.self_attn.qkv_proj.weight" in names and "model.layers.1.mlp.down_proj.small" in names
+    )
     assert "model.layers.1.self_attn.q_proj.weight" in set(open_checkpoint(folder / "whole"))

@@ -51,7 +51,7 @@ class Order(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What came of it: an error, or whether a version came or went, the number that the rank has, its lines."""
+    """What came of it. done: whether a version came or went. number: of what the rank has. lines: it ran."""
 
     error: str
     done: bool
