@@ -1,4 +1,4 @@
-"""Which character comes next, of the two before: weights by name, their layouts in both programs, the loss.
+"""Which character comes next, of the two before: weights, their layouts in both programs, the loss.
 
 A rank of the trainer keeps a quarter of every weight (FSDP) and gathers them for its part of the batch. The
 server cuts the hidden layer (tensor parallelism).
@@ -38,10 +38,8 @@ KILLED = 9  # the trainer's exit status then
 
 
 def initial() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    scale = {name: shape[-1] ** -0.5 for name, shape in SHAPES.items()}
-    draw = {"generator": generator, "dtype": torch.float64}
-    return {name: torch.randn(shape, **draw) * scale[name] for name, shape in SHAPES.items()}
+    torch.manual_seed(0)
+    return {name: torch.randn(s, dtype=torch.float64) * s[-1] ** -0.5 for name, s in SHAPES.items()}
 
 
 def window(number: int) -> Tensor:
@@ -50,19 +48,10 @@ def window(number: int) -> Tensor:
     return torch.from_numpy(CHARACTERS[start : start + WINDOW])
 
 
-def scores(weights: dict[str, Tensor], two: Tensor, hidden_axis: str | None = None) -> Tensor:
-    """Two characters [n, 2] -> a score [n, letters] for each that may come next.
-
-    hidden_axis: of the server's mesh, over which the hidden layer is cut: partial scores are added.
-    """
-    hidden = silu(weights["letters"][two].flatten(1) @ weights["up"].T)
-    found = hidden @ weights["down"].T
-    if hidden_axis is not None:
-        found = xt.redistribute(found, f"n v | sum({hidden_axis}) -> n v", SERVER)
-    return found
-
-
-def loss(weights: dict[str, Tensor], characters: Tensor, hidden_axis: str | None = None) -> Tensor:
-    """Mean over all but the first two characters, which nothing foretells."""
+def loss(weights: dict[str, Tensor], characters: Tensor, cut: bool = False) -> Tensor:
+    """Mean over all but the first two characters. cut: each rank has a part of the hidden layer."""
     two = torch.stack([characters[:-2], characters[1:-1]], 1)
-    return cross_entropy(scores(weights, two, hidden_axis), characters[2:])
+    scores = silu(weights["letters"][two].flatten(1) @ weights["up"].T) @ weights["down"].T
+    if cut:
+        scores = xt.redistribute(scores, "n v | sum(tp) -> n v", SERVER)
+    return cross_entropy(scores, characters[2:])

@@ -32,20 +32,20 @@ class Versions:
         """Until the last version; when a trainer is lost, from the next one."""
         while last not in self.arrived:
             try:
-                if self.subscriber.receive(wait_s=1.0, progress=self._count):
+                if self.subscriber.receive(wait_s=1.0, progress=self.count):
                     tree = self.subscriber.tree
                     self.arrived[int(tree["number"])] = tree
             except xt.LostVersionError as error:
                 self.lost = str(error)
 
-    def _count(self, done: int, total: int) -> None:
+    def count(self, done: int, total: int) -> None:
         self.bytes = total
 
     def common(self) -> int:
         """The newest version that all ranks have, or 0; older ones are forgotten."""
         newest = torch.tensor(max(list(self.arrived), default=0))
         dist.all_reduce(newest, dist.ReduceOp.MIN)
-        for number in [number for number in list(self.arrived) if number < newest]:
+        for number in [number for number in [*self.arrived] if number < newest]:
             del self.arrived[number]
         return int(newest)
 
@@ -71,7 +71,7 @@ def serve(port: int, last: int) -> None:
             number, answers, apart = newest, 0, 0.0
         tree = versions.arrived[number]
         with torch.no_grad():
-            found = loss(tree["weights"], window(0), "tp")
+            found = loss(tree["weights"], window(0), cut=True)
         answers, apart = answers + 1, max(apart, abs(found.item() - tree["loss"].item()))
         if lost:
             tell(lost=lost)

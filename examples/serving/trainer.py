@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_bridge as xt
-from serving.model import ENDS, KILLED, SHAPES, SHAPES_SENT, TRAINER, WINDOW, initial, loss, window
+from serving.model import ENDS, KILLED, SHAPES, SHAPES_SENT, TRAINER, initial, loss, window
 from xshard import reference
 
 RATE, STEPS = 2.0, 5  # of a version
@@ -26,8 +26,7 @@ def train(port: int, last: int, first: int, kill: int) -> None:
     publisher = xt.Publisher(store=dist.TCPStore("127.0.0.1", port), **ENDS)
     for number in range(1, last + 1):
         for step in range(STEPS):
-            gradients = gradient(weights, window(number * STEPS + step))
-            weights = {name: x.detach() - RATE * gradients[name] for name, x in weights.items()}
+            weights = trained(weights, window(number * STEPS + step))
         if number < first:  # trained again, as after a checkpoint
             continue
 
@@ -49,13 +48,12 @@ def gathered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def gradient(weights: dict[str, Tensor], characters: Tensor) -> dict[str, Tensor]:
-    """Of the mean over all ranks' parts of the characters, for this rank's blocks."""
-    n = WINDOW // TRAINER.n_devices
-    leaves = {name: x.requires_grad_() for name, x in weights.items()}
-    own = loss(gathered(leaves), characters[dist.get_rank() * n :][:n]) / TRAINER.n_devices
-    found = torch.autograd.grad(own, list(leaves.values()))
-    return dict(zip(leaves, found, strict=True))
+def trained(weights: dict[str, Tensor], characters: Tensor) -> dict[str, Tensor]:
+    """A step down the gradient of the mean over all ranks' parts of the characters."""
+    own = characters.chunk(TRAINER.n_devices)[dist.get_rank()]
+    leaves = [x.requires_grad_() for x in weights.values()]
+    gradients = torch.autograd.grad(loss(gathered(weights), own) / TRAINER.n_devices, leaves)
+    return {name: x.detach() - RATE * g for (name, x), g in zip(weights.items(), gradients, strict=True)}
 
 
 if __name__ == "__main__":
