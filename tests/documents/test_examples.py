@@ -232,3 +232,30 @@ def test_a_block_that_differs_or_has_not_learned_fails(
     )
     assert llama.judge(one, {"four": four}, Console()) == (message is not None)
     assert (message or "largest relative difference") in capsys.readouterr().out
+
+
+def test_a_server_answers_while_weights_are_renewed_and_goes_on_without_its_trainer() -> None:
+    lines = printed("train_and_serve", "--versions", "3", "--kill").splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("version 2 did not arrive whole"))
+    assert lines[at].endswith("version 1 stays") and lines[at - 1].startswith("version 1: ")
+    assert any("the last of these answers, by version 1, is later" in line for line in lines[at:])
+    assert lines[-1].startswith("version 3: ") and lines[-1].endswith("moved a version")
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[ModuleType]:
+    """examples/train_and_serve.py as a module."""
+    with imported("train_and_serve") as module:
+        yield module
+
+
+@pytest.mark.parametrize(
+    ("version", "apart", "message"),
+    [(2, 0.0, None), (1, 0.0, "ended with version 1 of 2"), (2, 1e-6, "not that of its version")],
+)
+def test_an_answer_of_no_version_fails(
+    serving: ModuleType, capsys: pytest.CaptureFixture[str], version: int, apart: float, message: str | None
+) -> None:
+    said = {"version": version, "answers": 5, "apart": apart, "bytes": 2048}
+    assert serving.judge([said], 2, Console()) == (message is not None)
+    assert (message or "2.00 KiB moved") in capsys.readouterr().out

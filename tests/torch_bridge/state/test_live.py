@@ -8,8 +8,10 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,7 +19,9 @@ import torch.distributed as dist
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import PRELOADED, error_of
+from tests.torch_bridge.helpers import PRELOADED, error_of, on_ranks
+from torch_bridge.mesh.desync import compare_ranks
+from torch_bridge.state import ends
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
@@ -157,3 +161,23 @@ def test_a_version_is_whole_or_invisible(tmp_path: Path) -> None:
     for _, (kind, text) in published:
         assert kind == "DesyncError"
         assert text.splitlines()[1:] == [f"  here:  {RULES | {'b': 'n'}}", f"  there: {RULES}"]
+
+
+def test_all_ranks_of_a_trainer_hear_that_nobody_serves(tmp_path: Path) -> None:
+    """The first waits for the server, and the others for it, for longer than that."""
+    for kind, text in on_ranks(3, _nobody_serves, tmp_path):
+        assert kind == "LostVersionError" and "no server took version 1 within 0.5 s" in text
+
+
+def _nobody_serves(folder: Path) -> tuple[str, str]:
+    store, waited = dist.FileStore(str(folder / "store"), -1), []
+
+    def meet(ranks: Any, asked: str, prepare: Any, timeout: timedelta | None = None) -> Any:
+        waited.append(timeout)
+        return compare_ranks(ranks, asked, prepare, timedelta(seconds=TIMEOUT_S))
+
+    with mock.patch.object(ends, "compare_ranks", meet):
+        publisher = xt.Publisher(store=store, rules=RULES, **MESHES, timeout_s=0.5)
+        found = error_of(lambda: publisher.publish(blocks(1, "src_mesh"), SHAPES))
+    assert waited[-1] == timedelta(seconds=1)
+    return found

@@ -1,0 +1,262 @@
+"""Ranks of a trainer or a server that are killed while a version is published, between two lines of code.
+
+Nothing is half-visible and nothing is lost: who is left goes on, and the next version arrives.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import torch_bridge as xt
+from tests.torch_bridge.helpers import PRELOADED
+from torch_bridge.state import live
+from xshard import Mesh
+
+assert PRELOADED  # the server of forks has torch_bridge already
+
+ROOM = str(Path(live.__file__).parent)
+WAITING = {"wait", "_offered"}  # how often their lines run is a matter of time
+TRAINERS, SERVERS = 14, 6  # how many are killed
+SHAPES = {"w": (8, 6), "b": (6,), "e": (4, 8)}
+BOTH: dict[str, Any] = {
+    "rules": {"b": "o", "**": "o/dp i -> o i/tp"},
+    "src_mesh": Mesh(dp=2),
+    "dst_mesh": Mesh(tp=2),
+    "bucket_bytes": 64,
+    "timeout_s": 600.0,  # for the ranks of one's own program: they are not killed alone
+}
+
+
+class Order(NamedTuple):
+    """What a rank is to do. line: of the room, before which it is killed; brief_s: for the other program."""
+
+    number: int = 0
+    line: int | None = None
+    brief_s: float = 2.0
+    wait_s: float = 0.0
+
+
+class Said(NamedTuple):
+    """What came of it. done: whether a version came or went. number: of what the rank has. lines: it ran."""
+
+    error: str
+    done: bool
+    number: int
+    lines: int
+
+
+class Brief:
+    """An end that waits briefly for the other program, which may be dead."""
+
+    brief_s: float
+
+    def join(self, *args: Any) -> Any:
+        with self._briefly():
+            return super().join(*args)  # type: ignore[misc]
+
+    def wait(self, *args: Any) -> Any:
+        with self._briefly():
+            return super().wait(*args)  # type: ignore[misc]
+
+    @contextmanager
+    def _briefly(self: Any) -> Iterator[None]:
+        kept, self.timeout_s = self.timeout_s, self.brief_s
+        try:
+            yield
+        finally:
+            self.timeout_s = kept
+
+
+class Trainer(Brief, xt.Publisher):
+    def act(self, order: Order) -> bool:
+        return self.publish(state(order.number, 0)) > 0
+
+    def has(self) -> int:
+        return 0
+
+
+class Server(Brief, xt.Subscriber):
+    def act(self, order: Order) -> bool:
+        return self.receive(order.wait_s)
+
+    def has(self) -> int:
+        if self.tree is None:
+            return 0
+        number = int(self.tree["b"][0]) // 1000
+        expected = state(number, 1)
+        assert self.tree.keys() == expected.keys()
+        assert all(torch.equal(self.tree[name], x) for name, x in expected.items())
+        return number
+
+
+def state(number: int, cut: int) -> dict[str, torch.Tensor]:
+    """This rank's blocks of a tree whose every element says which one it is."""
+    whole = {name: torch.empty(s).fill_(1000.0 * number) for name, s in SHAPES.items()}
+    whole = {name: x + torch.arange(x.numel()).reshape(x.shape) for name, x in whole.items()}
+    return {name: x if x.ndim == 1 else x.chunk(2, cut)[dist.get_rank()].clone() for name, x in whole.items()}
+
+
+@contextmanager
+def killed_before(line: int | None) -> Iterator[list[str]]:
+    """The lines of the room that run, and the end of this process before one of them, or after the last."""
+    lines: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(ROOM) or frame.f_code.co_name in WAITING:
+            return None
+        if event == "line":
+            if len(lines) == line:
+                os.kill(os.getpid(), signal.SIGKILL)
+            lines.append(frame.f_code.co_name)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
+        if line is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank(kind: Callable[..., Any], rank: int, folder: Path, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=2)
+    end = kind(store=dist.TCPStore("127.0.0.1", port), **BOTH)
+    while (order := pipe.recv()) is not None:
+        error, done, end.brief_s = "", False, order.brief_s
+        with killed_before(order.line) as lines:
+            try:
+                done = end.act(order)
+            except xt.LostVersionError as raised:
+                error = str(raised)
+        pipe.send(Said(error, done, end.has(), len(lines)))
+    os._exit(0)  # the others may be gone
+
+
+class Program:
+    """Two ranks. When one is killed the other is too, as torchrun does."""
+
+    def __init__(self, kind: Callable[..., Any], folder: Path, port: int) -> None:
+        context, folder = multiprocessing.get_context("forkserver"), folder / str(len(list(folder.iterdir())))
+        folder.mkdir()
+        pipes = [context.Pipe() for _ in range(2)]
+        self.pipes = [pipe for pipe, _ in pipes]
+        self.processes = [
+            context.Process(target=_rank, args=(kind, rank, folder, port, pipe), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process, (_, pipe) in zip(self.processes, pipes, strict=True):
+            process.start()
+            pipe.close()
+        threading.Thread(target=self._end_together, daemon=True).start()
+
+    def _end_together(self) -> None:
+        wait([process.sentinel for process in self.processes])
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def order(self, order: Order, killed: int | None = None) -> None:
+        """Tell both ranks; only one is killed at the line."""
+        for rank, pipe in enumerate(self.pipes):
+            pipe.send(order if killed in (None, rank) else order._replace(line=None))
+
+    def is_at_work(self) -> bool:
+        return not all(pipe.poll(0.02) for pipe in self.pipes)
+
+    def said(self) -> list[Said] | None:
+        """What both ranks say, which agree but for their lines; None of killed ones."""
+        try:
+            one, two = found = [pipe.recv() for pipe in self.pipes]
+        except (EOFError, ConnectionResetError):
+            for process in self.processes:
+                process.join()
+            assert {process.exitcode for process in self.processes} == {-signal.SIGKILL}
+            return None
+        assert one[1:3] == two[1:3] and bool(one.error) == bool(two.error)
+        return found
+
+
+def test_who_is_left_goes_on(tmp_path: Path) -> None:
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    programs: list[Program] = []
+
+    def start(kind: Callable[..., Any]) -> Program:
+        programs.append(Program(kind, tmp_path, meeting.port))
+        return programs[-1]
+
+    try:
+        _kill(start, random.Random(0))
+    finally:
+        for program in programs:
+            program.kill()
+
+
+def _kill(start: Callable[..., Program], rng: random.Random) -> None:
+    trainer, server = start(Trainer), start(Server)
+    sent, received = arrives(trainer, server, number := 1)
+    has, lost = number, []
+    for _ in range(TRAINERS):
+        number, killed = number + 1, rng.randrange(2)
+        doomed = start(Trainer)
+        doomed.order(Order(number, rng.randrange(sent[killed].lines)), killed)
+        found = receiving(doomed, server)
+        assert doomed.said() is None
+        came = [said[0].done for said in found]
+        for i, said in enumerate(found, 1):
+            assert said[0].number == (number if any(came[:i]) else has)
+        has = found[-1][0].number
+        lost += [said[0].error for said in found if said[0].error]
+    assert any("did not arrive whole; version" in error for error in lost)
+    arrives(trainer, server, number := number + 1)
+    server.kill()
+    for _ in range(SERVERS):
+        number, killed = number + 1, rng.randrange(2)
+        doomed = start(Server)
+        doomed.order(Order(line=rng.randrange(received[killed].lines), wait_s=BOTH["timeout_s"]), killed)
+        trainer.order(Order(number))
+        assert doomed.said() is None and trainer.said() is not None
+    arrives(trainer, start(Server), number + 1)
+
+
+def receiving(trainer: Program, server: Program) -> list[list[Said]]:
+    """What the server says while the trainer is at work, and after that."""
+    found, is_over = [], False
+    while not is_over:
+        is_over = not trainer.is_at_work()
+        server.order(Order(wait_s=0.1))
+        said = server.said()
+        assert said is not None
+        found.append(said)
+    return found
+
+
+def arrives(trainer: Program, server: Program, number: int) -> tuple[list[Said], list[Said]]:
+    """Publish a state until the server has it, however slow they are -> what both say of it."""
+    brief_s = 2.0
+    while True:
+        trainer.order(Order(number, brief_s=brief_s))
+        server.order(Order(wait_s=brief_s, brief_s=brief_s))
+        sent, received = trainer.said(), server.said()
+        assert sent is not None and received is not None
+        if sent[0].done and received[0].done:
+            assert received[0].number == number
+            return sent, received
+        brief_s *= 2
