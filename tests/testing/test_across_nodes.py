@@ -17,14 +17,32 @@ import pytest
 import xshard as xs
 from benchmarks.planner.traffic import plan_flow
 from tests.cases import CASES
-from xshard import dtypes
+from xshard import dtypes, reference
 from xshard.runtimes.calibration_plans import held_out_plans
+from xshard.steps import Scale
 from xshard.testing.nodes import NoNodesError, nodes
 
 SIZES = 1 << 15, 1 << 18  # bytes of a block: headers are the rest of what is counted
 CLUSTERS = {2: ("a=2,b=2", "a=4"), 3: ("a=3,b=2", "a=6")}  # nodes of two ranks -> meshes
 PROFILE = "gloo:2"
 LONGER = {"a=4": "a=6", "a=2,b=2": "a=3,b=2"}
+
+
+def blocks_of(plan: xs.Plan, seed: int) -> list[np.ndarray]:
+    """Any numbers before a plan, equal in replicas, which no mean has to round: `test_no_row_rounds`."""
+    layout, mesh = plan.src, plan.mesh
+    own = [*layout.tagged("sum", "mean", "max", "min", "copy"), *(a for dim in layout.dims for a in dim.axes)]
+    unit = mesh.n_devices if any(isinstance(step, Scale) for step in plan.steps) else 1
+    seeds = ([mesh.index(device, own), seed] for device in range(mesh.n_devices))
+    shapes = map(plan.source.local_shape, range(mesh.n_devices))
+    return [
+        np.asarray(unit * np.random.default_rng(each).integers(-9, 10, shape), np.float64)
+        for each, shape in zip(seeds, shapes, strict=True)
+    ]
+
+
+def is_linear(plan: xs.Plan) -> bool:
+    return plan.src.is_linear and plan.dst.is_linear
 
 
 def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
@@ -35,7 +53,6 @@ def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
     import torch.distributed as dist
 
     import torch_bridge as xt
-    from xshard import reference
 
     def received() -> int:
         dist.barrier()
@@ -44,29 +61,17 @@ def moved(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
         )
         return int(line.partition(":")[2].split()[0])
 
-    def blocks_of(sharding: xs.Sharding, seed: int) -> list[np.ndarray]:
-        """Any numbers, of which replicas are equal."""
-        held = sharding.layout.tagged("sum", "mean", "max", "min", "copy")
-        cut = [a for dim in sharding.layout.dims for a in dim.axes]
-        found = []
-        for device in range(sharding.mesh.n_devices):
-            own = [sharding.mesh.index(device, (*held, *cut)), seed]
-            found.append(np.random.default_rng(own).integers(-9, 10, sharding.local_shape(device)))
-        return found
-
     rank, wrong, ready = dist.get_rank(), [], []
     for number, plan in enumerate(plans):
         dtype = getattr(torch, plan.dtype)
-        blocks = [b.astype(np.float64) for b in blocks_of(plan.source, number)]
-        exact = replace(plan, dtype="float64")
+        blocks, exact = blocks_of(plan, number), replace(plan, dtype="float64")
         x = torch.from_numpy(blocks[rank]).to(dtype).requires_grad_(dtype.is_floating_point)
         y = xt.redistribute(x, plan, plan.mesh)
         right = np.array_equal(y.detach().double(), reference.run(exact, blocks)[rank])
-        if right and plan.src.is_linear and plan.dst.is_linear and y.requires_grad:
-            dual = plan.target.with_layout(plan.target.layout.dual)
-            cotangents = [b.astype(np.float64) for b in blocks_of(dual, number)]
+        if is_linear(plan) and y.requires_grad:  # also where it is wrong: the others would wait for ever
+            cotangents = blocks_of(plan.backward, number)
             y.backward(torch.from_numpy(cotangents[rank]).to(dtype))
-            right = np.array_equal(x.grad.double(), reference.run(exact.backward, cotangents)[rank])
+            right &= np.array_equal(x.grad.double(), reference.run(exact.backward, cotangents)[rank])
         if not right:
             wrong.append(f"{plan.src} -> {plan.dst} of {plan.shape} on {plan.mesh}")
         ready.append((x.detach(), plan))
@@ -134,6 +139,16 @@ def rows_of_the_table(n_devices: int) -> list[xs.Plan]:
             shape = tuple(n * 3 // 2 if n % 4 == 0 else n for n in case.shape)
             found.append(replace(case, mesh_text=LONGER[case.mesh_text], shape=shape).plan(profile=PROFILE))
     return found
+
+
+@pytest.mark.parametrize("n_nodes", CLUSTERS)
+def test_no_row_rounds(n_nodes: int) -> None:
+    """Ranks add in orders of their own: where float32 rounds, one is wrong, and another is not."""
+    for number, plan in enumerate(rows_of_the_table(2 * n_nodes)):
+        for each in [plan, plan.backward] if is_linear(plan) else [plan]:
+            blocks = blocks_of(each, number)
+            runs = (reference.run(replace(each, dtype=dtype), blocks) for dtype in ("float64", "float32"))
+            assert all(map(np.array_equal, *runs)), f"{each.src} -> {each.dst} of {each.shape} on {each.mesh}"
 
 
 def check(n_nodes: int, count: int) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.lower.packed_collective import PackedCollective
@@ -132,6 +133,16 @@ def _reduce_scatters(op: str) -> None:
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
     on_ranks(4, _reduce_scatters, op)
+
+
+def _sums() -> list[float]:
+    x = torch.tensor([1e8, 1.0, -1e8, 1.0][dist.get_rank()])  # with another order, another sum
+    ends = "()", "() | copy(a)"
+    return [float(xt.redistribute(x, f"() | sum(a) -> {e}", xs.Mesh(a=4), profile="gloo")) for e in ends]
+
+
+def test_replicas_and_copies_add_in_one_order() -> None:
+    assert on_ranks(4, _sums) == [[1.0, 1.0]] * 4
 
 
 def _slices() -> None:

@@ -236,9 +236,9 @@ def _messages(
         return Packing(shape, tuple(m for _, m in theirs), tuple(counts), op)
 
     own = [m for at, m in by_rank(outgoing) if at == rank]
-    # In the order of the ranks, so that replicas add in one order; without replicas, own rows come first.
-    order = by_rank(incoming)
-    if not any(a in axes for a in site.after.mesh.axes if a not in site.after.layout.axes):
+    # In the order of the ranks, so that replicas and copies add in one order; own rows first where none are.
+    order, layout = by_rank(incoming), site.after.layout
+    if set(axes) <= set(layout.axes) - set(layout.tagged("copy")):
         order.sort(key=lambda found: found[0] != rank)
     whole = Packing(site.shapes[1], tuple(m for _, m in order), None, op, tuple(fills))
 
