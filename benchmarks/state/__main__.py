@@ -1,6 +1,6 @@
 """Weights from files under other layouts, and between nodes, beside the ways of torch, orbax and safetensors.
 
-    python -m benchmarks.state           # 1 GiB in files, 32 MiB between nodes; needs namespaces
+    python -m benchmarks.state           # 1 GiB in files, 130 MiB between nodes; needs namespaces
     python -m benchmarks.state --quick   # 4 MiB in files, half a MiB between nodes
 
 Files lie in the page cache, and are removed afterwards. All ways are timed by turns, in new memory. Prints

@@ -10,8 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.claim import Claim, none_of, worst
-from benchmarks.state.floor import BUCKET, DCP, HF, MEMCPY, ORBAX, OURS, READING, SLICES, TORCH
-from benchmarks.state.live import DTENSOR, STATE_DICT
+from benchmarks.state.ways import (
+    BUCKET,
+    DCP,
+    DTENSOR,
+    HF,
+    MEMCPY,
+    ORBAX,
+    OURS,
+    READING,
+    SLICES,
+    STATE_DICT,
+    TORCH,
+)
 
 Row = dict[str, Any]
 FASTER = {ORBAX: 8.0, DCP: 2.0, HF: 1.0, TORCH: 1.0}  # at least so many times as fast

@@ -25,13 +25,12 @@ import torch_bridge as xt
 import xshard as xs
 from benchmarks import by_turns
 from benchmarks.state import weights
-from benchmarks.state.floor import OURS
 from benchmarks.state.torch_loads import as_dtensor
+from benchmarks.state.ways import DTENSOR, EXCHANGING, OURS, STATE_DICT
 from benchmarks.torch_redistribute.run_time import all_to_all
 
 NODES, PER_NODE, RATE = 2, 2, "400mbit"
-SCALE, QUICK_SCALE = 8, 64  # 32 MiB in float32, or half a MiB
-DTENSOR, EXCHANGING, STATE_DICT = "DTensor", "DTensor with an all-to-all", "DCP's state dict, from rank 0"
+SCALE, QUICK_SCALE = 4, 64  # 130 MiB in float32, or half a MiB
 # The layouts there, and the mesh of the server; along dp, from node to node, it has all weights twice.
 SERVERS = {"to tensor parallelism": xs.Mesh(tp=4), "to two servers, one a node": xs.Mesh(dp=2, tp=2)}
 
@@ -47,10 +46,8 @@ def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
     rank, n = dist.get_rank(), server.n_devices
     # A DTensor moves on one mesh, so the trainer's has the server's axes; the blocks are those of one axis.
     mesh = init_device_mesh("cpu", server.sizes, mesh_dim_names=server.axes)
-    whole = f"({','.join(server.axes)})"
-    src, dst = (
-        weights.shardings(rules, server, scale) for rules in ({"**": f"o/{whole} ..."}, weights.SERVED)
-    )
+    cut = "/".join(("o", *server.axes))
+    src, dst = (weights.shardings(rules, server, scale) for rules in ({"**": f"{cut} ..."}, weights.SERVED))
     tree = {}
     for i, (key, sharding) in enumerate(src.items()):
         block = torch.rand(sharding.local_shape(rank), generator=torch.Generator().manual_seed(n * i + rank))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_bridge as xt
 from benchmarks import by_turns
-from benchmarks.state import floor, weights
+from benchmarks.state import floor, ways, weights
 from xshard import Mesh, Sharding
 from xshard.state.files import open_checkpoint
 
@@ -64,20 +64,20 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     with open_checkpoint(folder / "safetensors") as checkpoint:
         expected = xt.load(checkpoint, weights.SERVED, Mesh(tp=RANKS))
         read, needed = checkpoint.bytes_read, sum(x.nbytes for x in expected.values())
-    ways: floor.Calls = {
-        floor.OURS: lambda: xt.load(folder / "safetensors", weights.SERVED, Mesh(tp=RANKS)),
+    calls: floor.Calls = {
+        ways.OURS: lambda: xt.load(folder / "safetensors", weights.SERVED, Mesh(tp=RANKS)),
         "xshard, from DCP's files": lambda: xt.load(folder / "dcp", weights.SERVED, Mesh(tp=RANKS)),
-        floor.DCP: lambda: by_dcp(checkpoint_id=folder / "dcp"),
-        floor.HF: lambda: by_dcp(storage_reader=HuggingFaceStorageReader(str(folder / "safetensors"))),
-        floor.SLICES: lambda: slices(folder / "safetensors", own),
+        ways.DCP: lambda: by_dcp(checkpoint_id=folder / "dcp"),
+        ways.HF: lambda: by_dcp(storage_reader=HuggingFaceStorageReader(str(folder / "safetensors"))),
+        ways.SLICES: lambda: slices(folder / "safetensors", own),
     }
-    for name, way in ways.items():
+    for name, way in calls.items():
         before()
         found = way()
         assert all(torch.equal(found[key], x) for key, x in expected.items()), name
     del expected, found
-    ways |= floor.calls(sorted((folder / "safetensors").glob("*.safetensors")), needed, rank)
-    times = by_turns.seconds(ways, rounds, warm_up=1, before=before)
+    calls |= floor.calls(sorted((folder / "safetensors").glob("*.safetensors")), needed, rank)
+    times = by_turns.seconds(calls, rounds, warm_up=1, before=before)
     together = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(together, dist.ReduceOp.MAX)
     counts = torch.tensor([read, needed])
@@ -95,18 +95,18 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
     beyond = floor.bytes_beyond(lambda: xt.load(stored), n_bytes)
     torch.save(xt.load(stored), pickled)
     own = dict.fromkeys(weights.places(stored), ())
-    ways: floor.Calls = {
-        floor.OURS: lambda: xt.load(stored),
-        floor.TORCH: lambda: torch.load(pickled, weights_only=True),
-        floor.SLICES: lambda: slices(stored, own),
+    calls: floor.Calls = {
+        ways.OURS: lambda: xt.load(stored),
+        ways.TORCH: lambda: torch.load(pickled, weights_only=True),
+        ways.SLICES: lambda: slices(stored, own),
     }
     expected = slices(stored, own)
-    for name in (floor.OURS, floor.TORCH):
-        found = ways[name]()
+    for name in (ways.OURS, floor.TORCH):
+        found = calls[name]()
         assert all(torch.equal(found[key], x) for key, x in expected.items()), name
     del expected, found
-    ways |= floor.calls(sorted(stored.glob("*.safetensors")), n_bytes)
-    return row("torch, one process", by_turns.seconds(ways, rounds, warm_up=1), read, n_bytes, beyond)
+    calls |= floor.calls(sorted(stored.glob("*.safetensors")), n_bytes)
+    return row("torch, one process", by_turns.seconds(calls, rounds, warm_up=1), read, n_bytes, beyond)
 
 
 def slices(folder: Path, own: dict[str, tuple[slice, ...]]) -> dict[str, Tensor]:
