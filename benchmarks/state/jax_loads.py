@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import jax_bridge as xj
 from benchmarks import by_turns
-from benchmarks.state import floor, weights
+from benchmarks.state import floor, ways, weights
 from xshard import Mesh
 from xshard.state.files import open_checkpoint
 
@@ -48,21 +48,21 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "orbax", xj.load(stored, weights.TRAINED, trained))
         checkpointer.wait_until_finished()
-        ways: floor.Calls = {
-            floor.OURS: load,
+        calls: floor.Calls = {
+            ways.OURS: load,
             "xshard, from orbax's files": lambda: jax.block_until_ready(
                 xj.load(folder / "orbax", weights.SERVED, mesh)
             ),
-            floor.ORBAX: lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax", target)),
-            floor.SLICES: lambda: _slices(stored, target),
+            ways.ORBAX: lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax", target)),
+            ways.SLICES: lambda: _slices(stored, target),
         }
         expected = load()
-        for name, way in ways.items():
+        for name, way in calls.items():
             found = way()
             assert all(np.array_equal(_bits(found[key]), _bits(x)) for key, x in expected.items()), name
         del expected, found
-        ways |= floor.calls(sorted(stored.glob("*.safetensors")), needed)
-        seconds = by_turns.seconds(ways, rounds, warm_up=1)
+        calls |= floor.calls(sorted(stored.glob("*.safetensors")), needed)
+        seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(needed))
     counts = {"bytes_read": read, "bytes_needed": needed}
     return {"part": f"JAX, {DEVICES} devices", **counts, "bytes_beyond": beyond, "seconds": seconds}
 

@@ -5,6 +5,7 @@ Decides the ways, all of which are to give the same blocks in new memory. Each r
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,14 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     served = weights.shardings(weights.SERVED, Mesh(tp=RANKS), scale)
     blocks = dict[str, Tensor]()
+    n_bytes = sum(2 * math.prod(sharding.local_shape(rank)) for sharding in served.values())
 
     def before() -> None:
         """DCP has memory to fill, which is as new as that of the others."""
         blocks.update(
             (name, torch.empty(x.local_shape(rank), dtype=torch.bfloat16)) for name, x in served.items()
         )
+        floor.memory_at_hand(n_bytes)
         dist.barrier()
 
     def by_dcp(**where: Any) -> dict[str, Tensor]:
@@ -106,7 +109,8 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
         assert all(torch.equal(found[key], x) for key, x in expected.items()), name
     del expected, found
     calls |= floor.calls(sorted(stored.glob("*.safetensors")), n_bytes)
-    return row("torch, one process", by_turns.seconds(calls, rounds, warm_up=1), read, n_bytes, beyond)
+    seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(n_bytes))
+    return row("torch, one process", seconds, read, n_bytes, beyond)
 
 
 def slices(folder: Path, own: dict[str, tuple[slice, ...]]) -> dict[str, Tensor]:

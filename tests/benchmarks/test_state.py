@@ -71,5 +71,7 @@ def test_what_nodes_lack() -> None:
 def test_memory_beyond_the_result_is_found() -> None:
     n_bytes = 4 * floor.MIB
     assert floor.bytes_beyond(lambda: np.ones(n_bytes, np.uint8), n_bytes) in floor.BEYOND[:2]
-    twice = floor.bytes_beyond(lambda: (np.ones(n_bytes, np.uint8), np.ones(80 * floor.MIB, np.uint8)), n_bytes)
+    twice = floor.bytes_beyond(
+        lambda: (np.ones(n_bytes, np.uint8), np.ones(80 * floor.MIB, np.uint8)), n_bytes
+    )
     assert twice == 128 * floor.MIB
