@@ -104,7 +104,7 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
         ways.SLICES: lambda: slices(stored, own),
     }
     expected = slices(stored, own)
-    for name in (ways.OURS, floor.TORCH):
+    for name in (ways.OURS, ways.TORCH):
         found = calls[name]()
         assert all(torch.equal(found[key], x) for key, x in expected.items()), name
     del expected, found
