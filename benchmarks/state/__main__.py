@@ -38,7 +38,7 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options(__doc__, quick="4 MiB in files, half a MiB between nodes").parse_args(arguments)
     scale, sent, rounds = (16, live.QUICK_SCALE, 2) if options.quick else (1, live.SCALE, 7)
-    loads, transfers = _loads(scale, rounds), _transfers(sent, rounds)
+    loads, transfers = _loads(scale, rounds), _transfers(sent, min(rounds, 3))
     judged = judge(loads, transfers)
     claim.show("Weights", judged)
     for title, rows in (("Loads", loads), ("Between nodes", transfers)):
