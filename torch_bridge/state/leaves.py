@@ -6,8 +6,11 @@ and no other process.
 
 from __future__ import annotations
 
+import functools
+import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import CDLL, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +40,7 @@ from xshard.rules import leaf_name, place_of
 
 WHOLE: Any = {"**": "..."}
 Constant = int | float | str | None  # bools are ints
+_LARGE_BYTES = 2**20  # smaller blocks have no large page for themselves
 
 
 @dataclass(eq=False)
@@ -67,7 +71,8 @@ class Leaf:
         """The block to fill: its own memory, or new memory on a device."""
         if self.block is not None and not self.block.is_meta:
             return self.block
-        return torch.empty(self.sharding.local_shape(self.device), dtype=self.dtype, device=device)
+        shape = self.sharding.local_shape(self.device)
+        return _on_large_pages(torch.empty(shape, dtype=self.dtype, device=device))
 
 
 def leaves_of(
@@ -156,6 +161,23 @@ def processes_of(mesh: MeshLike | None) -> tuple[int, ...]:
 def axes_of(mesh: MeshLike | None) -> Mesh:
     """The axes of a mesh; None is the world as one axis, along which tensors are equal."""
     return mesh_of(mesh) if mesh is not None else Mesh(world=len(processes_of(None)))
+
+
+def _on_large_pages(x: Tensor) -> Tensor:
+    """New memory of a CPU, for which the system is advised to take large pages, as numpy does for its own.
+
+    To be given small ones takes four times as long as to copy into them.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
+    if x.device.type == "cpu" and x.nbytes >= _LARGE_BYTES and advice is not None:
+        ahead = -x.data_ptr() % mmap.PAGESIZE
+        _libc().madvise(c_void_p(x.data_ptr() + ahead), c_size_t(x.nbytes - ahead), advice)
+    return x
+
+
+@functools.cache
+def _libc() -> CDLL:
+    return CDLL(None)
 
 
 def _kept(each: Kept, setting: Setting) -> Leaf:

@@ -1,0 +1,75 @@
+"""What no load can do without: the bytes are read, and copied to memory of their own.
+
+Decides how the floor is measured, and how much memory a load takes. Knows no framework.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.state.ways import MEMCPY, READING
+
+MIB = 2**20
+BEYOND = [0, *(16 * MIB * 2**i for i in range(9))]  # bytes
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def calls(files: Iterable[Path], n_bytes: int, part: int = 0) -> Calls:
+    """Reading of so many bytes of files into one buffer that stays in caches, and a copy of as many.
+
+    part: how many times n_bytes come first, which others read.
+    """
+    buffer, whole, skipped = np.empty(MIB, np.uint8), np.ones(n_bytes, np.uint8), part * n_bytes
+
+    def reading() -> None:
+        left, start = n_bytes, skipped
+        for file in files:
+            size = file.stat().st_size
+            with file.open("rb", buffering=0) as opened:
+                opened.seek(min(start, size))
+                while left and (n := opened.readinto(buffer[:left])):
+                    left -= n
+            start = max(0, start - size)
+
+    return {READING: reading, MEMCPY: whole.copy}
+
+
+def memory_at_hand(n_bytes: int) -> None:
+    """Take twice as much memory, and give it back, for the next call to find.
+
+    A hypervisor takes what lies idle for seconds, and to get it anew takes longer than all that is measured.
+    """
+    np.ones(2 * n_bytes, np.uint8)
+
+
+def bytes_beyond(load: Callable[[], Any], n_bytes: int) -> int:
+    """The least of `BEYOND` with which a load fits into memory beside its result of n_bytes.
+
+    The system refuses more private memory than the limit, so this is no sample. Files that are mapped do not
+    count: they are the system's own memory, and are given up when it needs it.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    for beyond in BEYOND:
+        gc.collect()
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + n_bytes + beyond, before[1]))
+        try:
+            load()
+            return beyond
+        except (MemoryError, RuntimeError):
+            continue
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+    return BEYOND[-1] * 2
+
+
+def _data_bytes() -> int:
+    lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))

@@ -1,0 +1,61 @@
+"""The weights: shapes and layouts of a Llama, and which elements lie on which node.
+
+Decides what is loaded and sent. Knows no framework and no file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from xshard import Layout, Mesh, Sharding
+from xshard.rules import Rules
+
+HIDDEN, FEED, VOCAB, LAYERS = 4096, 11008, 32000, 2  # of Llama 2 7B with two layers: 1 GiB in bfloat16
+TRAINED = {"**": "o/fsdp ..."}
+SERVED = {"**.{o,down}.weight": "o i/tp", "**.norm": "o", "**": "o/tp i"}
+
+
+def shapes(scale: int = 1) -> dict[str, tuple[int, ...]]:
+    """By name; scale: by which every length is divided."""
+    d, f, v = HIDDEN // scale, FEED // scale, VOCAB // scale
+    found: dict[str, tuple[int, ...]] = {"embed.weight": (v, d)}
+    for i in range(LAYERS):
+        layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (d, d) for name in "qkvo"}
+        layer |= {"gate.weight": (f, d), "up.weight": (f, d), "down.weight": (d, f), "norm": (d,)}
+        found |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return found
+
+
+def shardings(rules: Mapping[str, str], mesh: Mesh, scale: int) -> dict[str, Sharding]:
+    """By name."""
+    sizes = shapes(scale)
+    texts = Rules(rules).match(list(sizes))
+    return {
+        name: Sharding(Layout.parse(texts[name]).resolved(len(shape)), mesh, shape)
+        for name, shape in sizes.items()
+    }
+
+
+def index_of(sharding: Sharding, device: int) -> tuple[slice, ...]:
+    """The block of a device in the array, for cuts into intervals."""
+    runs = [sharding.held(d, device)[0] for d in range(len(sharding.shape))]
+    return tuple(slice(run.start, run.start + run.length) for run in runs)
+
+
+def places(folder: Path) -> dict[str, Path]:
+    """The safetensors file of each array, as the index says."""
+    index = json.loads(next(folder.glob("*.index.json")).read_text())
+    return {name: folder / file for name, file in index["weight_map"].items()}
+
+
+def lacking(src: Sharding, dst: Sharding, node: Iterable[int]) -> int:
+    """Elements that devices of a node need, and none of them has: each has to come to the node once."""
+    on, needed = (np.zeros(src.shape, bool) for _ in range(2))
+    for device in node:
+        on[index_of(src, device)] = True
+        needed[index_of(dst, device)] = True
+    return int((needed & ~on).sum())

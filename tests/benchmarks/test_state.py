@@ -1,0 +1,77 @@
+"""The benchmark of weights: what is counted is exact, its claims follow from its rows, and each can fail."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.state import floor, ways, weights
+from benchmarks.state.claims import judge
+from tests.benchmarks.helpers import as_recorded, failing, recorded
+from xshard import Mesh
+
+LOAD = {"bytes_read": 64, "bytes_needed": 64}
+ROWS = (
+    [
+        LOAD
+        | {"part": "torch", "bytes_beyond": 0}
+        | {"seconds": {ways.OURS: [1.0], ways.READING: [0.4], ways.MEMCPY: [0.4], ways.SLICES: [1.0]}}
+    ],
+    [
+        {"case": "one", "bound_bytes": 100, "across_bytes": {ways.OURS: 102}}
+        | {"seconds": {ways.OURS: [1.0], ways.DTENSOR: [2.0], ways.STATE_DICT: [3.0]}}
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "broken"),
+    [
+        (0, ("seconds", ways.MEMCPY), [0.2], "load / (memcpy + reading)"),
+        (0, ("seconds", ways.SLICES), [0.9], "load / safetensors' slices"),
+        (0, ("seconds", ways.ORBAX), [7.9], "orbax / ours"),
+        (0, ("seconds", ways.DCP), [1.9], "DCP / ours"),
+        (0, ("seconds", ways.HF), [0.9], "DCP's reader of Hugging Face / ours"),
+        (0, ("seconds", ways.TORCH), [0.9], "torch.load / ours"),
+        (0, ("bytes_read",), 65, "loads that read other bytes than they need"),
+        (0, ("bytes_beyond",), ways.BUCKET + 1, "memory beyond the result, in buckets"),
+        (1, ("across_bytes", ways.OURS), 106, "transfer: bytes over the link / the fewest"),
+        (1, ("seconds", ways.DTENSOR), [1.4], "transfer: torch's own / ours"),
+        (1, ("seconds", ways.STATE_DICT), [1.4], "transfer: torch's own / ours"),
+    ],
+)
+def test_every_claim_can_fail(part: int, key: tuple[str, ...], value: Any, broken: str) -> None:
+    assert failing(judge(*ROWS)) == []
+    rows = copy.deepcopy(ROWS)
+    found: Any = rows[part][0]
+    for each in key[:-1]:
+        found = found[each]
+    found[key[-1]] = value
+    assert failing(judge(*rows)) == [broken]
+
+
+def test_recorded_rows_give_the_recorded_claims() -> None:
+    data = recorded("state")
+    assert as_recorded(judge(data["loads"], data["transfers"])) == data["claims"]
+    assert all(row["bytes_read"] == row["bytes_needed"] for row in data["loads"])
+
+
+def test_what_nodes_lack() -> None:
+    src = weights.shardings({"**": "o/tp ..."}, Mesh(tp=4), scale=64)
+    dst = weights.shardings(weights.SERVED, Mesh(tp=4), scale=64)
+    found = {name: weights.lacking(src[name], dst[name], range(2, 4)) for name in src}
+    # Half of the columns, of the half of the rows that the node does not have; rows stay where they are.
+    assert found["layers.0.o.weight"] == 64 * 64 // 4 and found["layers.1.q.weight"] == 0
+    assert found["layers.1.norm"] == 32
+
+
+def test_memory_beyond_the_result_is_found() -> None:
+    n_bytes = 4 * floor.MIB
+    assert floor.bytes_beyond(lambda: np.ones(n_bytes, np.uint8), n_bytes) in floor.BEYOND[:2]
+    twice = floor.bytes_beyond(
+        lambda: (np.ones(n_bytes, np.uint8), np.ones(80 * floor.MIB, np.uint8)), n_bytes
+    )
+    assert twice == 128 * floor.MIB
