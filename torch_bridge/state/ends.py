@@ -37,8 +37,9 @@ class End:
     """One of the two programs; all processes of it make one, with equal arguments.
 
     store: a `TCPStore` or `FileStore` in which both programs meet. rules, names, bucket_bytes, profile: as in
-    `transfer`, equal in both programs. src_mesh, dst_mesh: of all processes of the trainer and of the server.
-    timeout_s: how long one program waits for the other. name: of the stream, where a store has several.
+    `transfer`, equal in both programs: the machines that they would find may differ. src_mesh, dst_mesh: of
+    all processes of the trainer and of the server. timeout_s: how long one program waits for the other.
+    name: of the stream, where a store has several.
     """
 
     is_trainer: ClassVar[bool]
@@ -48,7 +49,7 @@ class End:
     dst_mesh: Mesh
     names: Names | None = None
     bucket_bytes: int | str | None = BUCKET
-    profile: str | Path | Profile = "auto"
+    profile: str | Path | Profile = "h100"
     timeout_s: float = 60.0
     name: str = "weights"
     version: int = field(default=0, init=False)

@@ -21,7 +21,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import PRELOADED, error_of, on_ranks
 from torch_bridge.mesh.desync import compare_ranks
-from torch_bridge.state import ends
+from torch_bridge.state import processes
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
@@ -176,7 +176,7 @@ def _nobody_serves(folder: Path) -> tuple[str, str]:
         waited.append(timeout)
         return compare_ranks(ranks, asked, prepare, timedelta(seconds=TIMEOUT_S))
 
-    with mock.patch.object(ends, "compare_ranks", meet):
+    with mock.patch.object(processes, "compare_ranks", meet):
         publisher = xt.Publisher(store=store, rules=RULES, **MESHES, timeout_s=0.5)
         found = error_of(lambda: publisher.publish(blocks(1, "src_mesh"), SHAPES))
     assert waited[-1] == timedelta(seconds=1)
