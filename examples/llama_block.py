@@ -26,6 +26,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from xshard import use_profile
+
 TOLERANCE = 1e-12  # relative, of float64
 STEPS = 50
 
@@ -35,12 +37,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     steps = parser.parse_args().steps
     schemes = list(SCHEMES.values())
-    one, *_ = with_torch.train([schemes[0].alone()], steps)
-    runs = {"torch": with_torch.train(schemes, steps)}  # before JAX has threads: ranks are forked
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", schemes[0].mesh.n_devices)
-    jax.config.update("jax_enable_x64", True)
-    runs["JAX"] = [with_jax.train(scheme, steps) for scheme in schemes]
+    with use_profile("h100"):  # one machine for both frameworks, so that their plans are the same
+        one, *_ = with_torch.train([schemes[0].alone()], steps)
+        runs = {"torch": with_torch.train(schemes, steps)}  # before JAX has threads: ranks are forked
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", schemes[0].mesh.n_devices)
+        jax.config.update("jax_enable_x64", True)
+        runs["JAX"] = [with_jax.train(scheme, steps) for scheme in schemes]
     pairs = product(runs, enumerate(SCHEMES))
     named = {f"{scheme}, {framework}": runs[framework][i] for framework, (i, scheme) in pairs}
     return judge(one, named, Console())

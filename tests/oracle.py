@@ -37,6 +37,7 @@ def elements(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int, fo
 
     Along the rest they are rows of an array that is as long there as the block, or as the whole array.
     """
+    layout = layout.resolved(len(shape))
     dims, lengths = layout.dims, list(shape)
     found = []
     for d, dim in enumerate(dims):
@@ -77,7 +78,7 @@ def local_shape(layout: Layout, mesh: Mesh, shape: tuple[int, ...], device: int)
 
 def spread(x: np.ndarray, layout: Layout, mesh: Mesh, device: int) -> np.ndarray:
     """A device's block of an array under a layout without tags and folds."""
-    there = elements(layout.resolved(x.ndim), mesh, x.shape, device, False)
+    there = elements(layout, mesh, x.shape, device, False)
     return filled(x, there)
 
 
@@ -133,7 +134,7 @@ def value(
 def known(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
     """Which elements its blocks tell: those that a block has; in a fold what none has is zero."""
     found = np.ones(shape, bool)
-    for d, dim in enumerate(layout.dims):
+    for d, dim in enumerate(layout.resolved(len(shape)).dims):
         if not isinstance(dim.overlap, Fold):
             rows = [places(dim, shape[d], mesh, device).row for device in range(mesh.n_devices)]
             has = np.isin(np.arange(shape[d]), np.concatenate(rows))

@@ -111,7 +111,8 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
     values = torch.arange(float(torch.Size(local).numel())).view(local) % 13 + first
     block = values.to(getattr(torch, case.dtype))
     text = f"{case.src} -> {case.dst}"
-    plan, part = plan_of(text, process_mesh(mesh), local, block.dtype, case.shape, profile)
+    of_block = local, block.dtype, block.device
+    plan, part = plan_of(text, process_mesh(mesh), *of_block, case.shape, profile)
     ways = {OURS: lambda: xt.redistribute(block, text, mesh, shape=case.shape, profile=profile)}
     hand_written = by_hand.sequence(plan, part)
     if hand_written is not None:

@@ -17,7 +17,7 @@ from xshard.arguments import parse_number, shown, whole_number
 from xshard.errors import MeshError
 from xshard.formatting import Pictured
 
-MOST_AXES, MOST_DEVICES = 64, 2**17  # numpy has no more dims; there are no larger machines
+MOST_AXES, MOST_DEVICES = 64, 2**18  # numpy has no more dims; there are no larger machines
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -50,7 +50,7 @@ class Mesh(Pictured):
             if size is None or size < 1:
                 raise MeshError(f"axis {name!r} has size {given!r}", hint="a size is a whole number >= 1")
             pairs[name] = size
-        if len(pairs) > MOST_AXES or math.prod(pairs.values()) > MOST_DEVICES:
+        if len(pairs) > MOST_AXES or math.prod(tuple(pairs.values())) > MOST_DEVICES:
             why = f"a mesh of {len(pairs)} axes and {shown(math.prod(pairs.values()))} devices"
             raise MeshError(why, hint=f"at most {MOST_AXES} axes and {MOST_DEVICES} devices")
         object.__setattr__(self, "axes", tuple(pairs))
