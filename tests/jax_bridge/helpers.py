@@ -11,10 +11,12 @@ import functools
 import gc
 import importlib
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from xshard.runtimes.backends import jax_process
 from xshard.runtimes.processes import Process, running
@@ -35,6 +37,10 @@ GPU = {
 }
 HAS_GPU = Path("/dev/nvidiactl").exists() and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device is here that JAX could use")
+needs_flax = pytest.mark.skipif(
+    Version(version("jax")) >= Version("0.12") and Version(version("flax")) <= Version("0.12.8"),
+    reason="flax 0.12.8 and before cannot be imported with jax 0.12",
+)
 
 
 def in_jax(test: Callable[..., None]) -> Callable[..., None]:

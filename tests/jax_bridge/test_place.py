@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from packaging.version import Version
 
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge.arrays.leaves import of_each
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import in_jax, needs_flax
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -51,10 +48,7 @@ def test_leaves_have_the_names_that_their_library_gives_them() -> None:
     assert placed.activation is mlp.activation
 
 
-@pytest.mark.skipif(
-    Version(version("jax")) >= Version("0.12") and Version(version("flax")) <= Version("0.12.8"),
-    reason="flax 0.12.8 and before cannot be imported with jax 0.12",
-)
+@needs_flax
 @in_jax
 def test_leaves_of_flax_are_named_without_their_boxes() -> None:
     from flax import linen, nnx

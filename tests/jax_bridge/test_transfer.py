@@ -19,7 +19,7 @@ import jax_bridge as xj
 import xshard as xs
 from jax_bridge.state import between
 from jax_bridge.testing.hlo import received_bytes
-from tests.jax_bridge.helpers import CALL, TIMEOUT_S, in_jax
+from tests.jax_bridge.helpers import CALL, TIMEOUT_S, in_jax, needs_flax
 from xshard.runtimes.backends import BACKENDS
 from xshard.runtimes.processes import Process
 from xshard.state import Names, concat, rename, stack
@@ -241,9 +241,9 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
     assert xj.transfer({"step": 3}, "...", serve) == {"step": 3}
 
 
+@needs_flax
 @in_jax
-def test_modules_of_flax_and_equinox_come_whole() -> None:
-    import equinox as eqx
+def test_a_module_of_flax_comes_whole() -> None:
     from flax import nnx
 
     train, serve = on(0, dp=2), on(2, tp=2)
@@ -252,6 +252,13 @@ def test_modules_of_flax_and_equinox_come_whole() -> None:
     assert isinstance(moved, nnx.Linear) and moved.kernel[...].sharding == NamedSharding(serve, P(None, "tp"))
     x = np.ones((1, 4), np.float32)
     assert np.array_equal(moved.kernel[...], model.kernel[...]) and moved(x).shape == (1, 6)
+
+
+@in_jax
+def test_a_module_of_equinox_comes_whole() -> None:
+    import equinox as eqx
+
+    train, serve = on(0, dp=2), on(2, tp=2)
     mlp = xj.place(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), "...", train)
     assert xj.transfer(mlp, {"**.weight": "o/tp i", "**": "..."}, serve).activation is mlp.activation
 

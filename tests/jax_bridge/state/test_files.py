@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -14,11 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from packaging.version import Version
 
 import jax_bridge as xj
 import xshard as xs
-from tests.jax_bridge.helpers import in_jax
+from tests.jax_bridge.helpers import in_jax, needs_flax
 from xshard.cost.model import Link
 from xshard.state import Names, concat, rename
 from xshard.state.files import FileError, open_checkpoint, plan_load
@@ -100,10 +98,7 @@ def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:
     assert bits(found["model"](x)) == bits(model(x))
 
 
-@pytest.mark.skipif(
-    Version(version("jax")) >= Version("0.12") and Version(version("flax")) <= Version("0.12.8"),
-    reason="flax 0.12.8 and before cannot be imported with jax 0.12",
-)
+@needs_flax
 @in_jax
 def test_a_module_of_flax_comes_back(tmp_path: Path) -> None:
     from flax import nnx
