@@ -234,6 +234,10 @@ class Fabric:
             total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
         return total
 
+    def between_nodes(self, traffic: Traffic) -> int:
+        """Elements that the busiest device receives from other nodes."""
+        return sum(hop.received for hop in traffic.hops if self.links[hop.level] == self.profile.across)
+
     def has_phases(self, axes: Sequence[str]) -> bool:
         """Whether a gather over axes is faster as a collective per kind of link than as one ring of all.
 

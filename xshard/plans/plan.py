@@ -33,6 +33,8 @@ from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
 
+_ABOUT = 1.05  # predictions that differ by less may be one
+
 
 class Stage(NamedTuple):
     """One step of a plan with the shardings before and after it, both in normal form."""
@@ -340,16 +342,38 @@ def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
 
 
 def _cheapest(request: Request, *, relabel: bool) -> Plan | None:
-    """The plan with a transfer of the fewest seconds within the memory limit; among equals the plainest."""
+    """The plan with a transfer of the fewest seconds within the memory limit; among equals the plainest.
+
+    Of plans that take about as long, that which sends least between nodes: devices may share that link.
+    """
     limit, free = request.memory_limit, replace(request, memory_limit=None)
-    best: Plan | None = None
+    found: list[Plan] = []
+    best_s = math.inf
     for way in transfer_ways(free, relabel=relabel):
-        found = _made(free, *way)
-        ends = (found._price(i).seconds for i, step in enumerate(found.steps) if step is not found.transfer)
-        if best is not None and sum(ends) >= best.cost:
+        plan = _made(free, *way)
+        ends = (plan._price(i).seconds for i, step in enumerate(plan.steps) if step is not plan.transfer)
+        if sum(ends) >= best_s * _ABOUT:
             continue  # whatever the transfer costs, which is the longest to find out
-        if limit is not None and found.peak_bytes > limit:
-            continue
-        if best is None or found.cost < best.cost * (1 - 1e-9):
-            best = found
-    return best if best is None else replace(best, memory_limit=limit)
+        if limit is None or plan.peak_bytes <= limit:
+            found.append(plan)
+            best_s = min(best_s, plan.cost)
+    if not found:
+        return None
+    found = [plan for plan in found if plan.cost <= best_s * _ABOUT]
+    if request.profile.across is not None:
+        least = min(map(_between_nodes, found))
+        found = [plan for plan in found if _between_nodes(plan) == least]
+    best_s = min(plan.cost for plan in found)
+    return replace(next(p for p in found if p.cost <= best_s * (1 + 1e-9)), memory_limit=limit)
+
+
+def _between_nodes(plan: Plan) -> int:
+    """Elements that enter a node, of the messages of a transfer and the collectives around it."""
+    total = 0
+    for (step, before, _), machine in zip(plan.stages, plan._machines, strict=True):
+        if isinstance(step, Transfer):
+            total += step.between_nodes
+        else:
+            fabric = machine.fabric(before.mesh)
+            total += (machine.node_devices or 1) * fabric.between_nodes(step.traffic(before, fabric.spans))
+    return total

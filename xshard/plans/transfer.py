@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -217,6 +218,16 @@ class Transfer(Step):
             flow.messages_out[giver] += 1
             flow.messages_in[taker] += 1
         return tuple(found.values())
+
+    @property
+    def between_nodes(self) -> int:
+        """Elements that the busiest node receives from others."""
+        found: Counter[int] = Counter()
+        for flow in self.flows:
+            if flow.link == self.profile.across:
+                for device, at in self._devices.items():
+                    found[device // (self.profile.node_devices or 1)] += int(flow.received[at])
+        return max(found.values(), default=0)
 
     def link(self, src: int, dst: int) -> Link:
         """What connects two devices, given by their places in the two meshes."""
