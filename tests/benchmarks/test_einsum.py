@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.einsum import cases, claims, peers
+from benchmarks.einsum import cases, claims, host, peers
 from tests.benchmarks.helpers import as_recorded, failing, quick_run, recorded
 
 BOTH = "forward+backward"
@@ -31,6 +31,13 @@ def test_the_results_are_judged_as_the_code_judges_them() -> None:
     data = recorded("einsum")
     judged = claims.judge(data["cases"], data["cached_s"], data["timed"])
     assert as_recorded(judged) == data["claims"]
+
+
+def test_host_time_is_judged_by_the_worst_contraction() -> None:
+    data = recorded("einsum_host")
+    assert as_recorded((host.judge(data["cases"]),)) == data["claims"]
+    slow = host.judge([{"case": "row", "beyond_s": 16e-6}, {"case": "column", "beyond_s": 1e-6}])
+    assert not slow.holds and slow.failing == ("row 16",)
 
 
 def test_cases_are_even_and_peers_know_all_of_them() -> None:

@@ -1,0 +1,97 @@
+"""Host time of a contraction in torch beyond that of its moves and of `torch.einsum`, called one by one.
+
+    python -m benchmarks.einsum.host            # a fake group of four ranks: nothing is sent
+    python -m benchmarks.einsum.host --quick    # few rounds
+
+Each round calls both forms many times, by turns, on one thread of torch. Blocks are small, so that products
+take next to nothing. It prints a table and writes a JSON file. Exit status 1 if a claim fails.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+
+import torch_bridge as xt
+from benchmarks import by_turns, claim, record
+from benchmarks.claim import Claim, worst
+from benchmarks.torch_redistribute.host import nobody
+
+CALLS, ROUNDS = 1000, 15
+MOST_US = 15.0
+GATHER, SCATTER = "b s/a d -> b s d | copy(a)", "b s d | sum(a) -> b s/a d"
+
+Row = dict[str, Any]
+Call = Callable[[], object]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = record.options(__doc__, quick="few rounds").parse_args(arguments)
+    torch.set_num_threads(1)
+    with nobody() as mesh:
+        rows = [_row(name, *forms, 3 if options.quick else ROUNDS) for name, forms in _forms(mesh).items()]
+    judged = (judge(rows),)
+    claim.show("Host time of contractions", judged)
+    table = Table("contraction", "by hand, us", "xt.einsum, us", "beyond, us")
+    for row in rows:
+        table.add_row(row["case"], *(f"{1e6 * row[key]:.1f}" for key in ("by_hand_s", "ours_s", "beyond_s")))
+    Console().print(table)
+    about = record.about(record.command("einsum.host", options), "torch", load=os.getloadavg())
+    found = {"claims": [each.to_dict() for each in judged], "cases": rows}
+    print(record.write(options.output / "einsum_host.json", about, **found))
+    return int(not judged[0].holds)
+
+
+def judge(rows: Sequence[Row]) -> Claim:
+    """Of each round the difference counts, and the median of these."""
+    beyond = [(row["case"], 1e6 * row["beyond_s"]) for row in rows]
+    return worst("host us of a cached call beyond its moves and torch.einsum: worst", beyond, MOST_US)
+
+
+def _forms(mesh: DeviceMesh) -> dict[str, tuple[Call, Call]]:
+    """Of every scheme the planned contraction, and the same by its parts."""
+    rows, part, whole = torch.ones(1, 1, 8), torch.ones(1, 4, 4), torch.ones(1, 4, 8)
+    up, down = torch.ones(8, 4), torch.ones(4, 8)
+    return {
+        "column": (
+            lambda: xt.einsum("b s d | copy(a), d f/a -> b s f/a", whole, up, mesh=mesh),
+            lambda: torch.einsum("bsd,df->bsf", whole, up),
+        ),
+        "column, sequence cut": (
+            lambda: xt.einsum("b s/a d, d f/a -> b s f/a", rows, up, mesh=mesh),
+            lambda: torch.einsum("bsd,df->bsf", xt.redistribute(rows, GATHER, mesh), up),
+        ),
+        "row, sequence cut": (
+            lambda: xt.einsum("b s f/a, f/a d -> b s/a d", part, down, mesh=mesh),
+            lambda: xt.redistribute(torch.einsum("bsf,fd->bsd", part, down), SCATTER, mesh),
+        ),
+    }
+
+
+def _row(name: str, ours: Call, by_hand: Call, rounds: int) -> Row:
+    found = by_turns.seconds({"ours": _many(ours), "by hand": _many(by_hand)}, rounds)
+    beyond = (a - b for a, b in zip(found["ours"], found["by hand"], strict=True))
+    medians = map(statistics.median, (found["ours"], found["by hand"], beyond))
+    return dict(zip(("ours_s", "by_hand_s", "beyond_s"), (s / CALLS for s in medians), strict=True)) | {
+        "case": name
+    }
+
+
+def _many(call: Call) -> Callable[[], None]:
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return calls
+
+
+if __name__ == "__main__":
+    sys.exit(main())
