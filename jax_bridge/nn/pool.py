@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import mine
 from jax_bridge.nn.conv import Padding, paddings
-from jax_bridge.nn.dilation import reduce_window_by_phases
 from jax_bridge.nn.placed import Placed
 from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
 from xshard.layout.runs import Run, row_numbers
@@ -53,7 +53,7 @@ def reduce_window(
         stride, ends = list(ones), [(0, 0)] * block.ndim
         for d, s, pair in zip(windows, strides, padding, strict=True):
             stride[d], ends[d] = s, pair
-        reduce = lax.reduce_window if dilation == ones else reduce_window_by_phases
+        reduce = lax.reduce_window if dilation == ones else _by_phases
         return reduce(block, init, computation, window_dimensions, stride, ends, base, dilation)
 
     return apply_windows(operand, windows, local, fill=float(init_value), boundary=boundary, outputs=outputs)
@@ -154,3 +154,31 @@ def _paddings(
         return ends
     every = zip(x.sharding.shape, windows, strides, dilation, ends, strict=True)
     return [pool_window(n, Window(k, s, d, p), ceil=True).padding for n, k, s, d, p in every]
+
+
+def _by_phases(
+    x: jax.Array,
+    init_value: np.ndarray,
+    computation: Callable[[jax.Array, jax.Array], jax.Array],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    base: Sequence[int],
+    dilation: Sequence[int],
+) -> jax.Array:
+    """`lax.reduce_window` with dilated windows as dense ones: JAX has no gradient of a dilated maximum.
+
+    Rows r, r + d, r + 2d, ... become a dim of their own. Windows begin at every row; the ones that a stride
+    skips are dropped at the end.
+    """
+    x = lax.pad(x, init_value, [(*ends, b - 1) for ends, b in zip(padding, base, strict=True)])
+    starts = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]
+    x = lax.pad(x, init_value, [(0, -n % d, 0) for n, d in zip(x.shape, dilation, strict=True)])
+    x = x.reshape(_pairs((n // d, d) for n, d in zip(x.shape, dilation, strict=True)))
+    y = lax.reduce_window(x, init_value, computation, _pairs((k, 1) for k in window), None, "VALID")
+    y = y.reshape([m * d for m, d in zip(y.shape[::2], dilation, strict=True)])
+    return lax.slice(y, (0,) * y.ndim, starts, strides)
+
+
+def _pairs(pairs: Iterable[tuple[int, int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(pairs))

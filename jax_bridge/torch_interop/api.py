@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jax_bridge.torch_interop import trees
 from jax_bridge.torch_interop.devices import TorchMesh, ends_of
-from jax_bridge.torch_interop.options import Options
+from jax_bridge.torch_interop.handover import Options
 from jax_bridge.torch_interop.route import Profiles
 from jax_bridge.torch_interop.to_jax import prepare_to_jax
 from jax_bridge.torch_interop.to_torch import prepare_to_torch

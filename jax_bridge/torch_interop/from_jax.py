@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.order import stored_as
 from jax_bridge.torch_interop.devices import Ends, ends_of
-from jax_bridge.torch_interop.options import Options
+from jax_bridge.torch_interop.handover import Options
 from jax_bridge.torch_interop.pullback import VjpProgram, as_layouts, broadcast_layouts, make_vjp_program
 from jax_bridge.torch_interop.to_jax import prepare_to_jax
 from jax_bridge.torch_interop.to_torch import prepare_to_torch

@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import NamedSharding
 
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.mesh.machine import machine as jax_machine
+from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import Ends
-from jax_bridge.torch_interop.route import SIDES, Profiles, Route, find_route, torch_refuses
+from jax_bridge.torch_interop.route import SIDES, Machines, Profiles, Route, find_route, torch_refuses
 from torch_bridge.mesh.machine import machine as torch_machine
-from xshard import Layout, ShapeError, Sharding
+from xshard import Layout, ShapeError, Sharding, XshardError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides_or_one, whole_shape
@@ -43,31 +45,31 @@ class Arrangement:
         return self.blocks.shape
 
 
-def arranged_to_jax(
-    layout: Layout | Expression,
-    ends: Ends,
-    local_shape: tuple[int, ...],
-    shape: tuple[int, ...] | None,
-    dtype: str,
-    profile: Profiles,
-    via: str | None,
-) -> Arrangement:
-    """For blocks of `local_shape`, or of an array of global `shape`. Raises as `api.to_jax` does."""
-    machine = _by_side(profile), via, torch_refuses(ends)
-    return _arranged(layout, ends, local_shape, shape, dtype, *machine, to_jax=True)
+@dataclass(frozen=True)
+class Options:
+    """The arguments copy, writable, dtensor, shape, profile and via of `to_jax` and `to_torch`."""
 
+    copy: bool | None = None
+    writable: bool = True
+    dtensor: bool = False
+    shape: tuple[int, ...] | None = None
+    profile: Profiles = "auto"
+    via: str | None = None
 
-def arranged_to_torch(
-    layout: Layout | Expression,
-    ends: Ends,
-    shape: tuple[int, ...],
-    dtype: str,
-    profile: Profiles,
-    via: str | None,
-) -> Arrangement:
-    """For an array of global `shape`. Raises as `api.to_torch` does."""
-    machine = _by_side(profile), via, torch_refuses(ends)
-    return _arranged(layout, ends, (), shape, dtype, *machine, to_jax=False)
+    def arranged(self, layout: Layout | Expression, ends: Ends, *array: Any, to_jax: bool) -> Arrangement:
+        """array: the shape of blocks, the global one if it is known, the dtype. Raises as `api.to_jax`."""
+        machines = Machines(_by_side(self.profile), self.via, torch_refuses(ends))
+        return _arranged(layout, ends, *array, machines, to_jax)
+
+    def check_moved(self, found: Arrangement) -> None:
+        """Log the plan that runs first; raise XshardError if nothing may be copied."""
+        if self.copy is False:
+            raise XshardError(
+                "blocks that move cannot be handed over without a copy",
+                text=found.text,
+                hint="copy=None allows it",
+            )
+        LOG.info("%s moves the blocks first: %s", found.route.side, found.text)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -93,10 +95,7 @@ def _arranged(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     dtype: str,
-    profiles: tuple,
-    via: str | None,
-    refused: str | None,
-    *,
+    machines: Machines,
     to_jax: bool,
 ) -> Arrangement:
     src, dst, text = sides_or_one(layout)
@@ -108,7 +107,7 @@ def _arranged(
         whole = whole_shape(src, before, local_shape, text) if shape is None else shape
         blocks = Sharding(of_blocks, ends.axes, whole)
         array, stored = named(of_array, ends, whole), Sharding(of_array, ends.jax_axes, whole)
-        route = find_route(src, dst, ends, whole, dtype, profiles, via, refused, to_jax=to_jax)
+        route = find_route(src, dst, ends, whole, dtype, machines, to_jax)
     return Arrangement(src, text, blocks, array, stored, route)
 
 

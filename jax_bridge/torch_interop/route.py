@@ -1,7 +1,8 @@
 """How blocks under one layout come to be under another: handed over as they are, or moved by one side first.
 
 Decides which framework carries out the plan: of those that can, the one for which it costs less, torch
-where it costs the same, as it has nothing to compile.
+where it costs the same, as it has nothing to compile. torch's processes are the devices of the plan, or JAX's
+own devices are.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import torch.distributed as dist
+from torch import Tensor
 
 from jax_bridge.arrays.partition_spec import storage_layout, to_partition_spec
 from jax_bridge.arrays.program import check_even, make_program
-from jax_bridge.state.between import plan_mesh
+from jax_bridge.state.between import Blocks, Held, alone, carried, on_mesh, plan_mesh
 from jax_bridge.torch_interop.devices import Ends
+from torch_bridge.between import redistribute_between
 from xshard import Layout, Plan, PlanError, Profile, XshardError, plan
 
 SIDES = ("torch", "jax")
@@ -32,24 +37,22 @@ class Route:
     side: str | None
 
 
+class Machines(NamedTuple):
+    """The machine as torch and as JAX have it; the side, if one is named; why it cannot be torch."""
+
+    profiles: tuple[AnyProfile, ...]
+    via: str | None
+    refused: str | None
+
+
 def find_route(
-    src: Layout,
-    dst: Layout,
-    ends: Ends,
-    shape: tuple[int, ...],
-    dtype: str,
-    profiles: tuple[AnyProfile, AnyProfile],
-    via: str | None,
-    refused: str | None,
-    *,
-    to_jax: bool,
+    src: Layout, dst: Layout, ends: Ends, shape: tuple[int, ...], dtype: str, machines: Machines, to_jax: bool
 ) -> Route:
     """The cheapest way between blocks under `src` on one mesh and under `dst` on the other.
 
-    profiles: the machine as torch and as JAX have it. via: the side, where it is not to be chosen.
-    refused: why it cannot be torch, if so.
     Raises as `xshard.plan` does, and PlanError where neither side can carry the plan out.
     """
+    profiles, via, refused = machines
     if via not in (None, *SIDES):
         raise PlanError(
             f"via={via!r}", hint='the side that moves: "torch", "jax", or None for the cheaper one'
@@ -108,3 +111,15 @@ def _jax_refuses(found: Plan, ends: Ends) -> str | None:
     except XshardError as error:
         return error.reason
     return None
+
+
+def by_torch(block: Tensor | None, made: Plan) -> Tensor | None:
+    """A block before the plan -> the block after it, where there is one; the plan's devices are ranks."""
+    return redistribute_between(None if block is None else block.detach(), made)
+
+
+def by_jax(blocks: Blocks, made: Plan, devices: Mapping[int, jax.Device]) -> Blocks:
+    """This process's blocks before the plan -> its blocks after it. devices: by the plan's numbers."""
+    if made.transfer is None:
+        return on_mesh(blocks, made, [devices[number] for number in made.src_devices])
+    return carried({"": Held(blocks, made.dtype)}, [alone(made)], devices)[0]

@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.order import remember
 from jax_bridge.state.between import Blocks, assembled
-from jax_bridge.torch_interop import buffers, handover
+from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, ends_of
-from jax_bridge.torch_interop.execute import by_jax, by_torch
-from jax_bridge.torch_interop.handover import Arrangement
-from jax_bridge.torch_interop.options import Options
+from jax_bridge.torch_interop.handover import Arrangement, Options
+from jax_bridge.torch_interop.route import by_jax, by_torch
 from torch_bridge.dtensor.placements import local_of
 from xshard import DtypeError, Layout, MeshError, ShapeError, XshardError
 from xshard.plans.expression import Expression, sides_or_one
@@ -37,7 +36,7 @@ def prepare_to_jax(
     blocks = blocks if ends.local else []  # what stood for them
     devices = [ends.devices[i] for i in ends.local]
     _check_kinds(blocks, ends)
-    found = handover.arranged_to_jax(layout, ends, local_shape, shape, dtype, options.profile, options.via)
+    found = options.arranged(layout, ends, local_shape, shape, dtype, to_jax=True)
     route = found.route
     _check_blocks(blocks, found, ends)
     if route.side is not None:

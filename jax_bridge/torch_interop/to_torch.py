@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from jax_bridge.arrays.given import are_the_same
 from jax_bridge.arrays.order import check_order
 from jax_bridge.state.between import blocks_of
-from jax_bridge.torch_interop import buffers, handover
+from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
-from jax_bridge.torch_interop.execute import by_jax, by_torch
-from jax_bridge.torch_interop.options import Options
+from jax_bridge.torch_interop.handover import Options
+from jax_bridge.torch_interop.route import by_jax, by_torch
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import to_placements
 from xshard import Layout, MeshError, ShapeError, XshardError
@@ -46,9 +46,7 @@ def prepare_to_torch(
         )
     buffers.torch_dtype(array.dtype)
     _ = ends.kind  # refused here, if at all
-    found = handover.arranged_to_torch(
-        layout, ends, array.shape, array.dtype.name, options.profile, options.via
-    )
+    found = options.arranged(layout, ends, (), array.shape, array.dtype.name, to_jax=False)
     route = found.route
     if not are_the_same(array.sharding, found.array, array.ndim):
         raise ShapeError(

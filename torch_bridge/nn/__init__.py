@@ -1,7 +1,6 @@
 """Layers for blocks of arrays that are cut over a mesh, equal to torch's own on the whole array."""
 
 from torch_bridge.nn.attention import attention
-from torch_bridge.nn.checkpoint import checkpoint
 from torch_bridge.nn.conv import Convolution, conv, conv_transpose
 from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.nn.halo import HaloExchange
@@ -36,6 +35,7 @@ from torch_bridge.nn.layers import (
 )
 from torch_bridge.nn.placed import Placement, placed_as, sharding_of
 from torch_bridge.nn.pool import Pool, avg_pool, max_pool
+from torch_bridge.nn.propagation import checkpoint
 from torch_bridge.nn.resample import interpolate
 
 __all__ = [

@@ -1,15 +1,18 @@
 """Records follow blocks through a model's own code, between its layers.
 
 Decides that functions without a rule are refused, on every process alike: a wrong result could have the
-right shape.
+right shape; and that records also follow blocks through the second forward pass of a checkpoint, which torch
+runs during the backward pass, after the model has returned.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_bridge.nn.placed import recorded
@@ -73,3 +76,24 @@ class Propagation(TorchFunctionMode):
 def is_followed() -> bool:
     """Whether records follow blocks now."""
     return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
+
+
+def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint`, also in the code of models that become domain-parallel.
+
+    Calls the function; the backward pass computes its activations again. options: those of the function and
+    of torch's checkpoint, except `use_reentrant`, which is False, and `context_fn`.
+
+    >>> import torch
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> checkpoint(torch.square, x).sum().backward()
+    >>> x.grad
+    tensor([2., 2.])
+    """
+    return torch.utils.checkpoint.checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), Propagation({})),
+        **options,
+    )

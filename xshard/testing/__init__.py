@@ -2,8 +2,7 @@
 
 from xshard.runtimes.processes import FunctionError
 from xshard.testing.diagnosis.causes import CAUSES, Cause, likely_cause
-from xshard.testing.equivalence import assert_equivalent
-from xshard.testing.invariance import assert_mesh_invariant
+from xshard.testing.equivalence import assert_equivalent, assert_mesh_invariant
 from xshard.testing.mismatch import Mismatch, Subject
 from xshard.testing.report import EquivalenceError
 from xshard.testing.trees import StructureError
