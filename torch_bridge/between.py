@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.autodiff.recomputed import check_not_swapped
-from torch_bridge.dtensor.placements import local_of
+from torch_bridge.dtensor.placements import local_of, whole_of
 from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
@@ -25,7 +25,6 @@ from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_
 from torch_bridge.planning import plan_between, ranks_of
 from torch_bridge.replicas import Expect, comparisons_between
 from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes
-from xshard.arguments import lengths_of
 from xshard.plans.expression import Expression, sides
 from xshard.replicas import are_checked
 
@@ -115,11 +114,9 @@ def _block_of(
     x = None if x is None else as_tensor(x)
     if not isinstance(x, DTensor):
         return x, src_mesh, shape
-    mesh, whole = x.device_mesh, tuple(x.shape)
+    mesh, whole = x.device_mesh, whole_of(x, None, shape)
     if src_mesh is not None and (mesh_of(src_mesh), ranks_of(src_mesh)) != (mesh_of(mesh), ranks_of(mesh)):
         raise MeshError(f"the DTensor is on {mesh!r}, not on {src_mesh!r}", hint="leave src_mesh out")
-    if shape is not None and lengths_of(shape) != whole:
-        raise ShapeError(f"the DTensor has shape {whole}, not {lengths_of(shape)}")
     if dist.get_rank() not in callers(mesh):
         return None, mesh, whole
     ends = expression if isinstance(expression, Plan) else sides(expression)

@@ -21,13 +21,19 @@ from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of
 from torch_bridge.dtensor.function import DTensorMove, End, RedistributeDTensor, local_block, move_of
-from torch_bridge.dtensor.placements import check_placed, layout_of_gradient, positional, to_placements
+from torch_bridge.dtensor.placements import (
+    check_placed,
+    layout_of_gradient,
+    positional,
+    to_placements,
+    whole_of,
+)
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_device, process_mesh
 from torch_bridge.planning import executable_for, plan_of, require_mesh
 from torch_bridge.replicas import checked, checked_dtensor
-from xshard import MeshError, Plan, PlanError, Profile, ShapeError, dtypes
+from xshard import Plan, PlanError, Profile, dtypes
 from xshard.arguments import lengths_of
 from xshard.plans.expression import Expression, Sides, sides
 from xshard.replicas import are_checked
@@ -77,10 +83,7 @@ def dtensor_move(
     comm_dtype: CommDtypeLike,
 ) -> DTensorMove:
     """The move of a DTensor that is placed as the left side says, its dims in their order there."""
-    if mesh is not None and mesh != x.device_mesh:
-        raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint="leave the mesh out")
-    if shape is not None and lengths_of(shape) != tuple(x.shape):
-        raise ShapeError(f"the DTensor has shape {tuple(x.shape)}, not {lengths_of(shape)}")
+    whole_of(x, mesh, shape)
     check_placed(x, ends.src, ends.text)
     src, dst = (positional(side, x.ndim) for side in (ends.src, ends.dst.in_order(ends.src.names)))
     travels = comm_dtype_of(comm_dtype, x.dtype)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.order import remember
@@ -17,7 +16,7 @@ from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, ends_of
 from jax_bridge.torch_interop.handover import Arrangement, Options
 from jax_bridge.torch_interop.route import by_jax, by_torch
-from torch_bridge.dtensor.placements import local_of
+from torch_bridge.dtensor.placements import local_of, whole_of
 from xshard import DtypeError, Layout, MeshError, ShapeError, XshardError
 from xshard.plans.expression import Expression, sides_or_one
 
@@ -28,7 +27,7 @@ def prepare_to_jax(
     """Check the arguments and return the function that makes the array. Raises as `to_jax` does."""
     shape = options.shape
     if isinstance(x, DTensor):
-        torch_mesh, shape = _of_dtensor(x, torch_mesh, shape)
+        torch_mesh, shape = x.device_mesh, whole_of(x, torch_mesh, shape, "torch_mesh")
     ends = ends_of(mesh, torch_mesh)
     blocks = _blocks(x, layout, ends)
     dtype = _common_dtype(blocks)
@@ -80,21 +79,6 @@ def _blocks(x: Any, layout: Layout | Expression, ends: Ends) -> list[Tensor]:
             hint="pass a tensor for one device, a list in mesh order for several; for none, one on meta",
         )
     return blocks
-
-
-def _of_dtensor(
-    x: DTensor, torch_mesh: TorchMesh | None, shape: tuple[int, ...] | None
-) -> tuple[DeviceMesh, tuple[int, ...]]:
-    """The mesh and the global shape of a DTensor, which must agree with the ones given."""
-    if torch_mesh is not None and torch_mesh != x.device_mesh:
-        raise MeshError(
-            f"the DTensor is on {x.device_mesh!r}, not on {torch_mesh!r}", hint="leave torch_mesh out"
-        )
-    if shape is not None and tuple(shape) != tuple(x.shape):
-        raise ShapeError(
-            f"the DTensor has shape {tuple(x.shape)}, not {tuple(shape)}", hint="leave shape out"
-        )
-    return x.device_mesh, tuple(x.shape)
 
 
 def _common_dtype(blocks: Sequence[Tensor]) -> str:

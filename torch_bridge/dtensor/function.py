@@ -22,13 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.dtensor.placements import (
-    dtensor_of,
-    from_placements,
-    layout_of_gradient,
-    to_placements,
-    with_sums,
-)
+from torch_bridge.dtensor.placements import dtensor_of, from_placements, layout_of_gradient, to_placements
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
@@ -46,6 +40,7 @@ from torch_bridge.planning import executable_of, plan_between
 from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.layout.layout import NONLINEAR
+from xshard.plans.max_min import with_kind
 from xshard.steps.base import without_tags
 
 Placements = tuple[Placement, ...]
@@ -294,7 +289,7 @@ def _winner_shares(block: Tensor, move: DTensorMove, shape: tuple[int, ...]) -> 
         return executable_of((layout, ended), processes, *arguments)(values)
 
     won = (block == reduced(src.layout, block)).to(block.dtype)
-    return won / reduced(with_sums(src.layout), won)
+    return won / reduced(with_kind(src.layout, "sum"), won)
 
 
 def _tags(layout: Layout) -> list[tuple[str, str]]:

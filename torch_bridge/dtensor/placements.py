@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,10 +19,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge.dtensor.split_factors import cuts_of, factors_of
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from xshard import Layout, Mesh, NotationError, PlanError, Sharding
+from xshard import Layout, Mesh, MeshError, NotationError, PlanError, ShapeError, Sharding
+from xshard.arguments import lengths_of
 from xshard.errors import Span
-from xshard.layout.layout import NONLINEAR, check_axes
+from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, text_spans
+from xshard.plans.max_min import with_kind
 from xshard.steps.base import without_tags
 
 # Reductions under their two names.
@@ -148,14 +151,18 @@ def positional(layout: Layout, ndim: int) -> Layout:
 
 def layout_of_gradient(layout: Layout) -> Layout:
     """The layout of a block's gradient: the dual, where the operands of a max or min count as addends."""
-    return with_sums(layout).dual
+    return with_kind(layout, "sum").dual
 
 
-def with_sums(layout: Layout) -> Layout:
-    """The layout with the tags of a max or min replaced by those of a sum."""
-    return replace(
-        layout, tags=tuple(("sum" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
-    )
+def whole_of(x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh") -> tuple[int, ...]:
+    """The global shape of a DTensor. Raises MeshError, ShapeError for another mesh or shape than it has."""
+    if mesh not in (None, x.device_mesh):
+        raise MeshError(f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint=f"leave {name} out")
+    if shape is not None and lengths_of(shape) != tuple(x.shape):
+        raise ShapeError(
+            f"the DTensor has shape {tuple(x.shape)}, not {lengths_of(shape)}", hint="leave shape out"
+        )
+    return tuple(x.shape)
 
 
 def _split_factors(layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None) -> dict[str, int]:

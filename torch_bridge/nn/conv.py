@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
-from xshard import ShapeError, Sharding, XshardError
+from xshard import ShapeError, XshardError
 from xshard.nn.receptive_fields import ReceptiveField, transposed_field
 from xshard.nn.windows import WindowLayouts, output_pieces
 from xshard.notation.overlap import Boundary, Window
@@ -166,15 +166,11 @@ def conv_transpose(
     check_channels(placement, channels, weight.shape[0])
     reads = _transposed_reads(placement, tuple(weight.shape[2:]), stride, padding, output_padding, dilation)
     first, device, sharding = channels + 1, placement.processes.device, placement.sharding
-    dims = list(placement.layout.dims)
-    shape = list(placement.shape)
-    results = list(dims)
+    dims, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
     for d, found in reads.items():
         dims[d], results[d], shape[d] = found.source, found.result, found.length
     shape[channels] = weight.shape[1] * groups
-    result = placement.of(
-        Sharding(replace(placement.layout, dims=tuple(results)), sharding.mesh, tuple(shape))
-    )
+    result = placement.remade(results, shape)
     weight_, bias_ = placement.copied(weight, bias)
     assert weight_ is not None
     block = placement.moved(x, replace(placement.layout, dims=tuple(dims)))

@@ -62,7 +62,7 @@ class Converted(nn.Module):
     def _recorded(self, y: Any, placement: Placement) -> Any:
         if not isinstance(y, Tensor) or recorded(y) is not None:
             return y
-        lengths, local = list(placement.shape), placement.local_shape
+        local = placement.local_shape
         kept = y.ndim == len(local) and all(n == local[d] for d, n in enumerate(y.shape) if placement.cuts(d))
         if not kept:
             raise ShapeError(
@@ -70,8 +70,5 @@ class Converted(nn.Module):
                 text=str(placement.layout),
                 hint="cut dims keep their lengths, unless a layer returns them",
             )
-        for d, n in enumerate(y.shape):
-            if not placement.cuts(d):
-                lengths[d] = n
-        sharding = type(placement.sharding)(placement.layout, placement.sharding.mesh, tuple(lengths))
-        return record(y, placement.of(sharding))
+        lengths = [placement.shape[d] if placement.cuts(d) else n for d, n in enumerate(y.shape)]
+        return record(y, placement.remade(placement.layout.dims, lengths))

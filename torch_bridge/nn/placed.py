@@ -18,6 +18,7 @@ from torch_bridge.ops import copy_to
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, NotationError, ShapeError, Sharding
 from xshard.layout.layout import check_axes
+from xshard.notation.parser import Dim
 from xshard.plans.expression import whole_shape
 
 _RECORD = "_xshard_placement"
@@ -67,11 +68,13 @@ class Placement:
         """Another array on the same processes."""
         return replace(self, sharding=sharding)
 
+    def remade(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
+        """The same, by the dims and the lengths of the other array."""
+        return self.of(Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape)))
+
     def with_length(self, dim: int, length: int) -> Placement:
         """The same cuts, for another length of a whole dim."""
-        shape = list(self.shape)
-        shape[dim] = length
-        return self.of(replace(self.sharding, shape=tuple(shape)))
+        return self.remade(self.layout.dims, (*self.shape[:dim], length, *self.shape[dim + 1 :]))
 
     def moved(self, x: Tensor, to: Layout) -> Tensor:
         """This process's block under another layout of the same array."""

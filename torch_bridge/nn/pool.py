@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, ShapeError, Sharding
+from xshard import Layout, ShapeError
 from xshard.layout.runs import Run
 from xshard.nn.windows import output_pieces, pool_counts, pool_window
 from xshard.notation.overlap import Boundary, Window
@@ -155,9 +155,7 @@ def global_avg_pool(x: Tensor, placement: Placement, rank: int) -> tuple[Tensor,
     axes = tuple(axis for d in over for axis in dims[d].axes)
     for d in over:
         dims[d], shape[d] = Dim(dims[d].name), 1
-    result = placement.of(
-        Sharding(replace(placement.layout, dims=tuple(dims)), placement.sharding.mesh, tuple(shape))
-    )
+    result = placement.remade(dims, shape)
     summed = x.sum(tuple(over), keepdim=True)
     if axes:
         addends = replace(result.layout, tags=(("sum", axes),))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
 from torch_bridge.nn.view_rules import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
-from xshard import Layout, ShapeError, Sharding, XshardError
+from xshard import Layout, ShapeError, XshardError
 from xshard.notation.parser import Dim
 
 Function = Callable[..., Any]
@@ -69,7 +69,7 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     y = func(*args, **{k: _fitted(v, result) for k, v in kwargs.items()})
     # Arguments without a record may have broadcast whole dims.
     lengths = [n if result.cuts(d) else y.shape[d] for d, n in enumerate(result.shape)]
-    return record(y, _reshaped(result, result.layout.dims, lengths))
+    return record(y, result.remade(result.layout.dims, lengths))
 
 
 def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ def _with_parameters(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
     given = [next(copies) if isinstance(value, Tensor) else value for value in values]
     y = func(args[0], *given[: len(args) - 1], **dict(zip(kwargs, given[len(args) - 1 :], strict=True)))
     dims = [*placement.layout.dims, *itertools.islice(new_dims(placement.layout), 1)][: y.ndim]
-    return record(y, _reshaped(placement, dims, (*placement.shape[:kept], *y.shape[kept:])))
+    return record(y, placement.remade(dims, (*placement.shape[:kept], *y.shape[kept:])))
 
 
 def _cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +135,7 @@ def _along(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         lengths = [
             placement.shape[d] if placement.cuts(d) else n for d, n in zip(kept, part.shape, strict=True)
         ]
-        record(part, _reshaped(placement, [placement.layout.dims[d] for d in kept], lengths))
+        record(part, placement.remade([placement.layout.dims[d] for d in kept], lengths))
     return y
 
 
@@ -148,7 +148,7 @@ def _pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if before or after:
             check_whole(placement, (d,), "pad()")
         shape[d] += before + after
-    return record(func(*args, **kwargs), _reshaped(placement, placement.layout.dims, shape))
+    return record(func(*args, **kwargs), placement.remade(placement.layout.dims, shape))
 
 
 def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name: str) -> Any:
@@ -166,8 +166,7 @@ def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name:
 
 def whole_placement(x: Tensor, like: Placement) -> Placement:
     """The placement of a tensor that every device has whole."""
-    dims = tuple(Dim(f"d{i}") for i in range(x.ndim))
-    return like.of(Sharding(Layout(dims), like.sharding.mesh, tuple(x.shape)))
+    return like.remade([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
 
 
 def _is_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -187,7 +186,7 @@ def _broadcast(found: Sequence[Placement]) -> Placement:
                 dims[d], shape[d] = replace(dim, name=dims[d].name), n
             elif n not in (1, shape[d]):
                 raise ShapeError(f"{n} rows of dim {dim.name!r} meet {shape[d]}", text=str(placement.layout))
-    return _reshaped(base, dims, shape)
+    return base.remade(dims, shape)
 
 
 def _fitted(x: Any, result: Placement) -> Any:
@@ -226,10 +225,6 @@ def _fitted(x: Any, result: Placement) -> Any:
     if missing and result.copies and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing, result.processes)
     return x
-
-
-def _reshaped(placement: Placement, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-    return placement.of(Sharding(Layout(tuple(dims)), placement.sharding.mesh, tuple(shape)))
 
 
 def _dim(dim: int, placement: Placement) -> int:

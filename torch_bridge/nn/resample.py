@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import no_outputs
-from xshard import Layout, ShapeError, Sharding, XshardError
+from xshard import Layout, ShapeError, XshardError
 from xshard.nn.resample import resampled_field, taps
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
@@ -94,12 +94,8 @@ def _geometry(
     dtype: torch.dtype,
     tensor_device: torch.device,
 ) -> ResampleGeometry:
-    dims, results, shape, found = (
-        list(placement.layout.dims),
-        list(placement.layout.dims),
-        list(placement.shape),
-        [],
-    )
+    dims, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
+    found: list[tuple[int, tuple[tuple[Tensor, Tensor], ...]]] = []
     mesh, device = placement.sharding.mesh, placement.processes.device
     for i, (n, factor) in enumerate(zip(outputs, factors, strict=True)):
         d = 2 + i
@@ -111,8 +107,8 @@ def _geometry(
         rows = torch.from_numpy(every.inputs[start:stop] - first).to(tensor_device)
         weights = torch.from_numpy(every.weights[start:stop]).to(tensor_device, dtype)
         found.append((d, tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))))
-    result = Sharding(replace(placement.layout, dims=tuple(results)), mesh, tuple(shape))
-    return ResampleGeometry(replace(placement.layout, dims=tuple(dims)), placement.of(result), tuple(found))
+    result = placement.remade(results, shape)
+    return ResampleGeometry(replace(placement.layout, dims=tuple(dims)), result, tuple(found))
 
 
 def _tapped(block: Tensor, d: int, found: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:

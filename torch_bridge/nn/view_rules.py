@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement, check_whole, placement_of, record
-from xshard import Layout, Sharding, XshardError
+from xshard import Layout, XshardError
 from xshard.notation.parser import Dim
 
 # They merge and split neighbouring dims, so that the array without data must be contiguous.
@@ -90,7 +90,7 @@ def _seen(placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits
             dims[e], lengths[e] = dim, placement.shape[d] if placement.cuts(d) else aim.shape[e]
         else:
             check_whole(placement, (d,), what)
-    return placement.of(Sharding(Layout(tuple(dims)), placement.sharding.mesh, tuple(lengths)))
+    return placement.remade(dims, lengths)
 
 
 def _ones_beside(x: Tensor, d: int) -> tuple[int, int]:

@@ -49,15 +49,15 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
         shape = plan.shape if src.names == plan.src.names else plan.target.shape
         return find_plan(replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None))
 
-    addends = _with_kind(plan.src, "sum")
+    addends = with_kind(plan.src, "sum")
     return MaxMinPlans(
-        result=find(plan.dst, _with_kind(plan.src, "copy")),
-        count=find(addends, _with_kind(plan.src, "copy")),
+        result=find(plan.dst, with_kind(plan.src, "copy")),
+        count=find(addends, with_kind(plan.src, "copy")),
         cotangent=find(plan.dst.dual, addends.dual),
         tangent=find(addends, plan.dst),
     )
 
 
-def _with_kind(layout: Layout, kind: str) -> Layout:
+def with_kind(layout: Layout, kind: str) -> Layout:
     """The layout with its max or min tag replaced."""
     return replace(layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags))

@@ -2,7 +2,7 @@
 
 `assert_mesh_invariant`: one sharded function means the same on every mesh, and on one device it is right.
 Decides what runs where, and what is compared with what. How a runtime runs a function is in the bridges'
-`testing.equivalence`, what a difference may mean in `diagnosis`, and in `trials` what another run shows of it.
+`testing.equivalence`, what a difference may mean in `diagnosis`, in `trials` what another run shows.
 """
 
 from __future__ import annotations
