@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 Span = tuple[int, int]
@@ -30,7 +31,7 @@ class XshardError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries (forked ranks), and pickle alone does not pass keyword arguments.
-        return (_rebuild, (type(self), self.reason, self.text, self.span, self.hint))
+        return partial(type(self), text=self.text, span=self.span, hint=self.hint), (self.reason,)
 
     def _render(self) -> str:
         if self.text is None:
@@ -46,12 +47,6 @@ class XshardError(ValueError):
         if self.hint is not None:
             lines.append(f"  {self.hint}")
         return "\n".join(lines)
-
-
-def _rebuild(
-    kind: type[XshardError], reason: str, text: str | None, span: Span | None, hint: str | None
-) -> XshardError:
-    return kind(reason, text=text, span=span, hint=hint)
 
 
 _E = TypeVar("_E", bound="XshardError")

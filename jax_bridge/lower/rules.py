@@ -26,25 +26,10 @@ from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh.axis_types import as_bits, as_invariant, as_varying, ppermute, varying_axes
 from jax_bridge.mesh.sub_axes import group, spanned
-from xshard import Mesh, Plan, Sharding
+from xshard import Mesh, Plan, Sharding, steps
 from xshard.cost.model import Fabric
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
-from xshard.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Embed,
-    Exchange,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Retag,
-    Scale,
-    Slice,
-    Step,
-    Transpose,
-)
 from xshard.steps.base import axes_of, even_parts, own_part
 from xshard.steps.permute import senders
 
@@ -71,15 +56,19 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         for step, before, after in plan.stages:
             speeds = partial(_by_speed, before.mesh, plan.profile.fabric(before.mesh))
             rules = RULES | {
-                Exchange: partial(exchange, transport=transport),
-                AllGather: _moves(partial(_all_gather, by_speed=speeds)),
-                ReduceScatter: partial(_reduce_scatter, by_speed=speeds),
+                steps.Exchange: partial(exchange, transport=transport),
+                steps.AllGather: _moves(partial(_all_gather, by_speed=speeds)),
+                steps.ReduceScatter: partial(_reduce_scatter, by_speed=speeds),
             }
             x = as_varying(rules[type(step)](step, x, before, after), axes)
     return as_invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
 
 
 Speeds = Callable[[tuple[str, ...]], list[tuple[str, ...]]]
+
+
+def _together(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [axes]
 
 
 def _by_speed(mesh: Mesh, fabric: Fabric, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -96,7 +85,7 @@ def _by_speed(mesh: Mesh, fabric: Fabric, axes: tuple[str, ...]) -> list[tuple[s
 
 
 def _all_gather(
-    step: AllGather, x: jax.Array, before: Sharding, _: Sharding, by_speed: Speeds = lambda axes: [axes]
+    step: steps.AllGather, x: jax.Array, before: Sharding, _: Sharding, by_speed: Speeds = _together
 ) -> jax.Array:
     dim, block = before.dim_index(step.dim), x.shape
     phases = by_speed(axes_of(step.shards))  # the slowest link first, while blocks are small
@@ -110,7 +99,7 @@ def _all_gather(
     return _from_parts(x, dim, _joined_parts(before, step.dim, step.shards, axes))
 
 
-def _slice(step: Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+def _slice(step: steps.Slice, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
     for name, shards in step.cuts:
         dim, (axes, known) = before.dim_index(name), spanned(before.mesh, after.layout.dim(name).axes)
         rows = partial(_own_rows, before, name, shards)
@@ -122,7 +111,7 @@ def _own_rows(before: Sharding, dim: str, shards: tuple[Shard, ...], device: int
     return row_numbers(own_part(before, dim, shards, device))
 
 
-def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+def _embed(step: steps.Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
     dim, mesh, axes = before.dim_index(step.dim), before.mesh, before.layout.dim(step.dim).axes
     length = after.max_local_shape[dim]
 
@@ -132,12 +121,12 @@ def _embed(step: Embed, x: jax.Array, before: Sharding, after: Sharding) -> jax.
     return pick(x, dim, table(mesh, axes, length, place_of_own_part), axes)
 
 
-def _all_reduce(step: AllReduce, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+def _all_reduce(step: steps.AllReduce, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
     return ALL_REDUCE[step.op](x, step.axes)
 
 
 def _reduce_scatter(
-    step: ReduceScatter, x: jax.Array, before: Sharding, _: Sharding, by_speed: Speeds = lambda axes: [axes]
+    step: steps.ReduceScatter, x: jax.Array, before: Sharding, _: Sharding, by_speed: Speeds = _together
 ) -> jax.Array:
     dim, axes = before.dim_index(step.dim), axes_of(step.shards)
     phases = by_speed(axes)[::-1] if step.op == "sum" else [axes]  # the slowest link last: pieces are small
@@ -153,7 +142,7 @@ def _reduce_scatter(
     return ALONG[step.op](as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0)
 
 
-def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+def _all_to_all(step: steps.AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
     src, dst = before.dim_index(step.src_dim), before.dim_index(step.dst_dim)
     axes = axes_of(step.dst_shards)
     x = _to_parts(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, axes))
@@ -164,23 +153,23 @@ def _all_to_all(step: AllToAll, x: jax.Array, before: Sharding, _: Sharding) -> 
     return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, axes))
 
 
-def _permute(_: Permute, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
+def _permute(_: steps.Permute, x: jax.Array, before: Sharding, after: Sharding) -> jax.Array:
     return ppermute(x, before.mesh, [(s, d) for d, s in enumerate(senders(before, after))])
 
 
-def _mask(step: Mask, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+def _mask(step: steps.Mask, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
     return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
 
 
-def _retag(_: Retag, x: jax.Array, __: Sharding, ___: Sharding) -> jax.Array:
+def _retag(_: steps.Retag, x: jax.Array, __: Sharding, ___: Sharding) -> jax.Array:
     return x
 
 
-def _transpose(step: Transpose, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
+def _transpose(step: steps.Transpose, x: jax.Array, before: Sharding, _: Sharding) -> jax.Array:
     return jnp.transpose(x, step.order(before))
 
 
-def _scale(step: Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
+def _scale(step: steps.Scale, x: jax.Array, _: Sharding, __: Sharding) -> jax.Array:
     n = step.factor.denominator
     x = x * np.array(step.factor.numerator, x.dtype)
     if n == 1:
@@ -226,17 +215,17 @@ def _moves(rule: Rule) -> Rule:
     return lambda step, x, before, after: as_bits(lambda bits: rule(step, bits, before, after), x)
 
 
-RULES: dict[type[Step], Rule] = {
-    AllGather: _moves(_all_gather),
-    AllReduce: _all_reduce,
-    AllToAll: _moves(_all_to_all),
-    Embed: _moves(_embed),
-    Exchange: partial(exchange, transport=PERMUTE),
-    Mask: _mask,
-    Permute: _permute,
-    ReduceScatter: _reduce_scatter,
-    Retag: _retag,
-    Scale: _scale,
-    Slice: _moves(_slice),
-    Transpose: _transpose,
+RULES: dict[type[steps.Step], Rule] = {
+    steps.AllGather: _moves(_all_gather),
+    steps.AllReduce: _all_reduce,
+    steps.AllToAll: _moves(_all_to_all),
+    steps.Embed: _moves(_embed),
+    steps.Exchange: partial(exchange, transport=PERMUTE),
+    steps.Mask: _mask,
+    steps.Permute: _permute,
+    steps.ReduceScatter: _reduce_scatter,
+    steps.Retag: _retag,
+    steps.Scale: _scale,
+    steps.Slice: _moves(_slice),
+    steps.Transpose: _transpose,
 }

@@ -27,7 +27,6 @@ from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.transfer import TransferExecutable, cross
 from torch_bridge.mesh.process_groups import group_of
 from torch_bridge.mesh.process_mesh import (
-    ProcessMesh,
     World,
     callers,
     check_world,
@@ -214,7 +213,9 @@ def _executables(
             )
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
         else:
-            found.append(_transfer(start, stop, src, dst, shape, move, device))
+            name = dtypes.name_of(move.op_dtype)
+            made = plan_between((start, stop), src, dst, shape, name, False, move.profile)
+            found.append(cross(made, device, group_of(tuple(sorted(src.ranks)))))
     return tuple(found)
 
 
@@ -232,20 +233,6 @@ def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
     if ended and target.tags:
         return [src, without_tags(src, tuple(ended)), target]
     return [src, target]
-
-
-def _transfer(
-    start: Layout,
-    stop: Layout,
-    src: ProcessMesh,
-    dst: ProcessMesh,
-    shape: tuple[int, ...],
-    move: DTensorMove,
-    device: torch.device,
-) -> TransferExecutable:
-    name = dtypes.name_of(move.op_dtype)
-    made = plan_between((start, stop), src, dst, shape, name, False, move.profile)
-    return cross(made, device, group_of(tuple(sorted(src.ranks))))
 
 
 def _gradient_end(move: DTensorMove, here: End, shape: tuple[int, ...]) -> End:

@@ -23,23 +23,8 @@ from torch_bridge.lower.site import Site
 from torch_bridge.lower.subarray import Fill, Subarray
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import DtypeError, Plan, PlanError, Sharding
+from xshard import DtypeError, Plan, PlanError, Sharding, steps
 from xshard.layout.runs import Run, Runs
-from xshard.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Embed,
-    Exchange,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Retag,
-    Scale,
-    Slice,
-    Step,
-    Transpose,
-)
 from xshard.steps.base import axes_of, even_parts
 from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to
 from xshard.steps.exchange.sources import view_pairs
@@ -90,7 +75,7 @@ def _moves(
 ) -> Iterable[tuple[int, Move]]:
     """Moves with the numbers of their steps, which take one each, or one per kind of link."""
     on_sub_axes = processes.factored(plan.split)
-    views = Slice | Retag | Mask | Transpose
+    views = steps.Slice | steps.Retag | steps.Mask | steps.Transpose
     last = max((i for i, step in enumerate(plan.steps) if not isinstance(step, views)), default=-1)
     for i, (step, before, after) in enumerate(plan.stages):
         if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
@@ -105,22 +90,22 @@ def _moves(
                 hint="add it to torch_bridge.lower.rules.RULES",
             )
         context = on_sub_axes, tensor_device, plan.dtype, lengths
-        is_given = all(isinstance(s, Retag | Mask) for s in plan.steps[:i])
+        is_given = all(isinstance(s, steps.Retag | steps.Mask) for s in plan.steps[:i])
         links = plan.profile.fabric(before.mesh)
         site = Site(before, after, *context, i >= last, is_given, links)
         moves = during(functools.partial(place_of, plan, i), rule, step, site)  # groups may be made
         yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
 
 
-def _computes(step: Step, before: Sharding) -> bool:
-    if isinstance(step, Exchange):
+def _computes(step: steps.Step, before: Sharding) -> bool:
+    if isinstance(step, steps.Exchange):
         after = step.after(before)
         negates = any(view.sign < 0 for pair in view_pairs(before, after) for view in pair)
         return step.op(before) is not None or negates
-    return isinstance(step, AllReduce | ReduceScatter | Scale)
+    return isinstance(step, steps.AllReduce | steps.ReduceScatter | steps.Scale)
 
 
-def _all_gather(step: AllGather, site: Site) -> Moves:
+def _all_gather(step: steps.AllGather, site: Site) -> Moves:
     axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
     parts = even_parts(site.before, step.dim, step.shards)
     if (phases := site.phases(axes)).are_several:
@@ -130,13 +115,13 @@ def _all_gather(step: AllGather, site: Site) -> Moves:
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
-def _slice(step: Slice, site: Site) -> Move:
+def _slice(step: steps.Slice, site: Site) -> Move:
     part = site.subarray(site.shapes[0], site.own_part(*step.cuts))
     # The result must be a new tensor; an input of another step may be a view.
     return part.copied if site.is_last else part.read
 
 
-def _all_reduce(step: AllReduce, site: Site) -> Moves:
+def _all_reduce(step: steps.AllReduce, site: Site) -> Moves:
     if (phases := site.phases(step.axes)).are_several and not site.lengths:
         return phased.all_reduce(phases, site, step.op)
     sent, received = site.whole(0), site.whole(1)
@@ -144,7 +129,7 @@ def _all_reduce(step: AllReduce, site: Site) -> Moves:
     return packed(Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received)
 
 
-def _reduce_scatter(step: ReduceScatter, site: Site) -> Moves:
+def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
     axes, dim = axes_of(step.shards), site.before.dim_index(step.dim)
     parts = even_parts(site.before, step.dim, step.shards)
     if (phases := site.phases(axes)).are_several:
@@ -154,7 +139,7 @@ def _reduce_scatter(step: ReduceScatter, site: Site) -> Moves:
     return reduce_scattered(group, sent, part, step.op, site.tensor_device)
 
 
-def _all_to_all(step: AllToAll, site: Site) -> Move:
+def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
     before, (have, want) = site.before, site.shapes
     group = site.group(axes_of(step.src_shards))
     ends = (have, step.dst_dim, step.dst_shards), (want, step.src_dim, step.src_shards)
@@ -166,7 +151,7 @@ def _all_to_all(step: AllToAll, site: Site) -> Move:
     return packed(collective, sent, received)
 
 
-def _permute(step: Permute, site: Site) -> Move:
+def _permute(step: steps.Permute, site: Site) -> Move:
     me, sender = site.device, senders(site.before, site.after)
     group = site.group(moving_axes(site.before, site.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
@@ -192,7 +177,7 @@ def _permute(step: Permute, site: Site) -> Move:
     )
 
 
-def _exchange(step: Exchange, site: Site) -> Move:
+def _exchange(step: steps.Exchange, site: Site) -> Move:
     ends = site.before, site.after, site.device, step.node_devices
     outgoing, incoming = messages_from(*ends), messages_to(*ends)
 
@@ -267,25 +252,25 @@ def _messages(
 
 def _communicates(site: Site) -> bool:
     """Whether any device of the mesh sends another anything: the same on all of them."""
-    return bool(Exchange(site.after.layout).traffic(site.before).received)
+    return bool(steps.Exchange(site.after.layout).traffic(site.before).received)
 
 
-def _embed(step: Embed, site: Site) -> Move:
+def _embed(step: steps.Embed, site: Site) -> Move:
     whole = Packing(site.shapes[1], (site.subarray(site.shapes[1], site.own_part((step.dim, step.shards))),))
     return lambda block: whole.place(block, [block])
 
 
-def _mask(step: Mask, site: Site) -> Move:
+def _mask(step: steps.Mask, site: Site) -> Move:
     if site.before.mesh.index(site.device, step.axes):
         return lambda block: block.new_zeros(block.shape)
     return lambda block: block
 
 
-def _retag(step: Retag, site: Site) -> Move:
+def _retag(step: steps.Retag, site: Site) -> Move:
     return lambda block: block
 
 
-def _transpose(step: Transpose, site: Site) -> Move:
+def _transpose(step: steps.Transpose, site: Site) -> Move:
     order = step.order(site.before)
 
     def turned(block: Tensor) -> Tensor:
@@ -299,7 +284,7 @@ def _transpose(step: Transpose, site: Site) -> Move:
     return turned
 
 
-def _scale(step: Scale, site: Site) -> Move:
+def _scale(step: steps.Scale, site: Site) -> Move:
     numerator, denominator = step.factor.numerator, step.factor.denominator
 
     def scaled(block: Tensor) -> Tensor:
@@ -311,17 +296,17 @@ def _scale(step: Scale, site: Site) -> Move:
 
 
 # mypy cannot tie a rule's step to its key.
-RULES: dict[type[Step], Callable[[Any, Site], Moves]] = {
-    AllGather: _all_gather,
-    AllReduce: _all_reduce,
-    AllToAll: _all_to_all,
-    Embed: _embed,
-    Exchange: _exchange,
-    Mask: _mask,
-    Permute: _permute,
-    ReduceScatter: _reduce_scatter,
-    Retag: _retag,
-    Scale: _scale,
-    Slice: _slice,
-    Transpose: _transpose,
+RULES: dict[type[steps.Step], Callable[[Any, Site], Moves]] = {
+    steps.AllGather: _all_gather,
+    steps.AllReduce: _all_reduce,
+    steps.AllToAll: _all_to_all,
+    steps.Embed: _embed,
+    steps.Exchange: _exchange,
+    steps.Mask: _mask,
+    steps.Permute: _permute,
+    steps.ReduceScatter: _reduce_scatter,
+    steps.Retag: _retag,
+    steps.Scale: _scale,
+    steps.Slice: _slice,
+    steps.Transpose: _transpose,
 }

@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _nbytes(tensors: Any) -> int:
+def _nbytes(tensors: Any, *_: Any) -> int:
     """Bytes of a tensor, or of lists of tensors."""
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_nbytes, tensors))
 
@@ -90,28 +90,12 @@ def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__
     return output.nbytes * (rows - own) // rows if rows else 0
 
 
-def _functional_all_to_all(block: Tensor, received: Sequence[int], _: Any, group: Any) -> int:
-    return (sum(received) - received[_group(group).rank()]) * block[:1].nbytes
-
-
 def _but_root(tensors: Any, group: Any, root: int) -> int:
     return 0 if _group(group).rank() == root else _nbytes(tensors)
 
 
-def _functional_all_reduce(tensors: Any, _: str, group: Any) -> int:
-    return _all_reduce(tensors, group)
-
-
-def _functional_gather(blocks: Any, n: int, *_: Any, **__: Any) -> int:
-    return (n - 1) * _nbytes(blocks)
-
-
 def _functional_scatter(parts: Any, _: Any, n: int, *__: Any, **___: Any) -> int:
     return _nbytes(parts) // n * (n - 1)
-
-
-def _received(tensors: Any, *_: Any) -> int:
-    return _nbytes(tensors)
 
 
 _Counts = dict[str, Callable[..., int] | None]
@@ -129,17 +113,25 @@ _COUNTS: dict[str, _Counts] = {
         "scatter_": lambda outputs, _, group, root, *__: _but_root(outputs, group, root),
         "gather_": lambda outputs, own, *_: _larger(outputs, own) if outputs else 0,
         "reduce_": lambda tensors, group, _, root, *__: _nbytes(tensors) * (_group(group).rank() == root),
-        **dict.fromkeys(("recv_", "recv_any_source_"), _received),
+        **dict.fromkeys(("recv_", "recv_any_source_"), _nbytes),
         **dict.fromkeys(("send", "barrier", "monitored_barrier_", "check_for_nan")),
     },
     # Called by DTensor and torch.distributed._functional_collectives.
     "_c10d_functional": {
-        **{f"all_gather_into_tensor{end}": _functional_gather for end in ("", "_coalesced", "_out")},
+        **dict.fromkeys(
+            (f"all_gather_into_tensor{end}" for end in ("", "_coalesced", "_out")),
+            lambda blocks, n, *_, **__: (n - 1) * _nbytes(blocks),
+        ),
         **{f"reduce_scatter_tensor{end}": _functional_scatter for end in ("", "_coalesced", "_out")},
-        **{f"all_reduce{end}": _functional_all_reduce for end in ("", "_", "_coalesced", "_coalesced_")},
+        **dict.fromkeys(
+            (f"all_reduce{end}" for end in ("", "_", "_coalesced", "_coalesced_")),
+            lambda tensors, _, group: _all_reduce(tensors, group),
+        ),
         **dict.fromkeys(("broadcast", "broadcast_"), lambda x, root, group: _but_root(x, group, root)),
-        "all_to_all_single": _functional_all_to_all,
-        "irecv": _received,
+        "all_to_all_single": lambda block, received, _, group: (
+            (sum(received) - received[_group(group).rank()]) * block[:1].nbytes
+        ),
+        "irecv": _nbytes,
         "batch_p2p_ops": lambda kinds, _, __, tensors, ___: sum(
             x.nbytes for kind, x in zip(kinds, tensors, strict=True) if "recv" in kind
         ),

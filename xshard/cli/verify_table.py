@@ -56,7 +56,8 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
     cells = [[_cells(section.task, row) for row in section.rows] for section in sections]
     # One table to the eye: tables of equal column widths with a line of text between them.
     heads = tuple(Text(head, style="bold") for head in _HEAD)
-    widths = [max(_width(cell) for cell in column) for column in zip(heads, *chain(*cells), strict=True)]
+    columns = zip(heads, *chain(*cells), strict=True)
+    widths = [max(len(line) for cell in column for line in cell.plain.split("\n")) for column in columns]
     out.print(_table(widths, [heads]))
     for section, rows in zip(sections, cells, strict=True):
         elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
@@ -76,10 +77,6 @@ def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
     for row in rows:
         made.add_row(*row)
     return made
-
-
-def _width(cell: Text) -> int:
-    return max(len(line) for line in cell.plain.split("\n"))
 
 
 def _cells(task: Task, row: Row) -> tuple[Text, ...]:

@@ -55,7 +55,7 @@ def _halo(scanner: Scanner) -> Halo:
         raise scanner.error(
             f"{len(lo)} widths before and {len(hi)} after", span, "as many widths on both sides"
         )
-    ends = _optional_boundaries(scanner)
+    ends = _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
     scanner.expect(")")
     return Halo(lo, hi, *ends)
 
@@ -119,11 +119,6 @@ def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
 def parse_width(scanner: Scanner) -> Width:
     """A number, or several in brackets, as in `[1,0,2]`."""
     return tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
-
-
-def _optional_boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
-    """After a comma, one boundary for both ends of the array or two; without a comma, zeros."""
-    return _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
 
 
 def _boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:

@@ -8,20 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from xshard import steps
 from xshard.notation.parser import Shard
 from xshard.search.states import Cut, Move, Space, State
-from xshard.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Embed,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-    Traffic,
-)
 from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.gather import gather_traffic
 from xshard.steps.permute import permute_traffic
@@ -49,43 +38,27 @@ def move_cost(space: Space, move: Move, state: State) -> MoveCost:
     return known
 
 
-def step_of(space: Space, move: Move, state: State) -> Step:
+def step_of(space: Space, move: Move, state: State) -> steps.Step:
     """A move -> the step that it stands for."""
     return STEPS[move.kind](space, move, state)
 
 
-def _gathered(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
+def _gathered(space: Space, move: Move, state: State, before: int, after: int) -> steps.Traffic:
     dim, n = move.data
     assert isinstance(dim, int) and isinstance(n, int)
     cut = state.cuts[dim][-n:]
     return gather_traffic(before, space.group(space.axes_in(cut)), dim == 0 and _in_order(space, cut))
 
 
-def _all_reduced(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return all_reduce_traffic(before, space.group(_cut(move.data[0])))
-
-
-def _reduce_scattered(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
+def _reduce_scattered(space: Space, move: Move, state: State, before: int, after: int) -> steps.Traffic:
     dim, cut = move.data[0], _cut(move.data[1])
     group = space.group(space.axes_in(cut))
     return reduce_scatter_traffic(before, group, dim == 0 and _in_order(space, cut))
 
 
-def _moved(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return all_to_all_traffic(before, space.group(space.axes_in(_cut(move.data[3]))))
-
-
-def _permuted(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
+def _permuted(space: Space, move: Move, state: State, before: int, after: int) -> steps.Traffic:
     old, new = space.roles(state), space.roles(move.after)
     return permute_traffic(before, space.group(a for a in {**old, **new} if old.get(a) != new.get(a)))
-
-
-def _exchanged(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return space.exchange_traffic(state, move.after)
-
-
-def _local(space: Space, move: Move, state: State, before: int, after: int) -> Traffic:
-    return Traffic(copied=after)
 
 
 def _in_order(space: Space, cut: Cut) -> bool:
@@ -108,33 +81,33 @@ def _suffix(space: Space, state: State, move: Move) -> tuple[Shard, ...]:
     return space.cut_by(state.cuts[dim][-n:])
 
 
-TRAFFIC: dict[str, Callable[[Space, Move, State, int, int], Traffic]] = {
+TRAFFIC: dict[str, Callable[[Space, Move, State, int, int], steps.Traffic]] = {
     "all_gather": _gathered,
-    "all_reduce": _all_reduced,
+    "all_reduce": lambda s, m, at, before, _: all_reduce_traffic(before, s.group(_cut(m.data[0]))),
     "reduce_scatter": _reduce_scattered,
-    "all_to_all": _moved,
+    "all_to_all": lambda s, m, at, before, _: all_to_all_traffic(before, s.group(s.axes_in(_cut(m.data[3])))),
     "permute": _permuted,
-    "exchange": _exchanged,
-    "slice": _local,
-    "embed": _local,
-    "mask": _local,
+    "exchange": lambda s, m, at, *_: s.exchange_traffic(at, m.after),
+    **dict.fromkeys(("slice", "embed", "mask"), lambda s, m, at, _, after: steps.Traffic(copied=after)),
 }
 
 
 # Data of a move by kind:  all_gather, embed: dim, number of cuts.  reduce_scatter: dim, cuts.  slice: cuts
 # by dim.  all_to_all: dim, number of cuts, dim, cuts.  all_reduce, mask: axes.  permute, exchange: nothing.
-STEPS: dict[str, Callable[[Space, Move, State], Step]] = {
-    "all_gather": lambda s, m, at: AllGather(_dim(s, m.data[0]), _suffix(s, at, m)),
-    "all_reduce": lambda s, m, at: AllReduce(s.names(_cut(m.data[0])), s.op),
-    "reduce_scatter": lambda s, m, at: ReduceScatter(_dim(s, m.data[0]), s.cut_by(_cut(m.data[1])), s.op),
-    "all_to_all": lambda s, m, at: AllToAll(
+STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
+    "all_gather": lambda s, m, at: steps.AllGather(_dim(s, m.data[0]), _suffix(s, at, m)),
+    "all_reduce": lambda s, m, at: steps.AllReduce(s.names(_cut(m.data[0])), s.op),
+    "reduce_scatter": lambda s, m, _: steps.ReduceScatter(
+        _dim(s, m.data[0]), s.cut_by(_cut(m.data[1])), s.op
+    ),
+    "all_to_all": lambda s, m, at: steps.AllToAll(
         _dim(s, m.data[0]), _suffix(s, at, m), _dim(s, m.data[2]), s.cut_by(_cut(m.data[3]))
     ),
-    "permute": lambda s, m, at: Permute(s.layout(m.after)),
+    "permute": lambda s, m, at: steps.Permute(s.layout(m.after)),
     "exchange": lambda s, m, at: s.exchange(s.layout(m.after), s.layout(at)),
-    "slice": lambda s, m, at: Slice(
+    "slice": lambda s, m, at: steps.Slice(
         tuple((_dim(s, d), s.cut_by(_cut(new))) for d, new in enumerate(m.data) if new)
     ),
-    "embed": lambda s, m, at: Embed(_dim(s, m.data[0]), _suffix(s, at, m)),
-    "mask": lambda s, m, at: Mask(s.names(_cut(m.data[0]))),
+    "embed": lambda s, m, at: steps.Embed(_dim(s, m.data[0]), _suffix(s, at, m)),
+    "mask": lambda s, m, at: steps.Mask(s.names(_cut(m.data[0]))),
 }

@@ -63,8 +63,9 @@ class Question:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """The numbers of the inputs that have gradients."""
-        return tuple(i for i, blocks in enumerate(self.inputs) if is_inexact(blocks[0]))
+        """The numbers of the inputs that have gradients. By name, since bfloat16 is no float to numpy."""
+        names = (blocks[0].dtype.name for blocks in self.inputs)
+        return tuple(i for i, name in enumerate(names) if name.startswith(("float", "bfloat", "complex")))
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,6 @@ def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
     if dtype.kind == "c":
         values = values + 1j * rng.normal(size=tuple(shape))
     return values.astype(dtype)
-
-
-def is_inexact(block: Block) -> bool:
-    """Whether an array has a derivative. By name, since bfloat16 is no float to numpy."""
-    return block.dtype.name.startswith(("float", "bfloat", "complex"))
 
 
 def called(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Any:

@@ -30,17 +30,13 @@ def settled(layout: Layout) -> Layout:
     return Layout(dims)
 
 
-def is_settled(layout: Layout) -> bool:
-    """Whether a layout determines every block."""
-    return not layout.tagged("sum", "mean") and not any(isinstance(d.overlap, Fold) for d in layout.dims)
-
-
 def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
     """Blocks under any layout -> under its settled one; addends and contributions are added."""
-    if is_settled(sharding.layout):
+    layout = sharding.layout
+    if not layout.tagged("sum", "mean") and settled(layout).dims == layout.dims:
         return tuple(blocks)
-    whole = reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
-    return tuple(reference.scatter(whole, settled(sharding.layout), sharding.mesh))
+    whole = reference.gather(blocks, layout, sharding.mesh, sharding.shape)
+    return tuple(reference.scatter(whole, settled(layout), sharding.mesh))
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,8 @@ def not_summed(case: Case) -> str | None:
     """Addends in place of their sum."""
     for axes in subsets(case.free_axes):
         equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
-        if not equal and not case.want[0].ndim and all(map(case.near, _over(case, axes, _norm), case.want)):
+        is_norm = not case.want[0].ndim and all(map(case.near, _over(case, axes, np.linalg.norm), case.want))
+        if not equal and is_norm:
             return (
                 f"the squares of the values along {names_of(axes)} add up to the right one's: norms of parts"
             )
@@ -204,10 +205,6 @@ def one_addend(case: Case) -> str | None:
                 "contribute is missing (a slice where a sum was meant, a gradient not added up over copies)"
             )
     return None
-
-
-def _norm(blocks: Sequence[Block], axis: int) -> object:
-    return np.sqrt(np.square(blocks).sum(axis))
 
 
 def _over(
