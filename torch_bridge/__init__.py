@@ -11,8 +11,7 @@ from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.desync import DesyncError
 from torch_bridge.mesh.failures import CollectiveError
 from torch_bridge.models.explain import explain
-from torch_bridge.models.norms import clip_grad_norm_, grad_norm
-from torch_bridge.models.parallel import check_replicas, no_sync
+from torch_bridge.models.parallel import check_replicas, clip_grad_norm_, grad_norm, no_sync
 from torch_bridge.models.parallelize import parallelize
 from torch_bridge.models.state import load_state_dict, state_dict
 from torch_bridge.models.verify import verify
