@@ -5,7 +5,7 @@ Written for 0.10; the only file to change for a release that differs. Knows no p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -39,13 +39,7 @@ class Batch(NamedTuple):
 
 
 def linear_primitive(
-    name: str,
-    *,
-    run: Callable[..., jax.Array],
-    abstract_eval: Callable[..., Any],
-    transpose: Callable[..., jax.Array],
-    batch: Callable[..., tuple[jax.Array, int | None]],
-    on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
+    name: str, *, transpose: Callable[..., jax.Array], **rules: Any
 ) -> Callable[..., jax.Array]:
     """A linear operation on one array, with parameters as keywords, under every transformation of JAX.
 
@@ -53,7 +47,7 @@ def linear_primitive(
     abstract_eval: type of the array -> type of the result, and effects. transpose: the cotangent's map.
     batch: the array, its batch dim or None, the batch -> the result and its batch dim.
     """
-    made = _primitive(name, run, abstract_eval, batch, on_platforms or {})
+    made = _primitive(name, **rules)
 
     def transposed(cotangent: jax.Array, _: object, **params: object) -> list[jax.Array]:
         return [transpose(cotangent, **params)]
@@ -64,19 +58,14 @@ def linear_primitive(
 
 
 def bilinear_primitive(
-    name: str,
-    *,
-    run: Callable[..., jax.Array],
-    abstract_eval: Callable[..., Any],
-    transposes: tuple[Callable[..., jax.Array], Callable[..., jax.Array]],
-    batch: Callable[..., tuple[jax.Array, int | None]],
+    name: str, *, run: Callable[..., jax.Array], transposes: Sequence[Callable[..., jax.Array]], **rules: Any
 ) -> Callable[..., jax.Array]:
     """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
 
     Where it is differentiated, the value is made by the operations of `run`, for which policies of
     `jax.checkpoint` look. transposes: cotangent, type of one array, the other array -> cotangent of the one.
     """
-    made = _primitive(name, run, abstract_eval, batch, {})
+    made = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
         pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
@@ -95,10 +84,11 @@ def bilinear_primitive(
 
 def _primitive(
     name: str,
+    *,
     run: Callable[..., jax.Array],
     abstract_eval: Callable[..., Any],
     batch: Callable[..., tuple[jax.Array, int | None]],
-    on_platforms: Mapping[str, Callable[..., jax.Array]],
+    on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> Primitive:
     made = Primitive(name)
     made.def_impl(run)
@@ -114,7 +104,7 @@ def _primitive(
 
     batching.fancy_primitive_batchers[made] = batched
     mlir.register_lowering(made, mlir.lower_fun(run, multiple_results=False))
-    for platform, runs_there in on_platforms.items():
+    for platform, runs_there in (on_platforms or {}).items():
         mlir.register_lowering(made, mlir.lower_fun(runs_there, multiple_results=False), platform=platform)
     return made
 

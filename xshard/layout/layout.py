@@ -22,7 +22,7 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
-from xshard.notation.overlap import Fold, Halo, Overlap, Window
+from xshard.notation.overlap import Fold
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
 
 NONLINEAR = ("max", "min")
@@ -123,17 +123,15 @@ class Layout(Pictured):
                 hint="their gradient goes to the winners; redistribute of either bridge computes it",
             )
         swapped = {"sum": "copy", "mean": "copy", "copy": "sum"}
-        return Layout(
-            tuple(replace(dim, overlap=_dual_overlap(dim.overlap)) for dim in self.dims),
-            tuple((swapped[kind], axes) for kind, axes in self.tags),
-        )
+        tags = tuple((swapped[kind], axes) for kind, axes in self.tags)
+        return Layout(_linear(self.dims, turned=True), tags)
 
     @property
     def tangent(self) -> Layout:
         """Layout of a tangent: constants beyond the ends of the array become zeros, the rest is unchanged."""
         if not any(dim.overlap for dim in self.dims):
             return self
-        return replace(self, dims=tuple(replace(d, overlap=_tangent_overlap(d.overlap)) for d in self.dims))
+        return replace(self, dims=_linear(self.dims, turned=False))
 
     def in_order(self, names: Sequence[str]) -> Layout:
         """The layout of the array with its dims in the order of `names`."""
@@ -301,17 +299,13 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
     return src, dst
 
 
-def _dual_overlap(overlap: Overlap | None) -> Overlap | None:
-    if overlap is None:
-        return None
-    return _linear(overlap.of) if isinstance(overlap, Fold) else Fold(_linear(overlap))
-
-
-def _tangent_overlap(overlap: Overlap | None) -> Overlap | None:
-    if overlap is None:
-        return None
-    return Fold(_linear(overlap.of)) if isinstance(overlap, Fold) else _linear(overlap)
-
-
-def _linear(overlap: Halo | Window) -> Halo | Window:
-    return replace(overlap, before=overlap.before.linear, after=overlap.after.linear)
+def _linear(dims: tuple[Dim, ...], *, turned: bool) -> tuple[Dim, ...]:
+    """The dims with zeros for constants; turned: an overlap becomes its fold, and a fold its overlap."""
+    found = []
+    for dim in dims:
+        if dim.overlap is not None:
+            of = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
+            made = replace(of, before=of.before.linear, after=of.after.linear)
+            dim = replace(dim, overlap=Fold(made) if isinstance(dim.overlap, Fold) != turned else made)
+        found.append(dim)
+    return tuple(found)
