@@ -124,12 +124,8 @@ def redistribute_many(
 
 def _leaves(tensors: Any, expressions: Any, shapes: Any) -> list[Leaf]:
     """The tensors in their order. Raises PlanError for trees that differ, XshardError for other leaves."""
-    each = zip(
-        _named(tensors),
-        _of_each("expressions", expressions, tensors),
-        _of_each("shapes", shapes, tensors),
-        strict=True,
-    )
+    said = _of_each("expressions", expressions, tensors), _of_each("shapes", shapes, tensors)
+    each = zip(_named(tensors), *said, strict=True)
     return [
         Leaf(place_of(name), as_tensor(x, place_of(name) or "x"), expression, shape)
         for (name, x), expression, shape in each

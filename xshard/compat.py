@@ -65,14 +65,10 @@ def all_to_all_single(
 
 def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint: str) -> None:
     if length % parts:
-        raise ShapeError(
-            f"the {what} {length} is not divisible by {parts}",
-            text=text,
-            span=dict(reversed(text_spans(text).dims))[
-                f"d{dim}"
-            ],  # dims of the left side, which come first, win
-            hint=hint,
-        )
+        span = dict(reversed(text_spans(text).dims))[
+            f"d{dim}"
+        ]  # dims of the left side, which come first, win
+        raise ShapeError(f"the {what} {length} is not divisible by {parts}", text=text, span=span, hint=hint)
 
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:

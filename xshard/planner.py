@@ -19,11 +19,11 @@ from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import without_devices
 from xshard.cost.model import Profile, load_profile
-from xshard.errors import MeshError, NotationError, PlanError, ShapeError
-from xshard.layout import Layout, Mesh
+from xshard.errors import MeshError, PlanError, ShapeError
+from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
-from xshard.notation.parser import mark_errors, text_spans
+from xshard.notation.parser import mark_errors
 from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
@@ -201,7 +201,10 @@ def _plan_between(
 ) -> Plan:
     src, dst, text = sides(expression)
     check_axes(src, meshes[0], text)
-    _check_destination(dst, *meshes, text)
+    if meshes[0] == meshes[1]:
+        check_axes(dst, meshes[1], text)
+    else:  # the axis may be right on the left: the error marks it where it comes last
+        check_axes(dst, meshes[1], text, "the destination's mesh", -1)
     givers = device_numbers("source", meshes[0], devices[0])
     takers = device_numbers("destination", meshes[1], devices[1])
     if relabel and sorted(givers) != sorted(takers):
@@ -215,20 +218,6 @@ def _plan_between(
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
     return find_plan(request, objective)
-
-
-def _check_destination(dst: Layout, src_mesh: Mesh, mesh: Mesh, text: str) -> None:
-    """Raise NotationError for an axis that its mesh does not have, marked right of the arrow."""
-    if src_mesh == mesh:
-        check_axes(dst, mesh, text)
-    for axis in dst.axes:
-        if axis not in mesh.axes:
-            raise NotationError(
-                f"unknown mesh axis {axis!r}",
-                text=text,
-                span=[span for name, span in text_spans(text).axes if name == axis][-1],
-                hint=f"the destination's mesh has: {mesh.describe()}",
-            )
 
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:

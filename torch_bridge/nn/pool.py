@@ -59,15 +59,9 @@ class PoolGeometry:
 def max_pool(x: Tensor, placement: Placement, pool: Pool) -> tuple[Tensor, Placement]:
     """A block `(..., *spatial)` -> the block of the maxima, and its placement. Raises ShapeError."""
     geometry = pool_geometry(placement, pool, Boundary("constant", float("-inf")))
+    options = pool.kernel, pool.stride, geometry.padding, pool.dilation
     local = _MAX[len(pool.kernel) - 1]
-    return _pooled(
-        x,
-        placement,
-        geometry,
-        lambda block: local(
-            block, pool.kernel, pool.stride, geometry.padding, pool.dilation, ceil_mode=pool.ceil_mode
-        ),
-    )
+    return _pooled(x, placement, geometry, lambda block: local(block, *options, ceil_mode=pool.ceil_mode))
 
 
 def avg_pool(

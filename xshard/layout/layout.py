@@ -254,8 +254,13 @@ def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side:
         )
 
 
-def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
-    """Raise NotationError for an axis that the mesh does not have; the error marks it in `text`."""
+def check_axes(
+    layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
+) -> None:
+    """Raise NotationError for an axis that the mesh does not have; the error marks it in `text`.
+
+    where: what the error calls the mesh. at: the number of the place in the text where the axis is marked.
+    """
     for axis in layout.axes:
         if axis not in mesh.axes:
             text = str(layout) if text is None else text
@@ -263,8 +268,8 @@ def check_axes(layout: Layout, mesh: Mesh, text: str | None = None) -> None:
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=text,
-                span=found[0] if found else None,
-                hint=f"the mesh has: {mesh.describe()}",
+                span=found[at] if found else None,
+                hint=f"{where} has: {mesh.describe()}",
             )
 
 
