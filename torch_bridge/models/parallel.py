@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,20 +25,18 @@ from xshard.models import Use
 ATTRIBUTE = "_xshard_parallel"
 
 
+@dataclass(eq=False, repr=False)
 class Parallel:
     """The state of a parallel model; its copies have their own. uses: of every parameter, by name."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        kept: Sequence[Kept],
-        uses: dict[str, Use],
-        units: Sequence[Unit],
-        gradients: Gradients,
-    ) -> None:
-        self.setting, self.kept, self.uses, self.units = setting, kept, uses, units
-        self.gradients = gradients
-        gradients.after_first = self.compare
+    setting: Setting
+    kept: Sequence[Kept]
+    uses: dict[str, Use]
+    units: Sequence[Unit]
+    gradients: Gradients
+
+    def __post_init__(self) -> None:
+        self.gradients.after_first = self.compare
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A hook of the model, before its forward pass."""

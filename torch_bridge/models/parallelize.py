@@ -5,6 +5,7 @@ Decides which rule every parameter and every module has, and refuses before trai
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,8 @@ def _units(
         incoming, outgoing = (_placed(each.get(name), name, setting) for each in rules)
         parent = _around(name, units)
         axes = varying(parent.varying if parent else (), [placed.rule for placed in incoming])
-        units[name] = Unit(name, module, setting, parent, incoming, outgoing, axes, name in gathering)
+        arguments = list(inspect.signature(module.forward).parameters)
+        units[name] = Unit(name, arguments, setting, parent, incoming, outgoing, axes, name in gathering)
     return units
 
 

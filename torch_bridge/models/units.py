@@ -6,8 +6,8 @@ more than is stored are gathered for its forward pass alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -73,32 +73,28 @@ class Placed:
         return redistribute(x, self.rule.text, setting.mesh, shape=shape, profile=setting.profile)
 
 
+@dataclass(eq=False, repr=False)
 class Unit:
     """The rules of one module. parent: the nearest around it that has a rule for its input.
 
-    varying: the axes along which activations differ inside. gathers: whether it gathers parameters inside.
+    arguments: the names of its own. varying: the axes along which activations differ inside. gathers: whether
+    it gathers parameters inside.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        setting: Setting,
-        parent: Unit | None,
-        inputs: Sequence[Placed],
-        outputs: Sequence[Placed],
-        varying: frozenset[str],
-        gathers: bool,
-    ) -> None:
-        self.name, self.setting, self.parent = name, setting, parent
-        self.inputs, self.outputs, self.varying, self.gathers = inputs, outputs, varying, gathers
-        self.gathered: list[Gathered] = []
-        self.keep = True
-        self.known: tuple[Known, ...] = ()
-        self._arguments = list(inspect.signature(module.forward).parameters)
-        self._depth = 0
-        self._own: list[Tensor] = []
-        self._hooks: Any = None
+    name: str
+    arguments: list[str]
+    setting: Setting
+    parent: Unit | None
+    inputs: Sequence[Placed]
+    outputs: Sequence[Placed]
+    varying: frozenset[str]
+    gathers: bool
+    gathered: list[Gathered] = field(default_factory=list)
+    keep: bool = True
+    known: tuple[Known, ...] = ()
+    _depth: int = 0
+    _own: Sequence[Tensor] = ()
+    _hooks: Any = None
 
     def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -126,7 +122,7 @@ class Unit:
         if self._depth == 1 and self._own:
             for part, own in zip(self.gathered, self._own, strict=True):
                 part.put(own)
-            self._own = []
+            self._own = ()
             if self._hooks is not None:
                 self._hooks.__exit__(None, None, None)
                 self._hooks = None
@@ -162,22 +158,18 @@ class Unit:
 
     def find(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
         """The argument that a rule is for: its position, its name, or None where it is no tensor."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if place is None:
-            for i, x in enumerate(args):
+            for at, x in given.items():
                 if isinstance(x, Tensor):
-                    return i
-            for name, x in kwargs.items():
-                if isinstance(x, Tensor):
-                    return name
+                    return at
             raise ShapeError(
                 f"input of {self.name or 'the model'}: no argument is a tensor",
                 hint='rules for several, or for some that may be absent, go by name: {"labels": "b s"}',
             )
-        name = dict(enumerate(self._arguments)).get(place, "") if isinstance(place, int) else place
-        if name in kwargs:
-            return name if isinstance(kwargs[name], Tensor) else None
-        at = place if isinstance(place, int) else self._arguments.index(place)
-        return at if at < len(args) and isinstance(args[at], Tensor) else None
+        name = dict(enumerate(self.arguments)).get(place, "") if isinstance(place, int) else place
+        at = name if name in kwargs else place if isinstance(place, int) else self.arguments.index(place)
+        return at if isinstance(given.get(at), Tensor) else None
 
     def _with_output(self, placed: Placed, result: Any) -> Any:
         known = self.known if self.inputs else self.parent.known if self.parent is not None else ()

@@ -7,7 +7,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -123,24 +123,23 @@ def domain_parallel(
         return new
 
     root = swapped(model, "")
-    _Entrance(layout, mesh, shape, paths, sum_gradients).attach(root)
+    _Entrance(layout, mesh, None if shape is None else tuple(shape), paths, sum_gradients).attach(root)
     return root
 
 
+@dataclass(eq=False, repr=False)
 class _Entrance:
-    """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it."""
+    """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it.
 
-    def __init__(
-        self,
-        layout: Layout,
-        mesh: MeshLike,
-        shape: Sequence[int | None] | None,
-        paths: dict[int, str],
-        sum_gradients: bool,
-    ) -> None:
-        self.layout, self.mesh, self.paths, self.sum_gradients = layout, mesh, paths, sum_gradients
-        self.shape = None if shape is None else tuple(shape)
-        self.running: list[Propagation | None] = []  # one per module that is being called
+    running: one for each module that is being called.
+    """
+
+    layout: Layout
+    mesh: MeshLike
+    shape: tuple[int | None, ...] | None
+    paths: dict[int, str]
+    sum_gradients: bool
+    running: list[Propagation | None] = field(default_factory=list)
 
     def attach(self, model: nn.Module) -> None:
         for module in model.modules():
