@@ -20,21 +20,7 @@ from xshard.arguments import did_you_mean
 from xshard.errors import DtypeError
 
 _NAME = re.compile(r"[<>=|]?[A-Za-z]\w{0,19}", re.ASCII)
-# Names that numpy does not know without ml_dtypes, with their item sizes in bytes.
-_EXTENDED = {
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    # Numbers of 4 bits fill a byte each, in numpy and on CPUs; two of torch's are one element.
-    "float4_e2m1fn": 1,
-    "float4_e2m1fn_x2": 1,
-    "int4": 1,
-    "uint4": 1,
-}
-# Those of floats, with the distance from 1 to the next larger number.
+# Floats that numpy does not know without ml_dtypes, with the distance from 1 to the next larger number.
 _PRECISION = {
     "bfloat16": 2**-7,
     "float8_e4m3fn": 2**-3,
@@ -45,6 +31,9 @@ _PRECISION = {
     "float4_e2m1fn": 2**-1,
     "float4_e2m1fn_x2": 2**-1,
 }
+# All such names, with their item sizes in bytes. Numbers of 4 bits fill a byte each, in numpy and on CPUs;
+# two of torch's are one element.
+_EXTENDED = {**dict.fromkeys(_PRECISION, 1), "bfloat16": 2, "int4": 1, "uint4": 1}
 _FOUR_BITS = ("float4_e2m1fn", "float4_e2m1fn_x2", "int4", "uint4")
 # No framework adds or negates these.
 _ONLY_MOVED = _EXTENDED.keys() - {"bfloat16"}

@@ -15,23 +15,15 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.notation.parser import ARROW
 from xshard.plans.plan import Plan
 
-_LABELS = {
-    "expression": "Expression",
-    "mesh": "Mesh",
-    "lengths": "Lengths",
-    "dtype": "Dtype",
-    "profile": "Profile",
-    "memory_limit": "Memory limit",
-}
-
 
 @cache
 def live_page() -> str:
     """The page with fields; what it shows comes from the server."""
     fields = "".join(
-        f'<label class="{name}"><span>{_LABELS[name]}</span><input name="{name}" value="{escape(value)}" '
+        f'<label class="{name}"><span>{label}</span><input name="{name}" value="{escape(value)}" '
         f'maxlength="400" autocomplete="off" spellcheck="false"></label>'
         for name, value in FIELDS.items()
+        for label in [name.replace("_", " ").capitalize()]
     )
     examples = "".join(
         f'<button type="button" data-fields="{escape(_fields(example))}">{escape(example[0])}</button>'

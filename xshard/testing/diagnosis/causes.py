@@ -13,28 +13,13 @@ from typing import NamedTuple
 from xshard.testing.diagnosis import orders, placement, seams, sums
 from xshard.testing.diagnosis.evidence import Case
 
-CAUSES: dict[str, Callable[[Case], str | None]] = {
-    "zero": sums.zero,
-    "only first": sums.only_first,
-    "not summed": sums.not_summed,
-    "not averaged": sums.not_averaged,
-    "summed": sums.summed,
-    "averaged": sums.averaged,
-    "scaled": sums.scaled,
-    "other axes": sums.other_axes,
-    "own factors": sums.own_factors,
-    "stale": placement.stale,
-    "moved rows": orders.moved_rows,
-    "exchanged": placement.exchanged,
-    "transposed": placement.transposed,
-    "counted argument": sums.counted_argument,
-    "halo rows": seams.halo_rows,
-    "seam": seams.seam,
-    "rounded": sums.rounded,
-    "first only right": placement.first_only_right,
-    "positions": orders.positions,
-    "one addend": sums.one_addend,
-}
+_FINDERS: tuple[Callable[[Case], str | None], ...] = (
+    sums.zero, sums.only_first, sums.not_summed, sums.not_averaged, sums.summed, sums.averaged, sums.scaled,
+    sums.other_axes, sums.own_factors, placement.stale, orders.moved_rows, placement.exchanged,
+    placement.transposed, sums.counted_argument, seams.halo_rows, seams.seam, sums.rounded,
+    placement.first_only_right, orders.positions, sums.one_addend,
+)  # fmt: skip
+CAUSES = {find.__name__.replace("_", " "): find for find in _FINDERS}
 
 
 class Cause(NamedTuple):
