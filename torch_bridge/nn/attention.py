@@ -82,14 +82,9 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         from torch_bridge import compiled  # slow: it imports torch._dynamo, half a second
 
-        options: dict[str, Any] = {
-            "documents": documents,
-            "window": window,
-            "scale": scale,
-            "kv_layout": kv_layout,
-        }
-        options |= {"shape": shape, "kv_heads": kv_heads, "sequence": sequence, "heads": heads}
-        options |= {"how": how, "causal": causal, "profile": profile}
+        options: dict[str, Any] = {"documents": documents, "window": window, "scale": scale, "how": how}
+        options |= {"kv_layout": kv_layout, "shape": shape, "kv_heads": kv_heads, "sequence": sequence}
+        options |= {"heads": heads, "causal": causal, "profile": profile}
         return compiled.eagerly(attention, q, k, v, mesh, layout, **options)
     q, k, v = (as_tensor(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
