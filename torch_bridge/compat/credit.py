@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
 from torch_bridge.nn.domain_parallel import domain_parallel
-from torch_bridge.ops import Grad, all_gather, all_reduce, halo_exchange
+from torch_bridge.ops import Grad, all_gather, halo_exchange
 from xshard import Mesh, MeshError, compat
 from xshard.ops import HaloWidth
 
@@ -273,12 +274,9 @@ def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | Non
     if found is None:
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    for dtype in dict.fromkeys(g.dtype for g in gradients):
-        alike = [g for g in gradients if g.dtype == dtype]
-        flat = torch.cat([g.flatten() for g in alike])
-        mean = all_reduce(flat, AXIS, domain_of(found), op="mean", grad="replicated")
-        for gradient, part in zip(alike, mean.split([g.numel() for g in alike]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    means = redistribute_many(gradients, f"... | mean({AXIS}) -> ...", domain_of(found))
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean)
 
 
 def cutting_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
