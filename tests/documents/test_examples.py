@@ -16,22 +16,31 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.documents.forking import TIMEOUT_S, script
+from tests.torch_bridge.helpers import apart
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 1800.0  # an example takes up to a minute: this ends what hangs
 
 
-def printed(name: str, *options: str, **environment: str) -> str:
-    """What an example prints, run as a user runs it; it must succeed."""
+def as_a_user(name: str, *options: str) -> str:
+    """What an example prints, in an interpreter of its own; it must succeed."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), *options],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        env={**os.environ, "COLUMNS": "400", **environment},  # no line of a table is broken
+        env={**os.environ, "COLUMNS": "400"},  # no line of a table is broken
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def printed(name: str, *options: str, **environment: str) -> str:
+    """The same, where all that imports torch is forked from a process that has imported it."""
+    status, text = apart(script, str(EXAMPLES / f"{name}.py"), [*options], {"COLUMNS": "400", **environment})
+    assert status == 0, text
+    return text
 
 
 @contextmanager
@@ -65,7 +74,7 @@ def results(parity: ModuleType, *losses: float, accuracy: float = 0.95) -> dict[
 
 
 def test_a_short_training_agrees_on_all_runtimes() -> None:
-    assert "largest relative difference" in printed("train_parity", "--steps", "5", "--any-accuracy")
+    assert "largest relative difference" in as_a_user("train_parity", "--steps", "5", "--any-accuracy")
 
 
 def test_equal_curves_pass(parity: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +106,15 @@ def test_a_network_on_cut_photographs_is_that_of_one_device(tmp_path: Path) -> N
     assert picture.stat().st_size > 10_000
 
 
-def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named() -> None:
-    text = printed("port_check", "--bugs", "bias", "gelu", "norm")
+def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, where the kit has its processes."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(sys, "argv", ["port_check", "--bugs", "bias", "gelu", "norm"])
+    with imported("port_check") as module:
+        assert module.main() == 0
+    text = capsys.readouterr().out
     same, bias, gelu, norm = text.split("With a bug in")
     assert "The same on dp=1,tp=4; dp=2,tp=2: output, 9 gradients, 8 updated weights" in same
     assert "weights['down_bias'] is counted 4 times" in bias

@@ -85,14 +85,17 @@ def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> 
             raise failure
 
 
-def failed_examples(modules: Sequence[str]) -> dict[str, str]:
-    """Modules whose docstrings have no examples, or failing ones -> the result.
-
-    They run in a process forked from the clean server, since they fork ranks themselves.
-    """
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a process that is forked from the clean server, and may fork ranks itself."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_failed_examples, list(modules)).result()
+        return pool.submit(function, *args).result()
+
+
+def failed_examples(modules: Sequence[str]) -> dict[str, str]:
+    """Modules whose docstrings have no examples, or failing ones -> the result."""
+    found: dict[str, str] = apart(_failed_examples, list(modules))
+    return found
 
 
 def _failed_examples(modules: Sequence[str]) -> dict[str, str]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_bridge.autodiff.blocks import as_tensor
@@ -145,6 +144,8 @@ def _attended(blocks: Blocks, q: Tensor, kv: Tensor) -> Tensor:
         rows, keys, values = q[:, :, piece.q], k[:, :, piece.k], v[:, :, piece.k]
         mask, is_causal = blocks.mask(piece)
         if is_causal and rows.shape[2] != keys.shape[2]:
+            from torch.nn.attention.bias import causal_lower_right  # slow: it imports torch._dynamo
+
             with _disable_current_modes():  # a mode makes a plain tensor of it
                 mask, is_causal = causal_lower_right(rows.shape[2], keys.shape[2]), False
         found.append(

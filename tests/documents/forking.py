@@ -1,0 +1,82 @@
+"""Programs as forks of a process that has imported torch, which takes longer than most of them.
+
+Decides what such a program is told of how it was started: the arguments, the environment, where it prints.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+TIMEOUT_S = 1800.0  # an example takes up to a minute: this ends what hangs
+FORK = multiprocessing.get_context("fork")
+
+
+class Forked:
+    """What `subprocess.Popen` is to examples: `python -m MODULE ...`, whose lines are read."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        out, into = os.pipe()
+        self.process = FORK.Process(target=_module, args=(command[2:], into))
+        self.process.start()
+        os.close(into)
+        self.stdout = os.fdopen(out)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.returncode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def communicate(self) -> None:
+        self.stdout.read()
+        self.wait()
+
+
+def _module(arguments: list[str], into: int) -> None:
+    os.dup2(into, 1)
+    os.close(into)
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def script(path: str, options: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """`python path *options` in this process, which does nothing else: its exit status, what it printed."""
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+    start: Any = subprocess.Popen
+    subprocess.Popen = (
+        lambda command, *args, **more: (  # type: ignore[assignment, misc]
+            Forked(command) if command[:2] == [sys.executable, "-m"] else start(command, *args, **more)
+        )
+    )
+    os.environ.update(environment)
+    sys.path.insert(0, os.path.dirname(path))
+    sys.argv, status = [path, *options], 0
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            status = int(end.code or 0)
+        sys.stdout.flush()
+        printed.seek(0)
+        return status, printed.read()
