@@ -10,11 +10,8 @@ import ast
 import doctest
 import functools
 import importlib
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +19,7 @@ import pytest
 import typer
 
 from tests.documents.running import printed
+from tests.torch_bridge.helpers import torchrun
 from xshard.cli.app import app
 from xshard.runtimes.processes import Process
 
@@ -115,17 +113,7 @@ def test_the_code_runs_on_several_devices(block, tmp_path):
 
 def test_torchrun_runs_the_readme(tmp_path):
     assert UNDER_TORCHRUN.document == "README.md"
-    script = script_of([UNDER_TORCHRUN], tmp_path)
-    n = str(UNDER_TORCHRUN.special[1])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n, script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=3 * TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(UNDER_TORCHRUN.special[1], printed, script_of([UNDER_TORCHRUN], tmp_path))
 
 
 def test_the_readme_shows_both_frameworks():

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import torch_bridge as xt
@@ -90,6 +92,27 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *args).result()
+
+
+def torchrun(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `torchrun --standalone --nproc-per-node n` does, with ranks that are forked: their results."""
+    return list(apart(_torchrun, n, function, args).values())
+
+
+def _torchrun(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, Any]:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=n,
+        run_id="tests",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        start_method="fork",
+        monitor_interval=0.1,
+    )
+    found: dict[int, Any] = elastic_launch(config, record(function))(*args)
+    return found
 
 
 def failed_examples(modules: Sequence[str]) -> dict[str, str]:
