@@ -3,7 +3,7 @@
 The python blocks of a document run in order, as one script. A block that begins with
 `# torchrun: N` runs alone, on N forked gloo ranks; one that begins with `# devices: N`, in a
 process in which JAX has N host devices. Processes start once and run many blocks; the first
-block of README for torch runs under torchrun itself.
+block of README for torch is started as torchrun starts it.
 """
 
 import ast
@@ -19,7 +19,6 @@ import pytest
 import typer
 
 from tests.documents.running import printed
-from tests.torch_bridge.helpers import torchrun
 from xshard.cli.app import app
 from xshard.runtimes.processes import Process
 
@@ -71,14 +70,13 @@ def script_of(some, folder):
 
 
 @functools.cache
-def process(runtime, n_devices=0):
-    """A process for all blocks of a runtime; for JAX one per number of devices, which it makes once."""
-    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices), "PJRT_NPROC": "64"}
-    return Process(devices if runtime == "devices" else {})
+def process(n_devices):
+    """A process for all blocks that ask for so many devices, which JAX makes once."""
+    return Process({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices), "PJRT_NPROC": "64"})
 
 
-def ask(process, name, *arguments):
-    return process.ask(f"tests.documents.running.{name}", *arguments, timeout_s=TIMEOUT_S)
+def printed_there(n_devices, path):
+    return process(n_devices).ask("tests.documents.running.printed", path, timeout_s=TIMEOUT_S)
 
 
 WITH_PYTHON = [document for document in DOCUMENTS if python_blocks(document)]
@@ -91,7 +89,7 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
     plain = [block for block in python_blocks(document) if block.special is None]
     # The kit has processes of its own, which pytest's process shares with the examples in docstrings.
     uses_the_kit = any("xshard.testing" in block.code for block in plain)
-    run = printed if uses_the_kit else functools.partial(ask, process("devices", 4), "printed")
+    run = printed if uses_the_kit else functools.partial(printed_there, 4)
     text = run(script_of(plain, tmp_path)) if plain else ""
     for block in blocks(document):
         if any(words in block.code for words in SHOWN):
@@ -106,12 +104,16 @@ def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
 def test_the_code_runs_on_several_devices(block, tmp_path):
     (runtime, n), path = block.special, script_of([block], tmp_path)
     if runtime == "torchrun":
-        ask(process(runtime), "on_ranks", n, path)
+        from tests.torch_bridge.helpers import on_ranks  # imports torch, which the rest of this file does not
+
+        on_ranks(n, printed, path)
     else:
-        ask(process(runtime, n), "printed", path)
+        printed_there(n, path)
 
 
 def test_torchrun_runs_the_readme(tmp_path):
+    from tests.torch_bridge.helpers import torchrun
+
     assert UNDER_TORCHRUN.document == "README.md"
     torchrun(UNDER_TORCHRUN.special[1], printed, script_of([UNDER_TORCHRUN], tmp_path))
 

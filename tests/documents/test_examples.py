@@ -17,7 +17,6 @@ import pytest
 from rich.console import Console
 
 from tests.documents.forking import TIMEOUT_S, script
-from tests.torch_bridge.helpers import apart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,6 +37,8 @@ def as_a_user(name: str, *options: str) -> str:
 
 def printed(name: str, *options: str, **environment: str) -> str:
     """The same, where all that imports torch is forked from a process that has imported it."""
+    from tests.torch_bridge.helpers import apart  # imports torch, which the rest of this file does not
+
     status, text = apart(script, str(EXAMPLES / f"{name}.py"), [*options], {"COLUMNS": "400", **environment})
     assert status == 0, text
     return text

@@ -64,7 +64,8 @@ def _signature(both: tuple[tuple[xs.Layout, ...], ...]) -> str:
 
 def _rules(text: str) -> list[object]:
     pattern, _, layout = text.partition("=")
-    return [xs.Rules({pattern: layout}).find(name) for name in (*NAMES, text[:200])]
+    rules = xs.Rules({pattern: layout})
+    return [rules.find(name) for name in (*NAMES, text[:200])]
 
 
 def _relation(text: str) -> object:

@@ -25,14 +25,12 @@ RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
 def names_for(runtime):
     """The cases that a runtime runs.
 
-    Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind;
-    on `pmap` half of the others, too.
+    Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind.
     """
     names = [case.name for case in CASES if runtime.takes(case.mesh)]
     if runtime.name not in ("jax-novma", "jax-pmap"):
         return names
-    kept = one_of_each({name: TASKS[name].plan for name in names})
-    return list(dict.fromkeys(kept + names[::2])) if runtime.name == "jax-pmap" else kept
+    return one_of_each({name: TASKS[name].plan for name in names})
 
 
 def sends_what_is_planned(runtime, plan):

@@ -30,6 +30,7 @@ PRELOADED = [
     "torch_bridge",
     "pytest",
     "hypothesis",
+    "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "torch._dynamo.testing",
     "torch._functorch.aot_autograd",
