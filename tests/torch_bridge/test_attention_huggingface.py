@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +11,13 @@ import torch.distributed as dist
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, still_connected
+from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 
 LENGTH, MESH, LAYOUT = 19, xs.Mesh(cp=4), "b s/zigzag(cp) h k"
 
 
 def test_a_llama_is_that_of_one_device_in_all_ways() -> None:
-    """In a process forked from the clean server: transformers takes seconds to import, once for all ranks."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
-        pool.submit(_in_a_clean_process).result()
-
-
-def _in_a_clean_process() -> None:
-    importlib.import_module("transformers.models.llama.modeling_llama")
-    xt.run_ranks(4, _trained)
+    on_ranks(4, _trained)
 
 
 def _trained() -> None:
