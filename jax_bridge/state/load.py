@@ -5,9 +5,11 @@ Decides who reads what: a process reads what its devices need, and once what sev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,15 +25,17 @@ from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
 from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
-from xshard import Layout, MeshError, Profile, Rules, Sharding, XshardError, load_profile
+from xshard import Layout, MeshError, Profile, Rules, Sharding, load_profile
 from xshard import Mesh as AxisSizes
-from xshard.dtypes import carrier, name_of, numpy_dtype
+from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype
 from xshard.errors import located
 from xshard.state import Names
 from xshard.state.files import Checkpoint, Load, open_checkpoint, plan_load, read_block
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.loading import load_of, stored_as
+from xshard.state.files.checkpoint import in_groups
+from xshard.state.files.loading import at_once, chosen, load_of, stored_as
 
+BUCKET_BYTES = 256 * 2**20  # what is read at once
 _ALIGNED = 64  # bytes: host memory from there on becomes a device's without a copy
 
 
@@ -90,7 +94,7 @@ def load(
 
     together(planned)
     arrays: dict[str, jax.Array] = {}
-    together(lambda: arrays.update((name, _read(opened[0], each, mesh)) for name, each in loads.items()))
+    together(lambda: arrays.update(_read(opened[0], loads, mesh)))
     for name, each in loads.items():
         if each.is_shared:
             move = each.source.layout, each.target.layout
@@ -113,13 +117,9 @@ def _loads_of(
     """The loads of the arrays of a tree, by leaf name."""
     made = stored_as(checkpoint, names)
     arrays = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
-    odd = min(arrays.keys() ^ made.keys(), default=None)
-    if odd is not None and strict:
-        where = "the checkpoint" if odd in made else "the tree"
-        hint = "names= says what is stored of what; strict=False passes over what is not in both"
-        raise XshardError(f"{odd} is in {where} alone", hint=hint)
+    both = [name for name in chosen(made, [(name,) for name in arrays], strict) if name is not None]
     found = {}
-    for name, text in rules.match([name for name in arrays if name in made], what="array").items():
+    for name, text in rules.match(both, what="array").items():
         x = arrays[name]
         with located(name):
             target = Sharding(Layout.parse(text), axes, tuple(x.shape))
@@ -138,25 +138,49 @@ def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
     return each._replace(source=each.source if shares else target, target=target)
 
 
-def _read(checkpoint: Checkpoint, each: Load, mesh: jax.sharding.Mesh) -> jax.Array:
-    """The array under the layout that it is read under; devices of a process with one block share it."""
-    stored, dtype, source = each.stored, numpy_dtype(each.made.dtype), each.source
-    sharding = to_named_sharding(storage_layout(source.layout), mesh)
-    own = [i for i, device in enumerate(mesh.devices.flat) if device in sharding.addressable_devices]
-    rows = {i: tuple(source.held(d, i) for d in range(len(source.shape))) for i in own}
-    blocks: dict[Any, NDArray[Any]] = {}
+def _read(
+    checkpoint: Checkpoint, loads: Mapping[str, Load], mesh: jax.sharding.Mesh
+) -> Iterator[tuple[str, jax.Array]]:
+    """Arrays under the layouts that they are read under; devices of a process with one block share it."""
+    own = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+    sizes = {name: len(own) * _block_bytes(each) for name, each in loads.items()}
+    for names in in_groups(sizes, BUCKET_BYTES):
+        blocks = {name: list(_blocks(loads[name], own)) for name in names}
+        read = iter(at_once(partial(_filled, checkpoint), itertools.chain(*blocks.values())))
+        for name, some in blocks.items():
+            source, dtype = loads[name].source, numpy_dtype(loads[name].made.dtype)
+            found = {mesh.devices.flat[i]: x for block in some for x in [next(read)] for i in block.devices}
+            placed = dict(zip(found, jax.device_put([*found.values()], [*found]), strict=True))
+            sharding = to_named_sharding(storage_layout(source.layout), mesh)
+            yield name, remember(assembled(placed, source.shape, dtype, sharding), source)
+
+
+class _Block(NamedTuple):
+    """A block of an array, the devices of this process that have it, and memory for it."""
+
+    load: Load
+    devices: list[int]
+    memory: NDArray[Any]
+
+
+def _blocks(load: Load, own: Sequence[int]) -> Iterator[_Block]:
+    """What this process's devices have of an array: one memory, for which the system has large pages."""
+    source, found = load.source, dict[Any, list[int]]()
     for i in own:
-        if rows[i] not in blocks:
-            block = read_block(checkpoint, each, i, _empty(source.local_shape(i), carrier(stored)))
-            blocks[rows[i]] = block.view(numpy_dtype(stored)).astype(dtype, copy=False)
-    devices = [mesh.devices.flat[i] for i in own]
-    placed = jax.device_put([blocks[rows[i]] for i in own], devices)
-    array = assembled(dict(zip(devices, placed, strict=True)), source.shape, dtype, sharding)
-    return remember(array, source)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
-    size = dtype.itemsize * int(np.prod(shape, dtype=int))
-    memory = np.empty(size + _ALIGNED, np.uint8)
+        found.setdefault(tuple(source.held(d, i) for d in range(len(source.shape))), []).append(i)
+    n = _block_bytes(load)
+    step = -(-n // _ALIGNED) * _ALIGNED
+    memory = np.empty(len(found) * step + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED
-    return memory[start : start + size].view(dtype).reshape(shape)
+    for k, devices in enumerate(found.values()):
+        part = memory[start + k * step :][:n].view(carrier(load.stored))
+        yield _Block(load, devices, part.reshape(source.local_shape(devices[0])))
+
+
+def _block_bytes(load: Load) -> int:
+    return n_bytes(load.source.max_local_shape, load.stored)
+
+
+def _filled(checkpoint: Checkpoint, block: _Block) -> NDArray[Any]:
+    read = read_block(checkpoint, block.load, block.devices[0], block.memory)
+    return read.view(numpy_dtype(block.load.stored)).astype(numpy_dtype(block.load.made.dtype), copy=False)

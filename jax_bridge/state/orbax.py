@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from jax_bridge.arrays.partition_spec import from_partition_spec
 from xshard import Mesh, XshardError
-from xshard.dtypes import carrier, name_of
+from xshard.dtypes import name_of
 from xshard.rules import leaf_name
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import FileError
 
 METADATA = "_METADATA"
+_KEPT_BYTES = 2**28  # of chunks, of which several devices need a part: each is decompressed once
 
 
 def open_orbax(path: str | Path) -> Checkpoint:
@@ -40,13 +41,14 @@ def open_orbax(path: str | Path) -> Checkpoint:
         packed = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(folder))
     except Exception as error:  # whatever bytes make of readers that trust them
         raise FileError(f"{folder / METADATA} is not what orbax writes: {error}") from None
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _KEPT_BYTES}})
     arrays, layouts, meshes = {}, {}, {}
     for path_to, leaf in leaves:
         if not isinstance(leaf, ocp.metadata.ArrayMetadata):
             continue
         name, at = leaf_name(path_to), leaf.sharding
         spec = _spec(folder, leaf.name, packed, found.use_zarr3)
-        arrays[name] = _Array(tuple(leaf.shape), name_of(leaf.dtype), spec)
+        arrays[name] = _Array(tuple(leaf.shape), name_of(leaf.dtype), spec, context)
         if isinstance(at, ocp.metadata.NamedShardingMetadata):
             with suppress(XshardError):  # a sharding that no layout says
                 layouts[name] = from_partition_spec(jax.P(*at.partition_spec), len(leaf.shape))
@@ -63,17 +65,18 @@ class _Array:
     shape: tuple[int, ...]
     dtype: str
     spec: dict[str, Any]
+    context: tensorstore.Context
 
     @cached_property
     def _opened(self) -> tensorstore.TensorStore:
-        return tensorstore.open(self.spec, open=True, read=True).result()
+        return tensorstore.open(self.spec, open=True, read=True, context=self.context).result()
 
-    def read(self, box: Box) -> NDArray[Any]:
+    def read(self, box: Box, out: NDArray[Any]) -> None:
         try:
-            found = self._opened[box].read(order="C").result()
+            there = out.view(self._opened.dtype.numpy_dtype)
+            tensorstore.array(there, copy=False, write=True).write(self._opened[box]).result()
         except ValueError as error:
             raise FileError(f"{self.spec['kvstore']['path']}: {error}") from None
-        return found.view(carrier(self.dtype))
 
 
 def _spec(folder: Path, name: str, packed: bool, zarr3: bool) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_any_layouts_and_names_there_and_back(
         for write in saving.writes(process):
             x = block(WHOLE[write.name], saving.sources[write.name].sharding, write.device)
             for pair in write.pairs:
-                stored[pair.name][pair.box] = pair.to_stored(x[pair.at])
+                stored[pair.name][pair.box] = pair.of(x)
                 times[pair.name][pair.box] += 1
     assert all((n == 1).all() for n in times.values())
     for name, x in (FUSED.apply(WHOLE) if names else WHOLE).items():
@@ -108,7 +108,7 @@ def test_any_layouts_and_names_there_and_back(
         for device in range(4):
             out = np.full(sharding.local_shape(device), -1, np.float32)
             for pair in box_pairs(back[name].pieces, sharding, device):
-                out[pair.at] = pair.to_block(stored[pair.name][pair.box])
+                pair.of(out)[...] = stored[pair.name][pair.box]
             np.testing.assert_array_equal(out, block(WHOLE[name], sharding, device), err_msg=name)
 
 

@@ -140,14 +140,12 @@ class _Tensor:
     dtype: str
     parts: tuple[_Part, ...]
 
-    def read(self, box: Box) -> NDArray[Any]:
+    def read(self, box: Box, out: NDArray[Any]) -> None:
         wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
-        out = np.empty([len(rows) for rows in wanted], carrier(self.dtype))
         for part in self.parts:
             both = [_common(rows, of) for rows, of in zip(wanted, part.box, strict=True)]
             if all(here.start < here.stop for here, _ in both):
                 out[tuple(here for here, _ in both)] = part.numbers[tuple(there for _, there in both)]
-        return out
 
 
 def _common(wanted: range, part: slice) -> tuple[slice, slice]:

@@ -26,7 +26,8 @@ from xshard.arguments import parse_bytes
 from xshard.errors import located
 from xshard.rules import leaf_name
 from xshard.state import Names, files
-from xshard.state.files.loading import load_of, stored_as
+from xshard.state.files.checkpoint import in_groups
+from xshard.state.files.loading import at_once, chosen, load_of, stored_as
 
 BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
 Loads = dict[str, tuple[files.Load, Leaf]]
@@ -136,15 +137,16 @@ def load(
 
     together(ranks, f"load {path}", planned, agree=True)
     result: dict[str, Tensor] = {}
-    shared: dict[str, Tensor] = {}
-    for name, (one, leaf) in loads.items():
-        if rank() in leaf.ranks:
-            result[name] = out = leaf.target(device)
-            if (read := _read(opened[0], one, leaf, out)) is not None:
-                shared[name] = read
-        if sum(x.nbytes for x in shared.values()) > BUCKET_BYTES:
-            _share(shared, loads, result, plan_for)
-    _share(shared, loads, result, plan_for)
+
+    def read(name: str) -> Tensor | None:
+        return _read(opened[0], *loads[name], result[name])
+
+    shared = {name: _shared_bytes(one) for name, (one, _) in loads.items()}
+    for group in in_groups(shared, BUCKET_BYTES):
+        here = [name for name in group if rank() in loads[name][1].ranks]
+        result |= {name: loads[name][1].target(device) for name in here}
+        parts = zip(here, at_once(read, here), strict=True)
+        _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)
     constants = dict(opened[0].constants)
     if not isinstance(path, files.Checkpoint):
         opened[0].close()
@@ -168,20 +170,18 @@ def _filling(
     """What is loaded into the leaves of a tree, each under the first of its names that is stored."""
     made, found = stored_as(checkpoint, names), Loads()
     leaves = leaves_of(tree, rules, mesh, {name: each.shape for name, each in made.items()})[0].values()
-    missing = [leaf.names[0] for leaf in leaves if not made.keys() & set(leaf.names)]
-    others = [name for name in made if not any(name in leaf.names for leaf in leaves)]
-    if strict and (missing or others):
-        where = (
-            f"{missing[0]} is not in the checkpoint" if missing else f"{others[0]} is only in the checkpoint"
-        )
-        raise XshardError(where, hint="names= maps them; strict=False passes over what is not in both")
-    for leaf in leaves:
+    for leaf, name in zip(leaves, chosen(made, [leaf.names for leaf in leaves], strict), strict=True):
         if leaf.is_meta and leaf.put is None:
             raise XshardError(f"{leaf.names[0]} is on the meta device", hint="parallelize the model first")
-        for name in [name for name in leaf.names if name in made][:1]:
+        if name is not None:
             with located(name):
                 found[name] = load_of(checkpoint, made[name], leaf.sharding, profile), leaf
     return found
+
+
+def _shared_bytes(one: files.Load) -> int:
+    """What a device reads for others, at most."""
+    return dtypes.n_bytes(one.source.max_local_shape, one.stored) if one.is_shared else 0
 
 
 def _read(checkpoint: files.Checkpoint, one: files.Load, leaf: Leaf, out: Tensor) -> Tensor | None:
@@ -210,7 +210,6 @@ def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor]
         some = {name: blocks[name] for name in ends}
         for name, block in redistribute_many(some, moves, mesh, shapes=shapes, profile=profile).items():
             result[name].copy_(block)
-    blocks.clear()
 
 
 def _carried(x: Tensor) -> NDArray[Any]:

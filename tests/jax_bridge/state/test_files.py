@@ -45,13 +45,12 @@ def test_every_layout_to_every_layout(tmp_path: Path) -> None:
         xj.save({"w": x}, tmp_path / str(i), {"w": src}, here)
         for dst in LAYOUTS:
             checkpoint = open_checkpoint(tmp_path / str(i))
-            assert str(checkpoint.layouts.get("w", "o i")) == src and bits(checkpoint["w"].read(())) == bits(
-                x
-            )
+            assert str(checkpoint.layouts.get("w", "o i")) == src
             found = xj.load(checkpoint, {"w": dst}, here)["w"]
             expected = xj.place(x, dst, here)
             assert found.sharding == expected.sharding and bits(found) == bits(expected), (src, dst)
             assert checkpoint.bytes_read == x.nbytes  # however many devices have a block
+            assert bits(checkpoint.read("w")) == bits(x)
         back = xj.reshard(found, f"{dst} -> o i")  # the order of its rows is remembered
         assert bits(back) == bits(x)
 

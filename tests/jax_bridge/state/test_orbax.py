@@ -59,7 +59,7 @@ def test_each_format(tmp_path: Path) -> None:
             whole = np.asarray(expected[leaf])
             assert x.dtype == whole.dtype and np.asarray(back).tobytes() == whole.tobytes(), (name, leaf)
         box = slice(1, 14, 4), slice(5, 9)
-        part = checkpoint["layers.0.w"].read(box)
+        part = checkpoint.read("layers.0.w", box)
         assert part.tobytes() == np.asarray(expected["layers.0.w"])[box].tobytes()
 
 
@@ -92,7 +92,7 @@ def test_what_orbax_did_not_finish(tmp_path: Path) -> None:
     for change in (lambda: chunk.write_bytes(data[:-3]), chunk.unlink):
         change()
         with pytest.raises(FileError, match=r"layers.0.w"):
-            checkpoint["layers.0.w"].read((slice(16), slice(12)))
+            checkpoint.read("layers.0.w")
     (tmp_path / "manager" / "3" / "other").mkdir()
     (tmp_path / "manager" / "3" / "other" / "_METADATA").write_text("{}")
     with pytest.raises(FileError, match="several: default, other"):

@@ -124,7 +124,7 @@ def test_both_save_and_load(processes: list[Process], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert verify(checkpoint) > 0
     for name, x in TREE.items():
-        np.testing.assert_array_equal(checkpoint[name].read(()), x)
+        np.testing.assert_array_equal(checkpoint.read(name), x)
     read = ask(processes, "load_here", tmp_path)
     assert [right for _, right in read] == [True, True]
     assert [n for n, _ in read] == [bytes_of(process) for process in (0, 1)]

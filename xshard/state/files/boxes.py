@@ -23,24 +23,20 @@ Rows = tuple[slice, slice]  # of a stored array, and of a block
 class BoxPair(NamedTuple):
     """Elements of the stored array `name`: those of `box` there, at the index `at` of the block.
 
-    seen: the shape of the box, with the dim of length 1 that a stacked array lacks. order: dim i of the part
-    of the block is dim `order[i]` of that.
+    order: dim i of the part of the block is dim `order[i]` of the box, which has the dim of length 1 that a
+    stacked array lacks.
     """
 
     name: str
     box: Box
-    seen: tuple[int, ...]
     order: tuple[int, ...]
     at: tuple[slice | None, ...]
 
-    def to_block(self, stored: NDArray[Any]) -> NDArray[Any]:
-        """What lies in the box -> what lies at `at` of the block; a view."""
-        return stored.reshape(self.seen).transpose(self.order)
-
-    def to_stored(self, part: NDArray[Any]) -> NDArray[Any]:
-        """The inverse."""
+    def of(self, block: NDArray[Any]) -> NDArray[Any]:
+        """What lies at `at` of the block, as it lies in the box; a view."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return part.transpose(back).reshape([len(range(s.start, s.stop, s.step or 1)) for s in self.box])
+        shape = [len(range(s.start, s.stop, s.step or 1)) for s in self.box]
+        return block[(*self.at, ...)].transpose(back).reshape(shape)
 
 
 def check_whole(sharding: Sharding) -> None:
@@ -80,10 +76,9 @@ def box_pairs(pieces: Iterable[Piece], sharding: Sharding, device: int) -> Itera
 
 def _pair(src: Side, dst: Side, order: tuple[int, ...], rows: tuple[Rows, ...]) -> BoxPair:
     there = {j: of_src for j, (of_src, _) in zip(order, rows, strict=True)}
-    seen = tuple(len(range(there[j].start, there[j].stop, there[j].step or 1)) for j in sorted(there))
     box = tuple(there[j] for j in sorted(there) if not (src.adds and j == src.dim))
     at = tuple(None if dst.adds and i == dst.dim else of_dst for i, (_, of_dst) in enumerate(rows))
-    return BoxPair(src.name, box, seen, order, at)
+    return BoxPair(src.name, box, order, at)
 
 
 def _rows(segments: Iterable[Segment], within: Runs | None) -> Iterator[Rows]:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
+from xshard import dtypes
 from xshard.layout import Layout, Mesh
 from xshard.state.names import Names
 
@@ -26,8 +29,8 @@ class Stored(Protocol):
     @property
     def dtype(self) -> str: ...
 
-    def read(self, box: Box) -> NDArray[Any]:
-        """A part of the array, of the dtype `dtypes.carrier(self.dtype)`; it may be a view of the place."""
+    def read(self, box: Box, out: NDArray[Any]) -> None:
+        """Fill `out` with a part of the array, as `dtypes.carrier(self.dtype)`; threads may read at once."""
 
 
 @dataclass(eq=False)
@@ -48,6 +51,7 @@ class Checkpoint(Mapping[str, Stored]):
     places: Mapping[str, str] = field(default_factory=dict)
     on_close: Callable[[], None] | None = None
     bytes_read: int = 0
+    _counting: Lock = field(default_factory=Lock, repr=False)
 
     def __getitem__(self, name: str) -> Stored:
         return self.arrays[name]
@@ -66,11 +70,17 @@ class Checkpoint(Mapping[str, Stored]):
     def dtypes(self) -> dict[str, str]:
         return {name: array.dtype for name, array in self.items()}
 
-    def read(self, name: str, box: Box) -> NDArray[Any]:
-        """A box of an array, which is counted."""
-        found = self[name].read(box)
-        self.bytes_read += found.nbytes
-        return found
+    def read(self, name: str, box: Box = (), out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """A box of an array, in new memory or in `out`; it is counted."""
+        stored = self[name]
+        box = (*box, *map(slice, stored.shape[len(box) :]))
+        if out is None:
+            shape = [len(range(*rows.indices(n))) for rows, n in zip(box, stored.shape, strict=True)]
+            out = np.empty(shape, dtypes.carrier(stored.dtype))
+        stored.read(box, out)
+        with self._counting:
+            self.bytes_read += out.nbytes
+        return out
 
     def close(self) -> None:
         self.arrays = {}
@@ -82,3 +92,16 @@ class Checkpoint(Mapping[str, Stored]):
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def in_groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in their order, together while their sizes fit into the limit; a larger one is alone."""
+    groups: list[list[str]] = []
+    left = 0
+    for name, size in sizes.items():
+        if not groups or size > left:
+            groups.append([])
+            left = limit
+        groups[-1].append(name)
+        left -= size
+    return groups

@@ -6,17 +6,18 @@ cheaper, where a profile has a disk. Knows no framework: blocks are numpy arrays
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard import dtypes
 from xshard.cost.model import Link, Profile, load_profile
-from xshard.errors import ShapeError, located
+from xshard.errors import ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
@@ -26,6 +27,8 @@ from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import Made
+
+T, R = TypeVar("T"), TypeVar("R")
 
 
 class Load(NamedTuple):
@@ -92,7 +95,7 @@ def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     >>> str(read_under(Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 8192)), "bfloat16", slow).layout)
     'o/tp i/dp'
     """
-    mesh, layout = target.mesh, target.layout
+    mesh, layout, devices = target.mesh, target.layout, range(target.mesh.n_devices)
     cuts = [axis for dim in layout.dims for axis in dim.axes]
     idle = [axis for axis in mesh.axes if axis not in cuts and mesh.size(axis) > 1]
     if profile.disk is None or not idle or not target.shape or 0 in target.shape:
@@ -102,17 +105,32 @@ def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     for axes in dict.fromkeys((near, tuple(idle))):
         if axes:
             source = _cut_further(target, axes)
-            ends = (
-                source.layout,
-                Layout(layout.dims),
-                mesh,
-                mesh,
-                range(mesh.n_devices),
-                range(mesh.n_devices),
-            )
+            ends = source.layout, Layout(layout.dims), mesh, mesh, devices, devices
             sharing = find_plan(Request(*ends, target.shape, dtype, profile)).cost
             ways.append((sharing + _reading_s(source, dtype, profile.disk, profile), source))
     return min(ways, key=lambda way: way[0])[1]
+
+
+def chosen(made: Iterable[str], leaves: Iterable[Sequence[str]], strict: bool) -> list[str | None]:
+    """Of the names of every array of a tree the first that is stored, if any.
+
+    strict: raise XshardError for an array that is only in the tree, or only in the checkpoint.
+    """
+    given, stored = list(leaves), dict.fromkeys(made)
+    found = [next((name for name in names if name in stored), None) for names in given]
+    alone = [(names[0], "tree") for names, name in zip(given, found, strict=True) if name is None]
+    known = {name for names in given for name in names}
+    alone += [(name, "checkpoint") for name in stored if name not in known]
+    if strict and alone:
+        hint = "names= says what is stored of what; strict=False passes over what is not in both"
+        raise XshardError("{} is in the {} alone".format(*alone[0]), hint=hint)
+    return found
+
+
+def at_once(read: Callable[[T], R], wanted: Iterable[T]) -> list[R]:
+    """Read several things, some at a time: disks, and copies in numpy, leave the interpreter to others."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(read, wanted))
 
 
 def read_block(
@@ -125,7 +143,7 @@ def read_block(
     if out is None:
         out = np.empty(load.source.local_shape(device), dtypes.carrier(load.stored))
     for pair in box_pairs(load.made.pieces, load.source, device):
-        out[pair.at] = pair.to_block(checkpoint.read(pair.name, pair.box))
+        checkpoint.read(pair.name, pair.box, pair.of(out))
     return out
 
 

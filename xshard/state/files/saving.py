@@ -17,6 +17,7 @@ from xshard import dtypes
 from xshard.errors import located
 from xshard.layout import Sharding
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
+from xshard.state.files.checkpoint import in_groups
 from xshard.state.files.folder import KEY
 from xshard.state.files.header import write_header
 from xshard.state.names import SAME, Names
@@ -139,15 +140,8 @@ def _owners(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
 
 def _filled(made: Mapping[str, Made], shard_bytes: int) -> list[list[str]]:
     """Names in their order, by file; in each the widest dtypes first, so that every array is aligned."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, each in made.items():
-        if groups[-1] and size + dtypes.n_bytes(*each[:2]) > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += dtypes.n_bytes(*each[:2])
-    return [sorted(group, key=lambda name: -dtypes.itemsize(made[name].dtype)) for group in groups]
+    groups = in_groups({name: dtypes.n_bytes(*each[:2]) for name, each in made.items()}, shard_bytes)
+    return [sorted(group, key=lambda name: -dtypes.itemsize(made[name].dtype)) for group in groups or [[]]]
 
 
 def _layout(made: Made, sources: Mapping[str, Source]) -> str | None:

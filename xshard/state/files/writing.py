@@ -112,7 +112,7 @@ def write(
             for pair in pairs:
                 made, shard = saving.made[pair.name], shards[pair.name]
                 block = block_of(name, device, made.dtype)
-                found = np.ascontiguousarray(pair.to_stored(block[pair.at]))
+                found = np.ascontiguousarray(pair.of(block))
                 _put(opened(shard.name), shard.starts[pair.name], found, pair.box, made.shape)
                 ends = [[*s.indices(n)] for s, n in zip(pair.box, made.shape, strict=True)]
                 sums.setdefault(pair.name, []).append([ends, checksum(found)])
