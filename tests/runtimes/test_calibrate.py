@@ -5,6 +5,7 @@ No test looks at a clock but the last, which only asks that the whole way runs.
 
 import builtins
 import math
+import os
 import re
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import xshard as xs
 from xshard.cli.app import app
 from xshard.runtimes import backends
 from xshard.runtimes import calibrate as calibration
+from xshard.runtimes import disk
 from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans
 from xshard.runtimes.fit import CalibrationError, Sample, fit, median_error
 from xshard.steps import Step
@@ -154,6 +156,25 @@ def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
     assert reported[0] == (0, len(plans)) and reported[-1] == (len(plans), len(plans))
 
 
+def test_a_disk_is_read_and_not_memory(tmp_path, monkeypatch):
+    """On a clock of its own: 2 ms a read and 1 GB/s, and nothing for what was read since it was forgotten."""
+    now, kept = [0.0], set()
+    pread = os.pread
+
+    def slow(file, n_bytes, at):
+        if at not in kept:
+            now[0] += 2e-3 + n_bytes / 1e9
+        kept.add(at)
+        return pread(file, n_bytes, at)
+
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, at, n, what: kept.clear())
+    monkeypatch.setattr(os, "pread", slow)
+    monkeypatch.setattr(disk.time, "perf_counter", lambda: now[0])
+    found = disk.measure_disk(tmp_path, 4 * 2**22)
+    assert found == xs.Link(2.004e-3, float(f"{2**22 / (2e-3 + 2**22 / 1e9):.4g}"))
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- profiles as files
 
 
@@ -232,6 +253,17 @@ def test_a_fit_without_scipy(monkeypatch):
     )
 
 
+def test_disks_that_cannot_be_measured(tmp_path, monkeypatch):
+    assert message(lambda: disk.measure_disk(tmp_path / "none")) == (
+        f"CalibrationError: {tmp_path / 'none'}: No such file or directory\n  a folder that can be written to"
+    )
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert message(lambda: disk.measure_disk(tmp_path)) == (
+        "CalibrationError: this system keeps what was read of files in memory\n"
+        "  measure on Linux, or write a disk into the profile"
+    )
+
+
 def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     assert message(lambda: backends.backend_named("jax")) == (
@@ -267,6 +299,10 @@ def xshard(*arguments):
             ("--backend", "torch", "--mesh", "dp=2", "--output", "/no/such/folder/mine.json"),
             "XshardError: no folder '/no/such/folder' to write 'mine.json' to\n",
         ),
+        (
+            ("--backend", "torch", "--mesh", "dp=2", "--disk", "/no/such/folder"),
+            "XshardError: no folder '/no/such/folder' whose disk could be measured\n",
+        ),
     ],
 )
 def test_what_the_command_refuses(arguments, message):
@@ -275,24 +311,26 @@ def test_what_the_command_refuses(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("backend", "devices", "rounds", "table"),
-    [("torch", "gloo processes", False, ()), ("jax", "host devices", True, ("--plans",))],
+    ("backend", "devices", "rounds", "more"),
+    [("torch", "gloo processes", False, ("--disk", ".")), ("jax", "host devices", True, ("--plans",))],
 )
-def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, backend, devices, rounds, table):
+def test_two_devices_from_the_command_to_a_priced_plan(tmp_path, monkeypatch, backend, devices, rounds, more):
+    monkeypatch.setattr(disk.measure_disk, "__defaults__", (2**22,))
     path = tmp_path / "mine.json"
-    small = ("--largest", "16KiB", "--rounds", 2, *table)
+    small = ("--largest", "16KiB", "--rounds", 2, *more)
     result = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)
     assert result.exit_code == 0, result.stderr
     for line in ("fitted plans", "held-out plans", "% of 20 held-out plans", f"written to {path}"):
         assert line in result.stdout
     fitted = result.stdout.partition("median absolute error")[0]
     kinds, plans = re.findall(r"^ ?(\w+)  ", fitted, re.M), fitted.count(" -> ")
-    if table:
+    if "--plans" in more:
         assert plans == len(kinds) - 1 > 2 * len(set(kinds))  # less the line of heads
     else:
         assert plans == 0 and len(kinds) == len(set(kinds))  # a row per kind
     profile = xs.load_profile(path)
     assert (profile.name, profile.rounds) == ("mine", rounds)
+    assert (profile.disk is not None) == ("; disk " in result.stdout) == ("--disk" in more)
     assert f"2 {devices} " in profile.source
     rates = dict(profile.flops_per_s)
     assert rates.keys() == set(calibration.PRODUCTS) and min(rates.values()) > 1e8

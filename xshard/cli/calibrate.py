@@ -41,6 +41,9 @@ def calibrate_command(
     rounds: Annotated[
         int, typer.Option(min=1, help="How often every plan is measured; the median counts.")
     ] = ROUNDS,
+    disk: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where weights are: its disk is measured too.")
+    ] = None,
     every: Annotated[bool, typer.Option("--plans", help="Print a row per plan, not per kind.")] = False,
 ) -> None:
     """Measure collectives on this machine, fit a profile, and print how far it predicts their times.
@@ -52,9 +55,12 @@ def calibrate_command(
     backend_named(backend)
     if output is not None and not output.parent.is_dir():
         raise XshardError(f"no folder {str(output.parent)!r} to write {output.name!r} to")
+    if disk is not None and not disk.is_dir():
+        raise XshardError(f"no folder {str(disk)!r} whose disk could be measured")
     name = backend if output is None else output.stem
     with _progress() as progress:
-        made = calibrate(backend, Mesh.parse(mesh), name, _sizes(largest), rounds, progress=progress)
+        given = backend, Mesh.parse(mesh), name, _sizes(largest), rounds
+        made = calibrate(*given, disk=disk, progress=progress)
     if os.environ.get("RANK", "0") != "0":  # of ranks that a launcher has started, all know the same
         return
     if output is not None:
@@ -129,6 +135,8 @@ def _constants(profile: Profile) -> str:
     links = {"every axis": profile.default} if not profile.axes else dict(profile.axes)
     if profile.across is not None:
         links = {"inside nodes": profile.default, "between nodes": profile.across}
+    if profile.disk is not None:
+        links["disk"] = profile.disk
     speeds = [
         f"{axis} {format_seconds(link.latency_s)} a message and {link.bytes_per_s / 1e9:.3g} GB/s"
         for axis, link in links.items()

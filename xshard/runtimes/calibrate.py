@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
+from pathlib import Path
 
 from xshard.contractions.plan import ContractionPlan
 from xshard.cost.machine import node_processes
@@ -22,6 +23,7 @@ from xshard.layout import Mesh
 from xshard.plans.plan import Plan
 from xshard.runtimes.backends import Backend, backend_named
 from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans
+from xshard.runtimes.disk import measure_disk
 from xshard.runtimes.fit import Sample, fit, median_error
 
 ROUNDS = 15  # how often every plan is measured; the median counts
@@ -51,6 +53,7 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
     *,
+    disk: str | Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     timeout_s: float = 1800.0,
 ) -> Calibration:
@@ -58,12 +61,13 @@ def calibrate(
 
     Called by all ranks that torchrun has started, on one node or several, it measures those; the mesh has
     as many devices. Over several nodes the profile has a link inside nodes and one between them.
-    sizes: bytes of a device's block. rounds: how often every plan is measured. progress: is called with
-    the number of plans that are done, and of all.
+    sizes: bytes of a device's block. rounds: how often every plan is measured. disk: a folder whose disk is
+    measured too, by the first rank. progress: is called with the number of plans that are done, and of all.
     timeout_s: of one batch of plans, see `Process.ask`.
     Raises CalibrationError, NoRuntimeError, MeshError (a mesh of one device), FunctionError.
     """
     used = backend_named(backend)
+    files = measure_disk(disk) if disk is not None and os.environ.get("RANK", "0") == "0" else None
     fitted, held_out = fitted_plans(mesh, sizes), held_out_plans(mesh, sizes)
     node_devices = node_processes(mesh.n_devices) if used.is_launched else None
     if node_devices == mesh.n_devices:
@@ -76,7 +80,8 @@ def calibrate(
     seen = tuple(map(Sample, fitted, seconds[: len(fitted)]))
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
     rates = measure_flops(used, mesh.n_devices, rounds, timeout_s=timeout_s)
-    profile = replace(fit(seen, name, rounds=used.rounds, node_devices=node_devices), flops_per_s=rates)
+    found = fit(seen, name, rounds=used.rounds, node_devices=node_devices)
+    profile = replace(found, flops_per_s=rates, disk=files)
     made = Calibration(profile, seen, unseen)
     return replace(made, profile=replace(profile, source=_source(used, mesh, sizes, rounds, made)))
 

@@ -1,0 +1,58 @@
+"""The disk of a folder as a link: what its files are read through, measured on a file of its own.
+
+Decides how it is read: as loads do, some pieces at once, and nothing that the system has in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from xshard.cost.model import Link
+from xshard.runtimes.fit import CalibrationError
+from xshard.state.files.loading import at_once
+
+SIZE = 2**28  # bytes of the file
+_PIECE, _LEAST = 2**22, 2**12  # bytes of a read, and of one that is all latency
+_ROUNDS = 5
+
+
+def measure_disk(folder: str | Path, size: int = SIZE) -> Link:
+    """A folder -> the seconds of a small read there, and the bytes per second of large ones.
+
+    A file of `size` bytes, whole pieces of 4 MiB, is written, read and removed. Raises CalibrationError where
+    it cannot be, and where the system cannot be told to forget a file.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     measure_disk(folder, 2**22).bytes_per_s > 0
+    True
+    """
+    if not hasattr(os, "posix_fadvise"):  # of macOS, for one
+        hint = "measure on Linux, or write a disk into the profile"
+        raise CalibrationError("this system keeps what was read of files in memory", hint=hint)
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            pieces = range(0, size, _PIECE)
+            for _ in pieces:
+                file.write(os.urandom(_PIECE))
+            os.fsync(file.fileno())
+            small = [_seconds(file.fileno(), [at], _LEAST) for at in pieces]
+            large = [_seconds(file.fileno(), pieces, _PIECE) for _ in range(_ROUNDS)]
+    except OSError as error:
+        raise CalibrationError(
+            f"{folder}: {error.strerror}", hint="a folder that can be written to"
+        ) from error
+    latency_s, rate = statistics.median(small), size / statistics.median(large)
+    return Link(float(f"{latency_s:.4g}"), float(f"{rate:.4g}"))
+
+
+def _seconds(file: int, starts: Sequence[int], n_bytes: int) -> float:
+    """How long it takes to read so many bytes at each of these places, none of which is in memory."""
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    begin = time.perf_counter()
+    at_once(lambda at: len(os.pread(file, n_bytes, at)), starts)
+    return time.perf_counter() - begin
