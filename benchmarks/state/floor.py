@@ -50,23 +50,28 @@ def memory_at_hand(n_bytes: int) -> None:
     np.ones(2 * n_bytes, np.uint8)
 
 
-def bytes_beyond(load: Callable[[], Any], n_bytes: int) -> int:
+def bytes_beyond(
+    load: Callable[[], Any], n_bytes: int, on_all: Callable[[bool], bool] = lambda fits: fits
+) -> int:
     """The least of `BEYOND` with which a load fits into memory beside its result of n_bytes.
 
     The system refuses more private memory than the limit, so this is no sample. Files that are mapped do not
     count: they are the system's own memory, and are given up when it needs it.
+    on_all: whether a load that all processes make fits on all of them.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     for beyond in BEYOND:
         gc.collect()
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + n_bytes + beyond, before[1]))
+        fits = True
         try:
             load()
-            return beyond
         except (MemoryError, RuntimeError):
-            continue
+            fits = False
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, before)
+        if on_all(fits):
+            return beyond
     return BEYOND[-1] * 2
 
 
