@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from xshard.arguments import shown
 from xshard.errors import NotationError, Span, XshardError, with_path
@@ -23,6 +23,7 @@ MOST_CHARS = 1_000_000  # of all of them together
 DEEPEST = 8  # braces inside braces
 
 Pattern = str | re.Pattern[str]
+T = TypeVar("T")
 
 
 class Rules(Mapping[Pattern, Any]):
@@ -123,6 +124,16 @@ def leaf_name(path: Iterable[Any]) -> str:
     """The name of a leaf of a tree: the keys on the way to it, of JAX or torch, with dots between them."""
     named = ("key", "idx", "name")
     return ".".join(str(next((getattr(k, a) for a in named if hasattr(k, a)), k)) for k in path)
+
+
+def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Leaves by name. Raises XshardError for two of one name."""
+    found: dict[str, T] = {}
+    for name, x in leaves:
+        if name in found:
+            raise XshardError(f"two leaves are called {name!r}", hint="a key without dots")
+        found[name] = x
+    return found
 
 
 def place_of(name: str) -> str:

@@ -5,11 +5,11 @@ Decides who reads what: a process reads what its devices need, and once what sev
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from numpy.typing import NDArray
 
 from jax_bridge.arrays.border import held
-from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
+from jax_bridge.arrays.leaves import is_array, is_layout, of_each
 from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
@@ -25,17 +25,13 @@ from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
 from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
-from xshard import Layout, MeshError, Profile, Rules, Sharding, load_profile
-from xshard import Mesh as AxisSizes
+from xshard import MeshError, Profile, Rules, load_profile
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype
 from xshard.errors import located
 from xshard.state import Names
 from xshard.state.files import Checkpoint, Load, open_checkpoint, plan_load, read_block
 from xshard.state.files import verify as compare_checksums
-from xshard.state.files.checkpoint import in_groups
-from xshard.state.files.loading import at_once, chosen, load_of, stored_as
 
-BUCKET_BYTES = 256 * 2**20  # what is read at once
 _ALIGNED = 64  # bytes: host memory from there on becomes a device's without a copy
 
 
@@ -83,18 +79,19 @@ def load(
     def planned() -> None:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         opened.append(checkpoint)
-        if like is None:
-            floats = None if dtype is None else name_of(dtype)
-            found = plan_load(checkpoint, rules, xshard_mesh(mesh), names, dtype=floats, profile=profile)
-        else:
-            found = _loads_of(leaves, checkpoint, rules, xshard_mesh(mesh), names, strict, profile)
+        floats = None if dtype is None else name_of(dtype)
+        tree = None if like is None else {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
+        options: Any = {"dtype": floats, "like": tree, "strict": strict, "profile": profile}
+        found = plan_load(checkpoint, rules, xshard_mesh(mesh), names, **options)
         loads.update((name, _as_held(name, each, mesh)) for name, each in found.items())
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
 
     together(planned)
     arrays: dict[str, jax.Array] = {}
-    together(lambda: arrays.update(_read(opened[0], loads, mesh)))
+    with ThreadPoolExecutor() as threads:  # disks, and copies in numpy, leave the interpreter to others
+        read = partial(_read, opened[0], mesh, threads)
+        together(lambda: arrays.update((name, read(each)) for name, each in loads.items()))
     for name, each in loads.items():
         if each.is_shared:
             move = each.source.layout, each.target.layout
@@ -103,28 +100,6 @@ def load(
         return arrays
     known = {**opened[0].constants, **arrays}
     return jax.tree.unflatten(jax.tree.structure(like), [known.get(leaf.name, leaf.x) for leaf in leaves])
-
-
-def _loads_of(
-    leaves: list[Leaf],
-    checkpoint: Checkpoint,
-    rules: Rules,
-    axes: AxisSizes,
-    names: Names | None,
-    strict: bool,
-    profile: Profile,
-) -> dict[str, Load]:
-    """The loads of the arrays of a tree, by leaf name."""
-    made = stored_as(checkpoint, names)
-    arrays = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
-    both = [name for name in chosen(made, [(name,) for name in arrays], strict) if name is not None]
-    found = {}
-    for name, text in rules.match(both, what="array").items():
-        x = arrays[name]
-        with located(name):
-            target = Sharding(Layout.parse(text), axes, tuple(x.shape))
-            found[name] = load_of(checkpoint, made[name]._replace(dtype=name_of(x.dtype)), target, profile)
-    return found
 
 
 def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
@@ -138,49 +113,26 @@ def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
     return each._replace(source=each.source if shares else target, target=target)
 
 
-def _read(
-    checkpoint: Checkpoint, loads: Mapping[str, Load], mesh: jax.sharding.Mesh
-) -> Iterator[tuple[str, jax.Array]]:
-    """Arrays under the layouts that they are read under; devices of a process with one block share it."""
-    own = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-    sizes = {name: len(own) * _block_bytes(each) for name, each in loads.items()}
-    for names in in_groups(sizes, BUCKET_BYTES):
-        blocks = {name: list(_blocks(loads[name], own)) for name in names}
-        read = iter(at_once(partial(_filled, checkpoint), itertools.chain(*blocks.values())))
-        for name, some in blocks.items():
-            source, dtype = loads[name].source, numpy_dtype(loads[name].made.dtype)
-            found = {mesh.devices.flat[i]: x for block in some for x in [next(read)] for i in block.devices}
-            placed = dict(zip(found, jax.device_put([*found.values()], [*found]), strict=True))
-            sharding = to_named_sharding(storage_layout(source.layout), mesh)
-            yield name, remember(assembled(placed, source.shape, dtype, sharding), source)
-
-
-class _Block(NamedTuple):
-    """A block of an array, the devices of this process that have it, and memory for it."""
-
-    load: Load
-    devices: list[int]
-    memory: NDArray[Any]
-
-
-def _blocks(load: Load, own: Sequence[int]) -> Iterator[_Block]:
-    """What this process's devices have of an array: one memory, for which the system has large pages."""
-    source, found = load.source, dict[Any, list[int]]()
-    for i in own:
-        found.setdefault(tuple(source.held(d, i) for d in range(len(source.shape))), []).append(i)
-    n = _block_bytes(load)
+def _read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, each: Load) -> jax.Array:
+    """The array under the layout that it is read under; devices of a process with one block share it."""
+    source, stored, dtype = each.source, carrier(each.stored), numpy_dtype(each.made.dtype)
+    sharding = to_named_sharding(storage_layout(source.layout), mesh)
+    holders: dict[Any, list[int]] = {}
+    for i, device in enumerate(mesh.devices.flat):
+        if device in sharding.addressable_devices:
+            holders.setdefault(tuple(source.held(d, i) for d in range(len(source.shape))), []).append(i)
+    # One memory for all blocks: the system has large pages for it where it has none for a block.
+    n = n_bytes(source.max_local_shape, each.stored)
     step = -(-n // _ALIGNED) * _ALIGNED
-    memory = np.empty(len(found) * step + _ALIGNED, np.uint8)
+    memory = np.empty(len(holders) * step + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED
-    for k, devices in enumerate(found.values()):
-        part = memory[start + k * step :][:n].view(carrier(load.stored))
-        yield _Block(load, devices, part.reshape(source.local_shape(devices[0])))
 
+    def read(i: int, at: int) -> NDArray[Any]:
+        block = memory[at : at + n].view(stored).reshape(source.local_shape(i))
+        return read_block(checkpoint, each, i, block).view(numpy_dtype(each.stored)).astype(dtype, copy=False)
 
-def _block_bytes(load: Load) -> int:
-    return n_bytes(load.source.max_local_shape, load.stored)
-
-
-def _filled(checkpoint: Checkpoint, block: _Block) -> NDArray[Any]:
-    read = read_block(checkpoint, block.load, block.devices[0], block.memory)
-    return read.view(numpy_dtype(block.load.stored)).astype(numpy_dtype(block.load.made.dtype), copy=False)
+    first, starts = (own[0] for own in holders.values()), range(start, len(memory), step or 1)
+    blocks = zip(holders.values(), threads.map(read, first, starts), strict=True)
+    found = {mesh.devices.flat[i]: block for own, block in blocks for i in own}
+    placed = dict(zip(found, jax.device_put([*found.values()], [*found]), strict=True))
+    return remember(assembled(placed, source.shape, dtype, sharding), source)

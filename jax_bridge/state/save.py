@@ -25,6 +25,7 @@ from jax_bridge.state.processes import together
 from xshard import DtypeError, Layout, Mesh, MeshError, Sharding, XshardError
 from xshard.arguments import parse_bytes
 from xshard.dtypes import carrier, name_of, recast
+from xshard.rules import named_once
 from xshard.state import Names
 from xshard.state.files import Saving, Source, plan_save, save_blocks
 
@@ -85,18 +86,12 @@ def save(
 
 
 def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
-    found: dict[str, jax.Array] = {}
-    for leaf in leaves:
-        if leaf.name in found:
-            raise XshardError(f"two leaves of the tree are called '{leaf.name}'")
-        if not is_array(leaf.x):
-            continue
+    for leaf in filter(lambda leaf: is_array(leaf.x), leaves):
         if isinstance(leaf.x, Tracer):
             raise XshardError(f"{leaf.place}: a traced array has no values", hint="save outside of jax.jit")
         if are_keys(leaf.x):
             raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
-        found[leaf.name] = leaf.x
-    return found
+    return {name: x for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items() if is_array(x)}
 
 
 def _source(x: Any) -> Source:

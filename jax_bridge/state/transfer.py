@@ -32,7 +32,7 @@ from xshard.errors import located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
-from xshard.rules import place_of
+from xshard.rules import named_once, place_of
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.transfer import BUCKET
 
@@ -76,10 +76,7 @@ def transfer(
     if not given:
         return tree
     src_mesh, devices = _meshes(given, dst_mesh)
-    entries = {leaf.name: _entry(leaf, names is None, src_mesh, dst_mesh) for leaf in given}
-    if len(entries) < len(given):
-        [(twice, _)] = Counter(leaf.name for leaf in given).most_common(1)
-        raise XshardError(f"two leaves are called {twice!r}", hint="a key without dots")
+    entries = named_once((leaf.name, _entry(leaf, names is None, src_mesh, dst_mesh)) for leaf in given)
     here = {re.compile(re.escape(name)): entry.rule for name, entry in entries.items()}
     plan = plan_transfer(
         {name: entry.x.shape for name, entry in entries.items()},

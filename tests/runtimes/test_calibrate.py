@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
-from xshard.runtimes import backends
+from xshard.runtimes import backends, disk
 from xshard.runtimes import calibrate as calibration
-from xshard.runtimes import disk
 from xshard.runtimes.calibration_plans import SIZES, fitted_plans, held_out_plans
 from xshard.runtimes.fit import CalibrationError, Sample, fit, median_error
 from xshard.steps import Step

@@ -20,6 +20,7 @@ from torch_bridge.models.parallel import Parallel, parallel_of
 from torch_bridge.models.parameters import Kept
 from xshard import PlanError, ShapeError, XshardError
 from xshard.errors import with_path
+from xshard.state.files.loading import in_both
 
 
 @torch.no_grad()
@@ -45,16 +46,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     """
     parallel = parallel_of(model)
     known = {name: each for each in parallel.kept for name in each.names}
-    names = list(model.state_dict())
-    odd = [name for name in (*names, *state) if (name in state) != (name in names)]
-    if odd and strict:
-        where = "the state dict" if odd[0] in state else "the model"
-        raise XshardError(
-            f"{odd[0]} is in {where} alone", hint="strict=False passes over what is not in both"
-        )
     own = model.state_dict()
-    for name in names:
-        if name in state:
+    for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
+        if name is not None:
             block = own[name] if name not in known else known[name].tensor
             try:
                 given = _block(parallel, known[name], state[name]) if name in known else state[name]

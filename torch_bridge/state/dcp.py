@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,21 +90,13 @@ class _Item:
             return torch.load(view, map_location=device, weights_only=True)
 
 
-class _Constants(Mapping[str, Any]):
+class _Constants(UserDict[str, Any]):
     """What the items are that are no tensors."""
 
-    def __init__(self, items: Mapping[str, _Item]) -> None:
-        self._items = items
-
     def __getitem__(self, name: str) -> Any:
-        with _malformed(self._items[name].file):
-            return self._items[name].load("cpu")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
+        item: _Item = self.data[name]
+        with _malformed(item.file):
+            return item.load("cpu")
 
 
 @dataclass(frozen=True)

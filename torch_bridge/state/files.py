@@ -7,6 +7,7 @@ Decides who writes and reads when, and that all processes fail together. What is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from xshard.errors import located
 from xshard.rules import leaf_name
 from xshard.state import Names, files
 from xshard.state.files.checkpoint import in_groups
-from xshard.state.files.loading import at_once, chosen, load_of, stored_as
+from xshard.state.files.loading import in_both, load_of, stored_as
 
 BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
 Loads = dict[str, tuple[files.Load, Leaf]]
@@ -142,11 +143,12 @@ def load(
         return _read(opened[0], *loads[name], result[name])
 
     shared = {name: _shared_bytes(one) for name, (one, _) in loads.items()}
-    for group in in_groups(shared, BUCKET_BYTES):
-        here = [name for name in group if rank() in loads[name][1].ranks]
-        result |= {name: loads[name][1].target(device) for name in here}
-        parts = zip(here, at_once(read, here), strict=True)
-        _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)
+    with ThreadPoolExecutor() as threads:  # disks, and copies in numpy, leave the interpreter to others
+        for group in in_groups(shared, BUCKET_BYTES):
+            here = [name for name in group if rank() in loads[name][1].ranks]
+            result |= {name: loads[name][1].target(device) for name in here}
+            parts = zip(here, threads.map(read, here), strict=True)
+            _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)
     constants = dict(opened[0].constants)
     if not isinstance(path, files.Checkpoint):
         opened[0].close()
@@ -170,7 +172,7 @@ def _filling(
     """What is loaded into the leaves of a tree, each under the first of its names that is stored."""
     made, found = stored_as(checkpoint, names), Loads()
     leaves = leaves_of(tree, rules, mesh, {name: each.shape for name, each in made.items()})[0].values()
-    for leaf, name in zip(leaves, chosen(made, [leaf.names for leaf in leaves], strict), strict=True):
+    for leaf, name in zip(leaves, in_both(made, [leaf.names for leaf in leaves], strict), strict=True):
         if leaf.is_meta and leaf.put is None:
             raise XshardError(f"{leaf.names[0]} is on the meta device", hint="parallelize the model first")
         if name is not None:

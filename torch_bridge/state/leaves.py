@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from xshard import Layout, Mesh, Rules, Sharding, XshardError
 from xshard.arguments import lengths_of, shown
 from xshard.errors import located
 from xshard.plans.expression import Sides, check_block, sides_or_one, whole_shape
-from xshard.rules import leaf_name, place_of
+from xshard.rules import leaf_name, named_once, place_of
 
 WHOLE: Any = {"**": "..."}
 Constant = int | float | str | None  # bools are ints
@@ -101,11 +100,7 @@ def leaves_of(
 
 def by_name(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
     """The tensors of a tree, and its constants. Raises XshardError for any other, and a name of two."""
-    leaves = [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
-    found = dict(leaves)
-    if len(found) < len(leaves):
-        [(twice, _)] = Counter(name for name, _ in leaves).most_common(1)
-        raise XshardError(f"two leaves are called {twice!r}", hint="a key without dots")
+    found = named_once((leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0])
     tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
     others = {name: x for name, x in found.items() if name not in tensors}
     for name, x in others.items():

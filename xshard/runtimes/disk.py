@@ -10,11 +10,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from xshard.cost.model import Link
 from xshard.runtimes.fit import CalibrationError
-from xshard.state.files.loading import at_once
 
 SIZE = 2**28  # bytes of the file
 _PIECE, _LEAST = 2**22, 2**12  # bytes of a read, and of one that is all latency
@@ -54,5 +54,6 @@ def _seconds(file: int, starts: Sequence[int], n_bytes: int) -> float:
     """How long it takes to read so many bytes at each of these places, none of which is in memory."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.perf_counter()
-    at_once(lambda at: len(os.pread(file, n_bytes, at)), starts)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda at: len(os.pread(file, n_bytes, at)), starts))
     return time.perf_counter() - begin

@@ -156,7 +156,7 @@ def test_what_is_no_state(tmp_path: Path) -> None:
     here = mesh()
     x = jnp.ones((4, 4))
     wrong = [
-        ({"a.b": x, "a": {"b": x}}, {}, "two leaves of the tree are called 'a.b'"),
+        ({"a.b": x, "a": {"b": x}}, {}, "two leaves are called 'a.b'"),
         ({"key": jax.random.key(0)}, {}, "leaf 'key': PRNG keys\n  save jax.random.key_data"),
         ({"w": x}, {"rules": {"w": "o/a i"}}, "rules without a mesh"),
         ({"w": x}, {"rules": {"v": "o/a i"}, "mesh": here}, "no rule for 1 of 1 names: w"),

@@ -5,7 +5,7 @@ Decides what a format of files has to offer. Knows no format, no framework and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -49,7 +49,6 @@ class Checkpoint(Mapping[str, Stored]):
     constants: Mapping[str, Any] = field(default_factory=dict)
     sums: Mapping[str, list[tuple[Box, int]]] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
-    on_close: Callable[[], None] | None = None
     bytes_read: int = 0
     _counting: Lock = field(default_factory=Lock, repr=False)
 
@@ -84,8 +83,6 @@ class Checkpoint(Mapping[str, Stored]):
 
     def close(self) -> None:
         self.arrays = {}
-        if self.on_close is not None:
-            self.on_close()
 
     def __enter__(self) -> Checkpoint:
         return self

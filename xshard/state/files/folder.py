@@ -44,17 +44,18 @@ class Mapped(NamedTuple):
     start: int
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        part = self.whole[(*box, ...)]
+        at: Any = (*box, ...)
+        part = self.whole[at]
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
             out[...] = part
             return
         # To be given the pages of the file takes as long as to copy them, and one piece does without.
-        left, at = out.reshape(-1).view(np.uint8), self.start + part.ctypes.data - self.whole.ctypes.data
+        left, start = out.reshape(-1).view(np.uint8), self.start + part.ctypes.data - self.whole.ctypes.data
         while left.size:
-            n = os.preadv(self.file, [left], at)
+            n = os.preadv(self.file, [left.data], start)
             if not n:
-                raise FileError(f"the file ends at byte {at}, and did not when it was opened")
-            left, at = left[n:], at + n
+                raise FileError(f"the file ends at byte {start}, and did not when it was opened")
+            left, start = left[n:], start + n
 
 
 def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:

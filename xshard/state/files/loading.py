@@ -6,11 +6,10 @@ cheaper, where a profile has a disk. Knows no framework: blocks are numpy arrays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,6 @@ from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import Made
-
-T, R = TypeVar("T"), TypeVar("R")
 
 
 class Load(NamedTuple):
@@ -52,22 +49,29 @@ def plan_load(
     names: Names | None = None,
     *,
     dtype: str | None = None,
+    like: Mapping[str, Any] | None = None,
+    strict: bool = True,
     profile: str | Path | Profile = "h100",
 ) -> dict[str, Load]:
     """Every array that a load makes of a checkpoint.
 
     rules: layouts, for names here. names: what is here, of what is stored. dtype: of all arrays of floats;
-    None: as they are stored. profile: of the machine; without a disk in it every device reads what it needs.
+    None: as they are stored. like: the arrays to be made, which have shapes and dtypes. strict: whether each
+    has to be stored, and no other. profile: of the machine; without a disk every device reads what it needs.
     Raises XshardError for a name without a rule or a rule without a name, and where a layout does not fit.
     """
     machine, found = load_profile(profile), {}
     made = stored_as(checkpoint, names)
-    for name, text in Rules(rules).match(made, what="array").items():
+    wanted = made if like is None else in_both(made, [(name,) for name in like], strict)
+    for name, text in Rules(rules).match([name for name in wanted if name is not None], what="array").items():
         each = made[name]
-        if dtype is not None and dtypes.precision(each.dtype):
+        shape = each.shape if like is None else tuple(like[name].shape)
+        if like is not None:
+            each = each._replace(dtype=dtypes.name_of(like[name].dtype))
+        elif dtype is not None and dtypes.precision(each.dtype):
             each = each._replace(dtype=dtypes.name_of(dtype))
         with located(name):
-            found[name] = load_of(checkpoint, each, Sharding(Layout.parse(text), mesh, each.shape), machine)
+            found[name] = load_of(checkpoint, each, Sharding(Layout.parse(text), mesh, shape), machine)
     return found
 
 
@@ -111,26 +115,24 @@ def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     return min(ways, key=lambda way: way[0])[1]
 
 
-def chosen(made: Iterable[str], leaves: Iterable[Sequence[str]], strict: bool) -> list[str | None]:
-    """Of the names of every array of a tree the first that is stored, if any.
+def in_both(
+    stored: Collection[str],
+    leaves: Sequence[Sequence[str]],
+    strict: bool,
+    places: tuple[str, str] = ("tree", "checkpoint"),
+) -> list[str | None]:
+    """Of the names of every array of a tree the first that is stored, or None.
 
-    strict: raise XshardError for an array that is only in the tree, or only in the checkpoint.
+    strict: raise XshardError for an array that is in one of the two places alone.
     """
-    given, stored = list(leaves), dict.fromkeys(made)
-    found = [next((name for name in names if name in stored), None) for names in given]
-    alone = [(names[0], "tree") for names, name in zip(given, found, strict=True) if name is None]
-    known = {name for names in given for name in names}
-    alone += [(name, "checkpoint") for name in stored if name not in known]
+    found = [next((name for name in names if name in stored), None) for names in leaves]
+    known = {name for names in leaves for name in names}
+    alone = [(names[0], places[0]) for names, name in zip(leaves, found, strict=True) if name is None]
+    alone += [(name, places[1]) for name in stored if name not in known]
     if strict and alone:
         hint = "names= says what is stored of what; strict=False passes over what is not in both"
         raise XshardError("{} is in the {} alone".format(*alone[0]), hint=hint)
     return found
-
-
-def at_once(read: Callable[[T], R], wanted: Iterable[T]) -> list[R]:
-    """Read several things, some at a time: disks, and copies in numpy, leave the interpreter to others."""
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(read, wanted))
 
 
 def read_block(
