@@ -97,3 +97,23 @@ def test_what_orbax_did_not_finish(tmp_path: Path) -> None:
     (tmp_path / "manager" / "3" / "other" / "_METADATA").write_text("{}")
     with pytest.raises(FileError, match="several: default, other"):
         open_checkpoint(tmp_path / "manager" / "3")
+
+
+@in_jax
+def test_chunks_are_read_once_for_all_devices(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+    import tensorstore
+
+    def bytes_read() -> int:
+        found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        return sum(each["value"] for one in found for each in one["values"])
+
+    whole = np.random.default_rng(0).random((384, 384), np.float32)
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "zarr", {"w": whole})
+    before = bytes_read()
+    with open_checkpoint(tmp_path / "zarr") as checkpoint:
+        found = [checkpoint.read("w", (slice(384), slice(at, at + 64))) for at in range(0, 384, 64)]
+    assert np.array_equal(np.concatenate(found, 1), whole)
+    assert bytes_read() - before < 1.1 * sum(
+        path.stat().st_size for path in (tmp_path / "zarr" / "w").iterdir()
+    )

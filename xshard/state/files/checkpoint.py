@@ -92,7 +92,11 @@ class Checkpoint(Mapping[str, Stored]):
 
 
 def in_groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, together while their sizes fit into the limit; a larger one is alone."""
+    """Names in their order, together while their sizes fit into the limit; a larger one is alone.
+
+    >>> in_groups({"a": 1, "b": 2, "c": 9, "d": 3}, limit=3)
+    [['a', 'b'], ['c'], ['d']]
+    """
     groups: list[list[str]] = []
     left = 0
     for name, size in sizes.items():

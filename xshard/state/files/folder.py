@@ -42,6 +42,7 @@ class Mapped(NamedTuple):
     whole: NDArray[Any]
     file: int
     start: int
+    place: str
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
         at: Any = (*box, ...)
@@ -54,7 +55,7 @@ class Mapped(NamedTuple):
         while left.size:
             n = os.preadv(self.file, [left.data], start)
             if not n:
-                raise FileError(f"the file ends at byte {start}, and did not when it was opened")
+                raise FileError(f"{self.place} ends at byte {start}, and did not when it was opened")
             left, start = left[n:], start + n
 
 
@@ -181,7 +182,7 @@ def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
     for name, (shape, dtype, start) in entries.items():
         try:
             whole = np.ndarray(shape, dtypes.carrier(dtype), memory, start)
-            found[name] = Mapped(shape, dtype, whole, file, start)
+            found[name] = Mapped(shape, dtype, whole, file, start, path.name)
         except (ValueError, OverflowError) as error:
             raise FileError(f"{path.name}: {name}: no array has shape {shape}: {error}") from None
     return found

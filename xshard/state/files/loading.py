@@ -124,6 +124,9 @@ def in_both(
     """Of the names of every array of a tree the first that is stored, or None.
 
     strict: raise XshardError for an array that is in one of the two places alone.
+
+    >>> in_both({"a": 1, "b": 2}, [("tied", "a"), ("c",)], strict=False)
+    ['a', None]
     """
     found = [next((name for name in names if name in stored), None) for names in leaves]
     known = {name for names in leaves for name in names}
