@@ -142,7 +142,8 @@ def load(
     def read(name: str) -> Tensor | None:
         return _read(opened[0], *loads[name], result[name])
 
-    shared = {name: _shared_bytes(one) for name, (one, _) in loads.items()}
+    ends = {name: (one.source.max_local_shape, one.stored) for name, (one, _) in loads.items()}
+    shared = {name: loads[name][0].is_shared * dtypes.n_bytes(*end) for name, end in ends.items()}
     with ThreadPoolExecutor() as threads:  # disks, and copies in numpy, leave the interpreter to others
         for group in in_groups(shared, BUCKET_BYTES):
             here = [name for name in group if rank() in loads[name][1].ranks]
@@ -179,11 +180,6 @@ def _filling(
             with located(name):
                 found[name] = load_of(checkpoint, made[name], leaf.sharding, profile), leaf
     return found
-
-
-def _shared_bytes(one: files.Load) -> int:
-    """What a device reads for others, at most."""
-    return dtypes.n_bytes(one.source.max_local_shape, one.stored) if one.is_shared else 0
 
 
 def _read(checkpoint: files.Checkpoint, one: files.Load, leaf: Leaf, out: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,25 +35,23 @@ def measure_disk(folder: str | Path, size: int = SIZE) -> Link:
         hint = "measure on Linux, or write a disk into the profile"
         raise CalibrationError("this system keeps what was read of files in memory", hint=hint)
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file, ThreadPoolExecutor() as threads:
             pieces = range(0, size, _PIECE)
             for _ in pieces:
                 file.write(os.urandom(_PIECE))
             os.fsync(file.fileno())
-            small = [_seconds(file.fileno(), [at], _LEAST) for at in pieces]
-            large = [_seconds(file.fileno(), pieces, _PIECE) for _ in range(_ROUNDS)]
+            small = [_seconds(map, file.fileno(), [at], _LEAST) for at in pieces]
+            large = [_seconds(threads.map, file.fileno(), pieces, _PIECE) for _ in range(_ROUNDS)]
     except OSError as error:
-        raise CalibrationError(
-            f"{folder}: {error.strerror}", hint="a folder that can be written to"
-        ) from error
+        hint = "a folder that can be written to"
+        raise CalibrationError(f"{folder}: {error.strerror}", hint=hint) from error
     latency_s, rate = statistics.median(small), size / statistics.median(large)
     return Link(float(f"{latency_s:.4g}"), float(f"{rate:.4g}"))
 
 
-def _seconds(file: int, starts: Sequence[int], n_bytes: int) -> float:
+def _seconds(on_each: Callable[..., Iterable[int]], file: int, starts: Sequence[int], n_bytes: int) -> float:
     """How long it takes to read so many bytes at each of these places, none of which is in memory."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.perf_counter()
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda at: len(os.pread(file, n_bytes, at)), starts))
+    sum(on_each(lambda at: len(os.pread(file, n_bytes, at)), starts))
     return time.perf_counter() - begin

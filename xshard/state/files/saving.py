@@ -109,16 +109,18 @@ def plan_save(
     meshes = {str(source.sharding.mesh) for source in sources.values()}
     mesh = min(meshes) if len(meshes) == 1 else None
     said = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
-    groups = _filled(made, shard_bytes)
+    sizes = {name: dtypes.n_bytes(*each[:2]) for name, each in made.items()}
+    groups = in_groups(sizes, shard_bytes) or [[]]
     files: list[Shard] = []
     for i, group in enumerate(groups):
+        group.sort(key=lambda name: -dtypes.itemsize(made[name].dtype))  # so that every array is aligned
         layouts = {name: text for name in group if (text := _layout(made[name], sources)) is not None}
         ours = {**said, "layouts": layouts if mesh else None}
         metadata = {"format": "pt", KEY: json.dumps({k: v for k, v in ours.items() if v})}
         header = write_header({name: made[name][:2] for name in group}, metadata)
         starts, at = {}, len(header)
         for name in group:
-            starts[name], at = at, at + dtypes.n_bytes(*made[name][:2])
+            starts[name], at = at, at + sizes[name]
         files.append(Shard(f"{i + 1:05}-of-{len(groups):05}.safetensors", header, starts, at))
     return Saving(dict(sources), made, tuple(files), {"constants": dict(constants or {})}, _owners(sources))
 
@@ -136,12 +138,6 @@ def _owners(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
             owned.setdefault(processes[device], []).append((name, device))
             written[processes[device]] = written.get(processes[device], 0) + n
     return owned
-
-
-def _filled(made: Mapping[str, Made], shard_bytes: int) -> list[list[str]]:
-    """Names in their order, by file; in each the widest dtypes first, so that every array is aligned."""
-    groups = in_groups({name: dtypes.n_bytes(*each[:2]) for name, each in made.items()}, shard_bytes)
-    return [sorted(group, key=lambda name: -dtypes.itemsize(made[name].dtype)) for group in groups or [[]]]
 
 
 def _layout(made: Made, sources: Mapping[str, Source]) -> str | None:
