@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,8 @@ def open_orbax(path: str | Path) -> Checkpoint:
             continue
         name, at = leaf_name(path_to), leaf.sharding
         spec = _spec(folder, leaf.name, packed, found.use_zarr3)
-        arrays[name] = _Array(tuple(leaf.shape), name_of(leaf.dtype), spec, context)
+        opened = tensorstore.open(spec, context=context, open=True, read=True)  # all at once
+        arrays[name] = _Array(tuple(leaf.shape), name_of(leaf.dtype), spec["kvstore"]["path"], opened)
         if isinstance(at, ocp.metadata.NamedShardingMetadata):
             with suppress(XshardError):  # a sharding that no layout says
                 layouts[name] = from_partition_spec(jax.P(*at.partition_spec), len(leaf.shape))
@@ -64,19 +64,16 @@ class _Array:
 
     shape: tuple[int, ...]
     dtype: str
-    spec: dict[str, Any]
-    context: tensorstore.Context
-
-    @cached_property
-    def _opened(self) -> tensorstore.TensorStore:
-        return tensorstore.open(self.spec, open=True, read=True, context=self.context).result()
+    place: str
+    opened: tensorstore.Future
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
         try:
-            there = out.view(self._opened.dtype.numpy_dtype)
-            tensorstore.array(there, copy=False, write=True).write(self._opened[box]).result()
+            stored = self.opened.result()
+            there = tensorstore.array(out.view(stored.dtype.numpy_dtype), copy=False, write=True)
+            there.write(stored[box]).result()
         except ValueError as error:
-            raise FileError(f"{self.spec['kvstore']['path']}: {error}") from None
+            raise FileError(f"{self.place}: {error}") from None
 
 
 def _spec(folder: Path, name: str, packed: bool, zarr3: bool) -> dict[str, Any]:
