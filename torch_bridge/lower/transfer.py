@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -88,9 +88,16 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
         _stepped(each.before, start, dtype)
         for each, start, dtype in zip(crossings, starts, dtypes, strict=True)
     ]
-    if sending := [i for i, each in enumerate(crossings) if _sends(each.plan)]:
+    sending = [i for i, each in enumerate(crossings) if _sends(each.plan)]
+
+    def stay() -> None:  # what moves nowhere is copied while the others travel
+        for i, (each, start) in enumerate(zip(crossings, starts, strict=True)):
+            if i not in sending and outs[i] is start and each.after is None:
+                outs[i] = start.clone(memory_format=torch.contiguous_format)
+
+    if sending:
         first = crossings[sending[0]].plan
-        several = [crossings[i] for i in sending], [outs[i] for i in sending]
+        several = [crossings[i] for i in sending], [outs[i] for i in sending], stay
         for i, out in zip(sending, during(lambda: _place(first), _transferred, *several), strict=True):
             outs[i] = out
     results = []
@@ -106,7 +113,9 @@ def _stepped(steps: Executable | None, block: Tensor, dtype: torch.dtype) -> Ten
     return block if steps is None else _seen_as(block.dtype, steps(_seen_as(dtype, block)))
 
 
-def _transferred(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
+def _transferred(
+    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor], meanwhile: Callable[[], None]
+) -> list[Tensor]:
     group = crossings[0].group
     me, kept = rank_in(group), {}
     leaving: dict[int, list[Tensor]] = {}
@@ -121,17 +130,18 @@ def _transferred(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
             if rank != me:
                 coming.setdefault(rank, []).append((i, block.new_empty(part.shape, device="meta")))
     work, arrived = [], {(i, me): part for i, part in kept.items()}
-    if not blocks[0].is_meta:  # else shapes alone are asked for
-        work = [dist.P2POp(dist.isend, packed(parts), rank, group) for rank, parts in leaving.items()]
+    # Receives first: gloo tells a sender that it may begin behind all that is on the way to it by then.
     for rank, parts in coming.items():
         buffer = blocks[0].new_empty(_ends([part for _, part in parts])[-1], dtype=torch.uint8)
         views = unpacked(buffer, [part for _, part in parts])
         arrived |= {(i, rank): view for (i, _), view in zip(parts, views, strict=True)}
-        if not buffer.is_meta:
-            work.append(dist.P2POp(dist.irecv, buffer, rank, group))
-    if work:
+        work.append(dist.P2POp(dist.irecv, buffer, rank, group))
+    if (leaving or coming) and not blocks[0].is_meta:  # else shapes alone are asked for
+        work += [dist.P2POp(dist.isend, packed(parts), rank, group) for rank, parts in leaving.items()]
         ranks = sorted({rank for c in crossings for rank in (*c.plan.src_devices, *c.plan.dst_devices)})
-        call_backend("an exchange", ranks, _exchange, work)
+        begun = call_backend("an exchange", ranks, dist.batch_isend_irecv, work)
+        meanwhile()
+        call_backend("an exchange", ranks, _wait, begun)
     return [
         each.whole.place(block, [arrived[i, rank] for rank, _ in each.received])
         if each.whole
@@ -259,6 +269,6 @@ def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _exchange(work: list[dist.P2POp]) -> None:
-    for pending in dist.batch_isend_irecv(work):
-        pending.wait()
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -95,6 +95,8 @@ class _Channel:
         self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
     ) -> dict[int, dict]:
         store.set(self._key(number, rank), json.dumps(mine))
+        if number > 1:  # while others come; all ranks that came to the last meeting have read this one
+            store.delete_key(self._key(number - 2, rank))
         keys = [self._key(number, r) for r in self.ranks]
         try:
             store.wait(keys, timeout)
@@ -102,10 +104,7 @@ class _Channel:
             missing = [r for r, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
             if missing:  # else all have come since
                 self._missed(missing, mine, timeout, error)
-        reports = {r: json.loads(store.get(key)) for r, key in zip(self.ranks, keys, strict=True)}
-        if number:
-            store.delete_key(self._key(number - 1, rank))  # all ranks that came to this meeting have read it
-        return reports
+        return dict(zip(self.ranks, map(json.loads, store.multi_get(keys)), strict=True))
 
     def _key(self, number: int, rank: int) -> str:
         return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
