@@ -116,6 +116,5 @@ def test_the_machine_that_is_found_is_the_default_everywhere() -> None:
         for name, f in ((name, getattr(xt, name)) for name in xt.__all__)
         if callable(f) and "profile" in getattr(inspect.signature(f), "parameters", {})
     }
-    # Two programs may run on different machines, and have to say for which they plan.
-    assert {named.pop("Publisher"), named.pop("Subscriber")} == {"h100"}
+    assert "Publisher" in named and "Subscriber" not in named  # which plans for the machine of the trainer
     assert set(named.values()) == {"auto"} and {"redistribute", "einsum", "parallelize"} <= set(named)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,29 +16,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
 from torch_bridge.state.carry import Progress, carry
-from torch_bridge.state.facts import asked, planned, rules_there
+from torch_bridge.state.facts import PROFILE, asked, planned, rules_there
+from torch_bridge.state.heartbeat import PAUSE_S, Heartbeat, LostVersionError
 from torch_bridge.state.processes import together
-from xshard import Mesh, MeshError, Profile
+from xshard import Mesh, MeshError
+from xshard.cost.model import profile_of
 from xshard.state import Names, TreePlan
 from xshard.state.transfer import BUCKET
 
 T = TypeVar("T")
-
-PAUSE_S = 0.02  # between two looks into the store
 
 
 @dataclass(kw_only=True)
 class End:
     """One of the two programs; all processes of it make one, with equal arguments.
 
-    store: a `TCPStore` or `FileStore` in which both programs meet. rules, names, bucket_bytes, profile: as in
-    `transfer`, equal in both programs: the machines that they would find may differ. src_mesh, dst_mesh: of
-    all processes of the trainer and of the server. timeout_s: how long one program waits for the other.
-    name: of the stream, where a store has several.
+    store: a `TCPStore` or `FileStore` in which both programs meet. rules, names, bucket_bytes: as in
+    `transfer`, equal in both programs. src_mesh, dst_mesh: of all processes of the trainer and of the server.
+    timeout_s: how long one program waits for the other. silent_s: how long a rank of the other may show no
+    sign of life amid a version before that is lost. name: of the stream, where a store has several.
     """
 
     is_trainer: ClassVar[bool]
@@ -49,13 +47,14 @@ class End:
     dst_mesh: Mesh
     names: Names | None = None
     bucket_bytes: int | str | None = BUCKET
-    profile: str | Path | Profile = "h100"
     timeout_s: float = 60.0
+    silent_s: float = 5.0
     name: str = "weights"
     version: int = field(default=0, init=False)
     _group: dist.ProcessGroup | None = field(default=None, init=False, repr=False)
     _sessions: str = field(default="", init=False, repr=False)
     session: int = field(default=0, init=False, repr=False)
+    heart: Heartbeat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_world()
@@ -65,6 +64,7 @@ class End:
                 f"{own!r} has {own.n_devices} devices, this program {n} processes",
                 hint="src_mesh is of all processes of the trainer, dst_mesh of all of the server",
             )
+        self.heart = Heartbeat(self.store, self.key)
 
     def begin(self) -> None:
         """Count this program anew after a failure: its connections are of no use then."""
@@ -97,16 +97,17 @@ class End:
     def planned(self, facts: Mapping[str, str]) -> TreePlan:
         n, there = self.src_mesh.n_devices, rules_there(self.rules)
         devices = tuple(range(n)), tuple(range(n, n + self.dst_mesh.n_devices))
-        options = devices, machine(self.profile), self.bucket_bytes
+        options = devices, profile_of("of the trainer", facts[PROFILE]), self.bucket_bytes
         return planned(tuple(facts.items()), there, self.names, self.dst_mesh, *options)
 
     def text(self, plan: TreePlan) -> str:
         return "\n".join((str(plan), *asked(self.rules, self.names).values()))
 
     def wait(self, *parts: object) -> str | None:
-        """What the other program writes there, or None if it does not come in time."""
+        """What the other program writes there, or None if it does not come in time. Raises LostVersionError."""
         key, end_s = self.key(*parts), time.monotonic() + self.timeout_s
         while not self.store.check([key]):
+            self.heart.check()
             if time.monotonic() > end_s:
                 return None
             time.sleep(PAUSE_S)
@@ -123,7 +124,9 @@ class End:
                 first = 0 if self.is_trainer else ranks[0]
                 timeout = timedelta(seconds=self.timeout_s)
                 places = self.key(sessions), first + dist.get_rank(), sum(ranks), timeout
-                self._group = group_of_programs(self.store, *places)
+                store: Any = self.store  # of which nobody else can ask anything while they wait
+                store = store.clone()
+                self._group = self.heart.guarded(lambda: group_of_programs(store, *places))
         return self._group
 
     def moved(
@@ -137,3 +140,8 @@ class End:
         group = self.join(sessions)
         assert group is not None
         return carry(plan, blocks, device, group, progress=progress)
+
+    def lost(self, reason: str, error: Exception) -> LostVersionError:
+        """The error of a version that did not arrive, because of this one, which may name ranks of both."""
+        n = self.src_mesh.n_devices
+        return LostVersionError(reason, hint=f"{error}\n  of the ranks of both, the first {n} are the trainer's")

@@ -32,7 +32,7 @@ from xshard.plans.expression import sides_or_one
 from xshard.rules import leaf_name, place_of
 from xshard.state import Names, TreePlan, plan_transfer
 
-LEAF = "leaf "
+LEAF, PROFILE = "leaf ", "profile"
 Facts = Mapping[str, str]
 
 

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +19,21 @@ from torch import Tensor
 
 from torch_bridge.between import tensor_device_of
 from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
+from torch_bridge.mesh.machine import machine
 from torch_bridge.state.carry import Progress
-from torch_bridge.state.ends import PAUSE_S, End
-from torch_bridge.state.facts import described, first_on_device, tree_of
-from xshard import XshardError
+from torch_bridge.state.ends import End
+from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
+from torch_bridge.state.heartbeat import PAUSE_S, LostVersionError
+from xshard import Profile, XshardError
+from xshard.cost.model import load_profile
+from xshard.state import TreePlan
 
 
-class LostVersionError(XshardError, RuntimeError):
-    """A version did not arrive whole: the other program has ended, failed, or did not come in time."""
-
-
+@dataclass(kw_only=True)
 class Publisher(End):
     """The trainer's end: `publish` sends a tree to the server, as its next version.
+
+    profile: as in `transfer`. It goes to the server, which may run on another machine and plans for the same.
 
     >>> import inspect
     >>> list(inspect.signature(Publisher.publish).parameters)
@@ -37,6 +41,7 @@ class Publisher(End):
     """
 
     is_trainer = True
+    profile: str | Path | Profile = "auto"
 
     def publish(
         self, tree: Any, shapes: Mapping[str, Sequence[int]] | None = None, progress: Progress = False
@@ -46,57 +51,64 @@ class Publisher(End):
         Waits until the server receives. Raises, on all ranks of the trainer, as `transfer` does; DesyncError
         where the server plans another transfer, LostVersionError where it does not have the version whole.
         """
-        rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+        everyone = tuple(range(dist.get_world_size()))
         blocks: dict[str, Tensor] = {}
         known: dict[str, Any] = {}
 
         def prepared() -> CallFacts:
             own, facts = described(tree, self.rules, self.src_mesh, shapes)
+            facts[PROFILE] = load_profile(machine(self.profile)).to_json()
             known["facts"], known["plan"] = facts, self.planned(facts)
             blocks.update(own)
             return CallFacts({"plan": self.text(known["plan"])}, facts, everyone, {})
 
         self.begin()
         compare_ranks(everyone, "publish", prepared)
-        plan = known["plan"]
+        try:
+            with self.heart.beating(self.session, self.silent_s):
+                self.version = self._delivered(known["facts"], known["plan"], blocks, progress)
+        finally:
+            if dist.get_rank() == 0:  # a server that starts later finds nothing to wait for
+                self.store.set(self.key("latest"), "0")
+        return self.version
+
+    def _delivered(
+        self, facts: Mapping[str, str], plan: TreePlan, blocks: dict[str, Tensor], progress: Progress
+    ) -> int:
+        """Offer a version, and send it to the server that answers -> its number."""
         text = self.text(plan)
 
         def offered() -> dict[str, Any]:
             version = self.store.add(self.key("versions"), 1)
-            offer = {"facts": known["facts"], "plan": text, "session": self.session}
+            offer = {"facts": facts, "plan": text, "session": self.session}
             self.store.set(self.key("offer", version), json.dumps(offer))
             self.store.set(self.key("latest"), str(version))
             return {"version": version, "answer": self.wait("answer", version)}
 
+        told = self.told(offered)
+        version: int = told["version"]
+        if told["answer"] is None:
+            raise LostVersionError(
+                f"no server took version {version} within {self.timeout_s:g} s",
+                hint="all its ranks call Subscriber.receive, on the same store and name",
+            )
+        server = json.loads(told["answer"])
+        if server["plan"] != text:
+            raise _differing(text, server["plan"])
+        self.heart.watch("server", server["session"], self.dst_mesh.n_devices, version)
+        device = tensor_device_of(first_on_device(blocks), None, None)
+
+        def sent() -> None:
+            self.moved(plan, blocks, f"{self.session}-{server['session']}", device, progress)
+            done = self.wait("done", version) if dist.get_rank() == 0 else ""
+            if done != "":
+                raise LostVersionError(f"the server says {done or f'nothing for {self.timeout_s:g} s'}")
+
         try:
-            told = self.told(offered)
-            if told["answer"] is None:
-                raise LostVersionError(
-                    f"no server took version {told['version']} within {self.timeout_s:g} s",
-                    hint="all its ranks call Subscriber.receive, on the same store and name",
-                )
-            server = json.loads(told["answer"])
-            if server["plan"] != text:
-                raise _differing(text, server["plan"])
-            device = tensor_device_of(first_on_device(blocks), None, None)
-            sessions = f"{self.session}-{server['session']}"
-
-            def sent() -> None:
-                self.moved(plan, blocks, sessions, device, progress)
-                done = self.wait("done", told["version"]) if rank == 0 else ""
-                if done != "":
-                    raise LostVersionError(f"the server says {done or f'nothing for {self.timeout_s:g} s'}")
-
-            try:
-                self.all_did(sent)
-            except Exception as error:
-                reason = f"version {told['version']} did not reach the server"
-                raise LostVersionError(reason, hint=str(error)) from error
-        finally:
-            if rank == 0:  # a server that starts later finds nothing to wait for
-                self.store.set(self.key("latest"), "0")
-        self.version = told["version"]
-        return self.version
+            self.all_did(sent)
+        except Exception as error:
+            raise self.lost(f"version {version} did not reach the server", error) from error
+        return version
 
 
 @dataclass(kw_only=True)
@@ -119,13 +131,18 @@ class Subscriber(End):
         trainer plans another transfer, and LostVersionError where it has ended in the middle; the old version
         stays, and later versions, of a new trainer too, can be received.
         """
-        rank = dist.get_rank()
         self.begin()
         told = self.told(lambda: self._offered(wait_s), wait_s)
         if not told:
             return False
-        version, facts = told["version"], told["facts"]
-        self._seen = version
+        self._seen = told["version"]
+        with self.heart.beating(self.session, self.silent_s):
+            self.tree, self.version = self._taken(told, progress), told["version"]
+        return True
+
+    def _taken(self, told: Mapping[str, Any], progress: Progress) -> Any:
+        """Answer an offer, and receive the version -> its tree."""
+        rank, version, facts = dist.get_rank(), told["version"], told["facts"]
         answer: dict[str, Any] = {"session": self.session, "plan": ""}
         error: Exception | None = None
         try:
@@ -139,6 +156,7 @@ class Subscriber(End):
             raise error
         if answer["plan"] != told["plan"]:
             raise _differing(answer["plan"], told["plan"])
+        self.heart.watch("trainer", told["session"], self.src_mesh.n_devices, version)
         device, sessions = tensor_device_of(None, self.device, None), f"{told['session']}-{self.session}"
         found: dict[str, Tensor] = {}
         try:
@@ -149,10 +167,8 @@ class Subscriber(End):
             self.store.set(self.key("done", version), "" if error is None else str(error))
         if error is not None:
             kept = f"version {self.version} stays" if self.version else "there is none before it"
-            reason = f"version {version} did not arrive whole; {kept}"
-            raise LostVersionError(reason, hint=str(error)) from error
-        self.tree, self.version = tree_of(found, plan, facts, self.names), version
-        return True
+            raise self.lost(f"version {version} did not arrive whole; {kept}", error) from error
+        return tree_of(found, plan, facts, self.names)
 
     def _offered(self, wait_s: float) -> dict[str, Any]:
         """The latest offer that is new; nothing if there is none in time."""
@@ -168,7 +184,7 @@ class Subscriber(End):
 
 
 def _differing(here: str, there: str) -> DesyncError:
-    """The first lines in which two plans differ."""
-    mine, other = here.splitlines(), there.splitlines()
-    one, two = next((a, b) for a, b in itertools.zip_longest(mine, other, fillvalue="") if a != b)
-    return DesyncError("the two programs plan different transfers", hint=f"here:  {one}\n  there: {two}")
+    """The first lines in which two plans differ, with their breaks: texts may differ in no more than these."""
+    lines = itertools.zip_longest(here.splitlines(True), there.splitlines(True), fillvalue="")
+    one, two = next((a, b) for a, b in lines if a != b)
+    return DesyncError("the two programs plan different transfers", hint=f"here:  {one!r}\n  there: {two!r}")

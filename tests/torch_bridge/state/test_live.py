@@ -73,7 +73,7 @@ def results(folder: Path, role: str) -> list[Any]:
 
 def trainer(store: Any, dies: bool) -> list[Any]:
     """Publishes a version; then it dies in the middle of another, or plans another transfer."""
-    options = {**MESHES, "bucket_bytes": 64, "timeout_s": TIMEOUT_S}
+    options = {**MESHES, "bucket_bytes": 64, "timeout_s": TIMEOUT_S, "silent_s": TIMEOUT_S}
     publisher = xt.Publisher(store=store, rules=RULES, **options)
     found: list[Any] = [publisher.publish(blocks(1 if dies else 3, "src_mesh"), SHAPES)]
 
@@ -88,7 +88,7 @@ def trainer(store: Any, dies: bool) -> list[Any]:
 
 
 def server(store: Any, restart: Any) -> list[Any]:
-    options = {**MESHES, "bucket_bytes": 64, "timeout_s": TIMEOUT_S}
+    options = {**MESHES, "bucket_bytes": 64, "timeout_s": TIMEOUT_S, "silent_s": TIMEOUT_S}
     subscriber = xt.Subscriber(store=store, rules=RULES, **options)
     found: list[Any] = [subscriber.receive()]
     held: list[Any] = []
@@ -160,7 +160,7 @@ def test_a_version_is_whole_or_invisible(tmp_path: Path) -> None:
     assert [number for number, _ in published] == [3, 3, 3]
     for _, (kind, text) in published:
         assert kind == "DesyncError"
-        assert text.splitlines()[1:] == [f"  here:  {RULES | {'b': 'n'}}", f"  there: {RULES}"]
+        assert text.splitlines()[1:] == [f"  here:  {str(RULES | {'b': 'n'}) + chr(10)!r}", f"  there: {str(RULES) + chr(10)!r}"]
 
 
 def test_all_ranks_of_a_trainer_hear_that_nobody_serves(tmp_path: Path) -> None:
