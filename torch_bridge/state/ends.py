@@ -139,7 +139,13 @@ class End:
     ) -> dict[str, Tensor] | None:
         group = self.join(sessions)
         assert group is not None
-        return carry(plan, blocks, device, group, progress=progress)
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+        def carried() -> dict[str, Tensor] | None:
+            with torch.cuda.stream(stream):  # that of this thread
+                return carry(plan, blocks, device, group, progress=progress)
+
+        return self.heart.guarded(carried)
 
     def lost(self, reason: str, error: Exception) -> LostVersionError:
         """The error of a version that did not arrive, because of this one, which may name ranks of both."""
