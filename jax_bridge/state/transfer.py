@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.rules import named_once, place_of
-from xshard.state import Names, TreePlan, plan_transfer
+from xshard.state import ArrayPlan, Names, TreePlan, plan_transfer
+from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
 
 
@@ -45,6 +46,7 @@ def transfer(
     names: Names | None = None,
     bucket_bytes: int | str | None = BUCKET,
     donate: bool = False,
+    progress: Progress = False,
     dry_run: bool = False,
     profile: str | Path | Profile = "auto",
 ) -> Any:
@@ -57,7 +59,7 @@ def transfer(
     rules: as for `place`, patterns of leaf names, there, to layouts; an arrow says where an array is, too.
     names: `xshard.state.Names`, where arrays have other names there, or are fused or split.
     bucket_bytes: about the most that a device sends and receives at once. donate: arrays are deleted, bucket
-    by bucket.
+    by bucket. progress: a bar by bytes, or a function that is called with the bytes done and all bytes.
     dry_run: return the plan, a `TreePlan` that prints as a table, and send nothing.
 
     It has no gradient, and runs outside of `jit`.
@@ -97,7 +99,9 @@ def transfer(
             targets[array.name] = to_named_sharding(storage_layout(array.sharding.layout), dst_mesh)
     if dry_run:
         return plan
-    made = _carried_out(plan, entries, targets, devices, donate)
+    first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
+    with reporting(progress, plan, first) as report:
+        made = _carried_out(plan, entries, targets, devices, donate, report)
     if names is not None:
         return made
     results = [made[leaf.name] if is_array(leaf.x) else leaf.x for leaf in leaves]
@@ -171,8 +175,9 @@ def _carried_out(
     targets: Mapping[str, NamedSharding],
     devices: list[jax.Device],
     donate: bool,
+    report: Callable[[Sequence[ArrayPlan]], None],
 ) -> dict[str, jax.Array]:
-    """The arrays there by name, bucket after bucket."""
+    """The arrays there by name, bucket after bucket. report: is called with each that has gone."""
     arrays = {name: Held(blocks_of(entry.x), entry.x.dtype) for name, entry in entries.items()}
     left = Counter(move.name for array in plan.arrays for move in array.moves)
     made = {}
@@ -188,4 +193,5 @@ def _carried_out(
             for x in (entries[name].x, entries[name].leaf):
                 if isinstance(x, jax.Array) and not x.is_deleted():
                     x.delete()
+        report(bucket)
     return made

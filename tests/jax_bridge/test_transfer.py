@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -143,15 +145,20 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     )
     train, serve, weights = on(0, dp=4), on(4, tp=2), layers(2)
     given = xj.place(weights, apart, train)
-    moved = xj.transfer(given, fused, serve, names=names, bucket_bytes=600)
-    plan = xj.transfer(given, fused, serve, names=names, bucket_bytes=600, dry_run=True)
-    assert len(plan.buckets) > 2 and plan.bytes_received == plan.bytes_lower_bound
+    seen: list[tuple[int, int]] = []
+    options = {"names": names, "bucket_bytes": 600}
+    moved = xj.transfer(given, fused, serve, **options, progress=lambda *bytes_: seen.append(bytes_))
+    plan = xj.transfer(given, fused, serve, **options, dry_run=True)
+    assert len(seen) == len(plan.buckets) > 2 and seen[-1] == (plan.bytes_moved, plan.bytes_moved)
+    assert seen == sorted(set(seen)) and plan.bytes_received == plan.bytes_lower_bound
     expected = names.apply(weights)
     assert [*moved] == [*expected]
     for name, x in expected.items():
         assert held(moved[name]) == stored(x, str(plan_layout(plan, name)), serve), name
     back = Names(*to_fused.inverse.relations, rename("norm", "norm", dtype="float32"))
-    returned = xj.transfer(moved, apart, train, names=back)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        returned = xj.transfer(moved, apart, train, names=back, progress=True)
+    assert "transfer" in shown.getvalue()
     for name, x in weights.items():
         assert bits(returned[name]) == bits(x) and returned[name].dtype == x.dtype, name
 

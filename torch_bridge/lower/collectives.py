@@ -178,7 +178,7 @@ class Collective:
         group = self.group.process_group
         senders, receivers = self._peers
         with torch.profiler.record_function(PERMUTE) if _is_watched() else _UNWATCHED:
-            # Receives first: gloo tells a sender that it may begin behind all that is on the way to it by then.
+            # Receives first: gloo's word that one is ready would come behind all that one sends.
             works = [group.recv([out[rows]], rank, TAG) for rank, rows in senders]
             works += [group.send([messages[rows]], rank, TAG) for rank, rows in receivers]
         return _Works(works)

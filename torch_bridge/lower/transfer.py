@@ -130,7 +130,7 @@ def _transferred(
             if rank != me:
                 coming.setdefault(rank, []).append((i, block.new_empty(part.shape, device="meta")))
     work, arrived = [], {(i, me): part for i, part in kept.items()}
-    # Receives first: gloo tells a sender that it may begin behind all that is on the way to it by then.
+    # Receives first: gloo's word that one is ready would come behind all that one sends.
     for rank, parts in coming.items():
         buffer = blocks[0].new_empty(_ends([part for _, part in parts])[-1], dtype=torch.uint8)
         views = unpacked(buffer, [part for _, part in parts])

@@ -1,12 +1,11 @@
 """A plan of a tree as one process carries it out, bucket by bucket.
 
-Decides what is held at a time, when a donated block is given back, and who hears of progress. Knows no rules.
+Decides what is held at a time, and when a donated block is given back. Knows no rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,8 @@ from torch import Tensor
 from torch_bridge.lower.collectives import CARRIERS
 from torch_bridge.lower.transfer import cross, run_together
 from torch_bridge.mesh.process_groups import rank_in
-from xshard import XshardError
 from xshard.state import ArrayPlan, TreePlan
-
-Progress = bool | Callable[[int, int], object]
+from xshard.state.progress import Progress, reporting
 
 
 @torch.no_grad()
@@ -36,8 +33,7 @@ def carry(
     """This process's blocks here, by name -> new ones there, or None where it is not in the destination.
 
     All of `group`, whose ranks the devices of the plan are, call it. donate: a block's memory is given back
-    when the last bucket that has a part of it has gone. progress: called with the bytes that have arrived
-    anywhere, and all bytes; True: a bar, on the first rank of the group.
+    when the last bucket that has a part of it has gone. progress: as in `transfer`.
     """
     me = rank_in(group)
     at_src, at_dst = (
@@ -45,7 +41,7 @@ def carry(
     )
     last = {move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves}
     found: dict[str, Tensor] = {}
-    with _reporting(progress, plan, group) as report:
+    with reporting(progress, plan, group.rank() == 0) as report:
         for bucket in plan.buckets:
             moves = [move for array in bucket for move in array.moves]
             crossings = [cross(move.plan, tensor_device, group) for move in moves]
@@ -65,7 +61,7 @@ def carry(
             if donate:
                 for name in [name for name in blocks if last.get(name) is bucket]:
                     _give_back(blocks.pop(name))
-            report(sum(array.traffic.total() for array in bucket))
+            report(bucket)
     return found if at_dst is not None else None
 
 
@@ -98,29 +94,3 @@ def _give_back(block: Tensor) -> None:
     storage = block.untyped_storage()
     if storage.nbytes() == block.nbytes and storage.resizable():
         storage.resize_(0)
-
-
-@contextmanager
-def _reporting(
-    progress: Progress, plan: TreePlan, group: dist.ProcessGroup
-) -> Iterator[Callable[[int], None]]:
-    """Who is called with the bytes of every bucket."""
-    done, total = 0, plan.bytes_moved if progress else 0
-
-    def report(n: int) -> None:
-        nonlocal done
-        done += n
-        if callable(progress):
-            progress(done, total)
-
-    if progress is not True or group.rank() != 0:
-        yield report
-        return
-    try:
-        from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bar
-    except ImportError as error:
-        raise XshardError("progress=True needs rich", hint="pip install 'xshard[cli]'") from error
-    with Bar("transfer", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda n: bar.advance(task, n)

@@ -18,13 +18,14 @@ from torch._C._distributed_c10d import Store
 
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
-from torch_bridge.state.carry import Progress, carry
+from torch_bridge.state.carry import carry
 from torch_bridge.state.facts import PROFILE, asked, planned, rules_there
 from torch_bridge.state.heartbeat import PAUSE_S, Heartbeat, LostVersionError
 from torch_bridge.state.processes import together
 from xshard import Mesh, MeshError
 from xshard.cost.model import profile_of
 from xshard.state import Names, TreePlan
+from xshard.state.progress import Progress
 from xshard.state.transfer import BUCKET
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class End:
         return "\n".join((str(plan), *asked(self.rules, self.names).values()))
 
     def wait(self, *parts: object) -> str | None:
-        """What the other program writes there, or None if it does not come in time. Raises LostVersionError."""
+        """What the other program writes there, or None if it does not come in time, while that is at work."""
         key, end_s = self.key(*parts), time.monotonic() + self.timeout_s
         while not self.store.check([key]):
             self.heart.check()
@@ -148,6 +149,8 @@ class End:
         return self.heart.guarded(carried)
 
     def lost(self, reason: str, error: Exception) -> LostVersionError:
-        """The error of a version that did not arrive, because of this one, which may name ranks of both."""
-        n = self.src_mesh.n_devices
-        return LostVersionError(reason, hint=f"{error}\n  of the ranks of both, the first {n} are the trainer's")
+        """The error of a version that did not arrive because of this one, which may name ranks of both."""
+        whose = (
+            f"where ranks of both programs are named, the first {self.src_mesh.n_devices} are the trainer's"
+        )
+        return LostVersionError(reason, hint=f"{error}\n  {whose}")

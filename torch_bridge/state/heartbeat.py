@@ -40,7 +40,7 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
-        """Count meanwhile, as a rank of this session of this program. silent_s: after which another has stopped."""
+        """Count meanwhile, as a rank of this session. silent_s: of another rank that has stopped."""
         over = threading.Event()
         self._lost, self._others, self._looks = "", {}, silent_s / BEAT_S
         own = self._key("beats", session, dist.get_rank())
@@ -63,7 +63,7 @@ class Heartbeat:
             raise LostVersionError(self._lost)
 
     def guarded(self, call: Callable[[], T]) -> T:
-        """What a call returns that waits for the other program. Raises as `check` does, and the call waits on."""
+        """What a call returns that waits for the other program. Where `check` raises it is left to wait on."""
         found: Future[T] = Future()
 
         def run() -> None:

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch_bridge.between import tensor_device_of
 from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
 from torch_bridge.mesh.machine import machine
-from torch_bridge.state.carry import Progress
 from torch_bridge.state.ends import End
 from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
 from torch_bridge.state.heartbeat import PAUSE_S, LostVersionError
 from xshard import Profile, XshardError
 from xshard.cost.model import load_profile
 from xshard.state import TreePlan
+from xshard.state.progress import Progress
 
 
 @dataclass(kw_only=True)
@@ -184,7 +184,7 @@ class Subscriber(End):
 
 
 def _differing(here: str, there: str) -> DesyncError:
-    """The first lines in which two plans differ, with their breaks: texts may differ in no more than these."""
+    """The first lines in which two plans differ, with their breaks: they may differ in no more."""
     lines = itertools.zip_longest(here.splitlines(True), there.splitlines(True), fillvalue="")
     one, two = next((a, b) for a, b in lines if a != b)
     return DesyncError("the two programs plan different transfers", hint=f"here:  {one!r}\n  there: {two!r}")

@@ -17,10 +17,11 @@ from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
-from torch_bridge.state.carry import Progress, carry
+from torch_bridge.state.carry import carry
 from torch_bridge.state.facts import asked, described, first_on_device, mesh_in, planned, rules_there, tree_of
 from xshard import MeshError, Profile
 from xshard.state import Names
+from xshard.state.progress import Progress
 from xshard.state.transfer import BUCKET
 
 

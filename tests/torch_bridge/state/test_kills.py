@@ -43,7 +43,7 @@ BOTH: dict[str, Any] = {
 
 
 class Order(NamedTuple):
-    """What a rank is to do. line: of the room, before which it is killed; brief_s: of silence, of no answer."""
+    """What a rank is to do. line: of the room, before which it is killed; brief_s: of silence."""
 
     number: int = 0
     line: int | None = None
@@ -67,7 +67,7 @@ class Trainer(xt.Publisher):
         return self.publish(state(order.number, 0)) > 0
 
     def wait(self, *parts: object) -> str | None:
-        """Briefly for a server that takes the version: it may be dead. For one that has, as long as it lives."""
+        """Briefly for a server that takes the version: it may be dead."""
         with mock.patch.object(self, "timeout_s", self.brief_s if parts[0] == "answer" else self.timeout_s):
             return super().wait(*parts)
 

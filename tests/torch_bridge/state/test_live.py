@@ -21,7 +21,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import PRELOADED, error_of, on_ranks
 from torch_bridge.mesh.desync import compare_ranks
-from torch_bridge.state import processes
+from torch_bridge.state import live, processes
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
@@ -160,7 +160,12 @@ def test_a_version_is_whole_or_invisible(tmp_path: Path) -> None:
     assert [number for number, _ in published] == [3, 3, 3]
     for _, (kind, text) in published:
         assert kind == "DesyncError"
-        assert text.splitlines()[1:] == [f"  here:  {str(RULES | {'b': 'n'}) + chr(10)!r}", f"  there: {str(RULES) + chr(10)!r}"]
+        here, there = (repr(f"{rules}\n") for rules in (RULES | {"b": "n"}, RULES))
+        assert text.splitlines()[1:] == [f"  here:  {here}", f"  there: {there}"]
+
+
+def test_texts_that_differ_in_a_last_break_differ() -> None:
+    assert str(live._differing("a\nb\n", "a\nb")).endswith("  here:  'b\\n'\n  there: 'b'")
 
 
 def test_all_ranks_of_a_trainer_hear_that_nobody_serves(tmp_path: Path) -> None:
