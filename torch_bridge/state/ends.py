@@ -150,7 +150,6 @@ class End:
 
     def lost(self, reason: str, error: Exception) -> LostVersionError:
         """The error of a version that did not arrive because of this one, which may name ranks of both."""
-        whose = (
-            f"where ranks of both programs are named, the first {self.src_mesh.n_devices} are the trainer's"
-        )
-        return LostVersionError(reason, hint=f"{error}\n  {whose}")
+        n = self.src_mesh.n_devices
+        hint = f"{error}\n  where ranks of both programs are named, the first {n} are the trainer's"
+        return LostVersionError(reason, hint=hint)

@@ -63,7 +63,7 @@ class Heartbeat:
             raise LostVersionError(self._lost)
 
     def guarded(self, call: Callable[[], T]) -> T:
-        """What a call returns that waits for the other program. Where `check` raises it is left to wait on."""
+        """What a call returns that waits for the other program. Where `check` raises it is left waiting."""
         found: Future[T] = Future()
 
         def run() -> None:

@@ -5,6 +5,7 @@ Nothing is half-visible and nothing is lost: who is left goes on, and the next v
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -31,7 +32,8 @@ assert PRELOADED  # the server of forks has torch_bridge already
 
 ROOM = str(Path(live.__file__).parent)
 WAITING = {"wait", "_offered", "guarded", "check", "_beat"}  # how often their lines run is a matter of time
-TRAINERS, SERVERS = 14, 6  # how many are killed
+OFFERED = "join"  # what both call when a version has been offered and taken
+TRAINERS, SERVERS = 14, 6  # how many are killed elsewhere
 SHAPES = {"w": (8, 6), "b": (6,), "e": (4, 8)}
 BOTH: dict[str, Any] = {
     "rules": {"b": "o", "**": "o/dp i -> o i/tp"},
@@ -43,10 +45,10 @@ BOTH: dict[str, Any] = {
 
 
 class Order(NamedTuple):
-    """What a rank is to do. line: of the room, before which it is killed; brief_s: of silence."""
+    """What a rank is to do. line: before which it is killed, or a function's name; brief_s: of silence."""
 
     number: int = 0
-    line: int | None = None
+    line: int | str | None = None
     brief_s: float = 2.0
     wait_s: float = 0.0
 
@@ -61,14 +63,14 @@ class Said(NamedTuple):
 
 
 class Trainer(xt.Publisher):
-    brief_s: float
+    answer_s: float
 
     def act(self, order: Order) -> bool:
         return self.publish(state(order.number, 0)) > 0
 
     def wait(self, *parts: object) -> str | None:
-        """Briefly for a server that takes the version: it may be dead."""
-        with mock.patch.object(self, "timeout_s", self.brief_s if parts[0] == "answer" else self.timeout_s):
+        """A server that is to take the version may be dead before it says so."""
+        with mock.patch.object(self, "timeout_s", self.answer_s if parts[0] == "answer" else self.timeout_s):
             return super().wait(*parts)
 
     def has(self) -> int:
@@ -97,15 +99,15 @@ def state(number: int, cut: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def killed_before(line: int | None) -> Iterator[list[str]]:
+def killed_before(line: int | str | None, room: str | tuple[str, ...] = ROOM) -> Iterator[list[str]]:
     """The lines of the room that run, and the end of this process before one of them, or after the last."""
     lines: list[str] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(ROOM) or frame.f_code.co_name in WAITING:
+        if not frame.f_code.co_filename.startswith(room) or frame.f_code.co_name in WAITING:
             return None
         if event == "line":
-            if len(lines) == line:
+            if line in (len(lines), frame.f_code.co_name):
                 os.kill(os.getpid(), signal.SIGKILL)
             lines.append(frame.f_code.co_name)
         return trace
@@ -127,7 +129,7 @@ def _rank(kind: Callable[..., Any], rank: int, folder: Path, port: int, pipe: Co
     end = kind(store=dist.TCPStore("127.0.0.1", port), **BOTH)
     while (order := pipe.recv()) is not None:
         error, done = "", False
-        end.brief_s = end.silent_s = order.brief_s
+        end.silent_s, end.answer_s = order.brief_s, order.wait_s or order.brief_s
         with killed_before(order.line) as lines:
             try:
                 done = end.act(order)
@@ -202,10 +204,10 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
     trainer, server = start(Trainer), start(Server)
     sent, received = arrives(trainer, server, number := 1)
     has, lost = number, []
-    for _ in range(TRAINERS):
+    for line in (OFFERED, *itertools.repeat(None, TRAINERS)):
         number, killed = number + 1, rng.randrange(2)
         doomed = start(Trainer)
-        doomed.order(Order(number, rng.randrange(sent[killed].lines)), killed)
+        doomed.order(Order(number, line or rng.randrange(sent[killed].lines), wait_s=600.0), killed)
         found = receiving(doomed, server)
         assert doomed.said() is None
         came = [said[0].done for said in found]
@@ -213,15 +215,17 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
             assert said[0].number == (number if any(came[:i]) else has)
         has = found[-1][0].number
         lost += [said[0].error for said in found if said[0].error]
-    assert any("did not arrive whole; version" in error for error in lost)
+    assert "did not arrive whole; version 1 stays" in lost[0] and "of the trainer has stopped" in lost[0]
     arrives(trainer, server, number := number + 1)
     server.kill()
-    for _ in range(SERVERS):
+    for line in (OFFERED, *itertools.repeat(None, SERVERS)):
         number, killed = number + 1, rng.randrange(2)
         doomed = start(Server)
-        doomed.order(Order(line=rng.randrange(received[killed].lines), wait_s=600.0), killed)
-        trainer.order(Order(number))
-        assert doomed.said() is None and trainer.said() is not None
+        doomed.order(Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed)
+        trainer.order(Order(number, wait_s=600.0 if line else 0.0))
+        said = trainer.said()
+        assert doomed.said() is None and said is not None
+        assert not line or "of the server has stopped" in said[0].error
     arrives(trainer, start(Server), number + 1)
 
 
