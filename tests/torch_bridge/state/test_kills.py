@@ -33,6 +33,8 @@ assert PRELOADED  # the server of forks has torch_bridge already
 ROOM = str(Path(live.__file__).parent)
 WAITING = {"wait", "_offered", "guarded", "check", "_beat"}  # how often their lines run is a matter of time
 OFFERED = "join"  # what both call when a version has been offered and taken
+AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
+LARGE = {"w": (8, 1 << 19)}
 TRAINERS, SERVERS = 14, 6  # how many are killed elsewhere
 SHAPES = {"w": (8, 6), "b": (6,), "e": (4, 8)}
 BOTH: dict[str, Any] = {
@@ -93,7 +95,8 @@ class Server(xt.Subscriber):
 
 def state(number: int, cut: int) -> dict[str, torch.Tensor]:
     """This rank's blocks of a tree whose every element says which one it is."""
-    whole = {name: torch.empty(s).fill_(1000.0 * number) for name, s in SHAPES.items()}
+    shapes = SHAPES | (LARGE if number == AMID_NUMBER else {})
+    whole = {name: torch.empty(s).fill_(1000.0 * number) for name, s in shapes.items()}
     whole = {name: x + torch.arange(x.numel()).reshape(x.shape) for name, x in whole.items()}
     return {name: x if x.ndim == 1 else x.chunk(2, cut)[dist.get_rank()].clone() for name, x in whole.items()}
 
@@ -102,6 +105,7 @@ def state(number: int, cut: int) -> dict[str, torch.Tensor]:
 def killed_before(line: int | str | None, room: str | tuple[str, ...] = ROOM) -> Iterator[list[str]]:
     """The lines of the room that run, and the end of this process before one of them, or after the last."""
     lines: list[str] = []
+    begin = dist.batch_isend_irecv
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(room) or frame.f_code.co_name in WAITING:
@@ -112,6 +116,8 @@ def killed_before(line: int | str | None, room: str | tuple[str, ...] = ROOM) ->
             lines.append(frame.f_code.co_name)
         return trace
 
+    if line == AMID:
+        dist.batch_isend_irecv = lambda work: (begin(work), os.kill(os.getpid(), signal.SIGKILL))
     for where in (sys, threading):  # blocks are carried in a thread
         where.settrace(trace)
     try:
@@ -204,7 +210,7 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
     trainer, server = start(Trainer), start(Server)
     sent, received = arrives(trainer, server, number := 1)
     has, lost = number, []
-    for line in (OFFERED, *itertools.repeat(None, TRAINERS)):
+    for line in (OFFERED, AMID, *itertools.repeat(None, TRAINERS)):
         number, killed = number + 1, rng.randrange(2)
         doomed = start(Trainer)
         doomed.order(Order(number, line or rng.randrange(sent[killed].lines), wait_s=600.0), killed)
