@@ -45,8 +45,8 @@ Row = dict[str, Any]
 
 
 def calibrated(bytes_per_s: float, rounds: int) -> Calibration:
-    """A profile of the nodes, by blocks that its link carries in 20 ms at most. On every rank."""
-    sizes = [size for size in SIZES if size <= bytes_per_s * 0.02]
+    """A profile of the nodes, by blocks up to those of the moves: a link lets small ones pass at once."""
+    sizes = [size for size in SIZES if size <= bytes_per_s * 0.1]
     return calibrate("torch", MESH, "nodes", sizes, rounds)
 
 

@@ -5,11 +5,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import xshard as xs
 from xshard.layout.sub_axes import SubAxisMesh
-from xshard.steps import Traffic
+from xshard.steps import Permute, Traffic
+from xshard.steps.permute import senders
 from xshard.steps.traffic import Hop
 
 SLOW, FAST = xs.Link(1e-5, 1e9), xs.Link(1e-6, 1e11)
@@ -49,6 +51,35 @@ def test_an_exchange_in_rounds_starts_one_for_every_message_and_leaves_in_place_
     assert rounds.seconds("exchange", Traffic(copied=700, kept=100), 2, MESH) == 3e-5 + 600 * 2 / 1e12
     other = Traffic(5000, 700, traffic.hops)
     assert rounds.seconds("all_gather", other, 2, MESH) == MACHINE.seconds("all_gather", other, 2, MESH)
+
+
+@pytest.mark.parametrize(
+    ("expression", "sizes", "share"),
+    [
+        ("n/node/x d -> n/x/node d", (2, 2), 1 / 2),  # one of two devices has what it takes
+        ("n/node/x d -> n/x/node d", (4, 8), 3 / 4),
+        ("n/node/x d -> n/x/node d", (8, 2), 1),  # both devices of some nodes take from others
+        ("n/node d -> n/x d", (2, 2), 1 / 2),
+    ],
+)
+def test_devices_that_receive_alone_have_the_port_of_their_node_to_themselves(expression, sizes, share):
+    mesh = xs.Mesh(node=sizes[0], x=sizes[1])
+    for topology, part in (("port", share), ("switch", 1)):
+        across = xs.Link(0.0, 1e6, topology)
+        nodes = xs.Profile("nodes", "made up", xs.Link(0.0, 1e15), across=across, node_devices=sizes[1])
+        plan = xs.plan(expression, mesh, (64, 64), profile="h100")
+        step = Permute(plan.dst)
+        block = plan.source.max_local_size
+        traffic = step.traffic(plan.source, nodes.link_spans(mesh))
+        seconds = nodes.seconds("permute", traffic, 1, mesh)
+        assert math.isclose(seconds, part * block / 1e6), topology
+        crosses = np.array(
+            [
+                sender // sizes[1] != d // sizes[1]
+                for d, sender in enumerate(senders(plan.source, plan.target))
+            ]
+        )
+        assert crosses.reshape(sizes).mean(1).max() == share
 
 
 def test_a_local_step_pays_its_copies_only():

@@ -40,7 +40,8 @@ SLOW, FAST = xs.Link(9e-6, 1e9), xs.Link(2e-6, 8e9)
 RATES = (("bfloat16", 4e11), ("float32", 1e11))
 TWO_LINKS = replace(ONE_LINK, default=SLOW, axes=(("cp", FAST), ("dp", SLOW)))
 IN_ROUNDS = replace(ONE_LINK, rounds=True)
-OVER_NODES = [replace(ONE_LINK, default=FAST, across=SLOW, node_devices=n) for n in (2, 4)]
+PORT = replace(SLOW, topology="port")
+OVER_NODES = [replace(ONE_LINK, default=FAST, across=PORT, node_devices=n) for n in (2, 4)]
 
 
 def timed(profile, plans=None):

@@ -55,12 +55,13 @@ def slowest(mesh, spans, a, b):
 
 
 def counted(src, dst, spans):
-    """Per level, the most elements and messages that a device receives; and totals over all levels.
+    """Per level, the most elements and messages that a device receives, and slack; and totals of all.
 
     Totals: elements received; elements packed and unpacked if all boxes are; and if a device's own box is
     put into place directly.
     """
     elements, messages, most = Counter(), Counter(), [0, 0, 0]
+    by_group, size = Counter(), Counter()  # of a level: the devices that its links and slower ones divide
     for device in range(src.mesh.n_devices):
         own = Counter(), Counter()
         wanted = 0
@@ -70,11 +71,20 @@ def counted(src, dst, spans):
                 level = slowest(src.mesh, spans, message.src, device)
                 own[0][level] += message.size
                 own[1][level] += 1
+        coords = dict(zip(src.mesh.axes, src.mesh.coords(device), strict=True))
+        for level in {span.level for span in spans}:
+            places = (coords[s.axis] // s.stride % s.size for s in spans if s.level <= level)
+            group = level, *places
+            by_group[group] += own[0][level]
+            size[group] += 1
         elements |= own[0]
         messages |= own[1]
         received = own[0].total()
         most = list(map(max, most, (received, 2 * wanted, received + wanted)))
-    return [(elements[level], messages[level], level) for level in sorted(elements)], most
+    mean = {level: max(n / size[g] for g, n in by_group.items() if g[0] == level) for level in +elements}
+    return [
+        (n, messages[level], level, int(n - mean[level])) for level, n in sorted((+elements).items())
+    ], most
 
 
 @given(even_moves())
@@ -83,7 +93,7 @@ def test_traffic_by_level_is_that_of_the_messages(move):
     traffic = even_traffic(src, dst, spans)
     assume(traffic is not None)
     hops, most = counted(src, dst, spans)
-    assert [(hop.received, hop.messages, hop.level) for hop in traffic.hops] == hops
+    assert [(hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops] == hops
     assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
 
 
@@ -93,7 +103,7 @@ def test_layouts_without_a_closed_form_are_priced_alike(move):
     src, dst, spans = move
     hops, most = counted(src, dst, spans)
     traffic = Exchange(dst.layout).traffic(src, spans)
-    assert [(hop.received, hop.messages, hop.level) for hop in traffic.hops] == hops
+    assert [(hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops] == hops
     assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
 
 

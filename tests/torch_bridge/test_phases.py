@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ import torch.distributed as dist
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
+from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.process_mesh import mesh_of_ranks
+from torch_bridge.mesh.process_mesh import Group, mesh_of_ranks
 from xshard import reference
 
 NODES = "h100:2"
@@ -29,6 +31,10 @@ CASES = [
     ("n d | max(a) -> n d/a", xs.Mesh(a=4), (3, 8), SCATTER),
     ("n d | sum(a) -> n d", xs.Mesh(a=4), (3, 5), REDUCE),  # pieces that do not divide
     ("n d | min(a,b) -> n d", xs.Mesh(a=2, b=2), (4, 4), REDUCE),
+    # Blocks so large that ranks send them to each other themselves.
+    ("n/a/b d -> n d", xs.Mesh(a=2, b=2), (256, 256), GATHER),
+    ("n d | sum(a,b) -> n/b/a d", xs.Mesh(a=2, b=2), (256, 256), SCATTER),
+    ("n d | max(a,b) -> n d", xs.Mesh(a=2, b=2), (256, 256), REDUCE),
 ]
 ORDERS = [(0, 1, 2, 3), (2, 3, 1, 0)]  # ranks of a mesh's devices
 
@@ -56,11 +62,39 @@ def _in_phases() -> None:
                 assert np.array_equal(y, want[device]), (expression, ranks)
                 assert y.is_contiguous() and not y._is_view()
         x = torch.from_numpy(np.ascontiguousarray(_blocks(plan)[rank]))
-        for y in xt.redistribute_many([x, x], expression, mesh, profile=links):
+        for y in xt.redistribute_many([x, x], [plan, plan], mesh):
             assert np.array_equal(y, want[rank]), expression
-    move = functools.partial(xt.redistribute, expression=expression, mesh=mesh, profile=NODES)
+    move = functools.partial(xt.redistribute, expression=plan, mesh=mesh)
     assert np.array_equal(torch.compile(lambda x: move(x), backend="aot_eager")(x), want[rank])
 
 
 def test_values_by_phases() -> None:
     on_ranks(4, _in_phases)
+
+
+def test_large_blocks_are_received_before_they_are_sent() -> None:
+    """gloo asks for nothing before it has sent what it was given first: one way, then the other."""
+    called: list[tuple[str, int, int]] = []
+
+    def noted(name: str) -> object:
+        def call(tensors: list[torch.Tensor], rank: int, tag: int) -> SimpleNamespace:
+            called.append((name, rank, len(tensors[0])))
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
+
+    def among(*devices: int) -> Group:
+        backend = SimpleNamespace(rank=lambda: 1, send=noted("send"), recv=noted("recv"))
+        group = Group(backend, devices)
+        vars(group).update(ranks=list(devices), backends="cpu:gloo")
+        return group
+
+    n = 1 << 14
+    x = torch.arange(n, dtype=torch.float32)
+    y = Collective("all_gather", among(0, 1), [n], [n] * 2).run(x, (2, n))
+    assert called == [("recv", 0, n), ("send", 0, n)]
+    assert torch.equal(y[1], x)
+    called.clear()
+    swap = Collective("all_to_all", among(0, 1), [n - 8, 8], [n + 8, 8])  # as large for the other rank
+    assert torch.equal(swap.run(x, (n + 16,))[-8:], x[-8:])
+    assert called == [("recv", 0, n + 8), ("send", 0, n - 8)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +60,9 @@ _OPTIONS: dict[str, Any] = {
     "reduce_scatter": c10d.ReduceScatterOptions,
 }
 
-# For messages from rank to rank: a tag that keeps them apart from others between the same ranks, and the
-# name of one permutation in profiles and byte counters.
-TAG, PERMUTE = 7011, "xshard.permute"
+# For messages from rank to rank: a tag that keeps them apart from others between the same ranks, the name of
+# all of one collective in profiles and byte counters, and from how many bytes on they are faster than gloo's.
+TAG, MESSAGES, _LARGE = 7011, "xshard.messages", 1 << 17
 
 
 class _Works(NamedTuple):
@@ -83,10 +83,10 @@ def _is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
 
-def _in_turn(sizes: Sequence[int]) -> list[tuple[int, slice]]:
-    """(rank, where its message lies) for messages one after the other; empty messages are left out."""
+def _in_turn(sizes: Sequence[int]) -> list[slice]:
+    """Where messages lie, one after the other."""
     ends = list(accumulate(sizes, initial=0))
-    return [(rank, slice(ends[rank], ends[rank + 1])) for rank, n in enumerate(sizes) if n]
+    return [slice(*rows) for rows in pairwise(ends)]
 
 
 # Waits for a result that is under way and returns it.
@@ -162,7 +162,7 @@ class Collective:
         return work
 
     def _begun(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
-        if self.kind == "permute":
+        if self.kind == "permute" or self._is_better_as_messages(messages):
             return self._sent_directly(out, messages)
         group, options = self.group.process_group, self._options[async_op]
         if self.kind == "all_to_all":
@@ -173,20 +173,41 @@ class Collective:
             return group.allreduce([out], options)
         return getattr(group, _REDUCE_SCATTER)(out, messages, options)
 
+    def _is_better_as_messages(self, messages: Tensor) -> bool:
+        """Whether it is between two ranks, large, and on gloo; the same on both.
+
+        gloo sends before it receives: what two ranks send each other then travels one way after the other, in
+        twice the time. More ranks have others to receive from meanwhile.
+        """
+        if len(self.group.devices) != 2 or self.kind not in ("all_gather", "all_to_all"):
+            return False
+        if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
+            return False
+        _, (_, sent, arrives) = self._peers
+        return sum(rows.stop - rows.start for rows in (sent, arrives)) * messages.itemsize >= _LARGE
+
     def _sent_directly(self, out: Tensor, messages: Tensor) -> _Works:
-        """Begin to send and receive messages from rank to rank."""
-        group = self.group.process_group
-        senders, receivers = self._peers
-        with torch.profiler.record_function(PERMUTE) if _is_watched() else _UNWATCHED:
-            # Receives first: gloo's word that one is ready would come behind all that one sends.
-            works = [group.recv([out[rows]], rank, TAG) for rank, rows in senders]
-            works += [group.send([messages[rows]], rank, TAG) for rank, rows in receivers]
+        """Begin to receive and send messages from rank to rank: in this order both ways are used at once.
+
+        gloo's word that one is ready to receive would come behind all that one sends.
+        """
+        group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
+        with torch.profiler.record_function(MESSAGES) if _is_watched() else _UNWATCHED:
+            works = [group.recv([part], rank, TAG) for rank, _, rows in others if len(part := out[rows])]
+            works += [
+                group.send([part], rank, TAG) for rank, rows, _ in others if len(part := messages[rows])
+            ]
+        if arrives.stop > arrives.start:
+            out[arrives] = messages[sent]
         return _Works(works)
 
     @cached_property
-    def _peers(self) -> tuple[list[tuple[int, slice]], list[tuple[int, slice]]]:
-        """Ranks that send to this one and ranks that receive from it, with the place of each message."""
-        return _in_turn(self.received), _in_turn(self.sent)
+    def _peers(self) -> list[tuple[int, slice, slice]]:
+        """Every rank, what is sent there, and where what it sends arrives; from this rank on."""
+        n, me = len(self.received), self.group.process_group.rank()
+        sent = _in_turn([*self.sent]) if self.kind != "all_gather" else [slice(0, sum(self.sent))] * n
+        found = list(zip(range(n), sent, _in_turn(self.received), strict=True))
+        return found[me:] + found[:me]
 
     @cached_property
     def _options(self) -> tuple[Any, Any]:

@@ -59,7 +59,14 @@ def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
     all_pieces = n, *piece
 
     def flat(block: Tensor) -> Tensor:
-        return torch.nn.functional.pad(block.reshape(-1), (0, filling)).view(all_pieces)
+        whole = block.reshape(-1)
+        return (torch.nn.functional.pad(whole, (0, filling)) if filling else whole).view(all_pieces)
+
+    def shaped(pieces: Tensor) -> Tensor:
+        if filling or site.lengths is not None:
+            return pieces.view(-1)[:size].view(shape).clone()
+        x = pieces.view(shape)  # the result is no view, and no copy
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
 
     down, up = list[Move](), list[Move]()
     for group in near:
@@ -72,7 +79,7 @@ def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
         up.insert(0, packed(collective, part, pieces))
     whole = _rows(site, 1, 1, piece)
     across = packed(Collective("all_reduce", far, whole.sizes, whole.sizes, op), whole, whole)
-    return [flat, *down, across, *up, lambda x: x.view(-1)[:size].view(shape).clone()]
+    return [flat, *down, across, *up, shaped]
 
 
 def _groups(phases: Phases, site: Site) -> list[Group]:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge.lower.collectives import PERMUTE
+from torch_bridge.lower.collectives import MESSAGES
 from xshard import XshardError
 
 
@@ -39,17 +39,17 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.received: list[int] = []
-        self.permuting = False
+        self.in_messages = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "profiler":  # messages from rank to rank, which together are one collective
             begins = func.overloadpacket.__name__ == "_record_function_enter_new"
-            if begins and args[0] == PERMUTE:
+            if begins and args[0] == MESSAGES:
                 self.received.append(0)
-            self.permuting = begins and args[0] == PERMUTE
-        elif self.permuting and func.overloadpacket.__name__ == "recv_":
+            self.in_messages = begins and args[0] == MESSAGES
+        elif self.in_messages and func.overloadpacket.__name__ == "recv_":
             self.received[-1] += sum(t.nbytes for t in args[0])
         elif func.namespace in _COUNTS:
             counts, name = _COUNTS[func.namespace], func.overloadpacket.__name__

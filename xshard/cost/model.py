@@ -21,10 +21,10 @@ from xshard.arguments import did_you_mean, parse_number, shown, whole_number
 from xshard.errors import DtypeError, XshardError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
-from xshard.steps.traffic import LinkSpan, LinkSpans
+from xshard.steps.traffic import Hop, LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
-TOPOLOGIES = ("switch", "ring")
+TOPOLOGIES = ("switch", "ring", "port")
 FREE = ("retag", "transpose")  # kinds of local steps whose result is a view
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
@@ -38,7 +38,8 @@ class Link:
     """What connects the devices along one axis: seconds per message, bytes per second and device.
 
     topology: on a "switch" every device reaches every other alike; on a "ring" (an axis of a
-    torus, both ways) what is not passed on to a neighbour travels a quarter of it on average.
+    torus, both ways) what is not passed on to a neighbour travels a quarter of it on average; a "port" is
+    shared by the devices of a node, and where only some of them receive, they have it to themselves.
     """
 
     latency_s: float
@@ -231,8 +232,13 @@ class Fabric:
             way = 1.0
             if link.topology == "ring" and kind in DIRECT:
                 way = max(1.0, self.mesh.size(hop.axis) / 4)
-            total += hop.messages * link.latency_s + way * hop.received * itemsize / link.bytes_per_s
+            total += hop.messages * link.latency_s + way * self.carried(hop) * itemsize / link.bytes_per_s
         return total
+
+    def carried(self, hop: Hop) -> int:
+        """Elements that the busiest link of a hop, or share of a port, carries to a device."""
+        link = self.links[min(hop.level, len(self.links) - 1)]
+        return hop.received - hop.slack * (link.topology == "port")
 
     def between_nodes(self, traffic: Traffic) -> int:
         """Elements that the busiest device receives from other nodes."""

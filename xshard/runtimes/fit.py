@@ -73,7 +73,8 @@ def fit(
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
     if node_devices is not None:
-        links = Link(0.0, 2.0), Link(0.0, 1.0)  # what is across nodes is taken to be slower
+        # What is across nodes is taken to be slower, and to be one port, as that of a host is.
+        links = Link(0.0, 2.0), Link(0.0, 1.0, "port")
         return _fit(samples, Profile(name, source, *links, node_devices, rounds=rounds), False)
     about = Profile(name, source, Link(0.0, math.inf), rounds=rounds)
     together, apart = (_fit(samples, about, own) for own in (False, True))
@@ -121,7 +122,7 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
             leaves = known.across is not None and fabric.links[hop.level] == known.across
             link = _ACROSS if leaves else before.mesh.origin(hop.axis) if own else _SHARED
             row["latency", link] += hop.messages
-            row["byte", link] += hop.received * plan.itemsize
+            row["byte", link] += fabric.carried(hop) * plan.itemsize
     return row
 
 
@@ -158,7 +159,9 @@ def _profile(found: dict[Column, float], about: Profile) -> Profile:
         return _rounded(1 / per_byte) if per_byte > 1 / _NO_LIMIT else unlimited
 
     links = {
-        axis: Link(_rounded(latency), speed(("byte", axis), _NO_LIMIT))
+        axis: Link(
+            _rounded(latency), speed(("byte", axis), _NO_LIMIT), "port" if axis == _ACROSS else "switch"
+        )
         for (what, axis), latency in found.items()
         if what == "latency"
     }

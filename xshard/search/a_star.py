@@ -280,8 +280,10 @@ class Search:
             return Left(0.0, 0.0, 0, is_exact)
         # The slowest links may be busiest at another device than the others: steps wait for both.
         waits = links[0].latency_s if crossing else self._least_latency
-        near = max(0.0, received - crossing) / self._fastest
-        arrives = (crossing / links[0].bytes_per_s + near) * space.itemsize
+        far, near = crossing / links[0].bytes_per_s, max(0.0, received - crossing) / self._fastest
+        if links[0].topology == "port":  # it may carry less than the busiest device receives over it
+            near = max(0.0, received / self._fastest - far)
+        arrives = (far + near) * space.itemsize
         return Left(self._least_launch + waits + arrives, arrives, received, is_exact)
 
     @cached_property

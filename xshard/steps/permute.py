@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,8 +50,15 @@ class Permute(Step):
 
 
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Traffic of a permutation of blocks of `block` elements; moved: axes whose role changes."""
-    return Traffic(block, 0, (Hop(moved[0].axis, block, 1, moved[0].level),)) if moved else Traffic()
+    """Traffic of a permutation of blocks of `block` elements; moved: axes whose role changes.
+
+    Where nearer axes say from how far a block comes, as many come from every place, one of them here.
+    """
+    if not moved:
+        return Traffic()
+    axis, level = moved[0].axis, moved[0].level
+    far, near = (math.prod(s.size for s in moved if (s.level == level) == is_far) for is_far in (True, False))
+    return Traffic(block, 0, (Hop(axis, block, 1, level, 0 if near % far else block // far),))
 
 
 @lru_cache(maxsize=1024)

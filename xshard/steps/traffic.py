@@ -34,12 +34,17 @@ LinkSpans = tuple[LinkSpan, ...]  # usually of all axes of a mesh, the slowest f
 
 
 class Hop(NamedTuple):
-    """One phase of a step: elements and messages received over links of one level, along one axis."""
+    """One phase of a step: elements and messages received over links of one level, along one axis.
+
+    received: by the busiest device. slack: how many fewer the devices near it receive on average, that is,
+    those which links of this level do not divide.
+    """
 
     axis: str
     received: int
     messages: int
     level: int = 0
+    slack: int = 0
 
 
 @dataclass(frozen=True)

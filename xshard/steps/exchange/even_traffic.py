@@ -182,14 +182,15 @@ def digit_traffic(
     hops = []
     # Level by level: from here on the sender also shares the receiver's coordinates along its spans.
     for level in sorted({span.level for span in moving}):
-        news = False
-        for at, before, after in pairs:
-            news |= at == level and equal.join(before, after)
+        joined = [after for at, before, after in pairs if at == level and equal.join(before, after)]
+        news, nearby = bool(joined), all(after.span.level > level for after in joined)
         nearer, fewer = elements // free.get(level, 1), senders // free.get(level, 1)
         received, messages = (elements, senders) if news else (elements - nearer, senders - fewer)
         if received:
             longest = max((span.size, span.axis) for span in moving if span.level == level)[1]
-            hops.append(Hop(longest, received, messages, level))
+            # Devices whose own digits are those of the senders are in every node, or make whole nodes.
+            slack = nearer // math.prod(after.size for after in joined) if news and nearby else 0
+            hops.append(Hop(longest, received, messages, level, slack))
         elements, senders, differs = nearer, fewer, differs or news
     kept = 0 if differs else elements
     return Traffic(whole - kept, 2 * whole, tuple(hops), kept)

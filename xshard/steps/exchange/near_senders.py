@@ -88,9 +88,11 @@ def near_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffi
     elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
     arrives, hops = elements.sum(axis=0), []
     for level, at in enumerate((np.where(have.near, 0, elements), np.where(have.near, elements, 0))):
-        received = int(at.sum(axis=0).max())
-        if received:
-            hops.append(Hop(before.mesh.axes[0], received, int((at > 0).sum(axis=0).max()), level))
+        by_device = at.sum(axis=0)
+        if received := int(by_device.max()):
+            nodes = np.arange(len(by_device)) // node_devices
+            slack = received - int(np.bincount(nodes, by_device).max() / node_devices)
+            hops.append(Hop(before.mesh.axes[0], received, int((at > 0).sum(axis=0).max()), level, slack))
     copied = 2 * int(wanted.max())
     return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
 

@@ -44,7 +44,9 @@ def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traf
         total = total + received
         if received.any():
             longest = max((before.mesh.size(a), a) for a in may_differ if a in axes)[1]
-            hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level))
+            nearer_axes = tuple(i for i, axis in enumerate(before.mesh.axes) if axis not in agree)
+            slack = int(received.max() - received.mean(axis=nearer_axes).max())
+            hops.append(Hop(axes[longest], int(received.max()), int(messages.max()), level, slack))
         farther = nearer
     # Every box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
