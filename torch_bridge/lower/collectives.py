@@ -223,7 +223,7 @@ class Collective:
 
     def _functional(self, messages: Tensor) -> Tensor:
         """The collective as a functional operator; wait for its result with `wait_tensor`."""
-        functional, name = torch.ops._c10d_functional, self.group.process_group.group_name
+        functional, name = torch.ops._c10d_functional, self.group.graph_name
         n = len(self.group.devices)
         if self.kind == "all_to_all":
             return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)

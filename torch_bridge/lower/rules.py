@@ -92,8 +92,9 @@ def _moves(
         context = on_sub_axes, tensor_device, plan.dtype, lengths
         is_given = all(isinstance(s, steps.Retag | steps.Mask) for s in plan.steps[:i])
         links = plan.profile.fabric(before.mesh)
-        site = Site(before, after, *context, i >= last, is_given, links)
-        moves = during(functools.partial(place_of, plan, i), rule, step, site)  # groups may be made
+        place = functools.partial(place_of, plan, i)
+        site = Site(before, after, *context, i >= last, is_given, links, place)
+        moves = during(place, rule, step, site)  # groups may be made
         yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
 
 

@@ -6,7 +6,7 @@ does there is in `rules`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class Site(NamedTuple):
     lengths: the symbols of a compiler for the lengths of dims that no step cuts, by the names of dims; None
     where nothing is traced.
     is_last: whether the output of the step is the result. is_given: whether its input may be the plan's.
-    fabric: the links of the mesh.
+    fabric: the links of the mesh. place: says which step of which plan it is.
     """
 
     before: Sharding
@@ -40,6 +40,7 @@ class Site(NamedTuple):
     is_last: bool = True
     is_given: bool = True
     fabric: Fabric | None = None
+    place: Callable[[], str] = str
 
     @property
     def device(self) -> int:
@@ -58,7 +59,7 @@ class Site(NamedTuple):
     def group(self, axes: Sequence[str]) -> Group:
         """The processes along some axes of the mesh."""
         if self.lengths is not None:
-            return self.processes.group(axes).traced
+            return self.processes.group(axes).traced(self.place(), self.tensor_device)
         if self.tensor_device.type == "meta":  # shapes alone: no process group is made
             return Group(None, self.processes.mesh.group(self.device, axes))
         return self.processes.group(axes)
@@ -73,7 +74,7 @@ class Site(NamedTuple):
         if self.tensor_device.type == "meta":
             return Group(None, tuple(devices))
         group = self.processes.among(tuple(devices))
-        return group if self.lengths is None else group.traced
+        return group if self.lengths is None else group.traced(self.place(), self.tensor_device)
 
     def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
         names = self.before.layout.names

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_bridge.mesh.graph_groups import step_group
 from torch_bridge.mesh.process_groups import group_of, rank_in
 from xshard import Mesh, MeshError
 from xshard.arguments import shown
@@ -29,12 +30,12 @@ class Group:
     """Processes that communicate: a process group, and the mesh device of each of its ranks.
 
     process_group: a `ProcessGroup`; None where tensors are without data (`meta`), and nothing is sent.
-    is_traced: whether a compiler records its collectives, which are then functions of tensors.
+    graph_name: its name where a compiler records its collectives, which are then functions of tensors.
     """
 
     process_group: Any
     devices: tuple[int, ...]
-    is_traced: bool = False
+    graph_name: str | None = None
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -46,10 +47,18 @@ class Group:
         """The backend of each kind of device, as in `cpu:gloo,cuda:nccl`."""
         return dist.get_backend_config(self.process_group)
 
-    @cached_property
-    def traced(self) -> Group:
-        """The same processes for a compiler."""
-        return replace(self, is_traced=True)
+    @property
+    def is_traced(self) -> bool:
+        return self.graph_name is not None
+
+    def traced(self, place: str, tensor_device: torch.device) -> Group:
+        """The same processes for a compiler. place: where errors in its graph were, if the caller gets them.
+
+        NCCL does not raise in the caller; and exported graphs are for programs without this package too.
+        """
+        named = self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting()
+        name = step_group(place, self.process_group).name if named else self.process_group.group_name
+        return replace(self, graph_name=name)
 
     def serves(self, tensor_device: torch.device, *backends: str) -> bool:
         """Whether one of `backends` sends tensors on such a device."""

@@ -1,0 +1,58 @@
+"""Process groups as graphs of a compiler name them: by the step of the plan that a collective belongs to.
+
+Decides what an error inside a graph says: torch runs the collectives there by itself, and finds their group
+by its name. Knows no plans.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from torch_bridge.mesh.failures import call_backend
+
+# What functional collectives call, by names that old and new releases of torch look for.
+_CALLED = (
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall_base",
+    "reduce_scatter_tensor_coalesced",
+)
+
+
+class _Work(dist.Work):
+    """What a step has sent and waits for."""
+
+    def __init__(self, work: dist.Work, group: StepGroup) -> None:
+        super().__init__()
+        self.work, self.group = work, group
+
+    def wait(self, *timeout: Any) -> Any:
+        return call_backend(self.group.place, self.group.ranks, self.work.wait, *timeout)
+
+
+class StepGroup(dist.ProcessGroup):
+    """A group that passes its calls on to another, and whose errors name a place."""
+
+    def __init__(self, place: str, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.place, self.group, self.ranks = place, group, dist.get_process_group_ranks(group)
+        self.name: Any = f"{place}, in {group.group_name}"
+        c10d._register_process_group(self.name, self)
+
+    def _call(self, method: str, *args: Any) -> _Work:
+        return _Work(call_backend(self.place, self.ranks, getattr(self.group, method), *args), self)
+
+
+for _method in _CALLED:
+    setattr(StepGroup, _method, functools.partialmethod(StepGroup._call, _method))
+
+
+@functools.cache
+def step_group(place: str, group: dist.ProcessGroup) -> StepGroup:
+    """A group for graphs. Cached, as long as graphs are: torch itself does not keep what it finds by name."""
+    return StepGroup(place, group)
