@@ -6,6 +6,7 @@ Decides which rule every parameter and every module has, and refuses before trai
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.comm_dtype import CommDtypeLike
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.parallel import ATTRIBUTE, Parallel
@@ -67,7 +69,7 @@ def parallelize(
 
     Raises XshardError with the name of the parameter or the module: for a name without a rule, a rule
     without a name, layouts that do not fit, tensors that differ between processes, and, in the forward pass,
-    for a block that is not what a rule says. After the first backward pass, ReplicaError where gradients that
+    for a block that is not what a rule says; DesyncError, on all processes, where their calls differ. After the first backward pass, ReplicaError where gradients that
     should be equal are not.
 
     >>> import torch, torch_bridge as xt
@@ -97,8 +99,21 @@ def parallelize(
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     processes = process_mesh(mesh)
     setting = Setting(mesh, mesh_of(mesh), processes, profile, comm_dtype)
-    units = _units(model, setting, inputs, outputs or {}, gathers)
-    kept, uses = _kept(model, setting, Rules(parameters), units)
+    found: list[tuple[dict[str, Unit], list[Kept], dict[str, Use]]] = []
+
+    def prepared() -> CallFacts:
+        units = _units(model, setting, inputs, outputs or {}, gathers)
+        found.append((units, *_kept(model, setting, Rules(parameters), units)))
+        rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs or {}}
+        facts = {name: str(dict(Rules(each))) for name, each in rules.items()}
+        shapes = [each.sharding.shape for each in found[0][1]]
+        facts["model"] = f"of {len(shapes)} tensors, {sum(map(math.prod, shapes))} elements"
+        facts["mesh"] = repr(setting.axes)
+        facts["options"] = str((gathers, keep, bucket_bytes, comm_dtype, profile))
+        return CallFacts(facts, {}, processes.ranks, {})
+
+    compare_ranks(processes.ranks, "parallelize", prepared)
+    units, kept, uses = found[0]
     cut_all(kept, setting, init, _device(mesh, device))
     for name, module in model.named_modules():
         if name in units:

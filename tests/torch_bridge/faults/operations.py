@@ -5,12 +5,16 @@ Each operation has process groups of its own, so that a rank can be in all of th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
+from torch_bridge.mesh import process_groups
 from xshard import Mesh
 
 ROWS = 8  # of a block
@@ -32,7 +37,14 @@ STEPS = {
     "permute": "n/{a} d -> n/intervals({a},[24,32],[0,8],[8,16],[16,24]) d",
     "halo": "n/{a} d -> n/{a}:halo(8,8) d",
 }
-COMPILED = ("all_gather", "all_reduce", "all_to_all")  # a compiler has no others
+PHASED = ("all_gather", "reduce_scatter", "all_reduce")  # over nodes of two ranks
+# (expression, the other operand, whether in rounds)
+CONTRACTIONS = [
+    ("s/{a} d, e s -> e d", (8, 32), False),
+    ("s/{a} d, s/{a} e -> e/{a} d", (8, 8), False),
+    ("s/{a} d, s/{a} e -> e/{a} d", (8, 8), True),
+    ("s/{a} d, e/{a} s -> e/{a} d", (8, 32), True),
+]
 LONG = timedelta(minutes=10)
 PAIRS = Mesh(x=2, y=2)
 _NUMBERS = count()
@@ -64,26 +76,63 @@ class Operation:
         return pulled
 
 
-def operations(width: int, timeout_s: float, compiles: bool) -> Iterator[Operation]:
-    """All operations; four ranks call this together.
+@dataclass(frozen=True)
+class Begun(Operation):
+    """One that compares and sends a part before it is interrupted, and waits there.
+
+    run: calls a function without arguments where it waits.
+    """
+
+    def forward(self) -> Callable[[], Tensor]:
+        is_there, goes_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            is_there.set()
+            goes_on.wait()
+
+        thread = ThreadPoolExecutor(1)
+        coming = thread.submit(self.run, self.block, wait)
+        is_there.wait()
+
+        def ended() -> Tensor:
+            goes_on.set()
+            return coming.result()
+
+        return ended
+
+
+def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operation]:
+    """All operations that have a direction, forward or backward; four ranks call this together.
 
     width: of blocks. timeout_s: of messages from rank to rank, whose groups cannot change it later.
-    compiles: also compiled ones.
     """
     block = torch.arange(ROWS * width, dtype=torch.float32).view(ROWS, width) % 5 + dist.get_rank()
     for row, call in WAYS.items():
         for step, text in STEPS.items():
             mesh, expression = own_mesh(text, timeout_s if step == "permute" else None)
             yield Operation(row, partial(call, mesh=mesh, expression=expression), block)
-    for step in COMPILED if compiles else ():
-        mesh, expression = own_mesh(STEPS[step])
-        yield Operation("`torch.compile`", _compiled(mesh, expression), block)
+    for step in PHASED:
+        with own_groups():
+            mesh, expression = own_mesh(STEPS[step])
+            run = partial(_plain, mesh=mesh, expression=expression, profile="h100:2")
+            yield Operation("links of two speeds", run, block)
+    for text, shape, in_rounds in CONTRACTIONS:
+        mesh, expression = own_mesh(text, timeout_s if in_rounds else None)
+        run = partial(_contracted, mesh=mesh, expression=expression, shape=shape, in_rounds=in_rounds)
+        yield Operation("`einsum` in rounds" if in_rounds else "`einsum`", run, block)
+    mesh, layout = own_mesh("b s/{a} h k", timeout_s)
+    yield Operation("ring attention", partial(_attended, mesh=mesh, layout=layout), block)
+    mesh, expression = own_mesh(STEPS["all_gather"])  # whose gradient is a reduce_scatter
+    yield Operation("`torch.compile`", _compiled(mesh, expression), block)
     for overlap in (False, True):
         mesh, layout = own_mesh("b c h/{a} w")
         kernel = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
         layer = xt.nn.Conv2d.from_module(kernel, mesh, layout, overlap=overlap)
         yield Operation("layers", layer, block[None, None, :1])
+    yield Operation("`parallelize`", _parallel(width), block)
     yield Operation("`redistribute_between`", _between, block)
+    if direction == "forward":
+        yield Begun("`transfer`", _transferred, block)
 
 
 def cold_operations(width: int) -> Iterator[Operation]:
@@ -108,6 +157,16 @@ def own_mesh(text: str, timeout_s: float | None = None) -> tuple[DeviceMesh, str
     assert isinstance(group, dist.ProcessGroup)
     axis = f"a{next(_NUMBERS)}"
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,)), text.format(a=axis)
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Inside, groups are made anew that other operations have already."""
+    digest, number = process_groups.ranks_digest, next(_NUMBERS)
+    process_groups._group_of.cache_clear()
+    with mock.patch.object(process_groups, "ranks_digest", lambda ranks: f"{digest(ranks)}/{number}"):
+        yield
+    process_groups._group_of.cache_clear()
 
 
 def bare(group: Any) -> Run:
@@ -140,6 +199,24 @@ def _many(x: Tensor, mesh: Any, expression: str) -> Tensor:
     return torch.stack(xt.redistribute_many([x, x + 1], expression, mesh))
 
 
+def _contracted(x: Tensor, mesh: Any, expression: str, shape: tuple[int, ...], in_rounds: bool) -> Tensor:
+    w = torch.arange(float(shape[0] * shape[1])).view(shape) % 3
+    return xt.einsum(expression, x, w, mesh=mesh, overlap="always" if in_rounds else "never")
+
+
+def _attended(x: Tensor, mesh: Any, layout: str) -> Tensor:
+    heads = x.view(1, ROWS, -1, 8)
+    return xt.nn.attention(heads, heads, heads, mesh, layout, how="ring")
+
+
+def _parallel(width: int) -> Run:
+    """A model that gathers a parameter, and sums the gradient of another at the end."""
+    torch.manual_seed(0)
+    mesh, axis = own_mesh("{a}")
+    rules = {"weight": f"o/{axis} i -> o i", "bias": "o"}
+    return xt.parallelize(nn.Linear(width, ROWS), mesh, rules, {"": f"b/{axis} i"})
+
+
 WAYS = {"`redistribute`": _plain, "`async_op=True`": _begun, "`redistribute_many`": _many}
 
 
@@ -161,3 +238,21 @@ def _between(x: Tensor) -> Tensor:
     )
     assert y is not None
     return y
+
+
+def _transferred(x: Tensor, wait: Callable[[], None]) -> Tensor | None:
+    """The first two ranks have the blocks, the others get them; waits after the first bucket of two."""
+    src, dst = (
+        DeviceMesh("cpu", ranks, mesh_dim_names=(axis,), _init_backend=False)
+        for ranks, axis in (([0, 1], "a"), ([2, 3], "b"))
+    )
+    tree = {"first": x[:1], "second": x} if dist.get_rank() < 2 else None
+    found = xt.transfer(
+        tree,
+        {"*": "n/a d -> n/b d"},
+        src_mesh=src,
+        dst_mesh=dst,
+        bucket_bytes=1,
+        progress=lambda done, total: wait(),
+    )
+    return None if found is None else found["second"]

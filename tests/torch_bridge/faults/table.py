@@ -23,12 +23,10 @@ _DIFFERS = (
 )
 
 
-def check_column(
-    fault: str, ends: Mapping[int, Sequence[End]], timeout_s: float, without: Sequence[str] = ()
-) -> None:
+def check_column(fault: str, ends: Mapping[int, Sequence[End]], timeout_s: float) -> None:
     """Compare what has been found after a fault, by rank, with the table.
 
-    timeout_s: by when, and `LATE_S`, all must be over. without: rows that have not been tried.
+    timeout_s: by when, and `LATE_S`, all must be over.
     """
     found: dict[str, set[str]] = {}
     for rank, some in ends.items():
@@ -41,8 +39,7 @@ def check_column(
             found.setdefault(end.row, set()).add(end.kind)
     # A rank that has no part in a message of those that are lost gets its result.
     cells = {row: ", ".join(sorted(kinds - {"right"})) or "right" for row, kinds in found.items()}
-    written = {row: cell for row, cell in _column(fault).items() if row not in without}
-    assert cells == written, f"the table in {DOCUMENT.name} has another column {fault!r}"
+    assert cells == _column(fault), f"the table in {DOCUMENT.name} has another column {fault!r}"
 
 
 def check_text(rank: int, end: End) -> None:

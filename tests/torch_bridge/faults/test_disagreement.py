@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
 import torch_bridge as xt
 from tests.torch_bridge.faults.operations import BARE, bare, own_mesh
 from tests.torch_bridge.faults.ranks import Act, N, act, ends_of, ranks, say
 from tests.torch_bridge.faults.table import check_column
+from torch_bridge.mesh import desync
 
 TIMEOUT_S = 5.0
 ODD = 1  # the rank that does otherwise
@@ -42,11 +44,21 @@ def _many(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
     return xt.redistribute_many([x, x + 1], text, mesh, debug=debug)[1]
 
 
+def _contracted(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
+    with mock.patch.object(desync, "ALWAYS", debug):  # as XSHARD_DEBUG=1
+        return xt.einsum(text, x, mesh=mesh)
+
+
+def _parallel(mesh: Any, rule: str) -> Tensor:
+    model = xt.parallelize(nn.Linear(8, 8, bias=False), mesh, {"weight": rule}, {"": "..."})
+    return model.weight.detach()
+
+
 def _disagree(folder: Path) -> None:
     x = torch.arange(64.0).view(8, 8) + dist.get_rank()
     acts = [Act(BARE, "forward", partial(bare(dist.group.WORLD), x), None)]
     for row, calls in DIFFERENCES.items():
-        for way in (_plain, _begun, _many):
+        for way in (_plain, _begun, _many, _contracted):
             mesh, axis = own_mesh("{a}", TIMEOUT_S)
             both = [
                 partial(_results, way, x, [text.format(a=axis) for text in texts], mesh) for texts in calls
@@ -54,6 +66,9 @@ def _disagree(folder: Path) -> None:
             expected = [run(False) for run in both]  # where all ranks make the same calls
             mine = int(dist.get_rank() != ODD)
             acts.append(Act(row, "forward", partial(both[mine], True), expected[mine]))
+    mesh, axis = own_mesh("{a}", TIMEOUT_S)
+    rule = f"o/{axis} i" if dist.get_rank() == ODD else f"o i/{axis}"
+    acts.append(Act("the rules of `parallelize`", "forward", partial(_parallel, mesh, rule), None))
     act(folder, [], acts)
 
 

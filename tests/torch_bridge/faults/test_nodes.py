@@ -36,7 +36,6 @@ def _interrupted(
     happens: Callable[[], None],
     survivors: range,
     timeout_s: float,
-    compiles: bool,
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:
@@ -46,7 +45,6 @@ def _interrupted(
             folder,
             WIDTH,
             timeout_s,
-            compiles,
             timeout_s=LONG_S,
             collective_timeout_s=timeout_s,
         )
@@ -77,17 +75,17 @@ def test_a_link_is_cut_for_2_s(cluster: Cluster, tmp_path: Path) -> None:
         cluster.slow(1, None)
         cluster.restore(1)
 
-    _interrupted(cluster, tmp_path, cut_and_restore, range(N), LONG_S, True)
+    _interrupted(cluster, tmp_path, cut_and_restore, range(N), LONG_S)
     check_column("a link is cut for 2 s", ends_of(tmp_path, range(N)), LONG_S)
 
 
 def test_a_link_is_cut(cluster: Cluster, tmp_path: Path) -> None:
-    _interrupted(cluster, tmp_path, lambda: cluster.cut(1), range(N), TIMEOUT_S, True)
+    _interrupted(cluster, tmp_path, lambda: cluster.cut(1), range(N), TIMEOUT_S)
     check_column("a link is cut", ends_of(tmp_path, range(N)), TIMEOUT_S)
 
 
 def test_a_node_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """The one that has the store of all."""
     with pytest.raises(NodesError):
-        _interrupted(cluster, tmp_path, lambda: cluster.kill(0), range(2, N), TIMEOUT_S, True)
+        _interrupted(cluster, tmp_path, lambda: cluster.kill(0), range(2, N), TIMEOUT_S)
     check_column("a node is killed", ends_of(tmp_path, range(2, N)), TIMEOUT_S)
