@@ -39,10 +39,10 @@ class StepGroup(dist.ProcessGroup):
     """A group that passes its calls on to another, and whose errors name a place."""
 
     def __init__(self, place: str, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.place, self.group, self.ranks = place, group, dist.get_process_group_ranks(group)
-        self.name: Any = f"{place}, in {group.group_name}"
-        c10d._register_process_group(self.name, self)
+        self.graph_name = f"{place}, in {group.group_name}"
+        c10d._register_process_group(self.graph_name, self)  # type: ignore[arg-type]
 
     def _call(self, method: str, *args: Any) -> _Work:
         return _Work(call_backend(self.place, self.ranks, getattr(self.group, method), *args), self)

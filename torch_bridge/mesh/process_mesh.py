@@ -57,7 +57,7 @@ class Group:
         NCCL does not raise in the caller; and exported graphs are for programs without this package too.
         """
         named = self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting()
-        name = step_group(place, self.process_group).name if named else self.process_group.group_name
+        name = step_group(place, self.process_group).graph_name if named else self.process_group.group_name
         return replace(self, graph_name=name)
 
     def serves(self, tensor_device: torch.device, *backends: str) -> bool:

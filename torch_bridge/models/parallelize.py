@@ -69,8 +69,8 @@ def parallelize(
 
     Raises XshardError with the name of the parameter or the module: for a name without a rule, a rule
     without a name, layouts that do not fit, tensors that differ between processes, and, in the forward pass,
-    for a block that is not what a rule says; DesyncError, on all processes, where their calls differ. After the first backward pass, ReplicaError where gradients that
-    should be equal are not.
+    for a block that is not what a rule says. DesyncError, on all processes, where their calls differ. After
+    the first backward pass, ReplicaError where gradients that should be equal are not.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh

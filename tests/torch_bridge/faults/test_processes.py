@@ -46,4 +46,4 @@ def test_a_rank_stalls(tmp_path: Path) -> None:
     assert codes == [0] * N
     check_column("a rank stalls", ends_of(tmp_path, OTHERS), TIMEOUT_S)
     kinds = {end.kind for end in ends_of(tmp_path, [VICTIM])[VICTIM]}
-    assert "wrong" not in kinds and {"CollectiveError", "RuntimeError"} <= kinds, "what comes too late is one too"
+    assert "wrong" not in kinds and "CollectiveError" in kinds, "what comes too late is an error as well"
