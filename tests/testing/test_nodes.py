@@ -150,9 +150,7 @@ def test_what_clusters_md_shows_runs_on_two_nodes(cluster: Cluster) -> None:
     assert cluster.run_jax(ran, in_jax, timeout_s=60.0) == ["host:2"] * 2
 
 
-def test_every_survivor_hears_of_a_cut_link_and_of_a_killed_node(
-    cluster: Cluster, plan: xs.Plan, tmp_path: Path
-) -> None:
+def test_every_rank_hears_of_a_cut_link(cluster: Cluster, plan: xs.Plan, tmp_path: Path) -> None:
     def cut() -> None:
         cluster.cut(0)
         (tmp_path / "go").touch()
@@ -160,20 +158,8 @@ def test_every_survivor_hears_of_a_cut_link_and_of_a_killed_node(
     with pytest.raises(NodesError) as raised:
         in_the_middle(cluster, plan, tmp_path, cut)
     assert sorted(raised.value.errors) == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert "RuntimeError" in raised.value.errors["rank 0"]
     cluster.restore(0)
-
-    (again := tmp_path / "again").mkdir()
-
-    def kill() -> None:
-        cluster.kill(1)
-        (again / "go").touch()
-
-    with pytest.raises(NodesError) as raised:  # they met: the link is whole again
-        in_the_middle(cluster, plan, again, kill)
-    assert sorted(raised.value.errors) == ["node 1", "rank 0", "rank 1"]
-    assert "RuntimeError" in raised.value.errors["rank 0"] and "status -9" in raised.value.errors["node 1"]
-    with pytest.raises(NoNodesError, match="this node has been killed"):
-        cluster.run_torch(len, "")
 
 
 HOLDS_NODES = """

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from torch_bridge.mesh.failures import call_backend
 
-# What functional collectives call, by names that old and new releases of torch look for.
+# What functional collectives call, by names that old and new releases of torch look for. One that is missing
+# here runs as well, and its errors do not say where.
 _CALLED = (
     "allgather_into_tensor_coalesced",
     "allreduce",
@@ -38,8 +40,10 @@ class _Work(dist.Work):
 class StepGroup(dist.ProcessGroup):
     """A group that passes its calls on to another, and whose errors name a place."""
 
-    def __init__(self, place: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, place: str, group: dist.ProcessGroup, tensor_device: torch.device) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        backend = group._get_backend(tensor_device)
+        self._register_backend(tensor_device, dist.ProcessGroup.BackendType.GLOO, backend)
         self.place, self.group, self.ranks = place, group, dist.get_process_group_ranks(group)
         self.graph_name = f"{place}, in {group.group_name}"
         c10d._register_process_group(self.graph_name, self)  # type: ignore[arg-type]
@@ -53,6 +57,6 @@ for _method in _CALLED:
 
 
 @functools.cache
-def step_group(place: str, group: dist.ProcessGroup) -> StepGroup:
+def step_group(place: str, group: dist.ProcessGroup, tensor_device: torch.device) -> StepGroup:
     """A group for graphs. Cached, as long as graphs are: torch itself does not keep what it finds by name."""
-    return StepGroup(place, group)
+    return StepGroup(place, group, tensor_device)

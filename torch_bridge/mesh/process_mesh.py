@@ -56,9 +56,10 @@ class Group:
 
         NCCL does not raise in the caller; and exported graphs are for programs without this package too.
         """
-        named = self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting()
-        name = step_group(place, self.process_group).graph_name if named else self.process_group.group_name
-        return replace(self, graph_name=name)
+        group = self.process_group
+        if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
+            return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
+        return replace(self, graph_name=group.group_name)
 
     def serves(self, tensor_device: torch.device, *backends: str) -> bool:
         """Whether one of `backends` sends tensors on such a device."""

@@ -64,7 +64,7 @@ class Act:
         return found is self.expected is None or torch.equal(found, self.expected)
 
 
-def take_part(folder: Path, width: int, timeout_s: float) -> None:
+def take_part(folder: Path, width: int, timeout_s: float, compiled: str = "forward") -> None:
     """A rank: begin all operations when the parent says so, and write down what becomes of them.
 
     timeout_s: of each collective, from then on; getting ready may take its time.
@@ -74,7 +74,7 @@ def take_part(folder: Path, width: int, timeout_s: float) -> None:
     at_once = [
         Act(operation.row, direction, getattr(operation, direction)(), expected)
         for direction in ("forward", "backward")
-        for operation in operations(width, timeout_s, direction)
+        for operation in operations(width, timeout_s, direction, compiled)
         for expected in [getattr(operation, direction)()()]
     ]
     ones = torch.ones(N * ROWS, width)

@@ -15,7 +15,7 @@ from xshard.testing.nodes import Cluster, NodesError, NoNodesError, nodes
 
 TIMEOUT_S = 5.0
 LONG_S = 120.0
-WIDTH = 50_000  # a block is 1.6 MB, which takes more than a second at this rate, alone
+WIDTH = 20_000  # a block is 0.6 MB, which takes half a second at this rate, alone: all take a minute
 RATE = "10mbit"
 
 
@@ -31,7 +31,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _interrupted(
-    cluster: Cluster, folder: Path, happens: Callable[[], None], survivors: range, timeout_s: float
+    cluster: Cluster,
+    folder: Path,
+    happens: Callable[[], None],
+    survivors: range,
+    timeout_s: float,
+    compiled: str = "forward",
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:
@@ -41,6 +46,7 @@ def _interrupted(
             folder,
             WIDTH,
             timeout_s,
+            compiled,
             timeout_s=LONG_S,
             collective_timeout_s=timeout_s,
         )
@@ -71,7 +77,7 @@ def test_a_link_is_cut_for_2_s(cluster: Cluster, tmp_path: Path) -> None:
         cluster.slow(1, None)
         cluster.restore(1)
 
-    _interrupted(cluster, tmp_path, cut_and_restore, range(N), LONG_S)
+    _interrupted(cluster, tmp_path, cut_and_restore, range(N), LONG_S, "backward")
     check_column("a link is cut for 2 s", ends_of(tmp_path, range(N)), LONG_S)
 
 
@@ -82,6 +88,9 @@ def test_a_link_is_cut(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_a_node_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """The one that has the store of all."""
-    with pytest.raises(NodesError):
+    with pytest.raises(NodesError) as raised:
         _interrupted(cluster, tmp_path, lambda: cluster.kill(0), range(2, N), TIMEOUT_S)
+    assert "status -9" in raised.value.errors["node 0"]
+    with pytest.raises(NoNodesError, match="this node has been killed"):
+        cluster.run_torch(len, "")
     check_column("a node is killed", ends_of(tmp_path, range(2, N)), TIMEOUT_S)
