@@ -112,7 +112,7 @@ class Collective:
 
     def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
         """A flat tensor of the messages to send -> the messages received, in a tensor of `shape`."""
-        if self.group.is_traced:
+        if self.group.graph_name:
             return self.begin(messages, shape)()
         out = messages.new_empty(shape)
         self._issue(out.view(-1), messages, async_op=False)
@@ -120,7 +120,7 @@ class Collective:
 
     def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
         """Begin `run` -> a function that waits for its end and returns its result."""
-        if self.group.is_traced:
+        if self.group.graph_name:
             arriving = self._functional(messages)
             return lambda: torch.ops._c10d_functional.wait_tensor(arriving).view(shape)
         out = messages.new_empty(shape)

@@ -158,7 +158,7 @@ def _permute(step: steps.Permute, site: Site) -> Move:
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
     # sends from rank to rank must be in the host's memory.
     on_host = site.tensor_device.type == "cpu"
-    directly = on_host and group.serves(site.tensor_device, "gloo") and not group.is_traced
+    directly = on_host and group.serves(site.tensor_device, "gloo") and not group.graph_name
 
     def packing(end: int, peer: int) -> Packing:
         whole, moves = site.whole(end), peer != me

@@ -15,16 +15,6 @@ from torch._C import _distributed_c10d as c10d
 
 from torch_bridge.mesh.failures import call_backend
 
-# What functional collectives call, by names that old and new releases of torch look for. One that is missing
-# here runs as well, and its errors do not say where.
-_CALLED = (
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall_base",
-    "reduce_scatter_tensor_coalesced",
-)
-
 
 class _Work(dist.Work):
     """What a step has sent and waits for."""
@@ -42,8 +32,8 @@ class StepGroup(dist.ProcessGroup):
 
     def __init__(self, place: str, group: dist.ProcessGroup, tensor_device: torch.device) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        backend = group._get_backend(tensor_device)
-        self._register_backend(tensor_device, dist.ProcessGroup.BackendType.GLOO, backend)
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(tensor_device, gloo, group._get_backend(tensor_device))
         self.place, self.group, self.ranks = place, group, dist.get_process_group_ranks(group)
         self.graph_name = f"{place}, in {group.group_name}"
         c10d._register_process_group(self.graph_name, self)  # type: ignore[arg-type]
@@ -52,7 +42,14 @@ class StepGroup(dist.ProcessGroup):
         return _Work(call_backend(self.place, self.ranks, getattr(self.group, method), *args), self)
 
 
-for _method in _CALLED:
+# What functional collectives call, in old and new releases. Others run too; their errors do not say where.
+for _method in (
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall_base",
+    "reduce_scatter_tensor_coalesced",
+):
     setattr(StepGroup, _method, functools.partialmethod(StepGroup._call, _method))
 
 

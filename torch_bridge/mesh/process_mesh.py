@@ -47,10 +47,6 @@ class Group:
         """The backend of each kind of device, as in `cpu:gloo,cuda:nccl`."""
         return dist.get_backend_config(self.process_group)
 
-    @property
-    def is_traced(self) -> bool:
-        return self.graph_name is not None
-
     def traced(self, place: str, tensor_device: torch.device) -> Group:
         """The same processes for a compiler. place: where errors in its graph were, if the caller gets them.
 

@@ -104,12 +104,11 @@ def parallelize(
     def prepared() -> CallFacts:
         units = _units(model, setting, inputs, outputs or {}, gathers)
         found.append((units, *_kept(model, setting, Rules(parameters), units)))
-        rules = {"parameters": parameters, "inputs": inputs, "outputs": outputs or {}}
-        facts = {name: str(dict(Rules(each))) for name, each in rules.items()}
+        facts = {"parameters": str(dict(Rules(parameters))), "inputs": str(dict(Rules(inputs)))}
+        facts["outputs"] = str(dict(Rules(outputs or {})))
         shapes = [each.sharding.shape for each in found[0][1]]
         facts["model"] = f"of {len(shapes)} tensors, {sum(map(math.prod, shapes))} elements"
-        facts["mesh"] = repr(setting.axes)
-        facts["options"] = str((gathers, keep, bucket_bytes, comm_dtype, profile))
+        facts["options"] = str((setting.axes, gathers, keep, bucket_bytes, comm_dtype, profile))
         return CallFacts(facts, {}, processes.ranks, {})
 
     compare_ranks(processes.ranks, "parallelize", prepared)
