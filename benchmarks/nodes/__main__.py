@@ -61,7 +61,7 @@ def judge(rows: Sequence[Row], profiles: Sequence[Row], jax: Sequence[Row]) -> t
     beside_xla = [(f"{r['mbit']} {r['case']}", r["seconds"]["XLA"] / r["seconds"][OURS]) for r in jax]
     errors = [(f"{row['mbit']} Mbit/s", row["error"]) for row in profiles]
     return (
-        worst("ours / the best of the others: worst", best, 1.05),
+        worst("ours / the best of the others: worst", best, measures.CLOSE),
         mean("DTensor / ours: geometric mean", faster(DTENSOR), 2.0, at_least=True),
         mean("blind to nodes / ours: geometric mean", faster(BLIND), 1.2, at_least=True),
         mean("by hand / ours: geometric mean", faster(BY_HAND), 1.0, at_least=True),

@@ -6,8 +6,7 @@ Decides how the floor is measured, and how much memory a load takes. Knows no fr
 from __future__ import annotations
 
 import gc
-import os
-import resource
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 from benchmarks.state.ways import MEMCPY, READING
 
 MIB = 2**20
-BEYOND = [0, *(16 * MIB * 2**i for i in range(9))]  # bytes
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -50,31 +48,26 @@ def memory_at_hand(n_bytes: int) -> None:
     np.ones(2 * n_bytes, np.uint8)
 
 
-def bytes_beyond(
-    load: Callable[[], Any], n_bytes: int, on_all: Callable[[bool], bool] = lambda fits: fits
-) -> int:
-    """The least of `BEYOND` with which a load fits into memory beside its result of n_bytes.
+def bytes_beyond(load: Callable[[], Any], n_bytes: int) -> int:
+    """The most memory that a load has at any moment beside its result of n_bytes, of looks each millisecond.
 
-    The system refuses more private memory than the limit, so this is no sample. Files that are mapped do not
-    count: they are the system's own memory, and are given up when it needs it.
-    on_all: whether a load that all processes make fits on all of them.
+    Files that are mapped do not count: they are the system's own memory, and are given up when it needs it.
     """
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    for beyond in BEYOND:
-        gc.collect()
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + n_bytes + beyond, before[1]))
-        fits = True
-        try:
-            load()
-        except (MemoryError, RuntimeError):
-            fits = False
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
-        if on_all(fits):
-            return beyond
-    return BEYOND[-1] * 2
+    gc.collect()
+    before, found, over = _own_bytes(), list[int](), threading.Event()
+
+    def look() -> None:
+        while not over.wait(1e-3):
+            found.append(_own_bytes())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    _result = load()
+    over.set()
+    thread.join()
+    return max(0, max(found, default=0) - before - n_bytes)
 
 
-def _data_bytes() -> int:
-    lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
+def _own_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

@@ -68,7 +68,8 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
         expected = xt.load(checkpoint, weights.SERVED, Mesh(tp=RANKS))
         read, needed = checkpoint.bytes_read, sum(x.nbytes for x in expected.values())
     load = lambda: xt.load(folder / "safetensors", weights.SERVED, Mesh(tp=RANKS))  # noqa: E731
-    beyond = floor.bytes_beyond(load, needed, _on_all)
+    beyond = torch.tensor(floor.bytes_beyond(load, needed))
+    dist.all_reduce(beyond, dist.ReduceOp.MAX)
     calls: floor.Calls = {
         ways.OURS: load,
         "xshard, from DCP's files": lambda: xt.load(folder / "dcp", weights.SERVED, Mesh(tp=RANKS)),
@@ -88,7 +89,7 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
     counts = torch.tensor([read, needed])
     dist.all_reduce(counts)
     seconds = dict(zip(times, together.tolist(), strict=True))
-    return row(f"torch, {RANKS} ranks", seconds, *counts.tolist(), beyond)
+    return row(f"torch, {RANKS} ranks", seconds, *counts.tolist(), int(beyond))
 
 
 def whole(folder: Path, rounds: int, _: float) -> Row:
@@ -113,12 +114,6 @@ def whole(folder: Path, rounds: int, _: float) -> Row:
     calls |= floor.calls(sorted(stored.glob("*.safetensors")), n_bytes)
     seconds = by_turns.seconds(calls, rounds, warm_up=1, before=lambda: floor.memory_at_hand(n_bytes))
     return row("torch, one process", seconds, read, n_bytes, beyond)
-
-
-def _on_all(fits: bool) -> bool:
-    found = torch.tensor(int(fits))
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return bool(found)
 
 
 def slices(folder: Path, own: dict[str, tuple[slice, ...]]) -> dict[str, Tensor]:

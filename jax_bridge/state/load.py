@@ -5,7 +5,7 @@ Decides who reads what: a process reads what its devices need, and once what sev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,9 @@ from xshard.errors import located
 from xshard.state import Names
 from xshard.state.files import Checkpoint, Load, open_checkpoint, plan_load, read_block
 from xshard.state.files import verify as compare_checksums
+
+Ended = Callable[[], jax.Array]
+Named = tuple[str, jax.Array]
 
 _ALIGNED = 64  # bytes: host memory from there on becomes a device's without a copy
 
@@ -90,8 +93,8 @@ def load(
     together(planned)
     arrays: dict[str, jax.Array] = {}
     with ThreadPoolExecutor() as threads:  # disks, and copies in numpy, leave the interpreter to others
-        read = partial(_read, opened[0], mesh, threads)
-        together(lambda: arrays.update((name, read(each)) for name, each in loads.items()))
+        begun = partial(_begun, opened[0], mesh, threads)
+        together(lambda: arrays.update(_each_begun_early(begun, loads)))
     for name, each in loads.items():
         if each.is_shared:
             move = each.source.layout, each.target.layout
@@ -113,8 +116,22 @@ def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
     return each._replace(source=each.source if shares else target, target=target)
 
 
-def _read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, each: Load) -> jax.Array:
-    """The array under the layout that it is read under; devices of a process with one block share it."""
+def _each_begun_early(begun: Callable[[Load], Ended], loads: Mapping[str, Load]) -> Iterator[Named]:
+    """Arrays by name, of which the next is being read already."""
+    last: tuple[str, Ended] | None = None
+    for name, each in loads.items():
+        before, last = last, (name, begun(each))
+        if before is not None:
+            yield before[0], before[1]()
+    if last is not None:
+        yield last[0], last[1]()
+
+
+def _begun(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, each: Load) -> Ended:
+    """Begin to read an array under the layout that it is read under -> what waits for it.
+
+    Devices of a process with one block share it.
+    """
     source, stored, dtype = each.source, carrier(each.stored), numpy_dtype(each.made.dtype)
     sharding = to_named_sharding(storage_layout(source.layout), mesh)
     holders: dict[Any, list[int]] = {}
@@ -133,6 +150,10 @@ def _read(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, ea
 
     first, starts = (own[0] for own in holders.values()), range(start, len(memory), step or 1)
     blocks = zip(holders.values(), threads.map(read, first, starts), strict=True)
-    found = {mesh.devices.flat[i]: block for own, block in blocks for i in own}
-    placed = dict(zip(found, jax.device_put([*found.values()], [*found]), strict=True))
-    return remember(assembled(placed, source.shape, dtype, sharding), source)
+
+    def end() -> jax.Array:  # JAX's settings are those of the thread that calls
+        found = {mesh.devices.flat[i]: block for own, block in blocks for i in own}
+        placed = dict(zip(found, jax.device_put([*found.values()], [*found]), strict=True))
+        return remember(assembled(placed, source.shape, dtype, sharding), source)
+
+    return end

@@ -6,6 +6,7 @@ Decides who writes and reads when, and that all processes fail together. What is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,6 +25,7 @@ from torch_bridge.state.leaves import WHOLE, Leaf, axes_of, leaves_of, processes
 from torch_bridge.state.processes import together
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
 from xshard.arguments import parse_bytes
+from xshard.cost.machine import node_processes
 from xshard.errors import located
 from xshard.rules import leaf_name
 from xshard.state import Names, files
@@ -144,7 +146,9 @@ def load(
 
     ends = {name: (one.source.max_local_shape, one.stored) for name, (one, _) in loads.items()}
     shared = {name: loads[name][0].is_shared * dtypes.n_bytes(*end) for name, end in ends.items()}
-    with ThreadPoolExecutor() as threads:  # disks, and copies in numpy, leave the interpreter to others
+    near = node_processes(len(ranks)) or len(ranks)
+    # Disks, and copies in numpy, leave the interpreter to others; more threads than cores only cost memory.
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // near)) as threads:
         for group in in_groups(shared, BUCKET_BYTES):
             here = [name for name in group if rank() in loads[name][1].ranks]
             result |= {name: loads[name][1].target(device) for name in here}
