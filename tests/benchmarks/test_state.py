@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,13 @@ def test_what_nodes_lack() -> None:
 
 
 def test_memory_beyond_the_result_is_found() -> None:
-    n_bytes = 4 * floor.MIB
-    assert floor.bytes_beyond(lambda: np.ones(n_bytes, np.uint8), n_bytes) in floor.BEYOND[:2]
-    twice = floor.bytes_beyond(
-        lambda: (np.ones(n_bytes, np.uint8), np.ones(80 * floor.MIB, np.uint8)), n_bytes
-    )
-    assert twice == 128 * floor.MIB
+    n_bytes = 16 * floor.MIB
+
+    def load(beyond: int) -> np.ndarray:
+        buffer, found = np.ones(max(beyond, 1), np.uint8), np.ones(n_bytes, np.uint8)
+        time.sleep(0.1)  # while both are there
+        del buffer
+        return found
+
+    assert floor.bytes_beyond(lambda: load(0), n_bytes) < 8 * floor.MIB
+    assert 56 * floor.MIB < floor.bytes_beyond(lambda: load(64 * floor.MIB), n_bytes) < 72 * floor.MIB

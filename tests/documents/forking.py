@@ -58,8 +58,8 @@ def _module(arguments: list[str], into: int) -> None:
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
-def script(path: str, options: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """`python path *options` in this process, which does nothing else: its exit status, what it printed."""
+def script(path: str, options: list[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """`python path *options` in this process, which does nothing else: its exit status, output and errors."""
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     start: Any = subprocess.Popen
     subprocess.Popen = (
@@ -70,13 +70,14 @@ def script(path: str, options: list[str], environment: Mapping[str, str]) -> tup
     os.environ.update(environment)
     sys.path.insert(0, os.path.dirname(path))
     sys.argv, status = [path, *options], 0
-    with tempfile.TemporaryFile("w+") as printed:
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
+        os.dup2(errors.fileno(), 2)
         try:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as end:
             status = int(end.code or 0)
         sys.stdout.flush()
         printed.seek(0)
-        return status, printed.read()
+        errors.seek(0)
+        return status, printed.read(), errors.read()

@@ -39,8 +39,9 @@ def printed(name: str, *options: str, **environment: str) -> str:
     """The same, where all that imports torch is forked from a process that has imported it."""
     from tests.torch_bridge.helpers import apart  # imports torch, which the rest of this file does not
 
-    status, text = apart(script, str(EXAMPLES / f"{name}.py"), [*options], {"COLUMNS": "400", **environment})
-    assert status == 0, text
+    variables = {"COLUMNS": "400", **environment}
+    status, text, errors = apart(script, str(EXAMPLES / f"{name}.py"), [*options], variables)
+    assert status == 0, text + errors
     return text
 
 

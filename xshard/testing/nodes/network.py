@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from xshard.errors import XshardError
@@ -20,6 +20,7 @@ from xshard.errors import XshardError
 LINK = "eth0"  # the name of every node's link
 _MTU = 9000  # jumbo frames, as clusters have: headers are 1 % of what is sent
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "hostname")
+_ENDED_S = 10.0  # after which all that ran in a namespace has ended
 _RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
 
 
@@ -56,7 +57,7 @@ class Namespace:
     @property
     def prefix(self) -> list[str]:
         """What stands before a command that runs in it. Raises NoNodesError when it has ended."""
-        if self._holder.poll() is not None:
+        if self._pipes[0].closed or self._holder.poll() is not None:
             raise NoNodesError("this node has been killed", hint="make new ones with `nodes`")
         user = () if _is_root() else ("--user", "--preserve-credentials")
         own = ("--uts", f"--pid=/proc/{self.pid}/ns/pid_for_children") if self._own else ()
@@ -71,7 +72,8 @@ class Namespace:
     def end(self) -> None:
         """End all that runs in it, at once."""
         self._pipes[0].close()
-        self._holder.wait()
+        with suppress(subprocess.TimeoutExpired):  # a zombie that nobody reaps keeps it, and nothing else
+            self._holder.wait(_ENDED_S)
         for pipe in self._pipes:
             pipe.close()
 
