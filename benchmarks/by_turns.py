@@ -31,9 +31,10 @@ def seconds(
     names = list(calls)
     found: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(warm_up + rounds):
-        # Each call comes first in its turn: the one before leaves traces in caches and memory.
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
+        # The call before leaves traces in caches and memory: each comes first in its turn, and behind others.
+        first = turn // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in order if turn % 2 == 0 else reversed(order):
             before()
             start = time.perf_counter()
             result = calls[name]()

@@ -96,7 +96,7 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
             for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
                     values[at, start:stop], outside[at, start:stop] = value, True
-        if outside.any():
+        if x.size and outside.any():  # JAX gives an empty array the type of a constant
             along = [1] * x.ndim
             along[dim] = -1
             constants = mine(values, axes).astype(x.dtype).reshape(along)
