@@ -361,8 +361,8 @@ def _cheapest(request: Request, *, relabel: bool) -> Plan | None:
         return None
     found = [plan for plan in found if plan.cost <= best_s * _ABOUT]
     if request.profile.across is not None:
-        least = min(map(_between_nodes, found))
-        found = [plan for plan in found if _between_nodes(plan) == least]
+        crossing = [_between_nodes(plan) for plan in found]
+        found = [plan for plan, n in zip(found, crossing, strict=True) if n == min(crossing)]
     best_s = min(plan.cost for plan in found)
     return replace(next(p for p in found if p.cost <= best_s * (1 + 1e-9)), memory_limit=limit)
 
