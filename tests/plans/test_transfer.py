@@ -17,7 +17,8 @@ from tests import oracle
 from tests.plans.test_properties import UNIT, profiles, seeds
 from tests.two_meshes import TWO_MESHES, assert_right, crossing, crossings, planned, public
 from xshard.cost.bounds import shared_elements
-from xshard.plans.plan import _cheapest, _made
+from xshard.plans.plan import _made
+from xshard.plans.transfer_choice import cheapest
 from xshard.plans.transfer_search import transfer_ways
 from xshard.search.request import Request
 
@@ -37,7 +38,7 @@ def test_every_way_that_is_weighed_is_right(move, profile, seed):
     takers = move["dst_devices"] or tuple(range(meshes[1].n_devices))
     devices = tuple(range(meshes[0].n_devices)), takers
     request = Request(src, dst, *meshes, *devices, shape, "float64", xs.load_profile(profile))
-    best = _cheapest(request, relabel=False)
+    best = cheapest(request, _made, relabel=False)
     x = oracle.random_blocks(src, meshes[0], shape, np.random.default_rng(seed), UNIT)
     value = oracle.gather(x, src, meshes[0], shape)
     for way in transfer_ways(request):

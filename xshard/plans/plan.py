@@ -27,13 +27,12 @@ from xshard.plans import table
 from xshard.plans.explain import explain
 from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
 from xshard.plans.transfer import Transfer
+from xshard.plans.transfer_choice import cheapest
 from xshard.plans.transfer_search import transfer_ways
 from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers, target_of
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
 from xshard.steps.base import REDUCERS
-
-_ABOUT = 1.05  # predictions that differ by less may be one
 
 
 class Stage(NamedTuple):
@@ -194,16 +193,17 @@ class Plan(Pictured):
     @cached_property
     def prices(self) -> tuple[Price, ...]:
         """What every step costs."""
-        return tuple(map(self._price, range(len(self.steps))))
+        return tuple(map(self.price_of, range(len(self.steps))))
 
-    def _price(self, at: int) -> Price:
+    def price_of(self, at: int) -> Price:
+        """What the step of this number costs, without the price of the others."""
         step, before, after = self.stages[at]
         if isinstance(step, Transfer):
             return step.price(self.itemsize)
-        return price(step, before, after, self.itemsize, self._machines[at])
+        return price(step, before, after, self.itemsize, self.machines[at])
 
     @cached_property
-    def _machines(self) -> Sequence[Profile]:
+    def machines(self) -> Sequence[Profile]:
         """For every step, the profile for the devices of its mesh."""
         first = self.steps.index(self.transfer) if self.transfer else len(self.steps)
         there = located(self.profile, self.dst_mesh, self.request.dst_devices)
@@ -241,7 +241,7 @@ class Plan(Pictured):
         """Latencies paid one after the other, over all steps."""
         traffics = (
             step.traffic(before, machine.link_spans(before.mesh))
-            for (step, before, _), machine in zip(self.stages, self._machines, strict=True)
+            for (step, before, _), machine in zip(self.stages, self.machines, strict=True)
         )
         return sum(hop.messages for traffic in traffics for hop in traffic.hops)
 
@@ -319,7 +319,7 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         transpose = Transpose(request.target.layout.names)
         return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
     one = None if by_transfer else request.on_one_mesh
-    found = _cheapest(request, relabel=False) if one is None else _made(one, *solve(one))
+    found = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
     if found is None:
         ways = transfer_ways(free := replace(request, memory_limit=None))
         least = min(_made(free, *way).peak_bytes for way in ways)
@@ -329,7 +329,7 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         )
     found = aimed(found)
     if request.relabel and found.bytes_received and not request.dst.tagged(*NONLINEAR):
-        moved = _cheapest(request, relabel=True)
+        moved = cheapest(request, _made, relabel=True)
         moved = moved and aimed(moved)
         if moved and moved.cost < found.cost and moved.bytes_received <= found.bytes_received:
             return moved
@@ -339,41 +339,3 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
     given = request.src, request.dst, request.src_mesh, request.shape, request.dtype, steps, request.factor
     return Plan(*given, request.profile, request.memory_limit, split=split, devices=request.src_devices)
-
-
-def _cheapest(request: Request, *, relabel: bool) -> Plan | None:
-    """The plan with a transfer of the fewest seconds within the memory limit; among equals the plainest.
-
-    Of plans that take about as long, that which sends least between nodes: devices may share that link.
-    """
-    limit, free = request.memory_limit, replace(request, memory_limit=None)
-    found: list[Plan] = []
-    best_s = math.inf
-    for way in transfer_ways(free, relabel=relabel):
-        plan = _made(free, *way)
-        ends = (plan._price(i).seconds for i, step in enumerate(plan.steps) if step is not plan.transfer)
-        if sum(ends) >= best_s * _ABOUT:
-            continue  # whatever the transfer costs, which is the longest to find out
-        if limit is None or plan.peak_bytes <= limit:
-            found.append(plan)
-            best_s = min(best_s, plan.cost)
-    if not found:
-        return None
-    found = [plan for plan in found if plan.cost <= best_s * _ABOUT]
-    if request.profile.across is not None:
-        crossing = [_between_nodes(plan) for plan in found]
-        found = [plan for plan, n in zip(found, crossing, strict=True) if n == min(crossing)]
-    best_s = min(plan.cost for plan in found)
-    return replace(next(p for p in found if p.cost <= best_s * (1 + 1e-9)), memory_limit=limit)
-
-
-def _between_nodes(plan: Plan) -> int:
-    """Elements that enter a node, of the messages of a transfer and the collectives around it."""
-    total = 0
-    for (step, before, _), machine in zip(plan.stages, plan._machines, strict=True):
-        if isinstance(step, Transfer):
-            total += step.between_nodes
-        else:
-            fabric = machine.fabric(before.mesh)
-            total += (machine.node_devices or 1) * fabric.between_nodes(step.traffic(before, fabric.spans))
-    return total
