@@ -19,9 +19,13 @@ from xshard.errors import XshardError
 
 LINK = "eth0"  # the name of every node's link
 _MTU = 9000  # jumbo frames, as clusters have: headers are 1 % of what is sent
+# Bytes that a link lets pass at once. A real one has none; here a longer frame would never pass, and what a
+# timer is late by, the rate would lose.
+_BURST, _LATE_S = 4 * _MTU // 3, 160e-6
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "hostname")
 _ENDED_S = 10.0  # after which all that ran in a namespace has ended
-_RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class NoNodesError(XshardError):
@@ -114,11 +118,15 @@ class Network:
 
     def limit(self, i: int, rate: str | None) -> None:
         """Limit what a node sends, and what it receives. Raises XshardError for what is no rate."""
-        if rate is not None and not _RATE.fullmatch(rate):
-            raise XshardError(f"{rate!r} is no rate", hint='bits per second, as in "200mbit"')
+        command = "tc qdisc del dev {} root || true"
+        if rate is not None:
+            if (written := _RATE.fullmatch(rate)) is None:
+                raise XshardError(f"{rate!r} is no rate", hint='bits per second, as in "200mbit"')
+            bytes_per_s = float(written[1]) * _UNITS[written[2]] / 8
+            burst = max(_BURST, round(bytes_per_s * _LATE_S))
+            command = f"tc qdisc replace dev {{}} root tbf rate {rate} burst {burst}b latency 50ms"
         for namespace, device in ((self.nodes[i], LINK), (self._switch, f"port{i}")):
-            limited = f"tc qdisc replace dev {device} root tbf rate {rate} burst 256kbit latency 50ms"
-            namespace.call(limited if rate else f"tc qdisc del dev {device} root || true")
+            namespace.call(command.format(device))
 
     def plug(self, i: int, state: str) -> None:
         """state: "up" or "down", as if the cable were pulled at the switch."""
