@@ -2,7 +2,7 @@
 
 Decides the moves, how large they are on a link, and how all ways run on the same block. Each runs on every
 rank of a world of two nodes with two ranks; of every turn the slowest rank counts. A move at which ours seems
-slower is timed again with three times the turns, which count.
+slower is timed again with five times the turns, which count.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, roun
             ways[way] = call
     seconds = _seconds(ways, rounds)
     if seconds[OURS] > CLOSE * min(seconds.values()):
-        seconds = _seconds(ways, 3 * rounds)
+        seconds = _seconds(ways, 5 * rounds)
     if is_one_call:
         seconds[BLIND] = seconds[OURS]
     crossing = {way: plan_flow(plan, PER_NODE).nodes.max() for way, plan in plans.items()}
