@@ -4,7 +4,8 @@ from xshard import reference
 from xshard.contractions import einsum_type
 from xshard.contractions.plan import ContractionPlan
 from xshard.cost.machine import use_profile
-from xshard.cost.model import Link, Profile, ProfileError, load_profile
+from xshard.cost.model import Link, Profile, ProfileError
+from xshard.cost.profile_files import load_profile
 from xshard.errors import (
     DtypeError,
     LinearityError,

@@ -18,7 +18,8 @@ from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import without_devices
-from xshard.cost.model import Profile, load_profile
+from xshard.cost.model import Profile
+from xshard.cost.profile_files import load_profile
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes

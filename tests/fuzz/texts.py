@@ -21,7 +21,7 @@ from xshard import dtypes
 from xshard.arguments import parse_bytes
 from xshard.cli.options import parse_shape, parse_sizes
 from xshard.contractions.expression import contraction
-from xshard.cost.model import profile_of
+from xshard.cost.profile_files import profile_of
 from xshard.layout.layout import parse_expression, parse_signature
 from xshard.notation.overlap_parser import parse_boundaries
 from xshard.state.names import Names, rename

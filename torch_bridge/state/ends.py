@@ -23,7 +23,7 @@ from torch_bridge.state.facts import PROFILE, asked, planned, rules_there
 from torch_bridge.state.heartbeat import PAUSE_S, Heartbeat, LostVersionError
 from torch_bridge.state.processes import together
 from xshard import Mesh, MeshError
-from xshard.cost.model import profile_of
+from xshard.cost.profile_files import profile_of
 from xshard.state import Names, TreePlan
 from xshard.state.progress import Progress
 from xshard.state.transfer import BUCKET

@@ -24,7 +24,7 @@ from torch_bridge.state.ends import End
 from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
 from torch_bridge.state.heartbeat import PAUSE_S, LostVersionError
 from xshard import Profile, XshardError
-from xshard.cost.model import load_profile
+from xshard.cost.profile_files import load_profile
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
 

@@ -20,7 +20,8 @@ from xshard.contractions.expression import Contraction
 from xshard.contractions.memory import accesses
 from xshard.contractions.ring import Ring, rings
 from xshard.contractions.types import local_type
-from xshard.cost.model import Profile, load_profile
+from xshard.cost.model import Profile
+from xshard.cost.profile_files import load_profile
 from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Mesh, Sharding

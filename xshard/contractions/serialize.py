@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from xshard import dtypes
 from xshard.contractions.expression import contraction
-from xshard.cost.model import Profile, load_profile
+from xshard.cost.model import Profile
+from xshard.cost.profile_files import load_profile
 from xshard.layout import Mesh
 from xshard.plans.plan import Plan
 

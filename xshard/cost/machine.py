@@ -16,7 +16,8 @@ from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
-from xshard.cost.model import Profile, load_profile
+from xshard.cost.model import Profile
+from xshard.cost.profile_files import load_profile
 
 AUTO, DEFAULT = "auto", "h100"
 VARIABLE = "XSHARD_PROFILE"

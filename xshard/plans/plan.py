@@ -17,7 +17,8 @@ from typing import NamedTuple
 from xshard import dtypes
 from xshard.cost import bounds
 from xshard.cost.device_links import located
-from xshard.cost.model import Price, Profile, load_profile, price
+from xshard.cost.model import Price, Profile, price
+from xshard.cost.profile_files import load_profile
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, format_bytes
 from xshard.layout import Layout, Mesh, Sharding

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from xshard import dtypes
 from xshard.arguments import whole_numbers
-from xshard.cost.model import Profile, load_profile
+from xshard.cost.model import Profile
+from xshard.cost.profile_files import load_profile
 from xshard.errors import PlanError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh

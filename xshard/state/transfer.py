@@ -14,7 +14,8 @@ from typing import Any
 
 from xshard import dtypes as kinds
 from xshard.arguments import lengths_of, limit_of
-from xshard.cost.model import Profile, load_profile
+from xshard.cost.model import Profile
+from xshard.cost.profile_files import load_profile
 from xshard.errors import NotationError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes

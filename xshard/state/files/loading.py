@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard import dtypes
-from xshard.cost.model import Link, Profile, load_profile
+from xshard.cost.model import Link, Profile
+from xshard.cost.profile_files import load_profile
 from xshard.errors import ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
