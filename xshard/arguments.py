@@ -76,18 +76,16 @@ def parse_bytes(text: str) -> int:
     return n
 
 
-def limit_of(memory_limit: Any) -> int | None:
+def limit_of(given: Any, what: str = "memory_limit") -> int | None:
     """A limit in bytes: `2**31`, `2e9`, `"2GiB"`, or None. Raises PlanError."""
-    if memory_limit is None:
+    if given is None:
         return None
-    if isinstance(memory_limit, str):
-        return parse_bytes(memory_limit)
-    is_whole = isinstance(memory_limit, float) and memory_limit.is_integer()
-    limit = int(memory_limit) if is_whole else whole_number(memory_limit)
+    if isinstance(given, str):
+        return parse_bytes(given)
+    is_whole = isinstance(given, float) and given.is_integer()
+    limit = int(given) if is_whole else whole_number(given)
     if limit is None:
-        raise PlanError(
-            f"memory_limit is {shown(memory_limit)}", hint='a number of bytes, as in 2**31 or "2GiB"'
-        )
+        raise PlanError(f"{what} is {shown(given)}", hint='a number of bytes, as in 2**31 or "2GiB"')
     return limit
 
 

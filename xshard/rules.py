@@ -160,7 +160,8 @@ def _fitting(pattern: Pattern) -> re.Pattern[str]:
         raise NotationError(
             f"{shown(pattern)} is no pattern", hint="text such as '**.weight', or re.compile(...)"
         )
-    return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)))
+    found = "|".join(_regex(spelling, pattern) for spelling in spellings(pattern))
+    return re.compile(found, re.DOTALL)
 
 
 def spellings(pattern: str) -> list[str]:

@@ -26,7 +26,7 @@ from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
 from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
 from xshard import MeshError, Profile, Rules, load_profile
-from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype
+from xshard.dtypes import carrier, n_bytes, numpy_dtype
 from xshard.errors import located
 from xshard.state import Names
 from xshard.state.files import Checkpoint, Load, open_checkpoint, plan_load, read_block
@@ -78,15 +78,16 @@ def load(
     leaves = [] if like is None else of_each("...", like, is_layout, has_rule=is_array)
     loads: dict[str, Load] = {}
     opened: list[Checkpoint] = []
+    constants: dict[str, Any] = {}
 
     def planned() -> None:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         opened.append(checkpoint)
-        floats = None if dtype is None else name_of(dtype)
         tree = None if like is None else {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
-        options: Any = {"dtype": floats, "like": tree, "strict": strict, "profile": profile}
+        options: Any = {"dtype": dtype, "like": tree, "strict": strict, "profile": profile}
         found = plan_load(checkpoint, rules, xshard_mesh(mesh), names, **options)
         loads.update((name, _as_held(name, each, mesh)) for name, each in found.items())
+        constants.update(checkpoint.leaves([leaf.name for leaf in leaves]))
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
 
@@ -101,7 +102,7 @@ def load(
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return arrays
-    known = {**opened[0].constants, **arrays}
+    known = {**constants, **arrays}
     return jax.tree.unflatten(jax.tree.structure(like), [known.get(leaf.name, leaf.x) for leaf in leaves])
 
 

@@ -23,9 +23,9 @@ from jax_bridge.planning import xshard_mesh
 from jax_bridge.state.between import blocks_of
 from jax_bridge.state.processes import together
 from xshard import DtypeError, Layout, Mesh, MeshError, Sharding, XshardError
-from xshard.arguments import parse_bytes
 from xshard.dtypes import carrier, name_of, recast
-from xshard.rules import named_once
+from xshard.errors import located
+from xshard.rules import named_once, place_of
 from xshard.state import Names
 from xshard.state.files import Saving, Source, plan_save, save_blocks
 
@@ -37,7 +37,7 @@ def save(
     mesh: jax.sharding.Mesh | None = None,
     *,
     names: Names | None = None,
-    shard_bytes: int | str = "5GiB",
+    shard_bytes: int | str | None = "5GiB",
 ) -> None:
     """A tree of global arrays -> a folder of safetensors files with an index, in which it is there at once.
 
@@ -69,9 +69,11 @@ def save(
         leaves = of_each("...", tree, is_layout, has_rule=is_array)
         arrays.update(_arrays(leaves))
         constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, bool | int | float | str)}
-        sources = {name: _source(x) for name, x in arrays.items()}
-        limit = parse_bytes(shard_bytes) if isinstance(shard_bytes, str) else shard_bytes
-        saving.append(plan_save(sources, names, shard_bytes=limit, constants=constants))
+        sources = {}
+        for name, x in arrays.items():
+            with located(place_of(name)):
+                sources[name] = _source(x)
+        saving.append(plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
         return saving[0].digest
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
@@ -89,6 +91,10 @@ def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
     for leaf in filter(lambda leaf: is_array(leaf.x), leaves):
         if isinstance(leaf.x, Tracer):
             raise XshardError(f"{leaf.place}: a traced array has no values", hint="save outside of jax.jit")
+        if isinstance(leaf.x, jax.ShapeDtypeStruct):
+            raise XshardError(f"{leaf.place}: a type has no values", hint="save arrays")
+        if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
+            raise XshardError(f"{leaf.place}: the array was donated or deleted", hint="save before that")
         if are_keys(leaf.x):
             raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
     return {name: x for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items() if is_array(x)}

@@ -26,6 +26,9 @@ from xshard.environment import is_on
 ALWAYS = is_on("XSHARD_DEBUG")
 
 
+LISTED = 8  # most facts that an error lists
+
+
 class DesyncError(XshardError):
     """Ranks are about to make different calls, or some of them fail where others do not."""
 
@@ -67,7 +70,7 @@ def compare_ranks(
         raise _failed(reports) from error
     differing = _differing(reports)
     if differing:
-        raise _desync(reports, differing)
+        raise _desync(reports, differing[:LISTED])
     return reports
 
 

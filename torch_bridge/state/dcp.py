@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from xshard import XshardError
 from xshard.dtypes import carrier, itemsize, name_of
 from xshard.state.files.checkpoint import Box, Checkpoint
+from xshard.state.files.folder import Mapped, map_file
 from xshard.state.files.header import FileError
 
 METADATA = ".metadata"
@@ -108,21 +109,26 @@ class _Part:
     dtype: str
 
     @cached_property
-    def numbers(self) -> NDArray[Any]:
-        """All its elements, on the disk until they are looked at."""
+    def numbers(self) -> Mapped:
+        """All its elements, on the disk until they are read."""
         shape, item = tuple(rows.stop - rows.start for rows in self.box), self.item
         with _malformed(item.file):
             tensor = item.load("meta")
             found = tuple(tensor.shape), name_of(tensor.dtype)
             if found != (shape, self.dtype):
                 raise FileError(f"{found} at byte {item.offset}, where the metadata has {shape, self.dtype}")
+            if tensor.is_conj() or tensor.is_neg():
+                raise FileError(
+                    f"the tensor at byte {item.offset} is stored as its conjugate or its negative"
+                )
             strides = tuple(step * tensor.itemsize for step in tensor.stride())
             start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
             last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
             if math.prod(shape) and last + tensor.itemsize > item.length:
                 raise FileError(f"the tensor at byte {item.offset} has more than {item.length} bytes")
-            memory = np.memmap(item.file, np.uint8, "r")
-            return np.ndarray(shape, carrier(self.dtype), memory, item.offset + start, strides)
+            file, memory = map_file(item.file)
+            whole = np.ndarray(shape, carrier(self.dtype), memory, item.offset + start, strides)
+            return Mapped(shape, self.dtype, whole, file, item.offset + start, item.file.name)
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,9 @@ class _Tensor:
         wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
         for part in self.parts:
             both = [_common(rows, of) for rows, of in zip(wanted, part.box, strict=True)]
-            if all(here.start < here.stop for here, _ in both):
-                out[tuple(here for here, _ in both)] = part.numbers[tuple(there for _, there in both)]
+            if all(rows.start < rows.stop for rows, _ in both):
+                here, there = zip(*both, strict=True) if both else ((), ())
+                part.numbers.read(there, out[(*here, ...)])
 
 
 def _common(wanted: range, part: slice) -> tuple[slice, slice]:
@@ -197,6 +204,8 @@ def _malformed(file: Path) -> Iterator[None]:
         yield
     except XshardError as error:
         raise FileError(f"{file}: {error.reason}", hint=error.hint) from None
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}") from None
     except Exception as error:
         hint = "torch.distributed.checkpoint.save writes .metadata last: without it nothing was saved"
         raise FileError(f"{file} is not what DCP writes: {error}", hint=hint) from None

@@ -74,7 +74,8 @@ def described(
             text = str(at.layout) if rule is None else rule.text
             if rule is not None and isinstance(x, DTensor):
                 if arrows and ARROW not in text:  # its placements say where it is
-                    text = f"{at.layout.named(rule.dst.resolved(x.ndim).names)} -> {rule.dst}"
+                    there = rule.dst.resolved(x.ndim)
+                    text = f"{at.layout.named(there.names)} -> {there}"
                 else:
                     check_placed(x, rule.src, text)
             known = Known(at.shape, dtypes.name_of(x.dtype), text, leaf.block.device.type)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.machine import machine
@@ -24,13 +24,12 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.state.leaves import WHOLE, Leaf, axes_of, leaves_of, processes_of, rank
 from torch_bridge.state.processes import together
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
-from xshard.arguments import parse_bytes
 from xshard.cost.machine import node_processes
 from xshard.errors import located
-from xshard.rules import leaf_name
+from xshard.rules import leaf_name, place_of
 from xshard.state import Names, files
 from xshard.state.files.checkpoint import in_groups
-from xshard.state.files.loading import in_both, load_of, stored_as
+from xshard.state.files.loading import cast, in_both, load_of, stored_as
 
 BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
 Loads = dict[str, tuple[files.Load, Leaf]]
@@ -43,7 +42,7 @@ def save(
     mesh: MeshLike | None = None,
     *,
     names: Names | None = None,
-    shard_bytes: int | str = "5GiB",
+    shard_bytes: int | str | None = "5GiB",
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Blocks on processes -> safetensors files and their index in a folder that all processes can reach.
@@ -72,21 +71,24 @@ def save(
     leaves: dict[str, Leaf] = {}
     found: list[files.Saving] = []
 
-    def planned() -> list[str]:
+    def planned() -> dict[str, Any]:
         given, constants = leaves_of(tree, rules, mesh, shapes)
         leaves.update(given)
-        sources = {
-            name: files.Source(leaf.sharding, dtypes.name_of(leaf.dtype), leaf.ranks)
-            for name, leaf in leaves.items()
-        }
-        limit = parse_bytes(shard_bytes) if isinstance(shard_bytes, str) else shard_bytes
-        found.append(files.plan_save(sources, names, shard_bytes=limit, constants=constants))
-        return [str(path), found[0].digest]
+        sources = {}
+        for name, leaf in leaves.items():
+            with located(place_of(name)):
+                if leaf.is_meta:
+                    raise XshardError("it is on the meta device", hint="without values there is no state")
+                sources[name] = files.Source(leaf.sharding, dtypes.name_of(leaf.dtype), leaf.ranks)
+        found.append(files.plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
+        facts = {name: source.sharding for name, source in sources.items()} | constants
+        said = {place_of(name): repr(fact) for name, fact in facts.items()}
+        return {"folder": str(path), "files": found[0].digest} | said
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
         block = leaves[name].block
         assert block is not None
-        return _carried(block.to("cpu", getattr(torch, dtype)))
+        return _carried(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
     meet = partial(together, ranks, f"save to {path}")
     meet(planned, agree=True)
@@ -123,17 +125,21 @@ def load(
     ranks, plan_for = processes_of(mesh), load_profile(machine(profile))
     loads: Loads = {}
     opened: list[files.Checkpoint] = []
+    constants: dict[str, Any] = {}
 
     def planned() -> dict[str, Any]:
         opened.append(path if isinstance(path, files.Checkpoint) else files.open_checkpoint(path))
         if into is None:
-            cast = None if dtype is None else dtypes.name_of(dtype)
             given = opened[0], rules or WHOLE, axes_of(mesh), names
-            for name, one in files.plan_load(*given, dtype=cast, profile=plan_for).items():
+            for name, one in files.plan_load(*given, dtype=dtype, profile=plan_for).items():
                 kind = getattr(torch, one.made.dtype)
                 loads[name] = one, Leaf([name], None, kind, one.target, mesh or axes_of(None), ranks)
         else:
             loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
+            if not isinstance(into, nn.Module):
+                constants.update(
+                    opened[0].leaves([leaf_name(at) for at, _ in tree_flatten_with_path(into)[0]])
+                )
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
         return {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
@@ -154,7 +160,6 @@ def load(
             result |= {name: loads[name][1].target(device) for name in here}
             parts = zip(here, threads.map(read, here), strict=True)
             _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)
-    constants = dict(opened[0].constants)
     if not isinstance(path, files.Checkpoint):
         opened[0].close()
     for name, (_, leaf) in loads.items():
@@ -182,14 +187,16 @@ def _filling(
             raise XshardError(f"{leaf.names[0]} is on the meta device", hint="parallelize the model first")
         if name is not None:
             with located(name):
-                found[name] = load_of(checkpoint, made[name], leaf.sharding, profile), leaf
+                each = cast(made[name], dtypes.name_of(leaf.dtype))
+                found[name] = load_of(checkpoint, each, leaf.sharding, profile), leaf
     return found
 
 
 def _read(checkpoint: files.Checkpoint, one: files.Load, leaf: Leaf, out: Tensor) -> Tensor | None:
     """Fill a block, in its own memory where files have the same bytes; return what is to be shared."""
     stored = getattr(torch, one.stored)
-    direct = not one.is_shared and out.device.type == "cpu" and out.dtype == stored
+    is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
+    direct = is_plain and not one.is_shared and out.dtype == stored
     read = files.read_block(checkpoint, one, leaf.device, _carried(out) if direct else None)
     if direct:
         return None

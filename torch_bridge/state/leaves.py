@@ -106,7 +106,8 @@ def by_name(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
     for name, x in others.items():
         if not isinstance(x, Constant):
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
-            raise XshardError(f"{place_of(name)} is {shown(x)}", hint=hint)
+            hint = "model.state_dict() is a tree" if isinstance(x, nn.Module) else hint
+            raise XshardError(f"{place_of(name) or 'the tree'} is {shown(x)}", hint=hint)
     return tensors, others
 
 
@@ -117,6 +118,11 @@ def leaf_of(
 
     shape: global; None: that of equal blocks. Raises ShapeError for a block of another shape.
     """
+    if x.layout != torch.strided or x.is_quantized:
+        raise XshardError(
+            f"a tensor of {x.layout if x.layout != torch.strided else x.dtype}",
+            hint="x.to_dense(), x.dequantize()",
+        )
     block: Tensor | None = x.detach()
     if isinstance(x, DTensor):
         on, shape = x.device_mesh, tuple(x.shape)

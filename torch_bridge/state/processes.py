@@ -23,15 +23,18 @@ def together(
 ) -> list[Any]:
     """Do this on all of these ranks -> what it returns on each of them, as JSON has it.
 
-    agree: it has to be the same on all. timeout: how long they wait for each other.
+    agree: it returns facts by name, which have to be the same on all. timeout: how long they wait for each
+    other.
     Raises DesyncError on all where one fails or, with `agree`, differs; where all fail, the error of each.
     """
     if len(ranks) == 1:
         return [work()]
 
     def facts() -> CallFacts:
-        found = {"plan": json.dumps(work())}
-        return CallFacts(found, {}, (), {}) if agree else CallFacts({}, {}, (), found)
+        found = work()
+        if agree:
+            return CallFacts({name: str(fact) for name, fact in found.items()}, {}, (), {})
+        return CallFacts({}, {}, (), {"found": json.dumps(found)})
 
     reports = compare_ranks(ranks, asked, facts, timeout)
-    return [json.loads((reports[r]["everywhere"] or reports[r]["own"])["plan"]) for r in ranks]
+    return [reports[r]["everywhere"] or json.loads(reports[r]["own"]["found"]) for r in ranks]

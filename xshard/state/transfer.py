@@ -82,7 +82,7 @@ def plan_transfer(
             target = Sharding(there[name], dst_mesh, array.shape)
             moves = tuple(_move(piece, sources, target, array, devices, machine) for piece in array.pieces)
         arrays.append(ArrayPlan(name, target, array.dtype, moves))
-    buckets = _buckets(_balanced(arrays), limit_of(bucket_bytes))
+    buckets = _buckets(_balanced(arrays), limit_of(bucket_bytes, "bucket_bytes"))
     return TreePlan(src_mesh, dst_mesh, *devices, sources, buckets, machine)
 
 

@@ -5,8 +5,11 @@ Decides what a format of files has to offer. Knows no format, no framework and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from threading import Lock
 from typing import Any, Protocol
 
@@ -81,6 +84,25 @@ class Checkpoint(Mapping[str, Stored]):
             self.bytes_read += out.nbytes
         return out
 
+    def leaves(self, names: Collection[str]) -> dict[str, Any]:
+        """Of these leaves of a tree those that are constants here, some of them inside others.
+
+        >>> Checkpoint({}, constants={"step": 3, "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}).leaves(
+        ...     ["groups.0.betas.1", "weight"]
+        ... )
+        {'groups.0.betas.1': 0.99}
+        """
+        found = {}
+        for top in self.constants:
+            inside = [name for name in names if f"{name}.".startswith(f"{top}.")]
+            value = self.constants[top] if inside else None  # others may be what nobody can read
+            for name in inside:
+                with suppress(LookupError, TypeError, ValueError):  # a tree of another form
+                    found[name] = reduce(
+                        _child, name[len(top) + 1 :].split(".") if name != top else (), value
+                    )
+        return found
+
     def close(self) -> None:
         self.arrays = {}
 
@@ -91,18 +113,23 @@ class Checkpoint(Mapping[str, Stored]):
         self.close()
 
 
-def in_groups(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, together while their sizes fit into the limit; a larger one is alone.
+def _child(tree: Any, key: str) -> Any:
+    """What a dict has under a key, or a list at an index."""
+    return tree[int(key)] if isinstance(tree, list | tuple) else tree[key]
+
+
+def in_groups(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
+    """Names in their order, together while their sizes fit into the limit, if any; a larger one is alone.
 
     >>> in_groups({"a": 1, "b": 2, "c": 9, "d": 3}, limit=3)
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[str]] = []
-    left = 0
+    left: float = 0
     for name, size in sizes.items():
         if not groups or size > left:
             groups.append([])
-            left = limit
+            left = math.inf if limit is None else limit
         groups[-1].append(name)
         left -= size
     return groups

@@ -47,16 +47,23 @@ class Mapped(NamedTuple):
     def read(self, box: Box, out: NDArray[Any]) -> None:
         at: Any = (*box, ...)
         part = self.whole[at]
+        start = self.start + part.ctypes.data - self.whole.ctypes.data
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
-            out[...] = part
+            last = sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
+            self._check_end(start + last + part.itemsize)
+            out[...] = part  # many small reads would take two to eight times as long
             return
         # To be given the pages of the file takes as long as to copy them, and one piece does without.
-        left, start = out.reshape(-1).view(np.uint8), self.start + part.ctypes.data - self.whole.ctypes.data
+        left = out.reshape(-1).view(np.uint8)
         while left.size:
             n = os.preadv(self.file, [left.data], start)
-            if not n:
-                raise FileError(f"{self.place} ends at byte {start}, and did not when it was opened")
+            self._check_end(start + (not n))
             left, start = left[n:], start + n
+
+    def _check_end(self, end: int) -> None:
+        """Raise FileError where the file is shorter by now; pages behind its end would be SIGBUS."""
+        if (size := os.fstat(self.file).st_size) < end:
+            raise FileError(f"{self.place} ends at byte {size}, and did not when it was opened")
 
 
 def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
@@ -159,7 +166,8 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FileError(
             f"no safetensors files in {folder}: it has {there}",
-            hint="pickles (.bin, .pt) run code when read: convert them where their author is trusted",
+            hint="pickles (.bin, .pt) run code when read: convert them where their author is trusted; DCP has a "
+            ".metadata, orbax a _METADATA: without them a save did not end, or it is one of the folders inside",
         )
     return found, None
 
@@ -176,9 +184,8 @@ def _check_complete(folder: Path, names: list[str]) -> None:
 
 
 def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
-    file, found = os.open(path, os.O_RDONLY), {}
-    memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-    weakref.finalize(memory, os.close, file)
+    found = {}
+    file, memory = map_file(path)
     for name, (shape, dtype, start) in entries.items():
         try:
             whole = np.ndarray(shape, dtypes.carrier(dtype), memory, start)
@@ -186,6 +193,14 @@ def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
         except (ValueError, OverflowError) as error:
             raise FileError(f"{path.name}: {name}: no array has shape {shape}: {error}") from None
     return found
+
+
+def map_file(path: Path) -> tuple[int, mmap.mmap]:
+    """A file, open as long as its map, which costs no memory of its own."""
+    file = os.open(path, os.O_RDONLY)
+    memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+    weakref.finalize(memory, os.close, file)
+    return file, memory
 
 
 def _check_index(index: Mapping[str, Any], places: Mapping[str, str]) -> None:
@@ -215,7 +230,7 @@ def _told(said: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> di
             found["mesh"] = Mesh.parse(each["mesh"])
         if each.get("names") is not None:
             found["names"] = names_from_json(each["names"])
-        found["constants"] = found.get("constants", {}) | each.get("constants", {})
+        found["constants"] = found.get("constants", {}) | json.loads(each.get("constants", "{}"))
         for name, sums in each.get("sums", {}).items():
             found["sums"][name] = [(_box(box, arrays[name].shape), int(crc)) for box, crc in sums]
     return found

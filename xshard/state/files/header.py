@@ -36,6 +36,7 @@ _SHORT = {
     },
 }
 _LONG = {short: name for name, short in _SHORT.items()}
+_METADATA = "__metadata__"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -81,7 +82,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise FileError(f"{path.name}: the header is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise FileError(f"{path.name}: the header is no JSON object")
-    metadata = found.pop("__metadata__", {})
+    metadata = found.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FileError(f"{path.name}: __metadata__ is no object of texts")
     return _entries(path, found, 8 + length, size), metadata
@@ -96,10 +97,12 @@ def check_regular(path: Path) -> None:
 def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
     """Shapes and dtypes by name, in the order of their bytes -> what a file begins with, 8 bytes aligned.
 
-    Raises DtypeError for a dtype that safetensors lacks.
+    Raises DtypeError for a dtype that safetensors lacks, FileError for the name of its metadata.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     at = 0
+    if _METADATA in entries:
+        raise FileError(f"an array is called {_METADATA!r}", hint="safetensors notes texts under that name")
     for name, (shape, dtype) in entries.items():
         if dtype not in _SHORT:
             raise DtypeError(

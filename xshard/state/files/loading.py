@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from xshard import dtypes
 from xshard.cost.model import Link, Profile
 from xshard.cost.profile_files import load_profile
-from xshard.errors import ShapeError, XshardError, located
+from xshard.errors import DtypeError, ShapeError, XshardError, located
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
@@ -27,6 +27,8 @@ from xshard.state.files.boxes import box_pairs, check_whole
 from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import Made
+
+_FLOAT = 1  # as `_kind` numbers them
 
 
 class Load(NamedTuple):
@@ -49,7 +51,7 @@ def plan_load(
     mesh: Mesh,
     names: Names | None = None,
     *,
-    dtype: str | None = None,
+    dtype: object = None,
     like: Mapping[str, Any] | None = None,
     strict: bool = True,
     profile: str | Path | Profile = "h100",
@@ -59,20 +61,25 @@ def plan_load(
     rules: layouts, for names here. names: what is here, of what is stored. dtype: of all arrays of floats;
     None: as they are stored. like: the arrays to be made, which have shapes and dtypes. strict: whether each
     has to be stored, and no other. profile: of the machine; without a disk every device reads what it needs.
-    Raises XshardError for a name without a rule or a rule without a name, and where a layout does not fit.
+    Raises XshardError for a name without a rule or a rule without a name, and where a layout or dtype does
+    not fit.
     """
     machine, found = load_profile(profile), {}
+    floats = None if dtype is None else dtypes.name_of(dtype)
+    if floats is not None and _kind(floats) != _FLOAT:
+        raise DtypeError(f"dtype={floats} for all floats", hint="a dtype of floats, as bfloat16")
     made = stored_as(checkpoint, names)
     wanted = made if like is None else in_both(made, [(name,) for name in like], strict)
     for name, text in Rules(rules).match([name for name in wanted if name is not None], what="array").items():
         each = made[name]
         shape = each.shape if like is None else tuple(like[name].shape)
-        if like is not None:
-            each = each._replace(dtype=dtypes.name_of(like[name].dtype))
-        elif dtype is not None and dtypes.precision(each.dtype):
-            each = each._replace(dtype=dtypes.name_of(dtype))
         with located(name):
-            found[name] = load_of(checkpoint, each, Sharding(Layout.parse(text), mesh, shape), machine)
+            target = Sharding(Layout.parse(text), mesh, shape)
+            if like is not None:
+                each = cast(each, dtypes.name_of(like[name].dtype))
+            elif floats is not None and _kind(each.dtype) == _FLOAT:
+                each = each._replace(dtype=floats)
+            found[name] = load_of(checkpoint, each, target, machine)
     return found
 
 
@@ -90,6 +97,17 @@ def load_of(checkpoint: Checkpoint, made: Made, target: Sharding, profile: Profi
     check_whole(target)
     stored = checkpoint[made.pieces[0].src.name].dtype
     return Load(made, stored, read_under(target, made.dtype, profile), target)
+
+
+def cast(made: Made, dtype: str) -> Made:
+    """An array in the dtype of the one that it fills. Raises DtypeError where that rounds to whole numbers.
+
+    >>> cast(Made((2,), "int64", ()), "float32").dtype
+    'float32'
+    """
+    if _kind(made.dtype) > _kind(dtype):
+        raise DtypeError(f"{made.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
+    return made._replace(dtype=dtype)
 
 
 def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
@@ -151,6 +169,11 @@ def read_block(
     for pair in box_pairs(load.made.pieces, load.source, device):
         checkpoint.read(pair.name, pair.box, pair.of(out))
     return out
+
+
+def _kind(dtype: str) -> int:
+    """Whether numbers are whole, floats, or complex: those of a kind lose what the ones before have not."""
+    return (dtypes.precision(dtype) > 0) + ("complex" in dtype)
 
 
 def _cut_further(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:

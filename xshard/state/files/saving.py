@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard import dtypes
+from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.layout import Sharding
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
@@ -79,21 +80,22 @@ class Saving:
     @cached_property
     def digest(self) -> str:
         """A number that is equal where two processes plan the same save."""
-        return f"{zlib.crc32(repr([*((s.name, s.header) for s in self.shards), self._owned]).encode()):08x}"
+        all_of_it = [*((s.name, s.header) for s in self.shards), self.metadata, self._owned]
+        return f"{zlib.crc32(repr(all_of_it).encode()):08x}"
 
 
 def plan_save(
     sources: Mapping[str, Source],
     names: Names | None = None,
     *,
-    shard_bytes: int = 5 * 2**30,
+    shard_bytes: int | str | None = "5GiB",
     constants: Mapping[str, Any] | None = None,
 ) -> Saving:
     """Arrays here by name -> what a save of them writes.
 
-    names: what is stored, of what is here. shard_bytes: of a file, unless one array is larger. constants:
-    leaves that are no arrays, as JSON. Raises PlanError for sums and halos, DtypeError for dtypes that
-    safetensors lacks.
+    names: what is stored, of what is here. shard_bytes: of a file, unless one array is larger; None: of any
+    size. constants: leaves that are no arrays, as JSON. Raises PlanError for sums and halos, DtypeError for
+    dtypes that safetensors lacks.
 
     >>> from xshard import Layout, Mesh
     >>> cut = Source(Sharding(Layout("o/tp i"), Mesh(dp=2, tp=2), (8, 4)), "float32", range(4))
@@ -106,11 +108,11 @@ def plan_save(
             check_whole(source.sharding)
     shapes = {name: source.sharding.shape for name, source in sources.items()}
     made = (names or SAME).resolve(shapes, {n: s.dtype for n, s in sources.items()})
-    meshes = {str(source.sharding.mesh) for source in sources.values()}
+    meshes = {str(source.sharding.mesh) for source in sources.values() if source.sharding.layout.axes}
     mesh = min(meshes) if len(meshes) == 1 else None
     said = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
     sizes = {name: dtypes.n_bytes(*each[:2]) for name, each in made.items()}
-    groups = in_groups(sizes, shard_bytes) or [[]]
+    groups = in_groups(sizes, limit_of(shard_bytes, "shard_bytes")) or [[]]
     files: list[Shard] = []
     for i, group in enumerate(groups):
         group.sort(key=lambda name: -dtypes.itemsize(made[name].dtype))  # so that every array is aligned
@@ -122,7 +124,8 @@ def plan_save(
         for name in group:
             starts[name], at = at, at + sizes[name]
         files.append(Shard(f"{i + 1:05}-of-{len(groups):05}.safetensors", header, starts, at))
-    return Saving(dict(sources), made, tuple(files), {"constants": dict(constants or {})}, _owners(sources))
+    noted = {"constants": json.dumps(dict(constants or {}))}  # as text: JSON itself has no infinity
+    return Saving(dict(sources), made, tuple(files), noted, _owners(sources))
 
 
 def _owners(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:

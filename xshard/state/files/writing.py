@@ -6,6 +6,7 @@ folder that the next save removes. Knows no framework: blocks are numpy arrays.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import math
@@ -44,15 +45,21 @@ def save_blocks(
     block_of, progress: as in `write`. together: does something in all processes -> what it returns in each of
     them, and raises in all where it does in one. By default one process does it all.
     """
-    token = together(lambda: begin(saving, path) if leads else None)[0]
-    try:
-        found = together(lambda: write(saving, path, token, process, block_of, progress))
-        sums = {name: [box for each in found for box in each.get(name, ())] for name in saving.made}
-        together(lambda: commit(saving, path, token, sums) if leads else None)
-    except BaseException:
-        if leads:
-            abort(path, token)
-        raise
+    with ExitStack() as stack:
+
+        def begun() -> str:
+            stack.callback(os.close, _locked(path))
+            return begin(saving, path)
+
+        token = together(lambda: begun() if leads else None)[0]
+        try:
+            found = together(lambda: write(saving, path, token, process, block_of, progress))
+            sums = {name: [box for each in found for box in each.get(name, ())] for name in saving.made}
+            together(lambda: commit(saving, path, token, sums) if leads else None)
+        except BaseException:
+            if leads:
+                abort(path, token)
+            raise
 
 
 def begin(saving: Saving, path: Path) -> str:
@@ -149,6 +156,25 @@ def abort(path: Path, token: str) -> None:
     shutil.rmtree(path / f"{_UNFINISHED}{token}", ignore_errors=True)
     for file in set(path.glob(f"model-{token}-*")) - {path / name for name in _files(path)}:
         file.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> int:
+    """A folder, made if there is none, opened and locked against other saves until it is closed.
+
+    Another save would take this one's files for those of a killed one. Locks end with their process.
+    """
+    with _disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        hint = "one save at a time into a folder; this one has changed nothing"
+        raise FileError(f"{path}: another save into it is at work", hint=hint) from None
+    except OSError:  # of a file system without locks
+        pass
+    return folder
 
 
 def _put(file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int, ...]) -> None:
