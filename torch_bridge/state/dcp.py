@@ -118,9 +118,7 @@ class _Part:
             if found != (shape, self.dtype):
                 raise FileError(f"{found} at byte {item.offset}, where the metadata has {shape, self.dtype}")
             if tensor.is_conj() or tensor.is_neg():
-                raise FileError(
-                    f"the tensor at byte {item.offset} is stored as its conjugate or its negative"
-                )
+                raise FileError(f"the tensor at byte {item.offset} is there as its conjugate or negative")
             strides = tuple(step * tensor.itemsize for step in tensor.stride())
             start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
             last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

@@ -114,6 +114,12 @@ class End:
             time.sleep(PAUSE_S)
         return self.store.get(key).decode()
 
+    def heard(self, *parts: object) -> str:
+        """The same. Raises LostVersionError where it does not come in time."""
+        if (found := self.wait(*parts)) is None:
+            raise LostVersionError(f"the other program says nothing for {self.timeout_s:g} s")
+        return found
+
     def join(self, sessions: str) -> dist.ProcessGroup | None:
         """The group of both programs; of others of their numbers, or none, after the last one has ended."""
         if sessions != self._sessions:

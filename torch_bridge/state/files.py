@@ -137,9 +137,8 @@ def load(
         else:
             loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
             if not isinstance(into, nn.Module):
-                constants.update(
-                    opened[0].leaves([leaf_name(at) for at, _ in tree_flatten_with_path(into)[0]])
-                )
+                named = [leaf_name(at) for at, _ in tree_flatten_with_path(into)[0]]
+                constants.update(opened[0].leaves(named))
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
         return {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}

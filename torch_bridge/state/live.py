@@ -83,26 +83,28 @@ class Publisher(End):
             offer = {"facts": facts, "plan": text, "session": self.session}
             self.store.set(self.key("offer", version), json.dumps(offer))
             self.store.set(self.key("latest"), str(version))
-            return {"version": version, "answer": self.wait("answer", version)}
+            return {"version": version, "server": self.wait("taken", version)}
 
         told = self.told(offered)
-        version: int = told["version"]
-        if told["answer"] is None:
+        version, server = told["version"], told["server"]
+        if server is None:
             raise LostVersionError(
                 f"no server took version {version} within {self.timeout_s:g} s",
                 hint="all its ranks call Subscriber.receive, on the same store and name",
             )
-        server = json.loads(told["answer"])
-        if server["plan"] != text:
-            raise _differing(text, server["plan"])
-        self.heart.watch("server", server["session"], self.dst_mesh.n_devices, version)
+        self.heart.watch("server", int(server), self.dst_mesh.n_devices, version)
         device = tensor_device_of(first_on_device(blocks), None, None)
+        try:
+            answer = self.told(lambda: self.heard("answer", version))
+        except (DesyncError, LostVersionError) as error:
+            raise self.lost(f"version {version} did not reach the server", error) from error
+        if answer != text:
+            raise _differing(text, answer)
 
         def sent() -> None:
-            self.moved(plan, blocks, f"{self.session}-{server['session']}", device, progress)
-            done = self.wait("done", version) if dist.get_rank() == 0 else ""
-            if done != "":
-                raise LostVersionError(f"the server says {done or f'nothing for {self.timeout_s:g} s'}")
+            self.moved(plan, blocks, f"{self.session}-{server}", device, progress)
+            if dist.get_rank() == 0 and (failed := self.heard("done", version)):
+                raise LostVersionError(f"the server says {failed}")
 
         try:
             self.all_did(sent)
@@ -143,19 +145,20 @@ class Subscriber(End):
     def _taken(self, told: Mapping[str, Any], progress: Progress) -> Any:
         """Answer an offer, and receive the version -> its tree."""
         rank, version, facts = dist.get_rank(), told["version"], told["facts"]
-        answer: dict[str, Any] = {"session": self.session, "plan": ""}
         error: Exception | None = None
+        if rank == 0:
+            self.store.set(self.key("taken", version), str(self.session))
         try:
             plan = self.planned(facts)
-            answer["plan"] = self.text(plan)
+            answer = self.text(plan)
         except XshardError as raised:
-            answer["plan"], error = str(raised), raised
+            answer, error = str(raised), raised
         if rank == 0:
-            self.store.set(self.key("answer", version), json.dumps(answer))
+            self.store.set(self.key("answer", version), answer)
         if error is not None:
             raise error
-        if answer["plan"] != told["plan"]:
-            raise _differing(answer["plan"], told["plan"])
+        if answer != told["plan"]:
+            raise _differing(answer, told["plan"])
         self.heart.watch("trainer", told["session"], self.src_mesh.n_devices, version)
         device, sessions = tensor_device_of(None, self.device, None), f"{told['session']}-{self.session}"
         found: dict[str, Tensor] = {}

@@ -32,6 +32,7 @@ assert PRELOADED  # the server of forks has torch_bridge already
 
 ROOM = str(Path(live.__file__).parent)
 WAITING = {"wait", "_offered", "guarded", "check", "_beat"}  # how often their lines run is a matter of time
+TAKEN = "planned"  # what a server calls before it answers
 OFFERED = "join"  # what both call when a version has been offered and taken
 AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
 LARGE = {"w": (8, 1 << 19)}
@@ -72,7 +73,7 @@ class Trainer(xt.Publisher):
 
     def wait(self, *parts: object) -> str | None:
         """A server that is to take the version may be dead before it says so."""
-        with mock.patch.object(self, "timeout_s", self.answer_s if parts[0] == "answer" else self.timeout_s):
+        with mock.patch.object(self, "timeout_s", self.answer_s if parts[0] == "taken" else self.timeout_s):
             return super().wait(*parts)
 
     def has(self) -> int:
@@ -224,7 +225,7 @@ def _kill(start: Callable[..., Program], rng: random.Random) -> None:
     assert "did not arrive whole; version 1 stays" in lost[0] and "of the trainer has stopped" in lost[0]
     arrives(trainer, server, number := number + 1)
     server.kill()
-    for line in (OFFERED, *itertools.repeat(None, SERVERS)):
+    for line in (TAKEN, OFFERED, *itertools.repeat(None, SERVERS)):
         number, killed = number + 1, rng.randrange(2)
         doomed = start(Server)
         doomed.order(Order(line=line or rng.randrange(received[killed].lines), wait_s=600.0), killed)

@@ -166,8 +166,8 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FileError(
             f"no safetensors files in {folder}: it has {there}",
-            hint="pickles (.bin, .pt) run code when read: convert them where their author is trusted; DCP has a "
-            ".metadata, orbax a _METADATA: without them a save did not end, or it is one of the folders inside",
+            hint="pickles (.bin, .pt) run code when read: convert them where their author is trusted; "
+            "a folder of DCP has .metadata, one of orbax _METADATA",
         )
     return found, None
 
@@ -230,7 +230,7 @@ def _told(said: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> di
             found["mesh"] = Mesh.parse(each["mesh"])
         if each.get("names") is not None:
             found["names"] = names_from_json(each["names"])
-        found["constants"] = found.get("constants", {}) | json.loads(each.get("constants", "{}"))
+        found["constants"] = found.get("constants", {}) | _json(each.get("constants", "{}"), "constants")
         for name, sums in each.get("sums", {}).items():
             found["sums"][name] = [(_box(box, arrays[name].shape), int(crc)) for box, crc in sums]
     return found
