@@ -87,7 +87,8 @@ def load(
         options: Any = {"dtype": dtype, "like": tree, "strict": strict, "profile": profile}
         found = plan_load(checkpoint, rules, xshard_mesh(mesh), names, **options)
         loads.update((name, _as_held(name, each, mesh)) for name, each in found.items())
-        constants.update(checkpoint.leaves([leaf.name for leaf in leaves]))
+        others = (leaf for leaf in leaves if not is_array(leaf.x))
+        constants.update((leaf.name, checkpoint.constants.get(leaf.name, leaf.x)) for leaf in others)
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
 

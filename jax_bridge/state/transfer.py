@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.rules import named_once, place_of
-from xshard.state import ArrayPlan, Names, TreePlan, plan_transfer
+from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
 
@@ -100,7 +100,7 @@ def transfer(
     if dry_run:
         return plan
     first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
-    with reporting(progress, plan, first) as report:
+    with reporting(progress, plan.bytes_moved, first) as report:
         made = _carried_out(plan, entries, targets, devices, donate, report)
     if names is not None:
         return made
@@ -175,7 +175,7 @@ def _carried_out(
     targets: Mapping[str, NamedSharding],
     devices: list[jax.Device],
     donate: bool,
-    report: Callable[[Sequence[ArrayPlan]], None],
+    report: Callable[[int], object],
 ) -> dict[str, jax.Array]:
     """The arrays there by name, bucket after bucket. report: is called with each that has gone."""
     arrays = {name: Held(blocks_of(entry.x), entry.x.dtype) for name, entry in entries.items()}
@@ -193,5 +193,5 @@ def _carried_out(
             for x in (entries[name].x, entries[name].leaf):
                 if isinstance(x, jax.Array) and not x.is_deleted():
                     x.delete()
-        report(bucket)
+        report(sum(array.traffic.total() for array in bucket))
     return made

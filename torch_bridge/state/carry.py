@@ -41,7 +41,7 @@ def carry(
     )
     last = {move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves}
     found: dict[str, Tensor] = {}
-    with reporting(progress, plan, group.rank() == 0) as report:
+    with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for bucket in plan.buckets:
             moves = [move for array in bucket for move in array.moves]
             crossings = [cross(move.plan, tensor_device, group) for move in moves]
@@ -61,7 +61,7 @@ def carry(
             if donate:
                 for name in [name for name in blocks if last.get(name) is bucket]:
                     _give_back(blocks.pop(name))
-            report(bucket)
+            report(sum(array.traffic.total() for array in bucket))
     return found if at_dst is not None else None
 
 

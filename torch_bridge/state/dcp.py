@@ -6,9 +6,10 @@ a tensor begin torch itself says; those of the rows asked for are read, and no o
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
-from collections import UserDict
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,13 +92,31 @@ class _Item:
             return torch.load(view, map_location=device, weights_only=True)
 
 
-class _Constants(UserDict[str, Any]):
-    """What the items are that are no tensors."""
+class _Constants(Mapping[str, Any]):
+    """What the items are that are no tensors, or what is in them: `groups.0.lr` in the list `groups`."""
+
+    def __init__(self, items: Mapping[str, _Item]) -> None:
+        self._items = items
+        self._load = functools.cache(lambda name: items[name].load("cpu"))
 
     def __getitem__(self, name: str) -> Any:
-        item: _Item = self.data[name]
-        with _malformed(item.file):
-            return item.load("cpu")
+        top = next((each for each in self._items if f"{name}.".startswith(f"{each}.")), None)
+        if top is None:
+            raise KeyError(name)
+        with _malformed(self._items[top].file):
+            found = self._load(top)
+        try:
+            for key in name[len(top) :].split(".")[1:]:
+                found = found[int(key) if isinstance(found, list | tuple) else key]
+        except (LookupError, TypeError, ValueError):  # a tree of another form
+            raise KeyError(name) from None
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 @dataclass(frozen=True)
@@ -141,18 +160,16 @@ class _Tensor:
         wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
         for part in self.parts:
             both = [_common(rows, of) for rows, of in zip(wanted, part.box, strict=True)]
-            if all(rows.start < rows.stop for rows, _ in both):
-                here, there = zip(*both, strict=True) if both else ((), ())
+            here, there = zip(*both, strict=True) if both else ((), ())
+            if all(rows.start < rows.stop for rows in here):
                 part.numbers.read(there, out[(*here, ...)])
 
 
 def _common(wanted: range, part: slice) -> tuple[slice, slice]:
     """The rows that are in both: where they are in what is wanted, and in the part."""
-    first = max(0, -((wanted.start - part.start) // wanted.step))
-    stop = max(0, -((wanted.start - part.stop) // wanted.step))
-    here = range(len(wanted))[first:stop]
-    there = wanted.start + first * wanted.step - part.start
-    return slice(here.start, here.stop), slice(there, there + len(here) * wanted.step, wanted.step)
+    here = slice(*(bisect_left(wanted, end) for end in (part.start, part.stop)))
+    there = wanted[here]
+    return here, slice(there.start - part.start, there.stop - part.start, there.step)
 
 
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:

@@ -29,7 +29,7 @@ from xshard.errors import located
 from xshard.rules import leaf_name, place_of
 from xshard.state import Names, files
 from xshard.state.files.checkpoint import in_groups
-from xshard.state.files.loading import cast, in_both, load_of, stored_as
+from xshard.state.files.loading import in_both, load_of, stored_as
 
 BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
 Loads = dict[str, tuple[files.Load, Leaf]]
@@ -137,8 +137,9 @@ def load(
         else:
             loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
             if not isinstance(into, nn.Module):
-                named = [leaf_name(at) for at, _ in tree_flatten_with_path(into)[0]]
-                constants.update(opened[0].leaves(named))
+                named = ((leaf_name(at), x) for at, x in tree_flatten_with_path(into)[0])
+                stored = opened[0].constants
+                constants.update({n: stored.get(n, x) for n, x in named if not isinstance(x, Tensor)})
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
         return {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
@@ -186,7 +187,7 @@ def _filling(
             raise XshardError(f"{leaf.names[0]} is on the meta device", hint="parallelize the model first")
         if name is not None:
             with located(name):
-                each = cast(made[name], dtypes.name_of(leaf.dtype))
+                each = made[name]._replace(dtype=dtypes.name_of(leaf.dtype))
                 found[name] = load_of(checkpoint, each, leaf.sharding, profile), leaf
     return found
 

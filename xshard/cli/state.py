@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from numpy.typing import NDArray
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from xshard import dtypes
-from xshard.arguments import parse_bytes
 from xshard.cli.options import MESH_HELP
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes
@@ -23,6 +21,7 @@ from xshard.state import Names
 from xshard.state.differences import differences
 from xshard.state.files import Source, open_checkpoint, plan_load, plan_save, read_block, save_blocks, verify
 from xshard.state.llama import named
+from xshard.state.progress import reporting
 from xshard.state.text import names_from_json
 
 state = typer.Typer(help="Checkpoints: show one, convert one, compare two.", no_args_is_help=True)
@@ -50,7 +49,7 @@ def show_state(
             layout = str(found.layouts.get(name, ""))
             shape = "x".join(map(str, x.shape)) or "()"
             table.add_row(
-                Text(name), shape, x.dtype, Text(layout), format_bytes(sizes[name]), found.places[name]
+                Text(name), shape, x.dtype, Text(layout), format_bytes(sizes[name]), Text(found.places[name])
             )
         out.print(table)
         on = f", on {found.mesh!r}" if found.mesh else ""
@@ -79,14 +78,13 @@ def convert(
 
     Example: xshard state convert hf/ fused/ --names llama-to-fused:32,8,128
     """
-    columns = (TextColumn("written"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     err, on = console(stderr=True), Mesh.parse(mesh)
     laid: Mapping[Any, Any] = _json(rules) if rules else {"**": "..."}
     with open_checkpoint(path) as found:
         loads = plan_load(found, laid, on, _names(names), dtype=dtype or None)
         saving = plan_save(
             {name: Source(one.target, one.made.dtype, [0] * on.n_devices) for name, one in loads.items()},
-            shard_bytes=parse_bytes(shard_bytes),
+            shard_bytes=shard_bytes,
             constants=found.constants,
         )
         total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
@@ -94,9 +92,8 @@ def convert(
         def block_of(name: str, device: int, kind: str) -> NDArray[Any]:
             return dtypes.recast(read_block(found, loads[name], device), loads[name].stored, kind)
 
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-            bar = progress.add_task("", total=total)
-            save_blocks(saving, output, block_of, progress=lambda n: progress.advance(bar, n))
+        with reporting(True, total, err.is_terminal, "written", err) as report:
+            save_blocks(saving, output, block_of, progress=report)
     console().print(f"{len(loads)} arrays, {format_bytes(total)}, in {output}", soft_wrap=True)
 
 

@@ -1,34 +1,34 @@
-"""Who hears how far the transfer of a tree is: a function, or whoever looks at a bar.
+"""Who hears how far a tree has come: a function, or whoever looks at a bar.
 
-Decides what `progress=` means in both bridges. Knows the bytes of a plan, and no arrays.
+Decides what `progress=` means. Knows numbers of bytes, and no arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from xshard.errors import XshardError
-from xshard.state.tree_plan import ArrayPlan, TreePlan
 
 Progress = bool | Callable[[int, int], object]
 
 
 @contextmanager
 def reporting(
-    progress: Progress, plan: TreePlan, is_first: bool
-) -> Iterator[Callable[[Sequence[ArrayPlan]], None]]:
-    """What is to be called with every bucket that has gone.
+    progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
+) -> Iterator[Callable[[int], object]]:
+    """What is to be called with the number of bytes that have come since.
 
-    progress: called with the bytes that have arrived anywhere, and all bytes; True: a bar.
-    Raises XshardError, on all alike, where there is no rich for it.
+    progress: called with the bytes that have come, and all of them; True: a bar, where it is seen.
+    console: of rich. Raises XshardError, on all alike, where there is no rich for it.
     """
-    done, total = 0, plan.bytes_moved if progress else 0
+    done = 0
 
-    def report(bucket: Sequence[ArrayPlan]) -> None:
+    def report(n_bytes: int) -> None:
         nonlocal done
         if callable(progress):
-            done += sum(array.traffic.total() for array in bucket)
+            done += n_bytes
             progress(done, total)
 
     if progress is not True:
@@ -39,7 +39,7 @@ def reporting(
         from rich.progress import Progress as Bar
     except ImportError as error:
         raise XshardError("progress=True needs rich", hint="pip install 'xshard[cli]'") from error
-    columns = "transfer", BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Bar(*columns, disable=not is_first) as bar:
+    columns = what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Bar(*columns, console=console, disable=not is_seen) as bar:
         task = bar.add_task("", total=total)
-        yield lambda bucket: bar.advance(task, sum(array.traffic.total() for array in bucket))
+        yield lambda n_bytes: bar.advance(task, n_bytes)

@@ -5,11 +5,8 @@ Decides what a format of files has to offer. Knows no format, no framework and n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from threading import Lock
 from typing import Any, Protocol
 
@@ -84,25 +81,6 @@ class Checkpoint(Mapping[str, Stored]):
             self.bytes_read += out.nbytes
         return out
 
-    def leaves(self, names: Collection[str]) -> dict[str, Any]:
-        """Of these leaves of a tree those that are constants here, some of them inside others.
-
-        >>> Checkpoint({}, constants={"step": 3, "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}).leaves(
-        ...     ["groups.0.betas.1", "weight"]
-        ... )
-        {'groups.0.betas.1': 0.99}
-        """
-        found = {}
-        for top in self.constants:
-            inside = [name for name in names if f"{name}.".startswith(f"{top}.")]
-            value = self.constants[top] if inside else None  # others may be what nobody can read
-            for name in inside:
-                with suppress(LookupError, TypeError, ValueError):  # a tree of another form
-                    found[name] = reduce(
-                        _child, name[len(top) + 1 :].split(".") if name != top else (), value
-                    )
-        return found
-
     def close(self) -> None:
         self.arrays = {}
 
@@ -113,11 +91,6 @@ class Checkpoint(Mapping[str, Stored]):
         self.close()
 
 
-def _child(tree: Any, key: str) -> Any:
-    """What a dict has under a key, or a list at an index."""
-    return tree[int(key)] if isinstance(tree, list | tuple) else tree[key]
-
-
 def in_groups(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
     """Names in their order, together while their sizes fit into the limit, if any; a larger one is alone.
 
@@ -125,11 +98,11 @@ def in_groups(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[str]] = []
-    left: float = 0
+    filled = 0
     for name, size in sizes.items():
-        if not groups or size > left:
+        filled += size
+        if not groups or (limit is not None and filled > limit):
             groups.append([])
-            left = math.inf if limit is None else limit
+            filled = size
         groups[-1].append(name)
-        left -= size
     return groups

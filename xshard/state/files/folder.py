@@ -49,8 +49,7 @@ class Mapped(NamedTuple):
         part = self.whole[at]
         start = self.start + part.ctypes.data - self.whole.ctypes.data
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
-            last = sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
-            self._check_end(start + last + part.itemsize)
+            self._check_end(self.start + self.whole.nbytes)
             out[...] = part  # many small reads would take two to eight times as long
             return
         # To be given the pages of the file takes as long as to copy them, and one piece does without.
@@ -61,7 +60,7 @@ class Mapped(NamedTuple):
             left, start = left[n:], start + n
 
     def _check_end(self, end: int) -> None:
-        """Raise FileError where the file is shorter by now; pages behind its end would be SIGBUS."""
+        """Raise FileError where the file is shorter by now: to look at a page behind its end would kill."""
         if (size := os.fstat(self.file).st_size) < end:
             raise FileError(f"{self.place} ends at byte {size}, and did not when it was opened")
 

@@ -28,8 +28,6 @@ from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import Made
 
-_FLOAT = 1  # as `_kind` numbers them
-
 
 class Load(NamedTuple):
     """An array that is loaded. stored: its dtype in files. source: how it is read. target: how it ends."""
@@ -66,20 +64,17 @@ def plan_load(
     """
     machine, found = load_profile(profile), {}
     floats = None if dtype is None else dtypes.name_of(dtype)
-    if floats is not None and _kind(floats) != _FLOAT:
-        raise DtypeError(f"dtype={floats} for all floats", hint="a dtype of floats, as bfloat16")
     made = stored_as(checkpoint, names)
     wanted = made if like is None else in_both(made, [(name,) for name in like], strict)
     for name, text in Rules(rules).match([name for name in wanted if name is not None], what="array").items():
         each = made[name]
         shape = each.shape if like is None else tuple(like[name].shape)
+        if like is not None:
+            each = each._replace(dtype=dtypes.name_of(like[name].dtype))
+        elif floats is not None and _kind(each.dtype) == 1:
+            each = each._replace(dtype=floats)
         with located(name):
-            target = Sharding(Layout.parse(text), mesh, shape)
-            if like is not None:
-                each = cast(each, dtypes.name_of(like[name].dtype))
-            elif floats is not None and _kind(each.dtype) == _FLOAT:
-                each = each._replace(dtype=floats)
-            found[name] = load_of(checkpoint, each, target, machine)
+            found[name] = load_of(checkpoint, each, Sharding(Layout.parse(text), mesh, shape), machine)
     return found
 
 
@@ -89,25 +84,16 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, Made]:
 
 
 def load_of(checkpoint: Checkpoint, made: Made, target: Sharding, profile: Profile) -> Load:
-    """One array that is to be under one layout. Raises ShapeError where it has another shape."""
+    """One array under one layout. Raises ShapeError for another shape, DtypeError for another kind."""
     if made.shape != target.shape:
         raise ShapeError(
             f"shape {made.shape} in the checkpoint, {target.shape} here", hint="names= may say why"
         )
     check_whole(target)
     stored = checkpoint[made.pieces[0].src.name].dtype
+    if _kind(stored) > _kind(made.dtype):
+        raise DtypeError(f"{stored} in the checkpoint, {made.dtype} here", hint="dtypes of one kind")
     return Load(made, stored, read_under(target, made.dtype, profile), target)
-
-
-def cast(made: Made, dtype: str) -> Made:
-    """An array in the dtype of the one that it fills. Raises DtypeError where that rounds to whole numbers.
-
-    >>> cast(Made((2,), "int64", ()), "float32").dtype
-    'float32'
-    """
-    if _kind(made.dtype) > _kind(dtype):
-        raise DtypeError(f"{made.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
-    return made._replace(dtype=dtype)
 
 
 def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
@@ -172,7 +158,7 @@ def read_block(
 
 
 def _kind(dtype: str) -> int:
-    """Whether numbers are whole, floats, or complex: those of a kind lose what the ones before have not."""
+    """0 for whole numbers, 1 for floats, 2 for complex numbers."""
     return (dtypes.precision(dtype) > 0) + ("complex" in dtype)
 
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def save_blocks(
     together: Callable[[Callable[[], Any]], list[Any]] = lambda work: [work()],
     process: int = 0,
     leads: bool = True,
-    progress: Callable[[int], None] = lambda n_bytes: None,
+    progress: Callable[[int], object] = lambda n_bytes: None,
 ) -> None:
     """A save from its beginning to its end; all its processes call this, and the first of them leads.
 
@@ -48,7 +48,7 @@ def save_blocks(
     with ExitStack() as stack:
 
         def begun() -> str:
-            stack.callback(os.close, _locked(path))
+            _locked(path, stack)
             return begin(saving, path)
 
         token = together(lambda: begun() if leads else None)[0]
@@ -97,7 +97,7 @@ def write(
     token: str,
     process: int,
     block_of: Callable[[str, int, str], NDArray[Any]],
-    progress: Callable[[int], None] = lambda n_bytes: None,
+    progress: Callable[[int], object] = lambda n_bytes: None,
 ) -> Sums:
     """Write what is one process's to write -> the checksums of that.
 
@@ -158,23 +158,17 @@ def abort(path: Path, token: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def _locked(path: Path) -> int:
-    """A folder, made if there is none, opened and locked against other saves until it is closed.
-
-    Another save would take this one's files for those of a killed one. Locks end with their process.
-    """
+def _locked(path: Path, stack: ExitStack) -> None:
+    """Make a folder if there is none, and lock it: another save would take this one's files for leftovers."""
     with _disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        hint = "one save at a time into a folder; this one has changed nothing"
-        raise FileError(f"{path}: another save into it is at work", hint=hint) from None
-    except OSError:  # of a file system without locks
-        pass
-    return folder
+        stack.callback(os.close, folder := os.open(path, os.O_RDONLY))
+    with suppress(OSError):  # of a file system without locks
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+        except BlockingIOError:
+            hint = "one save at a time into a folder; this one has changed nothing"
+            raise FileError(f"{path}: another save into it is at work", hint=hint) from None
 
 
 def _put(file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int, ...]) -> None:
