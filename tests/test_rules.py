@@ -10,7 +10,7 @@ import xshard as xs
 from xshard import NotationError, Rules, XshardError
 
 FITS = [
-    ("**", ["", "a", "a.b.c"], []),
+    ("**", ["", "a", "a.b.c", "a\nb"], []),
     ("**.weight", ["weight", "a.weight", "a.b.weight"], ["aweight", "a.weight.b", "x.aweight"]),
     ("model.**", ["model", "model.a", "model.a.b"], ["models", "modela.b", "x.model"]),
     ("a.**.c", ["a.c", "a.b.c", "a.x.y.c"], ["ac", "a.bc", "a.c.d"]),

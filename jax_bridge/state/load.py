@@ -88,7 +88,7 @@ def load(
         found = plan_load(checkpoint, rules, xshard_mesh(mesh), names, **options)
         loads.update((name, _as_held(name, each, mesh)) for name, each in found.items())
         others = (leaf for leaf in leaves if not is_array(leaf.x))
-        constants.update((leaf.name, checkpoint.constants.get(leaf.name, leaf.x)) for leaf in others)
+        constants.update((leaf.name, checkpoint.constant(leaf.name, leaf.x)) for leaf in others)
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
 

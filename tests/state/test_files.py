@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,44 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         files.plan_save(cut({"q": "o i | sum(tp)"}))
     with pytest.raises(PlanError, match="halos"):
         files.plan_save(cut({"q": "o/tp:halo(1,1) i"}))
+    source = files.Source(Sharding(Layout("n"), MESH, (6,)), "float32", range(4))
+    with pytest.raises(files.FileError, match="an array is called '__metadata__'"):
+        files.plan_save({"__metadata__": source})
+    with pytest.raises(PlanError, match=r"shard_bytes is 1\.5"):
+        files.plan_save({"w": source}, shard_bytes=1.5)
+    with pytest.raises(XshardError, match="constants: Object of type set"):
+        files.plan_save({"w": source}, constants={"a": {1}})
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(files.FileError, match="which others read and not model"):
         files.begin(files.plan_save(cut({})), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    """Another would take this one's files for leftovers; and the index is JSON whatever the constants are."""
+    here = {name: source._replace(processes=[0] * 4) for name, source in cut({}).items()}
+    saving, refused = files.plan_save(here, constants={"best": -math.inf}), []
+
+    def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
+        if not refused:
+            with pytest.raises(files.FileError, match="another save into it is at work") as error:
+                files.save_blocks(saving, tmp_path, block_of)
+            refused.append(error)
+        return WHOLE[name]
+
+    files.save_blocks(saving, tmp_path, block_of)
+    files.save_blocks(saving, tmp_path, block_of)
+    json.loads((tmp_path / INDEX).read_text(), parse_constant=pytest.fail)
+    with files.open_checkpoint(tmp_path) as checkpoint:
+        assert files.verify(checkpoint) == len(SHAPES) and checkpoint.constants == {"best": -math.inf}
+
+
+def test_what_is_not_cut_has_no_say_in_the_layouts() -> None:
+    """Buffers of an FSDP model are not on the mesh of its parameters."""
+    buffer = files.Source(Sharding(Layout("n"), Mesh(world=4), (6,)), "int64", range(4))
+    saving = files.plan_save({"buffer": buffer, "q": cut({"q": "o/tp i"})["q"]})
+    said = json.loads(json.loads(saving.shards[0].header[8:])["__metadata__"][KEY])
+    assert said == {"mesh": str(MESH), "layouts": {"q": "o/tp i"}}
 
 
 def test_a_changed_byte_has_the_wrong_checksum(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ a tensor begin torch itself says; those of the rows asked for are read, and no o
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 from bisect import bisect_left
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,31 +92,13 @@ class _Item:
             return torch.load(view, map_location=device, weights_only=True)
 
 
-class _Constants(Mapping[str, Any]):
-    """What the items are that are no tensors, or what is in them: `groups.0.lr` in the list `groups`."""
-
-    def __init__(self, items: Mapping[str, _Item]) -> None:
-        self._items = items
-        self._load = functools.cache(lambda name: items[name].load("cpu"))
+class _Constants(UserDict[str, Any]):
+    """What the items are that are no tensors."""
 
     def __getitem__(self, name: str) -> Any:
-        top = next((each for each in self._items if f"{name}.".startswith(f"{each}.")), None)
-        if top is None:
-            raise KeyError(name)
-        with _malformed(self._items[top].file):
-            found = self._load(top)
-        try:
-            for key in name[len(top) :].split(".")[1:]:
-                found = found[int(key) if isinstance(found, list | tuple) else key]
-        except (LookupError, TypeError, ValueError):  # a tree of another form
-            raise KeyError(name) from None
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
+        item: _Item = self.data[name]
+        with _malformed(item.file):
+            return item.load("cpu")
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,8 @@ def load(
             loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
             if not isinstance(into, nn.Module):
                 named = ((leaf_name(at), x) for at, x in tree_flatten_with_path(into)[0])
-                stored = opened[0].constants
-                constants.update({n: stored.get(n, x) for n, x in named if not isinstance(x, Tensor)})
+                stored = opened[0].constant
+                constants.update({name: stored(name, x) for name, x in named if not isinstance(x, Tensor)})
         if verify:
             files.verify(opened[0], ranks.index(rank()), len(ranks))
         return {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}

@@ -154,7 +154,8 @@ def test_what_devices_share_where_the_disk_is_slow(tmp_path: Path) -> None:
 def test_what_is_no_state(tmp_path: Path) -> None:
     """Each is refused before the folder is made."""
     here = mesh()
-    x = jnp.ones((4, 4))
+    x, gone = jnp.ones((4, 4)), jnp.ones(4)
+    gone.delete()
     wrong = [
         ({"a.b": x, "a": {"b": x}}, {}, "two leaves are called 'a.b'"),
         ({"key": jax.random.key(0)}, {}, "leaf 'key': PRNG keys\n  save jax.random.key_data"),
@@ -163,6 +164,9 @@ def test_what_is_no_state(tmp_path: Path) -> None:
         ({"w": x}, {"names": Names(rename("v", "w"))}, "no relation for 1 names: w"),
         ({"w": x}, {"shard_bytes": "5 bananas"}, "'5 bananas' is no number of bytes"),
         ({"w": jnp.ones(4, jnp.int4)}, {}, "w: safetensors has no int4"),
+        ({"w": jnp.ones(4, "float8_e3m4")}, {}, "leaf 'w': unknown dtype 'float8_e3m4'"),
+        ({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, {}, "leaf 'w': a type has no values"),
+        ({"w": gone}, {}, "leaf 'w': the array was donated or deleted"),
     ]
     for tree, options, message in wrong:
         with pytest.raises(xs.XshardError) as raised:

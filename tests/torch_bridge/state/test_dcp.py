@@ -77,6 +77,23 @@ def test_what_ranks_have_saved(tmp_path: Path) -> None:
             whole = box or tuple(slice(n) for n in x.shape)
             np.testing.assert_array_equal(checkpoint.read(name, whole).view(bits(x).dtype), bits(x)[whole])
     assert dict(checkpoint.constants) == {"optim.lr": 0.5, "steps": [3, "first"]}
+    # Lists are one value there, and leaves here.
+    into: dict[str, Any] = {"optim": {"lr": 0.1, "new": 1}, "steps": [0, ""]}
+    found = xt.load(tmp_path, into=into, strict=False)
+    assert found == {"optim": {"lr": 0.5, "new": 1}, "steps": [3, "first"]}
+
+
+def test_what_is_stored_as_its_conjugate(tmp_path: Path) -> None:
+    """Is refused, and not read as it lies there; and a value that nobody can read hinders no arrays."""
+    x = torch.arange(3.0) * 1j
+    dcp.save({"x": x.conj(), "y": x, "what": Runs(tmp_path / "ran")}, checkpoint_id=tmp_path / "dcp")
+    checkpoint = open_checkpoint(tmp_path / "dcp")
+    assert torch.equal(torch.from_numpy(checkpoint.read("y")), x)
+    with pytest.raises(FileError, match="is there as its conjugate"):
+        checkpoint.read("x")
+    with pytest.raises(FileError, match="Weights only load failed"):
+        xt.load(tmp_path / "dcp", into={"what": 0}, strict=False)
+    assert not (tmp_path / "ran").exists()
 
 
 class Runs:

@@ -136,6 +136,9 @@ def _errors(folder: str) -> None:
             "no rule for 1 of 1 tensors: a",
         ),
         (lambda: xt.save({"a": object()}, folder, None, Mesh(tp=4)), "leaf 'a' is <"),
+        (lambda: xt.save({"a": torch.eye(2).to_sparse()}, folder), "leaf 'a': a tensor of torch.sparse_coo"),
+        (lambda: xt.save({"a": torch.ones(2, device="meta")}, folder), "leaf 'a': it is on the meta"),
+        (lambda: xt.load(folder, {"a": "n"}, Mesh(tp=4), dtype="int8"), "a: float32 in the checkpoint, int8"),
         (lambda: xt.load(folder, {"b": "n"}, Mesh(tp=4)), "no rule for 1 of 1 arrays: a"),
         (lambda: xt.load(folder, into={"b": torch.ones(2)}), "b is in the tree alone"),
         (lambda: xt.load(folder, into={"a": torch.ones(2)}), "shape \\(2,\\), not \\(8,\\)"),
@@ -143,8 +146,10 @@ def _errors(folder: str) -> None:
     ):
         with pytest.raises(xs.XshardError, match=why.replace("|", "\\|")):
             wrong()
-    with pytest.raises(xt.DesyncError, match="disagree"):
+    with pytest.raises(xt.DesyncError, match=r"(?s)disagree.*leaf 'a' Sharding\('n/tp', .*\(12,\)\)"):
         xt.save({"a": torch.ones(2 + rank)}, folder, {"a": "n/tp"}, Mesh(tp=4))
+    with pytest.raises(xt.DesyncError, match=r"(?s)files, leaf 'seed'.* rank 3: .*leaf 'seed' 3"):
+        xt.save({"a": torch.ones(2), "seed": rank}, folder, {"a": "n/tp"}, Mesh(tp=4))
     if rank == 2:  # whose part of the writing fails
 
         def full(*call: Any) -> int:
@@ -182,6 +187,15 @@ def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None
         tracemalloc.stop()
     check_equal(into, big)
     check_equal(xt.load(tmp_path / "big", dtype=torch.bfloat16), {"w": big["w"].bfloat16()})
+    turned = {"conj": torch.randn(3, dtype=torch.complex64).conj()}
+    turned["neg"] = turned["conj"].imag
+    xt.save(turned | {"best": float("inf")}, tmp_path / "turned")
+    into = {name: torch.zeros(3, dtype=torch.complex64).conj() for name in turned}
+    into = {"conj": into["conj"], "neg": into["neg"].imag, "best": 0.0}
+    found = xt.load(tmp_path / "turned", into=into)
+    assert found["best"] == float("inf") and all(torch.equal(found[name], x) for name, x in turned.items())
+    with pytest.raises(xs.DtypeError, match="conj: complex64 in the checkpoint, float32 here"):
+        xt.load(tmp_path / "turned", into={"conj": torch.zeros(3), "neg": torch.zeros(3)})
     with pytest.raises(xs.MeshError, match="no process group"):
         xt.load(tmp_path / "big", None, Mesh(tp=2))
     with pytest.raises(xs.XshardError, match="w is on the meta device"):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -127,6 +128,11 @@ def _dtensors() -> None:
     if found is not None:
         expected = cut(x.numpy(), "o i/tp", Mesh(tp=2), ranks.index(rank), torch.float32)
         assert all(torch.equal(layer["w"], expected) for layer in found["layers"])
+    found = xt.transfer(tree, {"**": "..."}, dst_mesh=server(ranks))
+    assert (found is None) == (rank not in ranks)
+    assert found is None or all(torch.equal(layer["w"], x) for layer in found["layers"])
+    wrong = error_of(lambda: xt.transfer(nn.Linear(2, 2), {"**": "..."}, src_mesh=mesh, dst_mesh=mesh))
+    assert "the tree is Linear" in wrong[1] and "model.state_dict() is a tree" in wrong[1]
     wrong = error_of(lambda: xt.transfer(tree, {"**": "o/tp i -> o i"}, dst_mesh=server(ranks)))
     assert wrong[0] == "NotationError"
     assert "leaf 'layers.0.w': the DTensor is placed as 'o/dp i/tp' in\n    'o/tp i -> o i'" in wrong[1]

@@ -6,6 +6,7 @@ Decides what a format of files has to offer. Knows no format, no framework and n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -80,6 +81,22 @@ class Checkpoint(Mapping[str, Stored]):
         with self._counting:
             self.bytes_read += out.nbytes
         return out
+
+    def constant(self, name: str, default: Any) -> Any:
+        """A leaf that is a constant, or part of one: of a list, or of a dict.
+
+        >>> Checkpoint({}, constants={"groups": [{"lr": 0.5}]}).constant("groups.0.lr", 0.1)
+        0.5
+        """
+        top = next((each for each in self.constants if f"{name}.".startswith(f"{each}.")), None)
+        if top is None:
+            return default
+        found = self.constants[top]
+        with suppress(LookupError, TypeError, ValueError):  # a tree of another form
+            for key in name[len(top) :].split(".")[1:]:
+                found = found[int(key) if isinstance(found, list | tuple) else key]
+            return found
+        return default
 
     def close(self) -> None:
         self.arrays = {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xshard import dtypes
 from xshard.arguments import limit_of
-from xshard.errors import located
+from xshard.errors import XshardError, located
 from xshard.layout import Sharding
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
 from xshard.state.files.checkpoint import in_groups
@@ -124,7 +124,10 @@ def plan_save(
         for name in group:
             starts[name], at = at, at + sizes[name]
         files.append(Shard(f"{i + 1:05}-of-{len(groups):05}.safetensors", header, starts, at))
-    noted = {"constants": json.dumps(dict(constants or {}))}  # as text: JSON itself has no infinity
+    try:
+        noted = {"constants": json.dumps(dict(constants or {}))}  # as text: JSON itself has no infinity
+    except TypeError as error:
+        raise XshardError(f"constants: {error}", hint="numbers and texts, in lists and dicts") from None
     return Saving(dict(sources), made, tuple(files), noted, _owners(sources))
 
 
