@@ -41,7 +41,7 @@ def _rank(work: Any, rank: int, n: int, folder: Path, line: int | None, said: Co
     os._exit(0)  # the others may be gone
 
 
-def _transferred(rank: int, folder: Path, line: int | None) -> tuple[str, int]:
+def _transferred(rank: int, folder: Path, line: int | None) -> tuple[str, list[str]]:
     there = DeviceMesh("cpu", torch.tensor(TAKERS), mesh_dim_names=("tp",))
     whole = {f"w{i}": torch.arange(ROWS * 6.0).view(ROWS, 6) + i for i in range(2)}
     tree = {name: x.chunk(2)[rank].clone() for name, x in whole.items()} if rank in SENDERS else None
@@ -55,10 +55,10 @@ def _transferred(rank: int, folder: Path, line: int | None) -> tuple[str, int]:
     for name, x in whole.items():
         assert tree is None or torch.equal(tree[name], x.chunk(2)[rank])
         assert error or rank not in TAKERS or torch.equal(found[name], x.chunk(2, 1)[TAKERS.index(rank)])
-    return error, len(lines)
+    return error, lines
 
 
-def _saved(rank: int, folder: Path, line: int | None) -> tuple[str, int]:
+def _saved(rank: int, folder: Path, line: int | None) -> tuple[str, list[str]]:
     """Of two versions that a half each is in a rank, the second."""
     error = ""
     old, new = ({f"w{i}": torch.full((2, 3), version) for i in range(2)} for version in (1.0, 2.0))
@@ -68,7 +68,7 @@ def _saved(rank: int, folder: Path, line: int | None) -> tuple[str, int]:
             xt.save(new, folder / "saved", {"**": "o/dp i"}, Mesh(dp=2), shard_bytes=30)
         except XshardError as raised:
             error = type(raised).__name__
-    return error, len(lines)
+    return error, lines
 
 
 def _world(
@@ -85,7 +85,7 @@ def _world(
         theirs.close()
         ranks.append((process, ours))
 
-    def said() -> list[tuple[str, int] | None]:
+    def said() -> list[tuple[str, list[str]] | None]:
         for process, _ in ranks:
             process.join()
         wanted = [-signal.SIGKILL if rank == killed else 0 for rank in ranks_of]
@@ -97,7 +97,7 @@ def _world(
 
 def test_the_others_have_all_of_it_or_an_error(tmp_path: Path) -> None:
     rng = random.Random(0)
-    lines = [n for _, n in _world(_transferred, RANKS, tmp_path / "whole")()]
+    lines = [len(ran) for _, ran in _world(_transferred, RANKS, tmp_path / "whole")()]
     kills = [(i % len(RANKS), rng.randrange(lines[i % len(RANKS)])) for i in range(KILLED)]
     worlds = [_world(_transferred, RANKS, tmp_path / str(i), *kill) for i, kill in enumerate(kills)]
     assert all(len([said for said in world() if said]) == 2 for world in worlds)
@@ -106,8 +106,9 @@ def test_the_others_have_all_of_it_or_an_error(tmp_path: Path) -> None:
 def test_of_two_that_save_one_is_killed(tmp_path: Path) -> None:
     """The old checkpoint is whole, or the new one; the other rank has an error, or all of it."""
     rng, two = random.Random(1), range(2)
-    lines = [n for _, n in _world(_saved, two, tmp_path / "whole")()]
-    kills = [(i % 2, rng.randrange(lines[i % 2])) for i in range(4)]
+    lines = [ran for _, ran in _world(_saved, two, tmp_path / "whole")()]
+    decisive = [(0, i) for i, function in enumerate(lines[0]) if function == "commit"]
+    kills = [*rng.sample(decisive, 2), *((rank, rng.randrange(len(lines[rank]))) for rank in two)]
     worlds = [_world(_saved, two, tmp_path / str(i), *kill) for i, kill in enumerate(kills)]
     for i, (world, (killed, _)) in enumerate(zip(worlds, kills, strict=True)):
         error, _ = world()[1 - killed]
