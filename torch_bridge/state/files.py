@@ -184,7 +184,10 @@ def _filling(
     leaves = leaves_of(tree, rules, mesh, {name: each.shape for name, each in made.items()})[0].values()
     for leaf, name in zip(leaves, in_both(made, [leaf.names for leaf in leaves], strict), strict=True):
         if leaf.is_meta and leaf.put is None:
-            raise XshardError(f"{leaf.names[0]} is on the meta device", hint="parallelize the model first")
+            raise XshardError(
+                f"{leaf.names[0]} is on the meta device",
+                hint="xt.parallelize or model.to_empty(device=...) first",
+            )
         if name is not None:
             with located(name):
                 each = made[name]._replace(dtype=dtypes.name_of(leaf.dtype))

@@ -121,7 +121,7 @@ def leaf_of(
     if x.layout != torch.strided or x.is_quantized:
         raise XshardError(
             f"a tensor of {x.layout if x.layout != torch.strided else x.dtype}",
-            hint="x.to_dense(), x.dequantize()",
+            hint="x.to_dense() or x.dequantize()",
         )
     block: Tensor | None = x.detach()
     if isinstance(x, DTensor):
