@@ -29,7 +29,7 @@ from xshard.errors import located
 from xshard.rules import leaf_name, place_of
 from xshard.state import Names, files
 from xshard.state.files.checkpoint import in_groups
-from xshard.state.files.loading import in_both, load_of, stored_as
+from xshard.state.files.loading import cast, in_both, load_of, stored_as
 
 BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
 Loads = dict[str, tuple[files.Load, Leaf]]
@@ -190,7 +190,7 @@ def _filling(
             )
         if name is not None:
             with located(name):
-                each = made[name]._replace(dtype=dtypes.name_of(leaf.dtype))
+                each = cast(made[name], dtypes.name_of(leaf.dtype))
                 found[name] = load_of(checkpoint, each, leaf.sharding, profile), leaf
     return found
 

@@ -69,11 +69,11 @@ def plan_load(
     for name, text in Rules(rules).match([name for name in wanted if name is not None], what="array").items():
         each = made[name]
         shape = each.shape if like is None else tuple(like[name].shape)
-        if like is not None:
-            each = each._replace(dtype=dtypes.name_of(like[name].dtype))
-        elif floats is not None and _kind(each.dtype) == 1:
-            each = each._replace(dtype=floats)
         with located(name):
+            if like is not None:
+                each = cast(each, dtypes.name_of(like[name].dtype))
+            elif floats is not None and _kind(each.dtype) == 1:
+                each = cast(each, floats)
             found[name] = load_of(checkpoint, each, Sharding(Layout.parse(text), mesh, shape), machine)
     return found
 
@@ -84,22 +84,27 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, Made]:
 
 
 def load_of(checkpoint: Checkpoint, made: Made, target: Sharding, profile: Profile) -> Load:
-    """One array under one layout. Raises ShapeError for another shape, DtypeError for another kind."""
+    """One array that is to be under one layout. Raises ShapeError where it has another shape."""
     if made.shape != target.shape:
         raise ShapeError(
             f"shape {made.shape} in the checkpoint, {target.shape} here", hint="names= may say why"
         )
     check_whole(target)
     stored = checkpoint[made.pieces[0].src.name].dtype
-    if _kind(stored) > _kind(made.dtype):
-        raise DtypeError(f"{stored} in the checkpoint, {made.dtype} here", hint="dtypes of one kind")
     return Load(made, stored, read_under(target, made.dtype, profile), target)
+
+
+def cast(made: Made, dtype: str) -> Made:
+    """An array in the dtype of the one it fills. Raises DtypeError where floats would be whole numbers."""
+    if _kind(made.dtype) > _kind(dtype):
+        raise DtypeError(f"{made.dtype} in the checkpoint, {dtype} here", hint="names= may cast it")
+    return made._replace(dtype=dtype)
 
 
 def read_under(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     """The layout under which an array is read: its own, or one with replicas cut too, which then share.
 
-    >>> from xshard.cost.model import load_profile
+    >>> from xshard.cost.profile_files import load_profile
     >>> slow = replace(load_profile("h100"), disk=Link(1e-4, 2e9))
     >>> str(read_under(Sharding(Layout("o/tp i"), Mesh(dp=4, tp=2), (8192, 8192)), "bfloat16", slow).layout)
     'o/tp i/dp'
