@@ -81,7 +81,7 @@ def save(
         return recast(_block(arrays[name], device).view(carrier(own)), own, dtype)
 
     if len(set(together(planned))) > 1:
-        hint = "names, shapes and shardings are the same in all"
+        hint = "names, shapes, shardings, numbers and texts are the same in all"
         raise XshardError("processes save different trees", hint=hint)
     here = jax.process_index()
     save_blocks(saving[0], path, block_of, together, here, leads=here == 0)

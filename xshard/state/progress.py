@@ -21,7 +21,7 @@ def reporting(
     """What is to be called with the number of bytes that have come since.
 
     progress: called with the bytes that have come, and all of them; True: a bar, where it is seen.
-    console: of rich. Raises XshardError, on all alike, where there is no rich for it.
+    console: of rich, from which the bar vanishes. Raises XshardError, on all alike, where there is no rich for it.
     """
     done = 0
 
@@ -40,6 +40,6 @@ def reporting(
     except ImportError as error:
         raise XshardError("progress=True needs rich", hint="pip install 'xshard[cli]'") from error
     columns = what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with Bar(*columns, console=console, disable=not is_seen) as bar:
+    with Bar(*columns, console=console, transient=console is not None, disable=not is_seen) as bar:
         task = bar.add_task("", total=total)
         yield lambda n_bytes: bar.advance(task, n_bytes)
