@@ -21,7 +21,7 @@ def reporting(
     """What is to be called with the number of bytes that have come since.
 
     progress: called with the bytes that have come, and all of them; True: a bar, where it is seen.
-    console: of rich, from which the bar vanishes. Raises XshardError, on all alike, where there is no rich for it.
+    console: of rich, where the bar vanishes. Raises XshardError, on all alike, where there is no rich for it.
     """
     done = 0
 
