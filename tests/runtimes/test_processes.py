@@ -62,11 +62,11 @@ def unpicklable(timeout_s):
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    """A process that can import `asked_functions`, and has no patience."""
+    """A process that has no patience, and can import `asked_functions`, which are found since it runs."""
     (tmp_path / "asked_functions.py").write_text(FUNCTIONS)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(processes, "_PATIENCE_S", 0.0)
     started = Process({"ASKED": "1"})
+    monkeypatch.syspath_prepend(tmp_path)
     yield started
     started.end()
 

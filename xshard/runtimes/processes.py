@@ -49,7 +49,6 @@ class Process:
         )
         self._owner = os.getpid()
         atexit.register(self._leave)
-        self._send(sys.path)
 
     @property
     def is_alive(self) -> bool:
@@ -67,6 +66,7 @@ class Process:
         with self._turn:
             heard = os.fstat(self._stderr.fileno()).st_size
             try:
+                self._send(sys.path)  # each time: it may have grown since
                 self._send((function, (*arguments, timeout_s)))
                 answer = self._receive(timeout_s)
             except (EOFError, BrokenPipeError, TimeoutError) as error:

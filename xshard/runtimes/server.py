@@ -1,7 +1,7 @@
 """`python -m xshard.runtimes.server`: calls functions for another process.
 
-Reads pickled (name, arguments) from its standard input until nobody asks, and writes what the calls
-return, or the XshardError that they raised. Knows no framework: the functions' modules do.
+Reads `sys.path` and (name, arguments), each pickled, from its standard input until nobody asks, and writes
+what the calls return, or the XshardError that they raised. Knows no framework: the functions' modules do.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def main() -> None:
     """Answer question after question."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what functions print is no answer
-    sys.path[:] = pickle.load(sys.stdin.buffer)
     while True:
         try:
+            sys.path[:] = pickle.load(sys.stdin.buffer)  # before what may have to be imported
             question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
