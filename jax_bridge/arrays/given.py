@@ -137,8 +137,8 @@ def mesh_here(mesh: Mesh, text: str) -> Mesh:
 def brought(x: jax.Array, source: NamedSharding, retyped: bool) -> jax.Array:
     """The array with the type of its source. One on devices keeps its place, in the types of the axes here;
     one that is nowhere yet is put on a mesh with Explicit axes as the source says."""
-    if isinstance(x, Tracer) or x.committed:
-        mesh = jax.typeof(x).sharding.mesh
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.empty if isinstance(x, Tracer) else x.committed:
         if not retyped or mesh.empty or mesh == source.mesh:
             return x
     elif AxisType.Explicit not in source.mesh.axis_types:

@@ -48,6 +48,7 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """
     if explicit_axes(x):
         return part_by_part(partial(run, transport=transport), plan, x)
+    apart = varying_axes(x).difference(plan.axes).union(plan.dst.axes)
     axes = sorted(varying_axes(x).union(plan.axes))  # a rule's constants are declared varying too
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
@@ -61,7 +62,7 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
                 steps.ReduceScatter: partial(_reduce_scatter, by_speed=speeds),
             }
             x = as_varying(rules[type(step)](step, x, before, after), axes)
-    return as_invariant(x, (axis for axis in plan.axes if axis not in plan.dst.axes))
+    return as_invariant(x, varying_axes(x).difference(apart))  # a permutation is along all axes of the mesh
 
 
 Speeds = Callable[[tuple[str, ...]], list[tuple[str, ...]]]

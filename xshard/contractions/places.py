@@ -240,6 +240,6 @@ class Ends:
         return accesses([end.layout.names for end in (*self.operands, self.result)])
 
     def flops(self, place: Place) -> int:
-        """Floating point operations of the busiest device: a product per element, and an addition in sums."""
-        n = 1 if len(self.result.shape) == len(self.lengths) else 2
-        return n * math.prod([cut.rows for cut in place.cuts])
+        """Floating point operations of the busiest device: products of operands, and additions in sums."""
+        n = len(self.operands) > 1, len(self.result.shape) < len(self.lengths)
+        return sum(n) * math.prod([cut.rows for cut in place.cuts])

@@ -71,14 +71,14 @@ class Part:
 
     @cached_property
     def flops(self) -> int:
-        """Floating point operations of the busiest device: a product per element, and an addition in sums."""
+        """Floating point operations of the busiest device: products of operands, and additions in sums."""
         lengths = {
             name: n
             for operand in self.used
             for name, n in zip(operand.layout.names, operand.max_local_shape, strict=True)
         }
         sums = set(lengths) - set(self.result.src.names)
-        return (2 if sums else 1) * math.prod(lengths.values())
+        return ((len(self.moves) > 1) + bool(sums)) * math.prod(lengths.values())
 
     @cached_property
     def work(self) -> float:

@@ -230,8 +230,9 @@ class _Solver:
         most = limit and max(limit, part.backward_flops)
         single = most and most - part.flops * (len(part.moves) - 1)
         moving = [part.result.backward.cost + move.backward.cost for move in part.moves]
+        # A dearer one may be worth its while to another gradient, which needs the cotangent there too.
         own = [
-            self._own_gradient(step, i, seconds + part.work, single)
+            self._own_gradient(step, i, part.backward_seconds, single)
             if seconds and self._may_move(step, i)
             else None
             for i, seconds in enumerate(moving)
@@ -334,7 +335,11 @@ def _orders(ends: Ends) -> Iterator[Order]:
         for o in ends.operands:
             given += [np.broadcast_to(np.float32(0), o.shape), [letters[name] for name in o.layout.names]]
         kept = [letters[name] for name in ends.result.layout.names]
-        yield tuple(map(tuple, np.einsum_path(*given, kept, optimize="greedy")[0][1:]))
+        path = np.einsum_path(*given, kept, optimize="greedy")[0][1:]
+        # Where pairs save no operations numpy takes all that are left at once.
+        yield tuple(
+            pair for takes in path for pair in ([tuple(takes)] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1))
+        )
         return
     pairs = [list(itertools.combinations(range(left), 2)) for left in range(n, 1, -1)]
     yield from itertools.product(*pairs)
