@@ -132,6 +132,7 @@ SINGLE = {
         "i j/y, j k, k/cyclic(y) l, l/zigzag(y) -> i | sum(y)",
         "i=8,j=2,k=6,l=5",
     ),
+    "five operands, which numpy's path takes at once": ("l/x, j, j/x, l, j -> j l/x", "j=5,l=4"),
 }
 
 
@@ -144,6 +145,7 @@ def test_single_contractions(name):
     mesh = xs.Mesh({axis: n for axis, n in (("x", 2), ("y", 3)) if axis in text})
     case = Case(mesh, operands, xs.Layout.parse(result), sizes, {})
     check(case, 0)
+    assert all(len(part.takes) <= 2 for part in case.plan.parts)
     apart = any(own for part in case.plan.parts for own in part.gradients)
     assert apart or "of its own" not in name
     assert not apart or "mean" not in text

@@ -211,3 +211,28 @@ def test_gradients_in_one_place_share_the_cotangent():
     assert first.moves[0] == second.moves[0] and first.moves[0].bytes_received > 0
     alone = first.bytes_received + second.bytes_received
     assert plan.backward_bytes_received == alone - first.moves[0].bytes_received
+
+
+def test_gradients_that_are_no_cheaper_alone_are_together():
+    """Either would gather the cotangent to save less than that; both gather it once."""
+    sizes = {"s": 64, "d": 64, "f": 64}
+    limits = {"profile": "bandwidth", "flops_limit": (2**18, 2**19)}  # an even share
+    plan = xs.plan("s d/tp, d f -> s/tp f", xs.Mesh(tp=2), sizes=sizes, **limits)
+    [part] = plan.parts
+    assert [own.local for own in part.gradients] == [
+        "s f | copy(tp), d/tp f -> s d/tp",
+        "s f | copy(tp), s d/tp -> d/tp f",
+    ]
+    gathered = 64 * 32 * 4
+    assert (plan.bytes_received, plan.backward_bytes_received) == (gathered // 2, 2 * gathered)
+
+
+def test_a_sum_of_one_operand_has_no_products():
+    """So devices may repeat it rather than gather what it sums."""
+    sizes, mesh = {"a": 8, "b": 64, "c": 16}, xs.Mesh(x=2, y=2)
+    limit = 8 * 64 * 16 // 2
+    plan = xs.plan(
+        "a/x b c -> c/(x,y) a", mesh, sizes=sizes, profile="bandwidth", flops_limit=(limit, limit)
+    )
+    assert plan.flops == limit and plan.local == "a/x b c -> c a/x"
+    assert plan.backward_bytes_received < 8 * 16 * 4 < 8 * 64 * 16
