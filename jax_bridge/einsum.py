@@ -55,15 +55,17 @@ def plan_for(
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
-    """The axes that the plan makes use of."""
-    moves = (move for part in plan.parts for move in (*part.moves, part.result))
+    """The axes that the plan makes use of, also for gradients in places of their own."""
+    apart = (own.parts[0] for part in plan.parts for own in part.gradients if own)
+    moves = (move for part in (*plan.parts, *apart) for move in (*part.moves, part.result))
     return tuple(dict.fromkeys(axis for move in moves for axis in move.axes))
 
 
 def check_given(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
     """Raise for operands of other shapes or another dtype than a given plan is for."""
     if dtype != plan.dtype:
-        raise DtypeError(f"the operands are {dtype}, the plan is for {plan.dtype}", text=plan.text)
+        what = f"the operands are {dtype}, the plan is for {plan.dtype}"
+        raise DtypeError(what, text=plan.text, hint="pass the expression, or a plan made for them")
     check_shapes(plan.shapes, shapes, plan.text)
 
 
@@ -72,7 +74,8 @@ def check_shapes(said: Shapes, found: Shapes, text: str) -> None:
     for i, (one, other) in enumerate(zip(found, said, strict=True)):
         if one != other:
             span = text_spans(text).layouts[i]
-            raise ShapeError(f"an operand of shape {one}, not {other}", text=text, span=span)
+            hint = "pass the expression alone, without sizes=, shape= or a plan"
+            raise ShapeError(f"an operand of shape {one}, not {other}", text=text, span=span, hint=hint)
 
 
 def einsum_blocks(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
 from xshard import dtypes
-from xshard.arguments import lengths_of, limit_of
+from xshard.arguments import lengths_of, limit_of, shown
 from xshard.contractions.expression import contraction, is_contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
@@ -126,13 +127,14 @@ def plan(
     if is_contraction(expression):
         if mesh is None or relabel or two != (None,) * 4:
             raise MeshError("a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)")
-        limits = limit_of(memory_limit), flops_limit
+        limits = limit_of(memory_limit), _operations(flops_limit)
         lengths_by_name, shapes = whole_lengths(sizes, shape)
         named = None if lengths_by_name is None else tuple(lengths_by_name.items())
         return plan_contraction(
             expression, mesh, named, shapes, dtype, profile, *limits, objective or BOTH, overlap
         )
     if sizes is not None or flops_limit is not None:
+        sides(expression)  # what is wrong with the text comes first
         hint = "shape= is the shape of the array"
         raise ShapeError("sizes and flops_limit are for contractions", hint=hint)
     options = dtype, profile, limit_of(memory_limit), objective or FORWARD
@@ -219,6 +221,15 @@ def _plan_between(
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
     return find_plan(request, objective)
+
+
+def _operations(limit: Any) -> Any:
+    """A limit of operations, or a pair of them. Raises PlanError."""
+    pair = limit if isinstance(limit, tuple) and len(limit) == 2 else (limit,)
+    if limit is not None and not all(isinstance(n, Real) for n in pair):
+        hint = "a number of operations, or a pair: for the result, and for gradients in places of their own"
+        raise PlanError(f"flops_limit is {shown(limit)}", hint=hint)
+    return limit
 
 
 def _two_meshes(mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None) -> tuple[Mesh, Mesh]:

@@ -231,8 +231,6 @@ def test_a_sum_of_one_operand_has_no_products():
     """So devices may repeat it rather than gather what it sums."""
     sizes, mesh = {"a": 8, "b": 64, "c": 16}, xs.Mesh(x=2, y=2)
     limit = 8 * 64 * 16 // 2
-    plan = xs.plan(
-        "a/x b c -> c/(x,y) a", mesh, sizes=sizes, profile="bandwidth", flops_limit=(limit, limit)
-    )
+    plan = xs.plan("a/x b c -> c/(x,y) a", mesh, sizes=sizes, profile="bandwidth", flops_limit=(limit, limit))
     assert plan.flops == limit and plan.local == "a/x b c -> c a/x"
     assert plan.backward_bytes_received < 8 * 16 * 4 < 8 * 64 * 16

@@ -133,6 +133,7 @@ NotationError: an empty layout in
 NotationError: dim 'n' is named twice in
     'b n/a n'
            ^
+  a diagonal is taken before
 ---
 NotationError: '...' stands for uncut dims and cannot be cut in
     '.../a'

@@ -24,6 +24,7 @@ import xshard as xs
 from tests import oracle
 from tests.contractions.cases import CASES, Case
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh import desync
 from torch_bridge.testing.byte_counter import Meter
 from xshard.contractions.plan import ContractionPlan
@@ -350,6 +351,7 @@ ShapeError: the block of operand 2 on rank 0 has shape (4, 3), not (4, 2) in
   under 'd f/tp' that is the part of device 0 of Mesh(tp=2) of a (4, 4) array
 ---
 DtypeError: torch has no product of torch.bool: "bmm" not implemented for 'Bool' in 's/tp d, d f/tp -> s f/tp'
+  cast the operands first: x.to(...)
 ---
 PlanError: save is 'all'
   "used": operands where they are contracted, or "given"
@@ -357,7 +359,20 @@ PlanError: save is 'all'
 PlanError: no overlap 'maybe'
   there are: never, auto, always
 ---
-DtypeError: the plan is for float32, the operands have float64
+DtypeError: the plan is for float32, the operands have float64 in 's/tp d, d f/tp -> s f/tp'
+  pass the expression, or a plan made for them
+---
+MeshError: {'tp': 2} is no mesh
+  the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it
+---
+NotationError: a contraction is text, not Tensor
+  it comes first: "layout, layout -> layout"
+---
+XshardError: tensor 2 is 'w', not a tensor
+  einsum(expression, x, w, mesh=mesh), with one tensor per operand
+---
+ShapeError: the block or gradient is nested
+  x.to_padded_tensor(0.0)
 """
 
 
@@ -379,6 +394,10 @@ def _refused() -> list[str]:
         lambda: xt.einsum(text, x, w, mesh=TP, save="all"),
         lambda: xt.einsum(text, x, w, mesh=TP, overlap="maybe"),
         lambda: xt.einsum(plan, x.double(), w.double(), mesh=TP),
+        lambda: xt.einsum(text, x, w, mesh={"tp": 2}),
+        lambda: xt.einsum(x, w, text, mesh=TP),
+        lambda: xt.einsum(text, x, "w", mesh=TP),
+        lambda: xt.einsum(text, x, torch.nested.nested_tensor([w]), mesh=TP),
     ]
     found = [": ".join(error_of(call)) for call in calls]
     with pytest.MonkeyPatch.context() as patch:  # as XSHARD_DEBUG=1
@@ -387,6 +406,16 @@ def _refused() -> list[str]:
         kind, message = error_of(lambda: xt.einsum(text, x, w[:, dist.get_rank() :], mesh=TP))
     assert kind == "DesyncError" and "rank 1: 's/tp d, d f/tp -> s f/tp', blocks [(2, 4), (4, 2)]" in message
     assert still_connected()
+    y = xt.einsum(text, x.clone().requires_grad_(), w, mesh=TP, profile="h100")
+    calls = [lambda: xt.einsum(text, x, w, mesh=TP, profile="h100"), lambda: y.sum().backward()]
+    steps = "all_gather s/tp', of 's/tp d", "reduce_scatter sum -> s/tp', of 's d | sum(tp)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedCollective, "__call__", lambda *_: [][0])  # nobody sends
+        for call, step in zip(calls, steps, strict=True):
+            with pytest.raises(IndexError) as caught:
+                call()
+            [note] = caught.value.__notes__
+            assert note.startswith(f"in step 1 of 1, '{step}") and note.endswith(f", for '{text}'"), note
     return found
 
 

@@ -15,10 +15,12 @@ from xshard import XshardError
 from xshard.arguments import shown
 
 
-def as_tensor(x: Any, name: str = "x") -> Tensor:
+def as_tensor(
+    x: Any, name: str = "x", usage: str = "the tensor comes first, as in redistribute(x, expression, mesh)"
+) -> Tensor:
     """The tensor itself, or that of a redistribution in flight. Raises XshardError for anything else.
 
-    name: what the error calls it.
+    name: what the error calls it. usage: what it says of a value that nothing makes a tensor of.
     """
     if isinstance(x, Tensor):
         return x
@@ -31,5 +33,5 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
     elif isinstance(x, Mapping | list | tuple):
         hint = "redistribute_many moves the tensors of lists and dicts, transfer those between meshes"
     else:
-        hint = "the tensor comes first, as in redistribute(x, expression, mesh)"
+        hint = usage
     raise XshardError(f"{name} is {shown(x)}, not a tensor", hint=hint)

@@ -19,7 +19,7 @@ from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.autodiff.recomputed import check_not_swapped
 from torch_bridge.comm_dtype import CommDtypeLike
-from torch_bridge.contractions.planning import Asked, Block, check_number, executable_of, plan_of
+from torch_bridge.contractions.planning import HINT, Asked, Block, check_number, executable_of, plan_of
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of, to_placements
 from torch_bridge.lower.executable import check_dense
@@ -94,7 +94,7 @@ def einsum(
     asked, blocks = Asked.of(expression, **options), list(operands)
     if not all(isinstance(x, Tensor) for x in blocks):
         check_number(asked.contraction, blocks)
-        blocks = [as_tensor(x, f"tensor {i + 1}") for i, x in enumerate(blocks)]
+        blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
     run = _of_dtensors if any(isinstance(x, DTensor) for x in blocks) else _of_blocks
     return run(asked, blocks, save == "used", async_op)
 
@@ -154,7 +154,8 @@ def _of_dtensors(asked: Asked, operands: list[Tensor], keeps: bool, async_op: bo
         raise MeshError(f"the DTensors are on {mesh!r}, not on {asked.mesh!r}", hint="leave the mesh out")
     shapes = shapes_of(given, None, [tuple(x.shape) for x in placed])
     if asked.shapes not in (None, shapes):
-        raise ShapeError(f"the DTensors have shapes {shapes}, not {asked.shapes}", text=given.text)
+        what = f"the DTensors have shapes {shapes}, not {asked.shapes}"
+        raise ShapeError(what, text=given.text, hint="leave sizes= and shape= out")
     ends = [*zip(given.operands, shapes, strict=True)]
     lengths = {name: n for layout, shape in ends for name, n in zip(layout.names, shape, strict=True)}
     shape = tuple(lengths[name] for name in given.result.names)

@@ -48,6 +48,7 @@ class Lowering:
 
     differentiated: whether gradients are planned now, when all processes are here to make their groups.
     lower: the plan of a move, the processes and the device of tensors -> the move's executable.
+    text: the contraction, for errors.
     """
 
     processes: ProcessMesh
@@ -56,11 +57,13 @@ class Lowering:
     travels: CommDtype
     differentiated: bool
     lower: Callable[[Plan, ProcessMesh, torch.device], Executable] = lower
+    text: str = ""
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
+        named = replace(self, text=plan.text)
         parts = [
-            self._in_rounds(self._part(part, (self.travels,) * len(part.takes), self.travels), part.ring)
+            named._in_rounds(named._part(part, (self.travels,) * len(part.takes), self.travels), part.ring)
             for part in plan.parts
         ]
         inner = (replace(part, is_last=False) for part in parts[:-1])
@@ -98,7 +101,7 @@ class Lowering:
         if plan.dtype != (name := dtypes.name_of(forward)):
             plan = find_plan(replace(plan.request, dtype=name, memory_limit=None))
         made = self.lower(plan, self.processes, self.tensor_device).casting(self.block, travels.backward)
-        made = replace(made, lends=lends)
+        made = replace(made, lends=lends, whole=self.text)
         if self.differentiated:
             made.plan_gradient()
         return made

@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     mesh: MeshLike | None
     shapes: Shapes | None
     profile: str | Path | Profile
-    memory_limit: int | str | None
+    memory_limit: int | None
     comm_dtype: CommDtypeLike
     overlap: str
 
@@ -63,7 +63,10 @@ class Asked(NamedTuple):
         overlap: str = NEVER,
     ) -> Asked:
         """A call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
-        asked = cls(expression, mesh, None, asked_for(profile), memory_limit, comm_dtype, overlap)
+        if mesh is not None:
+            require_mesh(mesh)
+        comm_dtype = tuple(comm_dtype) if isinstance(comm_dtype, list) else comm_dtype
+        asked = cls(expression, mesh, None, asked_for(profile), limit_of(memory_limit), comm_dtype, overlap)
         if shape is None and sizes is None:
             return asked
         return asked._replace(shapes=shapes_of(asked.contraction, *whole_lengths(sizes, shape)))
@@ -106,7 +109,7 @@ def plan_of(asked: Asked, blocks: Sequence[Block]) -> tuple[ContractionPlan, Pro
         links = links_along(machine(asked.profile, device), named, processes)
         processes = processes.along(named)
         shapes = asked.shapes or whole_shapes(given, processes.mesh, [shape for shape, *_ in blocks])
-        name, limit = dtypes.name_of(travels.forward), limit_of(asked.memory_limit)
+        name, limit = dtypes.name_of(travels.forward), asked.memory_limit
         ends = given.text, processes.mesh, None, shapes
         found = planner.plan_contraction(*ends, name, links, limit, None, None, asked.overlap)
     _check_product(found, dtype, device)
@@ -139,12 +142,13 @@ def check_number(given: Contraction, tensors: Sequence[object]) -> None:
 
 
 def _check_plan(found: ContractionPlan, mesh: Mesh, dtype: str, shapes: Shapes | None) -> None:
+    about: Any = {"text": found.text, "hint": "pass the expression, or a plan made for them"}
     if found.mesh != mesh:
-        raise MeshError(f"the plan is for {found.mesh!r}, this is {mesh!r}")
+        raise MeshError(f"the plan is for {found.mesh!r}, this is {mesh!r}", **about)
     if found.dtype != dtype:
-        raise DtypeError(f"the plan is for {found.dtype}, the operands have {dtype}")
+        raise DtypeError(f"the plan is for {found.dtype}, the operands have {dtype}", **about)
     if shapes not in (None, found.shapes):
-        raise ShapeError(f"the plan is for {found.shapes} arrays, not {shapes}")
+        raise ShapeError(f"the plan is for {found.shapes} arrays, not {shapes}", **about)
 
 
 def _check_product(found: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -155,7 +159,8 @@ def _check_product(found: ContractionPlan, dtype: torch.dtype, device: torch.dev
             local(*(torch.zeros((2,) * len(dims), dtype=dtype, device=device) for dims in local.operands))
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            raise DtypeError(f"torch has no product of {dtype}: {why}", text=found.text) from None
+            what = f"torch has no product of {dtype}: {why}"
+            raise DtypeError(what, text=found.text, hint="cast the operands first: x.to(...)") from None
 
 
 def _check_blocks(

@@ -36,7 +36,9 @@ class Casts(NamedTuple):
 
 
 def check_dense(block: Tensor) -> None:
-    """Raise ShapeError for a sparse tensor."""
+    """Raise ShapeError for a sparse tensor, or a nested one."""
+    if block.is_nested:
+        raise ShapeError("the block or gradient is nested", hint="x.to_padded_tensor(0.0)")
     if block.layout is not torch.strided:
         raise ShapeError(
             f"the block or gradient is sparse ({block.layout})",
@@ -67,6 +69,7 @@ class Executable:
     lower: another plan on the same processes -> its executable.
     casts: the dtypes of blocks and of what travels, where they differ.
     lends: whether the result, which is only read, may be the block itself where nothing moves.
+    whole: the contraction that it is a move of, as errors name it.
     """
 
     plan: Plan
@@ -76,6 +79,7 @@ class Executable:
     lower: Callable[[Plan], Executable]
     casts: Casts | None = None
     lends: bool = False
+    whole: str = ""
 
     def __call__(self, block: Tensor) -> Tensor:
         out = start = self.enter(block)
@@ -135,7 +139,12 @@ class Executable:
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
-        return during(lambda: place_of(self.plan, self.steps[self.moves.index(move)]), act, *args)
+
+        def place() -> str:
+            found = place_of(self.plan, self.steps[self.moves.index(move)])
+            return f"{found}, for '{self.whole}'" if self.whole else found
+
+        return during(place, act, *args)
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
         """The same for blocks of another dtype, cast to the plan's before and back after.
@@ -159,9 +168,11 @@ class Executable:
     def backward(self) -> Executable:
         """The plan of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
-            return self.lower(self.plan.backward)
-        block, forward, backward = self.casts
-        return self.lower(self._planned(backward).backward).casting(block, forward)
+            found = self.lower(self.plan.backward)
+        else:
+            block, forward, backward = self.casts
+            found = self.lower(self._planned(backward).backward).casting(block, forward)
+        return replace(found, whole=self.whole) if self.whole else found
 
     def plan_gradient(self) -> None:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""

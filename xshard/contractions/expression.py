@@ -53,7 +53,7 @@ def contraction(text: str) -> Contraction:
     >>> [str(layout) for layout in (*both.operands, both.result)]
     ['b s/tp d', 'd f/tp', 's/tp b f']
     """
-    check_text("a contraction", text)
+    check_text("a contraction", text, 'it comes first: "layout, layout -> layout"')
     return _parsed(text)
 
 
@@ -95,9 +95,9 @@ def whole_lengths(sizes: Any, shape: Any) -> tuple[dict[str, int] | None, tuple[
     if sizes is not None:
         if not isinstance(sizes, Mapping):
             raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
-        sizes = {name: _length(name, n) for name, n in sizes.items()}
+        sizes = {name: _length(f"dim {name!r} in sizes", n) for name, n in sizes.items()}
     if shape is not None:
-        shapes = tuple(shape)
+        shapes = tuple(shape) if whole_number(shape) is None else (shape,)
         shapes = (shapes,) if all(whole_number(n) is not None for n in shapes) else shapes
         shape = tuple(tuple(_length("a shape", n) for n in lengths_of(one)) for one in shapes)
     return sizes, shape

@@ -336,10 +336,9 @@ def _orders(ends: Ends) -> Iterator[Order]:
             given += [np.broadcast_to(np.float32(0), o.shape), [letters[name] for name in o.layout.names]]
         kept = [letters[name] for name in ends.result.layout.names]
         path = np.einsum_path(*given, kept, optimize="greedy")[0][1:]
-        # Where pairs save no operations numpy takes all that are left at once.
-        yield tuple(
-            pair for takes in path for pair in ([tuple(takes)] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1))
-        )
+        # Where pairs save no operations, numpy takes all that are left at once.
+        each = ([takes] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1) for takes in path)
+        yield tuple(map(tuple, itertools.chain.from_iterable(each)))
         return
     pairs = [list(itertools.combinations(range(left), 2)) for left in range(n, 1, -1)]
     yield from itertools.product(*pairs)

@@ -80,10 +80,10 @@ class TextSpans:
     full_dims: tuple[tuple[Dim, Span], ...]
 
 
-def check_text(what: str, text: object) -> None:
+def check_text(what: str, text: object, hint: str | None = None) -> None:
     """Raise NotationError for what is no text."""
     if not isinstance(text, str):
-        raise NotationError(f"{what} is text, not {type(text).__name__}")
+        raise NotationError(f"{what} is text, not {type(text).__name__}", hint=hint)
 
 
 def parse_layout(text: str) -> Parsed:
@@ -221,7 +221,7 @@ class _Parser(Scanner):
         name, span = self.value, self.span
         self.advance()
         if name in self.names:
-            raise self.error(f"dim {name!r} is named twice", span)
+            raise self.error(f"dim {name!r} is named twice", span, "a diagonal is taken before")
         self.names.add(name)
         self.dim_spans.append((name, span))
         shards: list[Shard] = []
