@@ -188,6 +188,15 @@ ShapeError: shape (4,) for 2 dims in
 PlanError: no overlap 'often'
   there are: never, auto, always
 --- {"sizes": {"b": 8, "d": 4, "f": 4}, "overlap": "often"}
+ShapeError: dim 'd' in sizes has 4.5
+  a length is a whole number >= 0
+--- {"sizes": {"b": 8, "d": 4.5, "f": 4}}
+ShapeError: 1 shapes for 2 operands in 'b d, d f -> b f'
+  one shape per operand
+--- {"shape": 8}
+PlanError: flops_limit is '2e9'
+  a number of operations, or a pair: for the result, and for gradients in places of their own
+--- {"sizes": {"b": 8, "d": 4, "f": 4}, "flops_limit": "2e9"}
 """
 
 
@@ -200,6 +209,13 @@ def test_wrong_lengths_are_marked(case):
     with pytest.raises(xs.XshardError) as caught:
         xs.plan("b d, d f -> b f", xs.Mesh(tp=2), **options)
     assert f"{type(caught.value).__name__}: {caught.value}" == expected
+
+
+def test_what_is_wrong_with_a_text_comes_before_what_its_options_are_for():
+    with pytest.raises(xs.NotationError, match="dim 'a' is named twice"):
+        xs.plan("a a -> a", xs.Mesh(tp=2), sizes={"a": 4})
+    with pytest.raises(xs.ShapeError, match="sizes and flops_limit are for contractions"):
+        xs.plan("a b -> b a/tp", xs.Mesh(tp=2), sizes={"a": 4, "b": 4})
 
 
 def test_gradients_in_one_place_share_the_cotangent():

@@ -279,6 +279,8 @@ def test_global_arrays() -> None:
         xj.einsum("n f/tp, d f/tp -> n d", stored, w)
     gathered = xj.einsum("n/dp d/tp, d/tp -> n/tp", X, W[:, 0], mesh=mesh, overlap="always", profile="h100")
     assert np.array_equal(gathered, X @ W[:, 0]), "a replica along dp, which no message of a round crosses"
+    explicit = functools.partial(xj.einsum, "n/dp d, d f -> n/dp f", mesh=jax_mesh(BOTH, AxisType.Explicit))
+    assert np.array_equal(jax.jit(explicit)(X, W), X @ W), "arrays of which JAX knows no mesh"
     batches = jnp.stack([X, 2 * X])
     in_rounds = functools.partial(xj.einsum, "n/dp/tp d, d f/tp -> n/dp f/tp", mesh=mesh, overlap="always")
     batched = jax.jit(jax.vmap(lambda x: jax.jvp(in_rounds, (x, w), (x, W % 3))[1]))(batches)
