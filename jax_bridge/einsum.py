@@ -250,8 +250,11 @@ def _with_own_gradients(
                 pairs = zip(rest, part.as_used(i), strict=True)
                 others = [whole(j, used[j]) if as_used else given[j] for j, as_used in pairs]
                 to = alone.moves[0]
-                if to.dst not in travelled:
-                    travelled[to.dst] = _moved(cotangent, to, here, own.text)
+                at, moves = cotangent, [to] if to.src == part.result.dst.dual else [part.result.backward, to]
+                for move in moves:
+                    if move.dst not in travelled:
+                        travelled[move.dst] = _moved(at, move, here, own.text)
+                    at = travelled[move.dst]
                 made = _part(alone, [cotangent, *others], here, product, own.text, travelled[to.dst])
                 found.append(made.astype(given[i].dtype))
             return found

@@ -200,7 +200,7 @@ def _pulled(
 
 def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
     """The cotangents of a part's operands, each where the plan has it contracted."""
-    shared = run(part.result.backward, cotangent) if part.shared else []
+    shared = run(part.result.backward, cotangent) if part.needs_cotangent else []
     for i, (own, move) in enumerate(zip(part.gradients, part.moves, strict=True)):
         others = [j for j in range(len(used)) if j != i]
         if own is None:
@@ -208,7 +208,8 @@ def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: 
             yield run(move.backward, contract_gradient(rest, move.dst.names, used[i]))
         else:
             pairs = zip(others, part.as_used(i), strict=True)
-            yield run(own, cotangent, *(used[j] if as_used else came[j] for j, as_used in pairs))
+            start = shared if own.moves[0].src == part.result.src.dual else cotangent
+            yield run(own, start, *(used[j] if as_used else came[j] for j, as_used in pairs))
 
 
 def contract_gradient(

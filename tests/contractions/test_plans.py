@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.contractions.cases import onward
 from xshard.contractions.plan import ContractionPlan
 from xshard.notation.parser import ORDERS, Dim, Shard
 
@@ -149,6 +150,19 @@ def test_single_contractions(name):
     apart = any(own for part in case.plan.parts for own in part.gradients)
     assert apart or "of its own" not in name
     assert not apart or "mean" not in text
+
+
+def test_a_cotangent_that_goes_on_from_one_place_to_another():
+    plan, rng = onward(), np.random.default_rng(0)
+    given, result = plan.contraction.operands, plan.contraction.result
+    blocks = [
+        oracle.random_blocks(*each, rng) for each in zip(given, [plan.mesh] * 2, plan.shapes, strict=True)
+    ]
+    cotangent = oracle.random_blocks(result.dual, plan.mesh, (8, 4), rng)
+    paired = oracle.paired(xs.reference.run(plan, *blocks), cotangent, result, plan.mesh)
+    for one, x, gradient in zip(given, blocks, xs.reference.pullback(plan, blocks, cotangent), strict=True):
+        assert oracle.paired(x, gradient, one, plan.mesh) == paired
+    assert xs.ContractionPlan.from_json(plan.to_json()) == plan
 
 
 def test_replicas_in_place_of_copies_would_have_wrong_gradients():

@@ -22,7 +22,7 @@ import jax_bridge as xj
 import xshard as xs
 from jax_bridge.testing.hlo import received_bytes
 from jax_bridge.testing.stacked import lead, local, padded, spec, stacked, unstacked
-from tests.contractions.cases import CASES
+from tests.contractions.cases import CASES, ONWARD, onward
 from tests.jax_bridge.helpers import in_jax
 from xshard.contractions.ring import rings
 
@@ -140,6 +140,9 @@ def run_along_one_axis(cases: Sequence[Case], mapped) -> None:
 def test_the_table_moves_what_is_planned(mesh) -> None:
     """Values, all gradients, and bytes: exactly, where blocks are even; padding travels too."""
     cases = [Case(*case) for case in CASES if xs.Mesh(case[1]) == MESHES[mesh]]
+    if MESHES[mesh] == xs.Mesh(ONWARD[1]):
+        cases.append(Case(*ONWARD))
+        cases[-1].plan = onward()
     even = [case for case in cases if case.is_even]
     with jax.enable_x64(True):
         received = received_bytes(run_in_shard_map(even, check_vma=True), MESHES[mesh].n_devices)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle
-from tests.contractions.cases import CASES, Case
+from tests.contractions.cases import CASES, Case, onward
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh import desync
@@ -97,7 +97,7 @@ def in_rounds(plan: ContractionPlan) -> list[ContractionPlan]:
 def test_values_gradients_and_bytes(n: int) -> None:
     plans = [planned(case) for case in CASES if xs.Mesh(case[1]).n_devices == n]
     assert n != 4 or any(own for plan in plans for part in plan.parts for own in part.gradients)
-    plans.append(one_way_for_cotangents(n))
+    plans += [one_way_for_cotangents(n), *([onward()] if n == 4 else [])]
     plans += [ring for plan in plans for ring in in_rounds(plan)]
     kinds = {
         (ring.operand is None, ring.dim in part.result.src.names, ring.pieces)

@@ -138,7 +138,9 @@ class PartExecutable:
         def at(move: Move) -> Tensor:
             layout = None if move is None else move.plan.dst
             if layout not in places:
-                places[layout] = moved(move, cotangent)
+                used = adjoint(self.result)
+                is_onward = move is not None and used is not None and move.plan.src == used.plan.dst
+                places[layout] = moved(move, at(used) if is_onward else cotangent)
             return places[layout]
 
         for i, own in enumerate(self.own):

@@ -94,15 +94,22 @@ class Part:
         return tuple(i for i, own in enumerate(self.gradients) if own is None)
 
     @cached_property
+    def needs_cotangent(self) -> bool:
+        """Whether the cotangent is moved to where the result is contracted, for gradients there or on its way
+        to the place of another."""
+        owns = (own.moves[0] for own in self.gradients if own)
+        return bool(self.shared) or any(move.src == self.result.src.dual for move in owns)
+
+    @cached_property
     def pulled(self) -> tuple[Plan, ...]:
         """The moves of the backward pass; the cotangent travels once to every place."""
-        cotangents = [self.result.backward] if self.shared else []
+        cotangents = [self.result.backward] if self.needs_cotangent else []
         rest = [self.moves[i].backward for i in self.shared]
         for own in filter(None, self.gradients):
             cotangent, *others = own.moves
             cotangents.append(cotangent)
             rest += [*others, own.result]
-        return (*{move.dst: move for move in cotangents}.values(), *rest)
+        return (*{move.dst: move for move in reversed(cotangents)}.values(), *rest)  # the first goes
 
     @cached_property
     def backward_flops(self) -> int:

@@ -238,6 +238,11 @@ class _Solver:
             for i, seconds in enumerate(moving)
         ]
         ways = [[None, one] for one in own]
+        if self.request.overlap == NEVER and part.result.backward.bytes_received:
+            for way in ways:
+                way += [
+                    self._onward(part, one) for one in way if one and one.moves[0].dst != part.result.src.dual
+                ]
         if len(own) == 2:
             for i, one in enumerate(own):
                 if one is not None and self._may_move(step, 1 - i):
@@ -272,6 +277,14 @@ class _Solver:
         shapes = own.shapes[0], at.shape
         parts = (Part((0, 1), (part.moves[0], move), back, (None, None)),)
         return replace(own, contraction=contraction(text), shapes=shapes, parts=parts)
+
+    def _onward(self, part: Part, own: ContractionPlan) -> ContractionPlan:
+        """The same gradient, but the cotangent comes from where the result is contracted."""
+        [alone], src, rest = own.parts, part.result.src.dual, own.contraction.operands[1:]
+        move = self.prices.plan(Move(src, alone.moves[0].dst, own.shapes[0]))
+        text = f"{', '.join(map(str, (src, *rest)))} -> {own.contraction.result}"
+        parts = (replace(alone, moves=(move, *alone.moves[1:])),)
+        return replace(own, contraction=contraction(text), parts=parts)
 
     def _own_gradient(self, step: _Step, i: int, below: float, limit: int | None) -> ContractionPlan | None:
         """The gradient of operand `i` as a contraction of its own, if it takes fewer seconds than `below`.
