@@ -250,3 +250,13 @@ def test_a_sum_of_one_operand_has_no_products():
     plan = xs.plan("a/x b c -> c/(x,y) a", mesh, sizes=sizes, profile="bandwidth", flops_limit=(limit, limit))
     assert plan.flops == limit and plan.local == "a/x b c -> c a/x"
     assert plan.backward_bytes_received < 8 * 16 * 4 < 8 * 64 * 16
+
+
+def test_one_gradient_may_take_what_another_leaves_of_the_operations():
+    """The first is made whole on every device, without a message; the second in even parts."""
+    sizes, whole = {"a": 64, "b": 64, "e": 8}, 2 * 64 * 64 * 8
+    limits = {"profile": "bandwidth", "flops_limit": (whole // 2, whole + whole // 4)}
+    plan = xs.plan("a b, b e/(y,x) -> a e/x", xs.Mesh(x=2, y=2), sizes=sizes, **limits)
+    first, second = plan.parts[0].gradients
+    assert first is not None and first.flops == whole and first.result.bytes_received == 0
+    assert second is not None and second.flops == whole // 4

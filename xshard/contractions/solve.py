@@ -228,7 +228,10 @@ class _Solver:
         limit: operations of all gradients; where the operands were they may do more.
         """
         most = limit and max(limit, part.backward_flops)
-        single = most and most - part.flops * (len(part.moves) - 1)
+        share = (
+            step.ends.flops(step.ends.idle) // self.request.mesh.n_devices
+        )  # what each gradient takes, at least
+        single = most and most - share * (len(part.moves) - 1)
         moving = [part.result.backward.cost + move.backward.cost for move in part.moves]
         # A dearer one may be worth its while to another gradient, which needs the cotangent there too.
         own = [
