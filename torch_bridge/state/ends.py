@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from torch_bridge.mesh.process_groups import group_of_programs
 from torch_bridge.mesh.process_mesh import check_world
+from torch_bridge.mesh.waiting import within
 from torch_bridge.state.carry import carry
 from torch_bridge.state.facts import PROFILE, asked, planned, rules_there
 from torch_bridge.state.heartbeat import PAUSE_S, Heartbeat, LostVersionError
@@ -65,15 +66,22 @@ class End:
                 f"{own!r} has {own.n_devices} devices, this program {n} processes",
                 hint="src_mesh is of all processes of the trainer, dst_mesh of all of the server",
             )
-        self.heart = Heartbeat(self.store, self.key)
+        self.heart = Heartbeat(self.ask, self.key)
 
     def begin(self) -> None:
         """Count this program anew after a failure: its connections are of no use then."""
         if not self.session:
-            self.session = self.told(lambda: self.store.add(self.key("sessions"), 1))
+            self.session = self.told(lambda: self.ask("add", self.key("sessions"), 1))
 
     def key(self, *parts: object) -> str:
         return "/".join(("xshard", self.name, *map(str, parts)))
+
+    def ask(self, call: str, *args: Any) -> Any:
+        """What a call of the store returns. Raises LostVersionError where that does not answer in time."""
+        try:
+            return within(timedelta(seconds=self.silent_s), getattr(self.store, call), *args)
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            raise LostVersionError(f"the store of both programs does not answer: {error}") from error
 
     def told(self, say: Callable[[], Any], wait_s: float = 0.0) -> Any:
         """What the first rank says -> the same on all ranks of this program; an error of one is of all."""
@@ -107,12 +115,12 @@ class End:
     def wait(self, *parts: object) -> str | None:
         """What the other program writes there, or None if it does not come in time, while that is at work."""
         key, end_s = self.key(*parts), time.monotonic() + self.timeout_s
-        while not self.store.check([key]):
+        while not self.ask("check", [key]):
             self.heart.check()
             if time.monotonic() > end_s:
                 return None
             time.sleep(PAUSE_S)
-        return self.store.get(key).decode()
+        return str(self.ask("get", key).decode())
 
     def heard(self, *parts: object) -> str:
         """The same. Raises LostVersionError where it does not come in time."""
@@ -132,8 +140,7 @@ class End:
                 timeout = timedelta(seconds=self.timeout_s)
                 places = self.key(sessions), first + dist.get_rank(), sum(ranks), timeout
                 store: Any = self.store  # of which nobody else can ask anything while they wait
-                store = store.clone()
-                self._group = self.heart.guarded(lambda: group_of_programs(store, *places))
+                self._group = self.heart.guarded(lambda: group_of_programs(store.clone(), *places))
         return self._group
 
     def moved(

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from xshard import XshardError
 
@@ -33,8 +32,8 @@ class Heartbeat:
     Looks are counted, not seconds: where all processes stand still, as with a machine, none has stopped.
     """
 
-    def __init__(self, store: Store, key: Callable[..., str]) -> None:
-        self._store, self._key, self._looks = store, key, 0.0
+    def __init__(self, ask: Callable[..., Any], key: Callable[..., str]) -> None:
+        self._ask, self._key, self._looks = ask, key, 0.0
         self._lost, self._notice = "", ""
         self._others: dict[str, str] = {}
 
@@ -81,13 +80,13 @@ class Heartbeat:
         last: dict[str, tuple[int, int]] = {}  # the number of a rank, and how many looks found it
         try:
             while not over.wait(BEAT_S):
-                self._store.add(own, 1)
+                self._ask("add", own, 1)
                 for key, rank in self._others.items() if dist.get_rank() == 0 else ():
-                    number, before = self._store.add(key, 0), last.get(key, (-1, 0))
+                    number, before = self._ask("add", key, 0), last.get(key, (-1, 0))
                     last[key] = number, before[1] + 1 if number == before[0] else 0
                     if last[key][1] >= self._looks:
-                        self._store.set(self._notice, rank)
-                if self._others and self._store.check([self._notice]):
-                    self._lost = f"{self._store.get(self._notice).decode()} has stopped"
-        except RuntimeError as error:
-            self._lost = f"the store does not answer: {error}"
+                        self._ask("set", self._notice, rank)
+                if self._others and self._ask("check", [self._notice]):
+                    self._lost = self._ask("get", self._notice).decode() + " has stopped"
+        except LostVersionError as error:
+            self._lost = str(error)

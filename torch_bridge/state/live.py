@@ -9,6 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ class Publisher(End):
                 self.version = self._delivered(known["facts"], known["plan"], blocks, progress)
         finally:
             if dist.get_rank() == 0:  # a server that starts later finds nothing to wait for
-                self.store.set(self.key("latest"), "0")
+                with suppress(LostVersionError):
+                    self.ask("set", self.key("latest"), "0")
         return self.version
 
     def _delivered(
@@ -79,10 +81,10 @@ class Publisher(End):
         text = self.text(plan)
 
         def offered() -> dict[str, Any]:
-            version = self.store.add(self.key("versions"), 1)
+            version = self.ask("add", self.key("versions"), 1)
             offer = {"facts": facts, "plan": text, "session": self.session}
-            self.store.set(self.key("offer", version), json.dumps(offer))
-            self.store.set(self.key("latest"), str(version))
+            self.ask("set", self.key("offer", version), json.dumps(offer))
+            self.ask("set", self.key("latest"), str(version))
             return {"version": version, "server": self.wait("taken", version)}
 
         told = self.told(offered)
@@ -147,14 +149,14 @@ class Subscriber(End):
         rank, version, facts = dist.get_rank(), told["version"], told["facts"]
         error: Exception | None = None
         if rank == 0:
-            self.store.set(self.key("taken", version), str(self.session))
+            self.ask("set", self.key("taken", version), str(self.session))
         try:
             plan = self.planned(facts)
             answer = self.text(plan)
         except XshardError as raised:
             answer, error = str(raised), raised
         if rank == 0:
-            self.store.set(self.key("answer", version), answer)
+            self.ask("set", self.key("answer", version), answer)
         if error is not None:
             raise error
         if answer != told["plan"]:
@@ -167,7 +169,8 @@ class Subscriber(End):
         except Exception as raised:
             error = raised
         if rank == 0:
-            self.store.set(self.key("done", version), "" if error is None else str(error))
+            with suppress(LostVersionError):
+                self.ask("set", self.key("done", version), "" if error is None else str(error))
         if error is not None:
             kept = f"version {self.version} stays" if self.version else "there is none before it"
             raise self.lost(f"version {version} did not arrive whole; {kept}", error) from error
@@ -178,9 +181,9 @@ class Subscriber(End):
         end_s = time.monotonic() + wait_s
         while True:
             latest = self.key("latest")
-            version = int(self.store.get(latest)) if self.store.check([latest]) else 0
+            version = int(self.ask("get", latest)) if self.ask("check", [latest]) else 0
             if version > self._seen:
-                return {"version": version, **json.loads(self.store.get(self.key("offer", version)))}
+                return {"version": version, **json.loads(self.ask("get", self.key("offer", version)))}
             if time.monotonic() >= end_s:
                 return {}
             time.sleep(PAUSE_S)

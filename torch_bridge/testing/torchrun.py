@@ -10,9 +10,11 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,21 +50,21 @@ def run(
         monitor_interval=_LOOK_S,
     )
     if isinstance(sent, bytes):
-        elastic_launch(config, _rank)(folder, collective_timeout_s, sent)
+        elastic_launch(config, _rank)(folder, collective_timeout_s, *pickle.loads(sent))  # with its imports
     else:
         elastic_launch(config, sys.executable)(*sent)
 
 
-def _rank(folder: str, collective_timeout_s: float, packed: bytes) -> None:
+def _rank(folder: str, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Leaves without an error: torchrun would end the other ranks of the node before they can say theirs."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=collective_timeout_s))
-    function, arguments = pickle.loads(packed)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    rank = dist.get_rank()
     try:
         kind, data = "result", pickle.dumps(function(*arguments))
     except Exception:
         kind, data = "error", traceback.format_exc().strip().encode()
-    file = Path(folder, f"{dist.get_rank()}.part")
+    file = Path(folder, f"{rank}.part")
     file.write_bytes(data)
     file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
     if kind == "result":

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._functorch.aot_autograd  # a second, which ranks that are forked later have spent already
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -100,11 +101,10 @@ class Begun(Operation):
         return ended
 
 
-def operations(width: int, timeout_s: float, direction: str, compiled: str) -> Iterator[Operation]:
+def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operation]:
     """All operations that have a direction, forward or backward; four ranks call this together.
 
     width: of blocks. timeout_s: of messages from rank to rank, whose groups cannot change it later.
-    compiled: the direction of the one that is compiled, which takes as long as all others.
     """
     block = torch.arange(ROWS * width, dtype=torch.float32).view(ROWS, width) % 5 + dist.get_rank()
     for row, call in WAYS.items():
@@ -122,9 +122,8 @@ def operations(width: int, timeout_s: float, direction: str, compiled: str) -> I
         yield Operation("`einsum` in rounds" if in_rounds else "`einsum`", run, block)
     mesh, layout = own_mesh("b s/{a} h k", timeout_s)
     yield Operation("ring attention", partial(_attended, mesh=mesh, layout=layout), block)
-    if direction == compiled:
-        mesh, expression = own_mesh(STEPS["all_gather"])  # whose gradient is a reduce_scatter
-        yield Operation("`torch.compile`", _compiled(mesh, expression), block)
+    mesh, expression = own_mesh(STEPS["all_gather"])  # whose gradient is a reduce_scatter
+    yield Operation("`torch.compile`", _compiled(mesh, expression), block)
     for overlap in (False, True):
         mesh, layout = own_mesh("b c h/{a} w")
         kernel = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))

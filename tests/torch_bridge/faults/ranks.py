@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tests.torch_bridge.faults.operations import ROWS, cold_operations, operations
+from tests.torch_bridge.faults.programs import SERVER, TRAINER, interrupted
 from xshard.runtimes.watch import Watch, processor_time
 
-N = 4
+N = 4  # of the world of all operations but one
+# That one is of two programs; the processes of all three worlds are numbered on.
+WORLDS = {"world": range(N), TRAINER: range(4, 6), SERVER: range(6, 8)}
+ALL = range(8)
 STILL_S = 120.0  # without progress: a hang
 
 
@@ -64,29 +69,48 @@ class Act:
         return found is self.expected is None or torch.equal(found, self.expected)
 
 
-def take_part(folder: Path, width: int, timeout_s: float, compiled: str = "forward") -> None:
-    """A rank: begin all operations when the parent says so, and write down what becomes of them.
+def enter(number: int, store: dist.Store, timeout_s: float) -> str:
+    """Make the world of a process with others -> its name. store: of the world, or of both programs."""
+    name, numbers = next((name, numbers) for name, numbers in WORLDS.items() if number in numbers)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=numbers.index(number),
+        world_size=len(numbers),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return name
 
-    timeout_s: of each collective, from then on; getting ready may take its time.
+
+def take_part(folder: Path, number: int, meeting: dist.Store, width: int, timeout_s: float) -> None:
+    """A process: begin all operations when the parent says so, and write down what becomes of them.
+
+    meeting: the store of the two programs. timeout_s: of each collective, from then on; getting ready may
+    take its time.
     """
     os.environ["XSHARD_PROFILE"] = "h100"  # plans of one step, in no group but the operation's own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which launchers end the others of a killed rank
-    at_once = [
-        Act(operation.row, direction, getattr(operation, direction)(), expected)
-        for direction in ("forward", "backward")
-        for operation in operations(width, timeout_s, direction, compiled)
-        for expected in [getattr(operation, direction)()()]
-    ]
-    ones = torch.ones(N * ROWS, width)
-    in_turn = [Act(each.row, "forward", each.forward(), ones) for each in cold_operations(width)]
+    if number in WORLDS["world"]:
+        at_once = [
+            Act(operation.row, direction, getattr(operation, direction)(), expected)
+            for direction in ("forward", "backward")
+            for operation in operations(width, timeout_s, direction)
+            for expected in [getattr(operation, direction)()()]
+        ]
+        ones = torch.ones(N * ROWS, width)
+        in_turn = [Act(each.row, "forward", each.forward(), ones) for each in cold_operations(width)]
+    else:
+        program = TRAINER if number in WORLDS[TRAINER] else SERVER
+        version, expected = interrupted(program, meeting.clone(), width, timeout_s)
+        at_once, in_turn = [Act(version.row, "forward", version.forward(), expected)], []
     for group in c10d._world.pg_map:
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    act(folder, at_once, in_turn)
+    act(folder, number, at_once, in_turn)
 
 
-def act(folder: Path, at_once: Sequence[Act], in_turn: Sequence[Act]) -> None:
+def act(folder: Path, rank: int, at_once: Sequence[Act], in_turn: Sequence[Act]) -> None:
     """Begin when the parent says so, write down the ends, and stay until it says that all is over."""
-    rank, ends = dist.get_rank(), list[End]()
+    ends = list[End]()
     say(folder, f"ready{rank}")
     wait_for(folder, "go")
     groups = [*([each] for each in at_once), in_turn]
@@ -123,15 +147,17 @@ def ends_of(folder: Path, ranks: Sequence[int]) -> dict[int, list[End]]:
 
 
 class Ranks:
-    """Forked ranks of one world on this machine; the parent has its store, as under torchrun."""
+    """Forked processes on this machine; the parent has the store of their worlds, as under torchrun."""
 
-    def __init__(self, folder: Path, timeout_s: float, function: Callable[..., None], *args: Any) -> None:
+    def __init__(
+        self, folder: Path, numbers: range, timeout_s: float, function: Callable[..., None], *args: Any
+    ) -> None:
         self.folder = folder
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         self.processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(rank, self._store.port, timeout_s, function, folder, *args))
-            for rank in range(N)
+            context.Process(target=_rank, args=(i, numbers, self._store.port, timeout_s, function, folder, *args))
+            for i in numbers
         ]
         for process in self.processes:
             process.start()
@@ -176,9 +202,11 @@ class Ranks:
 
 
 @contextmanager
-def ranks(folder: Path, timeout_s: float, function: Callable[..., None], *args: Any) -> Iterator[Ranks]:
-    """`N` ranks that call `function(folder, *args)`, in a world that waits for so long."""
-    running = Ranks(folder, timeout_s, function, *args)
+def ranks(
+    folder: Path, numbers: range, timeout_s: float, function: Callable[..., None], *args: Any
+) -> Iterator[Ranks]:
+    """Processes that call `function(folder, number, store, *args)`, in worlds that wait for so long."""
+    running = Ranks(folder, numbers, timeout_s, function, *args)
     try:
         yield running
     finally:
@@ -186,15 +214,35 @@ def ranks(folder: Path, timeout_s: float, function: Callable[..., None], *args: 
 
 
 def _rank(
-    rank: int, port: int, timeout_s: float, function: Callable[..., None], folder: Path, *args: Any
+    number: int,
+    numbers: range,
+    port: int,
+    timeout_s: float,
+    function: Callable[..., None],
+    folder: Path,
+    *args: Any,
 ) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    say(folder, f"here{rank}")
-    wait_for(folder, *(f"here{other}" for other in range(N)))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=N, timeout=timedelta(seconds=timeout_s)
-    )
-    function(folder, *args)
+    say(folder, f"here{number}")
+    wait_for(folder, *(f"here{other}" for other in numbers))
+    enter(number, store, timeout_s)
+    function(folder, number, store, *args)
     with suppress(RuntimeError):
         dist.destroy_process_group()
+
+
+def take_part_on_node(folder: Path, width: int, timeout_s: float) -> None:
+    """A process of a cluster, whose nodes have four each: of the world, and of a program with its own store."""
+    node, at = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
+    number = 2 * node + at + (at > 1) * 2
+    meeting = store = c10d._get_default_store()
+    dist.destroy_process_group()
+    if at > 1:
+        first = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False) if at == 2 else None
+        if first is not None:
+            say(folder, f"port{node}", str(first.port))
+        wait_for(folder, f"port{node}")
+        store = first or dist.TCPStore(socket.gethostname(), int((folder / f"port{node}").read_text()))
+    enter(number, store, timeout_s)
+    take_part(folder, number, meeting, width, timeout_s)

@@ -54,7 +54,7 @@ def _parallel(mesh: Any, rule: str) -> Tensor:
     return model.weight.detach()
 
 
-def _disagree(folder: Path) -> None:
+def _disagree(folder: Path, rank: int, _: dist.Store) -> None:
     x = torch.arange(64.0).view(8, 8) + dist.get_rank()
     acts = [Act(BARE, "forward", partial(bare(dist.group.WORLD), x), None)]
     for row, calls in DIFFERENCES.items():
@@ -69,7 +69,7 @@ def _disagree(folder: Path) -> None:
     mesh, axis = own_mesh("{a}", TIMEOUT_S)
     rule = f"o/{axis} i" if dist.get_rank() == ODD else f"o i/{axis}"
     acts.append(Act("the rules of `parallelize`", "forward", partial(_parallel, mesh, rule), None))
-    act(folder, [], acts)
+    act(folder, rank, [], acts)
 
 
 def _results(way: Callable[..., Tensor], x: Tensor, texts: Sequence[str], mesh: Any, debug: bool) -> Tensor:
@@ -79,7 +79,7 @@ def _results(way: Callable[..., Tensor], x: Tensor, texts: Sequence[str], mesh: 
 
 
 def test_ranks_differ(tmp_path: Path) -> None:
-    with ranks(tmp_path, TIMEOUT_S, _disagree) as running:
+    with ranks(tmp_path, range(N), TIMEOUT_S, _disagree) as running:
         running.wait_for(*(f"ready{rank}" for rank in range(N)))
         say(tmp_path, "go")
         running.wait_for(*(f"ends{rank}" for rank in range(N)))

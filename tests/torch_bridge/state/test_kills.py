@@ -31,7 +31,7 @@ from xshard import Mesh
 assert PRELOADED  # the server of forks has torch_bridge already
 
 ROOM = str(Path(live.__file__).parent)
-WAITING = {"wait", "_offered", "guarded", "check", "_beat"}  # how often their lines run is a matter of time
+WAITING = {"wait", "_offered", "guarded", "check", "_beat", "ask"}  # how often their lines run is a matter of time
 TAKEN = "planned"  # what a server calls before it answers
 OFFERED = "join"  # what both call when a version has been offered and taken
 AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
