@@ -276,6 +276,19 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     assert xs.Plan.from_json(plans[1].to_json(), machine) == plans[1]
 
 
+def test_devices_that_send_or_receive_alone_have_the_port_of_their_node():
+    """Half the devices of a node of four cross a port twice as fast as a link of their own, all of them as fast."""
+    for topology, alone, together in (("switch", 1.0, 1.0), ("port", 0.5, 1.0)):
+        across = xs.Link(0.0, 1e9, topology)
+        machine = xs.Profile("nodes", "made up", xs.Link(0.0, 1e12), across=across, node_devices=4)
+        for n, share in ((2, alone), (4, together)):
+            plan = crossing(
+                "n/a", "n/b", f"a={n}", f"b={n}", (4096,), dst_devices=range(4, 4 + n), profile=machine
+            )
+            assert plan.cost == share * plan.bytes_lower_bound / 1e9
+            assert plan.bytes_received == plan.bytes_lower_bound == 8 * 4096 // n
+
+
 def test_both_passes_count_where_they_are_asked_for():
     forward, both = gathered(), gathered(objective="forward+backward")
     assert both.steps == forward.steps

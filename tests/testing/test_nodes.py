@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ BITS_PER_S = 40_000_000
 SHAPE = (1024, 2048)
 MUST_CROSS = 1024 * 2048 * 4 // 4  # bytes to each node: the half of its columns that the other has
 OVERHEAD = 200_000  # bytes: a world begins and ends
-TIMEOUT_S = 3.0  # of a collective
+TIMEOUT_S = 3.0  # of a collective that is to fail
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +49,16 @@ def plan() -> xs.Plan:
     return xs.plan("n/x/y d -> n d/x/y", xs.Mesh(x=2, y=2), shape=SHAPE, dtype="float32", profile=across)
 
 
-def turned(plan: xs.Plan, folder: Path | None = None) -> tuple[object, bool, float]:
+def turned(
+    plan: xs.Plan, folder: Path | None = None, timeout_s: float | None = None
+) -> tuple[object, bool, float]:
     """Which rank this is, whether its columns have come, and the seconds that they took.
 
-    folder: see `in_the_middle`.
+    folder, timeout_s: see `in_the_middle`.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
     import torch_bridge as xt
 
@@ -62,25 +66,35 @@ def turned(plan: xs.Plan, folder: Path | None = None) -> tuple[object, bool, flo
     total = torch.tensor([rank])
     dist.all_reduce(total)
     place = rank, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), total.item()
+    if timeout_s is not None:
+        c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
     if folder is not None:
         (folder / f"ready{rank}").touch()
         while not (folder / "go").exists():
             time.sleep(0.02)
+        start = (folder / "go").stat().st_mtime  # however late this rank sees it
     else:
         dist.barrier()
-    start = time.perf_counter()
+        start = time.time()
     x = torch.arange(rank * n, (rank + 1) * n, dtype=torch.float32)[:, None].repeat(1, SHAPE[1])
     y = xt.redistribute(x, plan, plan.mesh)
-    seconds = time.perf_counter() - start
+    seconds = time.time() - start
     return place, torch.equal(y, torch.arange(4.0 * n)[:, None].repeat(1, SHAPE[1] // 4)), seconds
 
 
-def in_the_middle(cluster: Cluster, plan: xs.Plan, folder: Path, happens: Callable[[], None]) -> list[Any]:
-    """What all ranks return of `turned` when something happens after they have met."""
+def in_the_middle(
+    cluster: Cluster,
+    plan: xs.Plan,
+    folder: Path,
+    happens: Callable[[], None],
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """What all ranks return of `turned` when something happens after they have met.
+
+    timeout_s: of collectives from then on.
+    """
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(
-            cluster.run_torch, turned, plan, folder, timeout_s=60.0, collective_timeout_s=TIMEOUT_S
-        )
+        running = thread.submit(cluster.run_torch, turned, plan, folder, timeout_s, timeout_s=60.0)
         while not running.done() and not all((folder / f"ready{rank}").exists() for rank in range(4)):
             time.sleep(0.05)
         happens()
@@ -157,7 +171,7 @@ def test_every_rank_hears_of_a_cut_link(cluster: Cluster, plan: xs.Plan, tmp_pat
         (tmp_path / "go").touch()
 
     with pytest.raises(NodesError) as raised:
-        in_the_middle(cluster, plan, tmp_path, cut)
+        in_the_middle(cluster, plan, tmp_path, cut, TIMEOUT_S)
     assert sorted(raised.value.errors) == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert "RuntimeError" in raised.value.errors["rank 0"]
     cluster.restore(0)

@@ -53,6 +53,14 @@ class Link:
                 hint="a latency is >= 0 and a bandwidth > 0",
             )
 
+    def carried(self, hop: Hop) -> int:
+        """Elements that the busiest link of a hop, or share of a port, carries to a device."""
+        return hop.received - hop.slack * (self.topology == "port")
+
+    def seconds(self, hop: Hop, itemsize: int, way: float = 1.0) -> float:
+        """Predicted time of a hop over such links. way: how many of them a message takes one after another."""
+        return hop.messages * self.latency_s + way * self.carried(hop) * itemsize / self.bytes_per_s
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -230,13 +238,8 @@ class Fabric:
             way = 1.0
             if link.topology == "ring" and kind in DIRECT:
                 way = max(1.0, self.mesh.size(hop.axis) / 4)
-            total += hop.messages * link.latency_s + way * self.carried(hop) * itemsize / link.bytes_per_s
+            total += link.seconds(hop, itemsize, way)
         return total
-
-    def carried(self, hop: Hop) -> int:
-        """Elements that the busiest link of a hop, or share of a port, carries to a device."""
-        link = self.links[min(hop.level, len(self.links) - 1)]
-        return hop.received - hop.slack * (link.topology == "port")
 
     def between_nodes(self, traffic: Traffic) -> int:
         """Elements that the busiest device receives from other nodes."""

@@ -180,14 +180,11 @@ class Transfer(Step):
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """A hop for each of `flows`: that of the device that sends or receives longest over its link."""
         copied = sum((flow.sent + flow.received for flow in self.flows), self._rearranged)
-        hops = (
-            Hop(
-                axis="",
-                received=int(np.maximum(flow.sent, flow.received).max()),
-                messages=int(np.maximum(flow.messages_out, flow.messages_in).max()),
-            )
-            for flow in self.flows
-        )
+        hops = []
+        for level, flow in enumerate(self.flows):
+            busiest, mean = np.maximum(flow.sent, flow.received).max(), max(map(self._node_mean, flow[1:3]))
+            messages = int(np.maximum(flow.messages_out, flow.messages_in).max())
+            hops.append(Hop("", int(busiest), messages, level, int(busiest - mean)))
         return Traffic(self.received, int(copied.max()), tuple(hops))
 
     def price(self, itemsize: int) -> Price:
@@ -196,9 +193,7 @@ class Transfer(Step):
         seconds = traffic.copied * itemsize / self.profile.copy_bytes_per_s
         if self.flows:
             seconds += self.profile.launch("exchange")
-        for flow, hop in zip(self.flows, traffic.hops, strict=True):
-            seconds += hop.messages * flow.link.latency_s
-            seconds += hop.received * itemsize / flow.link.bytes_per_s
+        seconds += sum(flow.link.seconds(hop, itemsize) for flow, hop in zip(self.flows, traffic.hops, strict=True))
         return Price(seconds, traffic.received * itemsize, self.held * itemsize)
 
     @cached_property
@@ -251,6 +246,12 @@ class Transfer(Step):
     def _devices(self) -> dict[int, int]:
         """Every device of either mesh, and its place in the arrays of a flow."""
         return {device: i for i, device in enumerate(sorted({*self.src_devices, *self.dst_devices}))}
+
+    def _node_mean(self, elements: NDArray[np.int64]) -> float:
+        """The mean over the devices of the busiest node, of what each device sends or receives."""
+        size = self.profile.node_devices or 1
+        numbers = np.fromiter(self._devices, np.int64) // size
+        return float(np.bincount(np.unique(numbers, return_inverse=True)[1], elements).max()) / size
 
     @property
     def _nothing(self) -> NDArray[np.int64]:

@@ -122,7 +122,7 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
             leaves = known.across is not None and fabric.links[hop.level] == known.across
             link = _ACROSS if leaves else before.mesh.origin(hop.axis) if own else _SHARED
             row["latency", link] += hop.messages
-            row["byte", link] += fabric.carried(hop) * plan.itemsize
+            row["byte", link] += fabric.links[hop.level].carried(hop) * plan.itemsize
     return row
 
 

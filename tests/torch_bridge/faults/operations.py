@@ -141,7 +141,7 @@ def cold_operations(width: int) -> Iterator[Operation]:
     They meet in the store, of which a process has one connection: they run one after the other.
     """
     block, (mesh, expression) = torch.ones(ROWS, width), own_mesh(STEPS["all_gather"])
-    yield Operation(BARE, bare(dist.new_group(timeout=LONG)), block)
+    yield Operation(BARE, bare(dist.new_group(timeout=LONG)), block)  # until all else is interrupted
     yield Operation("`debug=True`", partial(_plain, mesh=mesh, expression=expression, debug=True), block)
     yield Operation(
         "the first call on a mesh", lambda x: _plain(x, PAIRS, "n/x d -> n d").repeat(2, 1), block

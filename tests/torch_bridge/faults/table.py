@@ -26,7 +26,7 @@ _DIFFERS = (
 # Which version of the stream, and which rank or program, or that nobody can be asked.
 _VERSION = (
     r"(?s)version 2 did not (reach the server|arrive whole; version 1 stays)\n.*"
-    r"(rank \d|ranks \d|the server|the trainer|the store of both programs) "
+    r"(ranks? \d|the server|the trainer|the store of both programs)"
 )
 
 
