@@ -277,7 +277,7 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
 
 
 def test_devices_that_send_or_receive_alone_have_the_port_of_their_node():
-    """Half the devices of a node of four cross a port twice as fast as a link of their own, all of them as fast."""
+    """Two devices of a node of four cross its port twice as fast as links of their own, four as fast."""
     for topology, alone, together in (("switch", 1.0, 1.0), ("port", 0.5, 1.0)):
         across = xs.Link(0.0, 1e9, topology)
         machine = xs.Profile("nodes", "made up", xs.Link(0.0, 1e12), across=across, node_devices=4)

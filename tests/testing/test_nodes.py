@@ -83,11 +83,7 @@ def turned(
 
 
 def in_the_middle(
-    cluster: Cluster,
-    plan: xs.Plan,
-    folder: Path,
-    happens: Callable[[], None],
-    timeout_s: float | None = None,
+    cluster: Cluster, plan: xs.Plan, folder: Path, happens: Callable[[], None], timeout_s: float | None = None
 ) -> list[Any]:
     """What all ranks return of `turned` when something happens after they have met.
 

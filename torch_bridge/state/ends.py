@@ -39,7 +39,8 @@ class End:
     store: a `TCPStore` or `FileStore` in which both programs meet. rules, names, bucket_bytes: as in
     `transfer`, equal in both programs. src_mesh, dst_mesh: of all processes of the trainer and of the server.
     timeout_s: how long one program waits for the other. silent_s: how long a rank of the other may show no
-    sign of life amid a version before that is lost. name: of the stream, where a store has several.
+    sign of life amid a version before that is lost, and how long the store may take for an answer.
+    name: of the stream, where a store has several.
     """
 
     is_trainer: ClassVar[bool]

@@ -30,6 +30,7 @@ class Heartbeat:
 
     The first rank looks at all of the other's ranks, and leaves a notice for the ranks of its own program.
     Looks are counted, not seconds: where all processes stand still, as with a machine, none has stopped.
+    ask: calls the store by the name of a method; raises LostVersionError where that does not answer.
     """
 
     def __init__(self, ask: Callable[..., Any], key: Callable[..., str]) -> None:

@@ -58,7 +58,7 @@ class Link:
         return hop.received - hop.slack * (self.topology == "port")
 
     def seconds(self, hop: Hop, itemsize: int, way: float = 1.0) -> float:
-        """Predicted time of a hop over such links. way: how many of them a message takes one after another."""
+        """Predicted time of a hop over such links. way: how many a message takes, one after another."""
         return hop.messages * self.latency_s + way * self.carried(hop) * itemsize / self.bytes_per_s
 
 

@@ -193,7 +193,9 @@ class Transfer(Step):
         seconds = traffic.copied * itemsize / self.profile.copy_bytes_per_s
         if self.flows:
             seconds += self.profile.launch("exchange")
-        seconds += sum(flow.link.seconds(hop, itemsize) for flow, hop in zip(self.flows, traffic.hops, strict=True))
+        seconds += sum(
+            flow.link.seconds(hop, itemsize) for flow, hop in zip(self.flows, traffic.hops, strict=True)
+        )
         return Price(seconds, traffic.received * itemsize, self.held * itemsize)
 
     @cached_property

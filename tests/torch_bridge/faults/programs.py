@@ -1,4 +1,4 @@
-"""A trainer and a server beside the world of all other operations: a version that is interrupted on its way."""
+"""A trainer and a server beside the world of all other operations: a version that is interrupted."""
 
 from __future__ import annotations
 

@@ -156,7 +156,9 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         self.processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(i, numbers, self._store.port, timeout_s, function, folder, *args))
+            context.Process(
+                target=_rank, args=(i, numbers, self._store.port, timeout_s, function, folder, *args)
+            )
             for i in numbers
         ]
         for process in self.processes:
@@ -233,16 +235,16 @@ def _rank(
 
 
 def take_part_on_node(folder: Path, width: int, timeout_s: float) -> None:
-    """A process of a cluster, whose nodes have four each: of the world, and of a program with its own store."""
+    """A process of a node that has four: two of the world, and two of a program with a store of its own."""
     node, at = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     number = 2 * node + at + (at > 1) * 2
     meeting = store = c10d._get_default_store()
     dist.destroy_process_group()
-    if at > 1:
-        first = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False) if at == 2 else None
-        if first is not None:
-            say(folder, f"port{node}", str(first.port))
+    if at == 2:
+        store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        say(folder, f"port{node}", str(store.port))
+    elif at == 3:
         wait_for(folder, f"port{node}")
-        store = first or dist.TCPStore(socket.gethostname(), int((folder / f"port{node}").read_text()))
+        store = dist.TCPStore(socket.gethostname(), int((folder / f"port{node}").read_text()))
     enter(number, store, timeout_s)
     take_part(folder, number, meeting, width, timeout_s)

@@ -32,11 +32,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _interrupted(
-    cluster: Cluster,
-    folder: Path,
-    happens: Callable[[], None],
-    survivors: Sequence[int],
-    timeout_s: float,
+    cluster: Cluster, folder: Path, happens: Callable[[], None], survivors: Sequence[int], timeout_s: float
 ) -> None:
     """Call `happens` when all ranks are in the middle of all operations, and wait for the survivors."""
     with ThreadPoolExecutor(1) as thread:

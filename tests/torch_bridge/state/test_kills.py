@@ -31,12 +31,13 @@ from xshard import Mesh
 assert PRELOADED  # the server of forks has torch_bridge already
 
 ROOM = str(Path(live.__file__).parent)
-WAITING = {"wait", "_offered", "guarded", "check", "_beat", "ask"}  # how often their lines run is a matter of time
+# How often their lines run is a matter of time.
+WAITING = {"wait", "_offered", "guarded", "check", "_beat", "ask"}
 TAKEN = "planned"  # what a server calls before it answers
 OFFERED = "join"  # what both call when a version has been offered and taken
 AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
 LARGE = {"w": (8, 1 << 19)}
-TRAINERS, SERVERS = 14, 6  # how many are killed elsewhere
+TRAINERS, SERVERS = 9, 4  # how many are killed elsewhere
 SHAPES = {"w": (8, 6), "b": (6,), "e": (4, 8)}
 BOTH: dict[str, Any] = {
     "rules": {"b": "o", "**": "o/dp i -> o i/tp"},
