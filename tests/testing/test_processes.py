@@ -59,12 +59,15 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_another() -> None:
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    def interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        _on_devices(slow)
+
     before = signal.signal(signal.SIGALRM, interrupt)
     _on_devices(len, "ready")
     try:
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            _on_devices(slow)
+            interrupted()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert _on_devices(len, "new") == 3

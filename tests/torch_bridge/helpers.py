@@ -34,6 +34,7 @@ PRELOADED = [
     "transformers.models.mixtral.modeling_mixtral",
     "torch._dynamo.testing",
     "torch._functorch.aot_autograd",
+    "torch._inductor.pattern_matcher",  # of a graph with a backward pass
 ]
 multiprocessing.set_forkserver_preload(PRELOADED)
 

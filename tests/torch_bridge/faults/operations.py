@@ -17,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._functorch.aot_autograd  # a second, which ranks that are forked later have spent already
+import torch._functorch.aot_autograd  # a second each, which ranks that are forked later have spent already
+import torch._inductor.pattern_matcher
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
