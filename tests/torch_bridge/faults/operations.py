@@ -39,6 +39,7 @@ STEPS = {
     "permute": "n/{a} d -> n/intervals({a},[24,32],[0,8],[8,16],[16,24]) d",
     "halo": "n/{a} d -> n/{a}:halo(8,8) d",
 }
+TWO = ("all_gather", "permute")  # a collective, and messages: in the other ways to run a step
 PHASED = ("all_gather", "reduce_scatter", "all_reduce")  # over nodes of two ranks
 # (expression, the other operand, whether in rounds)
 CONTRACTIONS = [
@@ -109,8 +110,8 @@ def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operati
     """
     block = torch.arange(ROWS * width, dtype=torch.float32).view(ROWS, width) % 5 + dist.get_rank()
     for row, call in WAYS.items():
-        for step, text in STEPS.items():
-            mesh, expression = own_mesh(text, timeout_s if step == "permute" else None)
+        for step in STEPS if call is _plain else TWO:
+            mesh, expression = own_mesh(STEPS[step], timeout_s if step == "permute" else None)
             yield Operation(row, partial(call, mesh=mesh, expression=expression), block)
     for step in PHASED:
         with own_groups():
