@@ -234,16 +234,19 @@ class Fabric:
         if kind not in LOCAL:
             total += self._launches.get(kind, self._other) * self.profile.launches(kind, traffic)
         for hop in traffic.hops:
-            link = self.links[min(hop.level, len(self.links) - 1)]  # near senders on a machine of one link
-            way = 1.0
+            link, way = self.link(hop), 1.0
             if link.topology == "ring" and kind in DIRECT:
                 way = max(1.0, self.mesh.size(hop.axis) / 4)
             total += link.seconds(hop, itemsize, way)
         return total
 
+    def link(self, hop: Hop) -> Link:
+        """What a hop takes: that of its level, or the only one, where senders are near without nodes."""
+        return self.links[min(hop.level, len(self.links) - 1)]
+
     def between_nodes(self, traffic: Traffic) -> int:
         """Elements that the busiest device receives from other nodes."""
-        return sum(hop.received for hop in traffic.hops if self.links[hop.level] == self.profile.across)
+        return sum(hop.received for hop in traffic.hops if self.link(hop) == self.profile.across)
 
     def has_phases(self, axes: Sequence[str]) -> bool:
         """Whether a gather over axes is faster as a collective per kind of link than as one ring of all.

@@ -119,10 +119,10 @@ def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
         if launches := known.launches(step.kind, traffic):
             row["launch", step.kind] += launches
         for hop in traffic.hops:
-            leaves = known.across is not None and fabric.links[hop.level] == known.across
+            leaves = known.across is not None and fabric.link(hop) == known.across
             link = _ACROSS if leaves else before.mesh.origin(hop.axis) if own else _SHARED
             row["latency", link] += hop.messages
-            row["byte", link] += fabric.links[hop.level].carried(hop) * plan.itemsize
+            row["byte", link] += fabric.link(hop).carried(hop) * plan.itemsize
     return row
 
 
