@@ -92,7 +92,11 @@ def assembled(blocks: Blocks, shape: tuple[int, ...], dtype: Any, sharding: Name
 
 def blocks_of(array: Any) -> Blocks:
     """The blocks of an array by their device; of a type there are none."""
-    return {shard.device: shard.data for shard in getattr(array, "addressable_shards", ())}
+    shards = getattr(array, "addressable_shards", ())
+    if shards and not array.size:  # whatever its sharding says, JAX may hold all of it on every device
+        block = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
+        return {shard.device: jax.device_put(block, shard.device) for shard in shards}
+    return {shard.device: shard.data for shard in shards}
 
 
 def all_devices(like: jax.Device) -> list[jax.Device]:
@@ -209,7 +213,9 @@ def _program(
     def run(*blocks: jax.Array) -> list[jax.Array]:
         return list(transfer(blocks, wanted, mesh.size, transport))
 
-    return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
+    # Of empty arrays XLA would say that they are not cut.
+    there = [NamedSharding(mesh, spec) for spec in specs["out_specs"]]
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False), out_shardings=there)
 
 
 def _side_by_side(

@@ -195,6 +195,21 @@ def test_steps_on_either_mesh_are_run_there(expression, src, dst, steps) -> None
 
 
 @in_jax
+def test_arrays_without_elements_have_their_blocks_there() -> None:
+    """JAX holds all of an empty array on every device, whatever its sharding says."""
+    here, there = on(0, a=4), on(3, b=2)
+    x = {"rows": np.zeros((8, 0), np.float32), "columns": np.zeros((0, 8), np.float32)}
+    placed = xj.reshard(xj.place(x, "n d", here), "n d -> n/a d")
+    for profile in ("h100", "gloo"):
+        for layout, block in (("n d", (8, 0)), ("n/b d", (4, 0))):
+            moved = xj.transfer(placed, {"**": layout}, there, profile=profile)
+            assert moved["rows"].shape == (8, 0) and moved["columns"].shape == (0, 8)
+            assert moved["rows"].sharding.shard_shape((8, 0)) == block
+    turned = Names(rename("rows", "rows", "n d -> d n"), rename("**", "**"))
+    assert xj.transfer(placed, {"**": "d/b n"}, there, names=turned)["rows"].shape == (0, 8)
+
+
+@in_jax
 def test_sources_are_freed_if_they_are_donated() -> None:
     x, keys = np.arange(32, dtype=np.float32).reshape(8, 4), jax.random.split(jax.random.key(0), 4)
     given = xj.place({"moved": x, "kept": x, "keys": keys}, {"keys": "k/a", "**": "n/a d"}, on(0, a=4))

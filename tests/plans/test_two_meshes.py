@@ -69,6 +69,24 @@ def test_a_memory_limit_holds():
     )
 
 
+def test_devices_change_places_to_stay_within_a_limit():
+    ask = {"src_mesh": "a=2", "dst_mesh": "b=2", "shape": (1, 8), "relabel": True}
+    texts = "n/a d", "n d/intervals(b,[0,3],[5,8,3,5])"
+    free = crossing(*texts, **ask)
+    limited = crossing(*texts, **ask, memory_limit=free.peak_bytes)
+    assert limited.dst_devices == free.dst_devices == (1, 0)
+    assert limited.peak_bytes == free.peak_bytes
+    with pytest.raises(xs.PlanError, match="no plan stays within 8 B per device"):
+        crossing(*texts, **ask, memory_limit=8)
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (1, 0), (2, 3)])
+@pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn"])
+def test_no_mean_begins_of_what_cannot_be_multiplied(devices, dtype):
+    with pytest.raises(xs.DtypeError, match=dtype):
+        crossing("n", "n | mean(b)", "a=2", "b=2", (4,), dst_devices=devices, dtype=dtype)
+
+
 A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
 
 

@@ -239,6 +239,11 @@ def _blocks() -> None:
 
     counted = xt.einsum(text, rows.long(), columns.long(), mesh=TP, sizes=parts)
     assert counted.dtype == torch.int64 and torch.equal(counted, expected.long())
+    for kind in (torch.uint8, torch.int8, torch.int16, torch.int32):  # which torch sums into int64
+        total = xt.einsum("s/tp d -> ()", rows.to(kind), mesh=TP, profile="h100")
+        assert total.dtype == kind and total == int(x.sum())
+        each = xt.einsum("s/tp, s/tp d -> s/tp", rows[:, 0].to(kind), rows.to(kind), mesh=TP)
+        assert each.dtype == kind and torch.equal(each, (rows[:, 0] * rows.sum(1)).to(kind))
     for comm_dtype in (torch.float32, (None, torch.float32)):
         a, b = (t.bfloat16().requires_grad_() for t in (rows, columns))
         narrow = xt.einsum(text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype, overlap="always")

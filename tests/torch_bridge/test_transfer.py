@@ -217,6 +217,21 @@ def every_dtype(names):
     return True
 
 
+def one_number():
+    """A block of one element has any strides, and torch calls it contiguous."""
+    x = torch.tensor([7.0, 8.0])[::2]
+    assert x.stride() == (2,) and x.is_contiguous()
+    y = redistribute_between(
+        x if dist.get_rank() == 0 else None,
+        plan := xs.plan("n -> n", src_mesh=xs.Mesh(a=1), dst_mesh=xs.Mesh(b=1), dst_devices=(1,), shape=(1,)),
+    )
+    return y is None if dist.get_rank() not in plan.dst_devices else y.tolist() == [7.0]
+
+
+def test_a_block_of_one_number_moves():
+    assert all(on_ranks(4, one_number))
+
+
 def test_every_dtype_moves():
     names = ["float64", "bfloat16", "complex64", "int16", "uint16", "uint64", "bool", "float8_e4m3fn", "int4"]
     assert all(on_ranks(4, every_dtype, names))

@@ -17,6 +17,8 @@ from xshard.contractions.plan import Part
 
 Names = tuple[str, ...]
 
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
 
 @dataclass(frozen=True)
 class LocalContraction:
@@ -44,7 +46,10 @@ class LocalContraction:
         return LocalContraction((self.result, *rest), self.operands[i], self.lengths)
 
     def __call__(self, *blocks: Tensor) -> Tensor:
-        y = torch.einsum(self._equation, *blocks)
+        kind = blocks[0].dtype
+        if kind in _NARROW:  # torch sums them into int64, and has no product of both
+            blocks = tuple(x.long() for x in blocks)
+        y = torch.einsum(self._equation, *blocks).to(kind)
         for at, length in self._repeated:
             y = y.unsqueeze(at).expand(*y.shape[:at], length, *y.shape[at:])
         return y

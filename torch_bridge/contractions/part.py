@@ -139,7 +139,7 @@ class PartExecutable:
             layout = None if move is None else move.plan.dst
             if layout not in places:
                 used = adjoint(self.result)
-                is_onward = move is not None and used is not None and move.plan.src == used.plan.dst
+                is_onward = move is not None and used is not None and move.plan.src == used.plan.dst != layout
                 places[layout] = moved(move, at(used) if is_onward else cotangent)
             return places[layout]
 

@@ -156,7 +156,8 @@ def packed(parts: Sequence[Tensor]) -> Tensor:
     Bytes, because whether booleans and complex numbers travel differs by backend.
     """
     if len(parts) == 1:
-        return parts[0].contiguous().view(-1).view(torch.uint8)
+        [x] = parts  # whose strides count for nothing where it has one element, except in views
+        return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
     out = parts[0].new_empty(_ends(parts)[-1], dtype=torch.uint8)
     for view, part in zip(unpacked(out, parts), parts, strict=True):
         view.copy_(part)

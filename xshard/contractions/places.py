@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from xshard.contractions.memory import accesses
 from xshard.layout import Layout, Sharding
-from xshard.layout.partition import block_length
+from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import axes_of
 
@@ -26,7 +26,7 @@ Axes = frozenset[str]
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How a dim of some length is cut, outermost first; rows: of the longest block.
+    """How a dim of some length is cut, outermost first; rows: of the longest block. fits: whether it can be.
 
     One object for every way to cut a dim, so that places are compared and looked up by identity.
     """
@@ -34,6 +34,7 @@ class Cut:
     shards: tuple[Shard, ...]
     axes: Axes
     rows: int
+    fits: bool
 
 
 class Place(NamedTuple):
@@ -46,6 +47,11 @@ class Place(NamedTuple):
     sums: tuple[tuple[str, int], ...]
     copies: tuple[str, ...]
     busy: Axes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every dim is as long as its cuts say, if they say it."""
+        return all(cut.fits for cut in self.cuts)
 
     @classmethod
     def of(
@@ -114,7 +120,8 @@ class Ends:
     def _placed(self, place: Place, free: Axes) -> Iterator[Place]:
         axis = next((a for a in self.axes if a in free), None)
         if axis is None:
-            yield place
+            if place.fits:
+                yield place
             return
         for found in self._with_axis(place, axis, free):
             yield from self._placed(found, free - found.busy - {axis})
@@ -154,9 +161,10 @@ class Ends:
         """A way to cut dim `d`."""
         found = self._cuts.get((d, shards))
         if found is None:
-            dim = Dim("", shards)
-            rows = block_length(dim, self._all_lengths[d], self.result.mesh.sizes_of(dim.axes))[0]
-            found = self._cuts[d, shards] = Cut(shards, Axes(dim.axes).intersection(self.axes), rows)
+            dim, length = Dim("", shards), self._all_lengths[d]
+            sizes = self.result.mesh.sizes_of(dim.axes)
+            rows, fits = block_length(dim, length, sizes)[0], misfit(dim, length, sizes) is None
+            found = self._cuts[d, shards] = Cut(shards, Axes(dim.axes).intersection(self.axes), rows, fits)
         return found
 
     @cached_property
@@ -176,7 +184,8 @@ class Ends:
             )
             sums = tuple(pair for pair in place.sums if pair[0] != axis)
             rest = Place.of(cuts, sums, tuple(a for a in place.copies if a != axis))
-            yield from self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
+            found = self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
+            yield from (other for other in found if other.fits)
 
     def seeds(self) -> Iterator[Place]:
         """The place in which all are idle, and those where one of the ends already is."""

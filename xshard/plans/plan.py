@@ -319,8 +319,29 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         inner = find_plan(request.in_order, objective, by_transfer=by_transfer)
         transpose = Transpose(request.target.layout.names)
         return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
+    may_move = request.relabel and not request.dst.tagged(*NONLINEAR)
+    try:
+        found = aimed(_as_numbered(request, by_transfer))
+    except PlanError:
+        if not may_move or request.memory_limit is None:
+            raise
+        if (moved := cheapest(request, _made, relabel=True)) is None:
+            raise
+        return aimed(moved)
+    if may_move and found.bytes_received:
+        moved = cheapest(request, _made, relabel=True)
+        moved = moved and aimed(moved)
+        if moved and moved.cost < found.cost and moved.bytes_received <= found.bytes_received:
+            return moved
+    return found
+
+
+def _as_numbered(request: Request, by_transfer: bool) -> Plan:
+    """The cheapest plan in which devices keep their places. Raises PlanError where none fits the limit."""
     one = None if by_transfer else request.on_one_mesh
     found = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
+    if request.factor != 1:  # also of a mean that begins: what has no sum cannot be multiplied
+        dtypes.check_reduction(request.dtype, "sum")
     if found is None:
         ways = transfer_ways(free := replace(request, memory_limit=None))
         least = min(_made(free, *way).peak_bytes for way in ways)
@@ -328,12 +349,6 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
             f"no plan stays within {format_bytes(request.memory_limit or 0)} per device",
             hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
         )
-    found = aimed(found)
-    if request.relabel and found.bytes_received and not request.dst.tagged(*NONLINEAR):
-        moved = cheapest(request, _made, relabel=True)
-        moved = moved and aimed(moved)
-        if moved and moved.cost < found.cost and moved.bytes_received <= found.bytes_received:
-            return moved
     return found
 
 
