@@ -69,11 +69,14 @@ test: $(DEV) ## all tests, then lint
 test-jax: $(JAX) ## the tests of the core and of JAX that need no torch, which is not installed for them
 	$(BIN)/pytest -n $(WORKERS) --without torch $(JAX_TESTS) $(ARGS)
 
-fuzz: $(DEV) ## random redistributions and mutated input by the hundred thousand: hours; make fuzz SEED=7
+fuzz: $(DEV) ## random moves, contractions, trees and mutated input by the hundred thousand: hours; make fuzz SEED=7
 	$(BIN)/python -m tests.fuzz numpy --moves 100000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz torch --moves 10000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz jax --moves 2000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz jax-novma --moves 1000 --seed $(SEED)
+	for each in numpy-between numpy-einsum numpy-trees; do $(BIN)/python -m tests.fuzz $$each --moves 20000 --seed $(SEED) || exit; done
+	for each in torch-between torch-einsum torch-trees; do $(BIN)/python -m tests.fuzz $$each --moves 1000 --seed $(SEED) || exit; done
+	for each in jax-einsum jax-novma-einsum jax-trees; do $(BIN)/python -m tests.fuzz $$each --moves 300 --seed $(SEED) || exit; done
 	$(BIN)/python -m tests.fuzz texts --moves 1000000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.soak
 

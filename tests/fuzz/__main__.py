@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz torch --moves 1000 --seed 7`: random chains on a runtime, or mutated texts."""
+"""`python -m tests.fuzz torch --moves 1000 --seed 7`: random cases on a runtime, or mutated texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", QUICK_XLA_FLAGS)  # a program runs twice
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("what", choices=(*RUNTIMES, TEXTS))
-    parser.add_argument("--moves", type=int, default=1000, help="at least so many redistributions, or texts")
+    parser.add_argument(
+        "--moves", type=int, default=1000, help="at least so many moves, contractions, trees or texts"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     count = (

@@ -1,4 +1,4 @@
-"""Random chains: an array goes from layout to layout, one to four times, on one mesh.
+"""Random chains: an array goes from layout to layout, one to four times on one mesh, or once to another mesh.
 
 Decides what is drawn: meshes, shapes, dtypes and all that the notation can say. A seed gives the same chain
 on every machine. Knows no runtime and no plan.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import xshard as xs
@@ -31,7 +31,8 @@ STRIDES = ("plain", "plain", "turned", "every other", "one value")
 class Chain:
     """An array of `shape` on `mesh` that goes through `layouts`, planned for the machine `profile`.
 
-    strides: how the first blocks lie in memory. seed: of their values.
+    strides: how the first blocks lie in memory. seed: of their values. there: the mesh of the last layout, if
+    it is another one. devices: all numbers of the world, of which either mesh has the first ones.
     """
 
     mesh: xs.Mesh
@@ -41,10 +42,33 @@ class Chain:
     profile: str = "h100"
     strides: str = "plain"
     seed: int = 0
+    there: xs.Mesh | None = None
+    devices: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    relabel: bool = False
 
     def __str__(self) -> str:
-        way = " -> ".join(map(str, self.layouts))
-        return f"{way}   {self.dtype}{list(self.shape)} on {self.mesh}, {self.profile}, {self.strides}"
+        way, to = " -> ".join(map(str, self.layouts)), ""
+        if self.there is not None:
+            to = f" {self.numbers(0)} to {self.there} {self.numbers(1)}{', relabelled' * self.relabel}"
+        return f"{way}   {self.dtype}{list(self.shape)} on {self.mesh}{to}, {self.profile}, {self.strides}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dims, in the order of `shape`."""
+        return self.layouts[0].names
+
+    @property
+    def world(self) -> int:
+        """How many devices there are."""
+        return len(self.devices[0]) or self.mesh.n_devices
+
+    def mesh_at(self, i: int) -> xs.Mesh:
+        """The mesh of the i-th layout."""
+        return self.mesh if self.there is None or i < self.moves else self.there
+
+    def numbers(self, end: int) -> tuple[int, ...]:
+        """The devices of the first mesh (0) or of the last one (1)."""
+        return self.devices[end][: self.mesh_at(end * self.moves).n_devices]
 
     def shape_at(self, i: int) -> tuple[int, ...]:
         """The global shape under the i-th layout, which may have the dims in another order."""
@@ -54,6 +78,14 @@ class Chain:
     @property
     def moves(self) -> int:
         return len(self.layouts) - 1
+
+    def shorter(self) -> Iterator[Chain]:
+        """Chains of fewer moves."""
+        if self.moves > 1:
+            yield replace(self, layouts=self.layouts[:-1])
+            yield replace(self, layouts=self.layouts[1:], shape=self.shape_at(1))
+            for i in range(1, self.moves):
+                yield replace(self, layouts=self.layouts[:i] + self.layouts[i + 1 :])
 
 
 def random_chain(seed: object, devices: int | None = None, mesh: xs.Mesh | None = None) -> Chain:
@@ -81,6 +113,29 @@ def random_chain(seed: object, devices: int | None = None, mesh: xs.Mesh | None 
     shape = tuple(lengths[name] for name in layouts[0].names)
     options = rng.choice(PROFILES), rng.choice(STRIDES), rng.randrange(10**9)
     return Chain(mesh, shape, dtype, tuple(layouts), *options)
+
+
+def random_crossing(seed: object, devices: int | None = None, _: object = None) -> Chain:
+    """A chain of one move to another mesh: on the same devices, on some of them, or apart."""
+    rng, world = random.Random(repr(seed)), devices or 16
+    sizes = [None if devices is None else rng.randint(1, devices) for _ in range(2)]
+    chain, there = random_chain(f"{seed} here", sizes[0]), random_mesh(rng, sizes[1])
+    first = chain.layouts[0]
+    if rng.random() < 0.95:
+        first = replace(first, dims=tuple(replace(dim, overlap=None) for dim in first.dims))
+    if rng.random() < 0.2:
+        there = chain.mesh
+    elif rng.random() < 0.5:
+        there = xs.Mesh(dict(zip("uvw", there.sizes, strict=False)))
+    tags = ("sum", "mean", "copy") if first.is_linear else ("copy",)
+    last = random_layout(rng, there, dict(zip(first.names, chain.shape, strict=True)), tags, (), False)
+    start = rng.choice((0, 0, rng.randrange(world), chain.mesh.n_devices))
+    numbers = tuple(range(world)), tuple((start + i) % world for i in range(world))
+    if rng.random() < 0.3:
+        numbers = tuple(rng.sample(range(world), world)), tuple(rng.sample(range(world), world))
+    made = replace(chain, layouts=(first, last), there=there, devices=numbers)
+    same = sorted(made.numbers(0)) == sorted(made.numbers(1))
+    return replace(made, relabel=same and rng.random() < 0.5)
 
 
 def random_mesh(rng: random.Random, devices: int | None = None) -> xs.Mesh:

@@ -2,46 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_bridge as xj
+import xshard as xs
 from jax_bridge.testing.worker import DeviceProgram
-from tests.fuzz.judge import Arrived, Trip
+from tests.fuzz.contractions import Made, Product
+from tests.fuzz.judge import Arrived, Blocks, Trip
+from tests.fuzz.trees import Carried
 
 
-def run(trips: Sequence[Trip], mode: str, _timeout_s: float) -> list[Arrived]:
-    """All chains forward and backward. mode: "vma" or "novma", with types and without."""
-    inputs, outputs, blocks = [], [], []
-    for trip in trips:
-        ends = [plan.target for plan in trip.plans]
-        inputs.append(trip.plans[0].source)
-        blocks.append(trip.blocks)
-        outputs += ends
-        if trip.cotangents is not None:
-            inputs.append(ends[-1])
-            blocks.append(trip.cotangents)
-            outputs.append(trip.plans[0].source)
+def run(trips: Sequence[Any], mode: str, _timeout_s: float) -> list[Any]:
+    """All trips forward and backward. mode: "vma" or "novma", with types and without."""
+    if isinstance(trips[0], Carried):
+        with jax.enable_x64(True):
+            return list(map(_carried, trips))
+    ways = [_contracted(trip) if isinstance(trip, Product) else _traveller(trip) for trip in trips]
 
     def local(*given: jax.Array) -> tuple[jax.Array, ...]:
-        left, made = iter(given), list[jax.Array]()
-        for trip in trips:
-            made += _moved(trip, next(left), None if trip.cotangents is None else next(left))
-        return tuple(made)
+        left = iter(given)
+        return tuple(y for way in ways for y in way.run(*itertools.islice(left, len(way.inputs))))
+
+    def all_of(name: str) -> list[Any]:
+        return [each for way in ways for each in getattr(way, name)]
 
     with jax.enable_x64(True):
-        found = iter(DeviceProgram(local, tuple(inputs), tuple(outputs), mode).run(*blocks).blocks)
-    n, arrived = trips[0].chain.mesh.n_devices, []
-    for trip in trips:
-        each = [[next(found) for _ in range(n)] for _ in trip.plans]
-        arrived.append(Arrived(each, None if trip.cotangents is None else [next(found) for _ in range(n)]))
-    return arrived
+        program = DeviceProgram(local, tuple(all_of("inputs")), tuple(all_of("outputs")), mode)
+        found = iter(program.run(*all_of("blocks")).blocks)
+    n = trips[0].chain.mesh.n_devices
+    made = [[[next(found) for _ in range(n)] for _ in way.outputs] for way in ways]
+    return [
+        Made(each[0], each[1:])
+        if isinstance(trip, Product)
+        else Arrived(each[: trip.moves], None if trip.cotangents is None else each[-1])
+        for trip, each in zip(trips, made, strict=True)
+    ]
 
 
-def _moved(trip: Trip, block: jax.Array, cotangent: jax.Array | None) -> list[jax.Array]:
+def _carried(trip: Carried) -> dict[str, Blocks]:
+    """The blocks on the other mesh."""
+    case, told = trip.chain, {trip.chain.names_at: trip.chain.names}
+    here, there = (
+        jax.sharding.Mesh(np.array(jax.devices())[list(numbers)].reshape(mesh.sizes), mesh.axes)
+        for mesh, numbers in zip((case.mesh, case.there), case.devices, strict=True)
+    )
+    tree = xj.place(trip.whole, case.rules(0), here)
+    if case.by_files:
+        with TemporaryDirectory() as folder:
+            xj.save(tree, folder, names=told.get("save"), shard_bytes=case.limit)
+            found = xj.load(folder, case.rules(1), there, names=told.get("load"))
+    else:
+        found = xj.transfer(tree, case.rules(1), there, names=case.names, bucket_bytes=case.limit)
+    held = {n: {s.device: np.asarray(s.data) for s in x.addressable_shards} for n, x in found.items()}
+    return {n: [blocks[d] for d in there.devices.flat] for n, blocks in held.items()}
+
+
+class _Way(NamedTuple):
+    """What one device does for a trip, with the blocks that it takes, and where these and the results are."""
+
+    run: Callable[..., Sequence[jax.Array]]
+    inputs: list[xs.Sharding]
+    blocks: list[Blocks]
+    outputs: list[xs.Sharding]
+
+
+def _traveller(trip: Trip) -> _Way:
+    ends, first = [plan.target for plan in trip.plans], trip.plans[0].source
+    run = partial(_moved, trip)
+    if trip.cotangents is None:
+        return _Way(run, [first], [trip.blocks], ends)
+    return _Way(run, [first, ends[-1]], [trip.blocks, trip.cotangents], [*ends, first])
+
+
+def _contracted(product: Product) -> _Way:
+    case, plan = product.chain, product.plan
+    sources, target = [move.source for move in plan.moves], plan.result.target
+    options: Any = {"sizes": case.sizes, "profile": case.profile, "overlap": case.overlap}
+
+    def run(*blocks: jax.Array) -> list[jax.Array]:
+        operands = blocks[: len(sources)]
+
+        def contracted(*leaves: jax.Array) -> jax.Array:
+            given = dict(zip(product.leaves, leaves, strict=True))
+            return xj.einsum(case.text, *(given.get(i, x) for i, x in enumerate(operands)), **options)
+
+        y, pull = jax.vjp(contracted, *(operands[i] for i in product.leaves))
+        return [y, *(pull(blocks[-1]) if product.leaves else ())]
+
+    if not product.leaves:
+        return _Way(run, sources, product.blocks, [target])
+    assert product.cotangents is not None
+    leaves = [sources[i] for i in product.leaves]
+    return _Way(run, [*sources, target], [*product.blocks, product.cotangents], [target, *leaves])
+
+
+def _moved(trip: Trip, block: jax.Array, cotangent: jax.Array | None = None) -> list[jax.Array]:
     """One device's blocks after every move, and the gradient of the first one."""
 
     def moves(here: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

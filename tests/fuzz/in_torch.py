@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import torch_bridge as xt
-from tests.fuzz.judge import Arrived, Trip
+from tests.fuzz.contractions import Made, Product
+from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.runtimes import laid
+from tests.fuzz.trees import Carried
 from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.launch import run_ranks
 from xshard.steps.base import Block
@@ -18,15 +24,92 @@ from xshard.steps.base import Block
 Moved = tuple[list[Block], Block | None]  # a rank's blocks after every move, and the gradient of its first
 
 
-def run(n: int, trips: Sequence[Trip], timeout_s: float) -> list[Arrived]:
-    """All chains on `n` ranks."""
-    by_rank = run_ranks(n, _run_all, trips, timeout_s=timeout_s)
-    return [_together(each) for each in zip(*by_rank, strict=True)]
+def run(n: int, trips: Sequence[Any], timeout_s: float) -> list[Any]:
+    """All trips on `n` ranks."""
+    with TemporaryDirectory() as folder:
+        by_rank = run_ranks(n, _run_all, trips, folder, timeout_s=timeout_s)
+    ways: dict[type, Any] = {Product: _made, Carried: _there, Trip: _arrived}
+    together = (partial(ways[type(trip)], trip) for trip in trips)
+    return [join(each) for join, each in zip(together, zip(*by_rank, strict=True), strict=True)]
 
 
-def _run_all(trips: Sequence[Trip]) -> list[Moved]:
+def _run_all(trips: Sequence[Any], folder: str) -> list[Any]:
     torch.use_deterministic_algorithms(True)  # memory that nobody writes to holds no number
-    return [_run(trip) for trip in trips]
+    ways: dict[type, Any] = {Product: _contract, Carried: partial(_carry, folder), Trip: _travel}
+    return [ways[type(trip)](trip) for trip in trips]
+
+
+def _travel(trip: Trip) -> Moved:
+    return _run(trip) if trip.chain.there is None else _cross(trip)
+
+
+def _carry(folder: str, trip: Carried) -> dict[str, Block] | None:
+    """A rank's blocks on the other mesh."""
+    case, rank = trip.chain, dist.get_rank()
+    here, there = (
+        DeviceMesh("cpu", torch.tensor(numbers).reshape(mesh.sizes), mesh_dim_names=mesh.axes)
+        for mesh, numbers in zip((case.mesh, case.there), case.devices, strict=True)
+    )
+    tree = None
+    if rank in case.devices[0]:
+        at = case.devices[0].index(rank)
+        tree = {name: tensor_of(blocks[at].copy()) for name, blocks in trip.blocks.items()}
+    shapes, names = {n: leaf.shape for n, leaf in case.leaves(0).items()}, case.names
+    if not case.by_files:
+        rules, options = (case.rules(0), case.rules(1)), {"shapes": shapes, "bucket_bytes": case.limit}
+        found = xt.transfer(tree, rules, src_mesh=here, dst_mesh=there, names=names, **options)
+    else:
+        path, told = f"{folder}/{case.seed}", {case.names_at: names}
+        if tree is not None:
+            options = {"shapes": shapes, "shard_bytes": case.limit, "names": told.get("save")}
+            xt.save(tree, path, case.rules(0), here, **options)
+        dist.barrier()
+        found = None
+        if rank in case.devices[1]:
+            found = xt.load(path, case.rules(1), there, names=told.get("load"))
+    return found and {name: array_of(x.contiguous()) for name, x in found.items()}
+
+
+def _contract(product: Product) -> tuple[Block, list[Block]]:
+    """A rank's block of the result, and of the gradient of every leaf."""
+    case, rank = product.chain, dist.get_rank()
+    blocks = [tensor_of(each[rank].copy()) for each in product.blocks]
+    for i in product.leaves:
+        blocks[i].requires_grad_()
+    if case.seed % 4:
+        y = xt.einsum(product.plan, *blocks, mesh=case.mesh, save=case.save)
+    else:  # each rank plans it, which takes far longer
+        options = {"sizes": case.sizes, "profile": case.profile, "overlap": case.overlap, "save": case.save}
+        y = xt.einsum(case.text, *blocks, mesh=case.mesh, **options)
+    if product.cotangents is None or not product.leaves:
+        return array_of(y.detach()), []
+    # torch's gradients are conjugated, where plans are linear.
+    cotangent = tensor_of(product.cotangents[rank]).conj().resolve_conj()
+    gradients = torch.autograd.grad(y, [blocks[i] for i in product.leaves], cotangent)
+    return array_of(y.detach()), [array_of(g.conj().resolve_conj().contiguous()) for g in gradients]
+
+
+def _cross(trip: Trip) -> Moved:
+    """To another mesh; a rank without a block has none, before and after."""
+    chain, [plan], rank = trip.chain, trip.plans, dist.get_rank()
+
+    def own(blocks: Blocks, devices: Sequence[int]) -> torch.Tensor | None:
+        return _laid(blocks[devices.index(rank)], chain.strides) if rank in devices else None
+
+    x, kind = own(trip.blocks, plan.src_devices), getattr(torch, plan.dtype)
+    pulls = trip.cotangents is not None and (kind.is_floating_point or kind.is_complex)
+    leaf = None if x is None else x.clone().requires_grad_(pulls)
+    y = xt.redistribute_between(leaf, plan, requires_grad=pulls)
+    found = [array_of(y.detach().contiguous()).copy()] if rank in plan.dst_devices else [None]
+    if trip.cotangents is None:
+        return found, None
+    cotangent = own(trip.cotangents, plan.dst_devices)
+    if not pulls:
+        gradient = xt.redistribute_between(cotangent, plan.backward)
+    else:
+        y.backward(torch.zeros_like(y) if cotangent is None else cotangent)
+        gradient = None if leaf is None else leaf.grad
+    return found, None if gradient is None else array_of(gradient.contiguous())
 
 
 def _run(trip: Trip) -> Moved:
@@ -58,7 +141,17 @@ def _laid(block: np.ndarray, strides: str) -> torch.Tensor:
     return tensor_of(laid(block, strides))
 
 
-def _together(ranks: Sequence[Moved]) -> Arrived:
-    moved, gradients = zip(*ranks, strict=True)
-    gradient = None if gradients[0] is None else list(gradients)
-    return Arrived([list(blocks) for blocks in zip(*moved, strict=True)], gradient)
+def _arrived(trip: Trip, ranks: Sequence[Moved]) -> Arrived:
+    """The blocks of devices, of what ranks have."""
+    blocks = [[ranks[r][0][i] for r in plan.dst_devices] for i, plan in enumerate(trip.plans)]
+    gradient = [ranks[r][1] for r in trip.plans[0].src_devices]
+    return Arrived(blocks, None if trip.cotangents is None else gradient)
+
+
+def _there(trip: Carried, ranks: Sequence[dict[str, Block]]) -> dict[str, Blocks]:
+    return {name: [ranks[r][name] for r in trip.chain.devices[1]] for name in ranks[trip.chain.devices[1][0]]}
+
+
+def _made(_: Product, ranks: Sequence[tuple[Block, list[Block]]]) -> Made:
+    results, gradients = zip(*ranks, strict=True)
+    return Made(list(results), [list(each) for each in zip(*gradients, strict=True)])

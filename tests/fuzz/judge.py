@@ -36,6 +36,14 @@ class Trip:
     blocks: Blocks
     cotangents: Blocks | None
 
+    @property
+    def moves(self) -> int:
+        return len(self.plans)
+
+    @property
+    def world(self) -> int:
+        return self.chain.world
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -55,7 +63,7 @@ def trip(chain: Chain) -> Trip | None:
     if chain.dtype in SHORT and (wide or any(layout.tagged("mean") for layout in chain.layouts)):
         chain = replace(chain, dtype="float32")
     for i, layout in enumerate(chain.layouts):
-        xs.Sharding(layout, chain.mesh, chain.shape_at(i))
+        xs.Sharding(layout, chain.mesh_at(i), chain.shape_at(i))
     plans: list[xs.Plan] = []
     for i in range(chain.moves):
         try:
@@ -68,9 +76,11 @@ def trip(chain: Chain) -> Trip | None:
         return None
     chain = replace(chain, layouts=chain.layouts[: len(plans) + 1])
     rng, (first, last) = np.random.default_rng(chain.seed), (chain.layouts[0], chain.layouts[-1])
-    blocks = _drawn(chain, first, chain.shape, rng, chain.mesh.n_devices)
+    unit = math.lcm(chain.mesh.n_devices, chain.mesh_at(chain.moves).n_devices)
+    blocks = _drawn(chain, first, 0, rng, unit)
     has_winners = (
         chain.dtype == "float64"
+        and chain.there is None
         and chain.layouts[1].is_linear
         and _is_bare(first)
         and 0 not in chain.shape
@@ -80,8 +90,7 @@ def trip(chain: Chain) -> Trip | None:
     )
     cotangents = None
     if chain.dtype not in MOVED and (first.is_linear or has_winners):
-        unit = chain.mesh.n_devices * (1 if first.is_linear else WHOLE)
-        cotangents = _drawn(chain, last.dual, chain.shape_at(chain.moves), rng, unit)
+        cotangents = _drawn(chain, last.dual, chain.moves, rng, unit * (1 if first.is_linear else WHOLE))
     return Trip(chain, tuple(plans), blocks, cotangents)
 
 
@@ -105,28 +114,29 @@ def judge(trip: Trip, arrived: Arrived) -> None:
 
 
 def _planned(chain: Chain, i: int) -> xs.Plan:
-    ends, shape = chain.layouts[i : i + 2], chain.shape_at(i)
-    plan = xs.plan(tuple(ends), chain.mesh, shape, chain.dtype, profile=chain.profile)
+    options = {"shape": chain.shape_at(i), "dtype": chain.dtype, "profile": chain.profile}
+    options |= {"expression": chain.layouts[i : i + 2], "mesh": chain.mesh}
+    if chain.there is not None:
+        options |= {"mesh": None, "src_mesh": chain.mesh, "dst_mesh": chain.there, "relabel": chain.relabel}
+        options |= {"src_devices": chain.numbers(0), "dst_devices": chain.numbers(1)}
+    plan = xs.plan(**options)
     assert plan.bytes_received >= plan.bytes_lower_bound, f"move {i} is below the lower bound"
     if chain.seed % 8 == i:
-        tight = xs.plan(
-            tuple(ends), chain.mesh, shape, chain.dtype, profile=chain.profile, memory_limit=plan.peak_bytes
-        )
+        tight = xs.plan(**options, memory_limit=plan.peak_bytes)
         assert tight.peak_bytes <= plan.peak_bytes, f"move {i} holds more than its limit"
         assert xs.Plan.from_json(plan.to_json()) == plan, f"move {i} is another plan in JSON"
     return plan
 
 
-def _drawn(
-    chain: Chain, layout: xs.Layout, shape: tuple[int, ...], rng: np.random.Generator, unit: int
-) -> Blocks:
+def _drawn(chain: Chain, layout: xs.Layout, at: int, rng: np.random.Generator, unit: int) -> Blocks:
     """Small whole numbers in the chain's dtype, those that the layout lets be drawn."""
+    mesh, shape = chain.mesh_at(at), chain.shape_at(at)
     low, high = (0, 2) if chain.dtype in ("bool", "uint8") else (-9, 10)
     if chain.dtype in (*SHORT, *MOVED):
         low, high, unit = max(low, -2), min(high, 3), 1
-    drawn = oracle.random_blocks(layout, chain.mesh, shape, rng, unit, (low, high))
+    drawn = oracle.random_blocks(layout, mesh, shape, rng, unit, (low, high))
     if chain.dtype.startswith("complex"):
-        other = oracle.random_blocks(layout.tangent, chain.mesh, shape, rng, unit, (low, high))
+        other = oracle.random_blocks(layout.tangent, mesh, shape, rng, unit, (low, high))
         drawn = [x + 1j * y for x, y in zip(drawn, other, strict=True)]
     return [block.astype(numpy_dtype(chain.dtype)) for block in drawn]
 
@@ -139,14 +149,16 @@ def _wide(blocks: Blocks) -> Blocks:
 
 
 def _check_move(chain: Chain, i: int, before: Blocks, after: Blocks) -> None:
-    mesh, src, dst = chain.mesh, chain.layouts[i], chain.layouts[i + 1]
+    src, dst = chain.layouts[i], chain.layouts[i + 1]
+    mesh, there = chain.mesh_at(i), chain.mesh_at(i + 1)
+    assert len(after) == there.n_devices, f"move {i}: {len(after)} blocks"
     for device, block in enumerate(after):
         assert block.dtype == before[0].dtype, f"move {i}: {block.dtype}"
-        want = oracle.local_shape(dst, mesh, chain.shape_at(i + 1), device)
+        want = oracle.local_shape(dst, there, chain.shape_at(i + 1), device)
         assert block.shape == want, f"move {i}: device {device} has {block.shape}, not {want}"
     order = [src.names.index(name) for name in dst.names]
     want, had = (x.transpose(order) for x in oracle.value(_wide(before), src, mesh, chain.shape_at(i)))
-    got, has = oracle.value(_wide(after), dst, mesh, chain.shape_at(i + 1))
+    got, has = oracle.value(_wide(after), dst, there, chain.shape_at(i + 1))
     told = had | oracle.known(src, mesh, chain.shape_at(i)).transpose(order)
     assert told[has].all(), f"move {i}: elements from nowhere"
     assert np.array_equal(got[has], want[has]), f"move {i}: another array"
@@ -156,7 +168,7 @@ def _check_move(chain: Chain, i: int, before: Blocks, after: Blocks) -> None:
 
 def _dot(chain: Chain, i: int, xs_: Blocks, ys: Blocks) -> complex:
     """<x, y> of blocks under the i-th layout and its dual; rows that a boundary fills are no variables."""
-    layout, mesh, total = chain.layouts[i], chain.mesh, 0j
+    layout, mesh, total = chain.layouts[i], chain.mesh_at(i), 0j
     replicated = [axis for axis in mesh.axes if axis not in layout.axes]
     for device, (x, y) in enumerate(zip(_wide(xs_), _wide(ys), strict=True)):
         if mesh.index(device, replicated) == 0:
@@ -197,8 +209,9 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
     lengths = dict(zip(src.names, chain.shape_at(i), strict=True))
     pairs = [(src.dim(name), dst.dim(name), lengths[name]) for name in src.names]
 
-    def rows(dim: Dim, length: int, beyond: bool) -> set[int]:
-        found = [oracle_rows.places(dim, length, chain.mesh, d) for d in range(chain.mesh.n_devices)]
+    def rows(dim: Dim, length: int, beyond: bool, at: int = i) -> set[int]:
+        mesh = chain.mesh_at(at)
+        found = [oracle_rows.places(dim, length, mesh, d) for d in range(mesh.n_devices)]
         return {
             int(row)
             for here in found
@@ -216,13 +229,17 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
     if "holds row" in error.reason:
         if any(end.kind == "pole" for layout, end in ends if layout == dst):  # which may roll what is wanted
             return any(n > len(rows(a, n, False)) for a, _, n in pairs)
-        return any(rows(b, n, not isinstance(b.overlap, Fold)) - rows(a, n, False) for a, b, n in pairs)
+        return any(
+            rows(b, n, not isinstance(b.overlap, Fold), i + 1) - rows(a, n, False) for a, b, n in pairs
+        )
     if "has no place" in error.reason:
         folds = [pair for pair in pairs if isinstance(pair[1].overlap, Fold)]
         rolled = any(end.kind == "pole" for _, end in ends)
-        return rolled or any(rows(a, n, True) - rows(b, n, False) for a, b, n in folds)
+        return rolled or any(rows(a, n, True) - rows(b, n, False, i + 1) for a, b, n in folds)
     if "whose sum is another number" in error.reason:
         return any(end.value and layout.tagged("sum", "mean") for layout, end in ends)
+    if "overlaps move on one mesh" in error.reason:
+        return chain.there is not None and bool(ends)
     if "contributions" in error.reason:
         return not src.is_linear and "fold" in str(src)
     if "corner" in error.reason:

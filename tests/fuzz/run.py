@@ -1,6 +1,6 @@
-"""Chains by the thousand: which seeds fail on a runtime, and the simplest chains that still do.
+"""Cases by the thousand: which seeds fail on a runtime, and the simplest cases that still do.
 
-Decides how chains are batched, and what is reported. A seed names its chain for ever.
+Decides what there is to fuzz, how cases are batched, and what is reported. A seed names its case for ever.
 """
 
 from __future__ import annotations
@@ -9,30 +9,55 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from tests.fuzz import runtimes
-from tests.fuzz.chains import Chain, random_chain, random_mesh
-from tests.fuzz.judge import Arrived, Trip, judge, trip
+from tests.fuzz import contractions, judge, runtimes, trees
+from tests.fuzz.chains import random_chain, random_crossing, random_mesh
 from tests.fuzz.shrinking import shrunk
 
-Ask = Callable[[Sequence[Trip]], list[Arrived]]
+
+@dataclass(frozen=True)
+class Subject:
+    """What is drawn for a seed; what travels of that, None where it is refused; and what is right."""
+
+    draw: Callable[..., Any]
+    trip: Callable[[Any], Any]
+    judge: Callable[[Any, Any], None]
+
+
+CHAINS = Subject(random_chain, judge.trip, judge.judge)
+CROSSINGS = Subject(random_crossing, judge.trip, judge.judge)
+EINSUMS = Subject(contractions.random_contraction, contractions.planned, contractions.judge)
+TREES = Subject(trees.random_tree, trees.carried, trees.judge)
+EVEN = Subject(partial(trees.random_tree, even=True), trees.carried, trees.judge)
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Who moves, how many chains at once, on meshes of how many devices; alike: a batch has one mesh."""
+    """What is drawn, who runs it, how many at once, on how many devices; alike: a batch has one mesh."""
 
-    ask: Ask
+    subject: Subject
+    ask: Callable[[Sequence[Any]], list[Any]]
     batch: int
     devices: tuple[int | None, ...] = (None,)
     alike: bool = False
 
 
+_NUMPY, _TORCH, _JAX = (runtimes.on_numpy, 50), (runtimes.on_torch, 100, (4, 8)), (16, (2, 3, 4, 6, 8), True)
 RUNTIMES = {
-    "numpy": Runtime(runtimes.on_numpy, 50),
-    "torch": Runtime(runtimes.on_torch, 100, (4, 8)),
-    "jax": Runtime(runtimes.on_jax, 16, (2, 3, 4, 6, 8), alike=True),
-    "jax-novma": Runtime(partial(runtimes.on_jax, mode="novma"), 16, (2, 3, 4, 6, 8), alike=True),
+    "numpy": Runtime(CHAINS, *_NUMPY),
+    "torch": Runtime(CHAINS, *_TORCH),
+    "jax": Runtime(CHAINS, runtimes.on_jax, *_JAX),
+    "jax-novma": Runtime(CHAINS, partial(runtimes.on_jax, mode="novma"), *_JAX),
+    "numpy-between": Runtime(CROSSINGS, *_NUMPY),
+    "torch-between": Runtime(CROSSINGS, *_TORCH),
+    "numpy-einsum": Runtime(EINSUMS, *_NUMPY),
+    "torch-einsum": Runtime(EINSUMS, *_TORCH),
+    "jax-einsum": Runtime(EINSUMS, runtimes.on_jax, *_JAX),
+    "numpy-trees": Runtime(TREES, *_NUMPY),
+    "torch-trees": Runtime(TREES, *_TORCH),
+    "jax-trees": Runtime(EVEN, runtimes.on_jax, 16, (8,)),
+    "jax-novma-einsum": Runtime(EINSUMS, partial(runtimes.on_jax, mode="novma"), *_JAX),
 }
 
 
@@ -47,18 +72,16 @@ class Report:
     failures: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return (
-            f"{self.chains} chains, {self.moves} redistributions, {self.pulled} chains with gradients, "
-            f"{self.refused} chains refused at their first move, {len(self.failures)} failures"
-        )
+        drawn = f"{self.chains} cases, {self.moves} moves, {self.pulled} cases with gradients"
+        return f"{drawn}, {self.refused} refused at their first move, {len(self.failures)} failures"
 
 
 def fuzz(name: str, seed: int, moves: int, shrink: bool = True) -> Iterator[Report]:
-    """Run at least so many redistributions on a runtime; yields the report after every batch."""
+    """Run at least so many moves on a runtime; yields the report after every batch."""
     runtime, report, batch = RUNTIMES[name], Report(), 0
     while report.moves < moves:
         devices = runtime.devices[batch % len(runtime.devices)]
-        chains = list(_batch(runtime, f"{seed}.{batch}", devices))
+        chains = list(_batch(runtime, f"{seed}.{batch}", devices))[:moves]
         for number, why in _failures(runtime, chains, report):
             chain = chains[number]
             if shrink:
@@ -70,21 +93,21 @@ def fuzz(name: str, seed: int, moves: int, shrink: bool = True) -> Iterator[Repo
         yield report
 
 
-def _batch(runtime: Runtime, seed: str, devices: int | None) -> Iterator[Chain]:
+def _batch(runtime: Runtime, seed: str, devices: int | None) -> Iterator[Any]:
     import random
 
     mesh = random_mesh(random.Random(seed), devices) if runtime.alike else None
     for number in range(runtime.batch):
-        yield random_chain(f"{seed}.{number}", devices, mesh)
+        yield runtime.subject.draw(f"{seed}.{number}", devices, mesh)
 
 
-def _failures(runtime: Runtime, chains: Sequence[Chain], report: Report) -> Iterator[tuple[int, str]]:
+def _failures(runtime: Runtime, chains: Sequence[Any], report: Report) -> Iterator[tuple[int, str]]:
     """The numbers of chains that fail in a batch, and why."""
-    trips: dict[int, Trip] = {}
+    trips: dict[int, Any] = {}
     for number, chain in enumerate(chains):
         report.chains += 1
         try:
-            found = trip(chain)
+            found = runtime.subject.trip(chain)
         except Exception as error:
             yield number, _text(error)
             continue
@@ -92,7 +115,7 @@ def _failures(runtime: Runtime, chains: Sequence[Chain], report: Report) -> Iter
             report.refused += 1
         else:
             trips[number] = found
-            report.moves += len(found.plans)
+            report.moves += found.moves
             report.pulled += found.cotangents is not None
     try:
         arrived = runtime.ask(list(trips.values()))
@@ -103,16 +126,16 @@ def _failures(runtime: Runtime, chains: Sequence[Chain], report: Report) -> Iter
         return
     for (number, found), there in zip(trips.items(), arrived, strict=True):
         try:
-            judge(found, there)
+            runtime.subject.judge(found, there)
         except Exception as error:
             yield number, _text(error)
 
 
-def _failure(runtime: Runtime, chain: Chain) -> str:
+def _failure(runtime: Runtime, chain: Any) -> str:
     """Why a chain fails, or nothing."""
     try:
-        if (found := trip(chain)) is not None:
-            judge(found, runtime.ask([found])[0])
+        if (found := runtime.subject.trip(chain)) is not None:
+            runtime.subject.judge(found, runtime.ask([found])[0])
     except Exception as error:
         return _text(error)
     return ""

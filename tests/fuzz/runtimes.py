@@ -7,13 +7,19 @@ holds a batch on one mesh. A framework is imported where it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import xshard as xs
+from tests.fuzz.contractions import Made, Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
+from tests.fuzz.trees import Carried
+from xshard.dtypes import carrier, numpy_dtype, recast
 from xshard.runtimes.backends import BACKENDS, host_devices
+from xshard.state import files, plan_transfer
 from xshard.steps.base import Block
 
 LIMIT_S = 600.0  # without progress
@@ -28,30 +34,79 @@ def laid(block: Block, strides: str) -> Block:
     return block
 
 
-def on_numpy(trips: Sequence[Trip]) -> list[Arrived]:
-    """The reference, move after move, and back."""
-    return [_on_numpy(trip) for trip in trips]
+def on_numpy(trips: Sequence[Any]) -> list[Any]:
+    """The reference, forward and backward."""
+    ways: dict[type, Any] = {Product: _contracted, Carried: _carried, Trip: _moved}
+    return [ways[type(trip)](trip) for trip in trips]
 
 
-def on_torch(trips: Sequence[Trip]) -> list[Arrived]:
-    """gloo ranks, as many as each mesh has devices: `xt.redistribute` of tensors, and its backward pass."""
+def on_torch(trips: Sequence[Any]) -> list[Any]:
+    """gloo ranks, as many as each trip has devices, forward and backward."""
     process = BACKENDS["torch"].process(host_devices())
-    found: dict[int, Arrived] = {}
-    for n in sorted({trip.chain.mesh.n_devices for trip in trips}):
-        numbers = [i for i, trip in enumerate(trips) if trip.chain.mesh.n_devices == n]
+    found: dict[int, Any] = {}
+    for n in sorted({trip.world for trip in trips}):
+        numbers = [i for i, trip in enumerate(trips) if trip.world == n]
         arrived = process.ask("tests.fuzz.in_torch.run", n, [trips[i] for i in numbers], timeout_s=LIMIT_S)
         found |= dict(zip(numbers, arrived, strict=True))
     return [found[i] for i in range(len(trips))]
 
 
-def on_jax(trips: Sequence[Trip], mode: str = "vma") -> list[Arrived]:
-    """Host devices: one program with the moves of all chains, which have one mesh, and their pullbacks."""
+def on_jax(trips: Sequence[Any], mode: str = "vma") -> list[Any]:
+    """Host devices: one program of all trips, which have one mesh, forward and backward."""
     process = BACKENDS["jax"].process(host_devices())
-    arrived: list[Arrived] = process.ask("tests.fuzz.in_jax.run", list(trips), mode, timeout_s=LIMIT_S)
+    arrived: list[Any] = process.ask("tests.fuzz.in_jax.run", list(trips), mode, timeout_s=LIMIT_S)
     return arrived
 
 
-def _on_numpy(trip: Trip) -> Arrived:
+def _contracted(trip: Product) -> Made:
+    result = xs.reference.run(trip.plan, *trip.blocks)
+    if trip.cotangents is None:
+        return Made(result, ())
+    gradients = xs.reference.pullback(trip.plan, trip.blocks, trip.cotangents)
+    return Made(result, [gradients[i] for i in trip.leaves])
+
+
+def _carried(trip: Carried) -> dict[str, Blocks]:
+    case, here, there = trip.chain, trip.chain.leaves(0), trip.chain.leaves(1)
+    if not case.by_files:
+        shapes, kinds = ({n: getattr(x, f) for n, x in here.items()} for f in ("shape", "dtype"))
+        ends = {"src_mesh": case.mesh, "dst_mesh": case.there}
+        ends |= {"src_devices": case.devices[0], "dst_devices": case.devices[1], "bucket_bytes": case.limit}
+        rules = case.rules(0), case.rules(1)
+        plan = plan_transfer(shapes, rules, names=case.names, dtypes=kinds, **ends)
+        assert plan.bytes_received >= plan.bytes_lower_bound, "below the lower bound"
+        return xs.reference.run_tree(plan, trip.blocks)
+
+    def block_of(name: str, device: int, dtype: str) -> Block:
+        own = here[name].dtype
+        return recast(trip.blocks[name][device].view(carrier(own)), own, dtype)
+
+    sources = {
+        n: files.Source(xs.Sharding(x.layout, case.mesh, x.shape), x.dtype, range(case.mesh.n_devices))
+        for n, x in here.items()
+    }
+    names = {case.names_at: case.names}
+    saving = files.plan_save(sources, names.get("save"), shard_bytes=case.limit)
+    with TemporaryDirectory() as folder:
+        token, sums = files.begin(saving, Path(folder)), dict[str, list[Any]]()
+        for process in range(case.mesh.n_devices):
+            for name, some in files.write(saving, Path(folder), token, process, block_of).items():
+                sums.setdefault(name, []).extend(some)
+        files.commit(saving, Path(folder), token, sums)
+        with files.open_checkpoint(folder) as checkpoint:
+            files.verify(checkpoint)
+            loads = files.plan_load(checkpoint, case.rules(1), case.there, names.get("load"))
+            before, found = checkpoint.bytes_read, dict[str, Blocks]()
+            for name, load in loads.items():
+                read = [files.read_block(checkpoint, load, d) for d in range(case.there.n_devices)]
+                before += sum(block.nbytes for block in read)
+                assert checkpoint.bytes_read == before, f"{name}: more is read than is needed"
+                kind, wanted = numpy_dtype(load.stored), numpy_dtype(there[name].dtype)
+                found[name] = [block.view(kind).astype(wanted) for block in read]
+    return found
+
+
+def _moved(trip: Trip) -> Arrived:
     here: Any = [laid(block, trip.chain.strides) for block in trip.blocks]
     found: list[Blocks] = []
     for plan in trip.plans:

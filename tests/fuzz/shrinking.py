@@ -1,4 +1,4 @@
-"""A chain that fails -> the simplest that still does.
+"""A case that fails -> the simplest that still does.
 
 Decides what is simpler. Knows no runtime.
 """
@@ -6,69 +6,74 @@ Decides what is simpler. Knows no runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from typing import Any, TypeVar
 
 import xshard as xs
-from tests.fuzz.chains import Chain
 from xshard.notation.overlap import Fold, Halo, Window
 from xshard.notation.parser import Dim, Shard
 
+Case = TypeVar("Case")
 
-def shrunk(chain: Chain, fails: Callable[[Chain], bool], most: int = 500) -> Chain:
-    """Take the first simpler chain that fails, again and again; at most so many are tried."""
+
+def shrunk(case: Case, fails: Callable[[Case], bool], most: int = 500) -> Case:
+    """Take the first simpler case that fails, again and again; at most so many are tried."""
     tried = 0
     while tried < most:
-        for simpler in _simpler(chain):
+        for simpler in _simpler(case):
             tried += 1
             try:
                 found = fails(simpler)
-            except (xs.XshardError, ValueError, IndexError):  # no chain at all
+            except (xs.XshardError, ValueError, IndexError):  # no case at all
                 continue
             if found:
-                chain = simpler
+                case = simpler
                 break
         else:
             break
-    return chain
+    return case
 
 
-def _simpler(chain: Chain) -> Iterator[Chain]:
-    layouts = chain.layouts
-    if len(layouts) > 2:
-        yield replace(chain, layouts=layouts[:-1])
-        yield replace(chain, layouts=layouts[1:], shape=chain.shape_at(1))
-        for i in range(1, len(layouts) - 1):
-            yield replace(chain, layouts=layouts[:i] + layouts[i + 1 :])
-    for axis in chain.mesh.axes:
-        yield from _attempted(_without_axis, chain, axis)
-    for at in range(len(chain.shape)):
-        yield from _attempted(_without_dim, chain, at)
+def _simpler(case: Any) -> Iterator[Any]:
+    yield from case.shorter()
+    plain = {f.name: f.default for f in fields(case) if f.default is not MISSING and f.name != "seed"}
+    for field, value in plain.items():
+        if getattr(case, field) != value:
+            yield replace(case, **{field: value})
+    layouts = case.layouts
+    if not layouts:  # those of a tree are its own
+        return
+    if case.dtype != "float64":
+        yield replace(case, dtype="float64")
+    for mesh in filter(None, (case.mesh, case.there)):
+        for axis in mesh.axes:
+            yield from _attempted(_without_axis, case, axis)
+    for at in range(len(case.shape)):
+        yield from _attempted(_without_dim, case, at)
     for i, layout in enumerate(layouts):
         for simpler in _simpler_layouts(layout):
-            yield replace(chain, layouts=(*layouts[:i], simpler, *layouts[i + 1 :]))
-    for at, n in enumerate(chain.shape):
+            yield replace(case, layouts=(*layouts[:i], simpler, *layouts[i + 1 :]))
+    for at, n in enumerate(case.shape):
         for less in {n // 2, n - 1} - {n, -1}:
-            yield replace(chain, shape=(*chain.shape[:at], less, *chain.shape[at + 1 :]))
-    for axis, n in zip(chain.mesh.axes, chain.mesh.sizes, strict=True):
-        if n > 1:
-            sizes = dict(zip(chain.mesh.axes, chain.mesh.sizes, strict=True))
-            yield replace(chain, mesh=xs.Mesh({**sizes, axis: n - 1}))
-    plain = {"dtype": "float64", "profile": "h100", "strides": "plain"}
-    for field, value in plain.items():
-        if getattr(chain, field) != value:
-            yield replace(chain, **{field: value})
+            yield replace(case, shape=(*case.shape[:at], less, *case.shape[at + 1 :]))
+    for which in ("mesh", "there"):
+        mesh = getattr(case, which) or xs.Mesh()
+        sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+        for axis, n in sizes.items():
+            if n > 1:
+                yield replace(case, **{which: xs.Mesh({**sizes, axis: n - 1})})
 
 
-def _attempted(make: Callable[..., Chain], *args: object) -> Iterator[Chain]:
+def _attempted(make: Callable[..., Any], *args: object) -> Iterator[Any]:
     try:
         yield make(*args)
     except xs.XshardError:
         return
 
 
-def _without_axis(chain: Chain, gone: str) -> Chain:
-    sizes = dict(zip(chain.mesh.axes, chain.mesh.sizes, strict=True))
-    del sizes[gone]
+def _without_axis(case: Any, gone: str) -> Any:
+    def less(mesh: xs.Mesh | None) -> xs.Mesh | None:
+        return mesh and xs.Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis != gone})
 
     def left(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis != gone)
@@ -79,18 +84,17 @@ def _without_axis(chain: Chain, gone: str) -> Chain:
 
     layouts = (
         xs.Layout(tuple(map(cut, layout.dims)), tuple((kind, left(axes)) for kind, axes in layout.tags))
-        for layout in chain.layouts
+        for layout in case.layouts
     )
-    return replace(chain, mesh=xs.Mesh(sizes), layouts=tuple(layouts))
+    return replace(case, mesh=less(case.mesh), there=less(case.there), layouts=tuple(layouts))
 
 
-def _without_dim(chain: Chain, at: int) -> Chain:
-    name = chain.layouts[0].names[at]
+def _without_dim(case: Any, at: int) -> Any:
     layouts = (
-        replace(layout, dims=tuple(dim for dim in layout.dims if dim.name != name))
-        for layout in chain.layouts
+        replace(layout, dims=tuple(dim for dim in layout.dims if dim.name != case.names[at]))
+        for layout in case.layouts
     )
-    return replace(chain, shape=chain.shape[:at] + chain.shape[at + 1 :], layouts=tuple(layouts))
+    return replace(case, shape=case.shape[:at] + case.shape[at + 1 :], layouts=tuple(layouts))
 
 
 def _simpler_layouts(layout: xs.Layout) -> Iterator[xs.Layout]:
