@@ -43,6 +43,14 @@ def test_single_contractions(name):
     assert not apart or "mean" not in text
 
 
+def test_the_scale_of_a_mean_counts_once_where_the_result_is_a_sum():
+    layouts = tuple(map(xs.Layout, ("i | copy(x,y)", "() | mean(y)", "i | sum(y)")))
+    judge(
+        product := planned(Contraction(xs.Mesh(x=3, y=2), (5,), "float64", layouts, "tpu_v5e")),
+        *on_numpy([product]),
+    )
+
+
 def test_a_cotangent_that_goes_on_from_one_place_to_another():
     plan, rng = onward(), np.random.default_rng(0)
     given, result = plan.contraction.operands, plan.contraction.result

@@ -264,8 +264,9 @@ class _Solver:
         ends = step.ends
         others = (ends.result, *(end for j, end in enumerate(ends.operands) if j != i))
         known = {name for end in others for name in end.layout.names}
-        # A mean has the dual of a sum: its scale would be lost, which moves carry.
-        has_scale = any(end.layout.tagged("mean") for end in (ends.operands[i], ends.result))
+        # A mean has the dual of a sum: its scale would be lost, which moves carry, or counted twice where the
+        # result of another's mean is a sum.
+        has_scale = any(end.layout.tagged("mean") for end in (*ends.operands, ends.result))
         return not has_scale and known.issuperset(ends.operands[i].layout.names)
 
     def _beside(self, step: _Step, i: int, own: ContractionPlan) -> ContractionPlan:
