@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runtimes.test_processes import has_ended
 from tests.torch_bridge.helpers import on_ranks
-from torch_bridge import RankError
+from torch_bridge import RankError, run_ranks
 
 
 def _own(factor: int) -> tuple[int, torch.Tensor]:
@@ -51,3 +54,26 @@ def test_a_failing_rank_ends_the_others() -> None:
 def test_time_is_limited() -> None:
     with pytest.raises(RankError, match="not all of 2 ranks ended: it stood still for 3 s"):
         on_ranks(2, _one_hangs, timeout_s=3)
+
+
+def _hangs(folder: Path) -> None:
+    file = folder / f"{dist.get_rank()}.part"
+    file.write_text(str(os.getpid()))
+    file.rename(file.with_suffix(""))
+    time.sleep(600)
+
+
+def _launches(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a job that a shell runs in the background
+    run_ranks(2, _hangs, folder)
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    launcher = multiprocessing.get_context("forkserver").Process(target=_launches, args=(tmp_path,))
+    launcher.start()
+    files = [tmp_path / str(rank) for rank in range(2)]
+    while not all(file.exists() for file in files):
+        assert launcher.is_alive()
+        time.sleep(0.05)
+    launcher.kill()
+    assert all(map(has_ended, files))

@@ -82,6 +82,8 @@ def _first_failure(context: ProcessContext, folder: Path) -> tuple[int, str] | N
 
 
 def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
+    # By which torch ends a rank whose launcher has ended; jobs that a shell runs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _work(rank, n, folder, *work)
     except BaseException:
