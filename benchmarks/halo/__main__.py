@@ -25,28 +25,22 @@ from xshard.formatting import format_bytes, format_seconds
 RANKS = 4
 # (batch, channels, rows, columns) of a block, and its rows of halo on either side.
 BLOCKS = (((1, 8, 32, 64), 1), ((1, 64, 64, 256), 1), ((1, 64, 64, 256), 3), ((2, 64, 128, 512), 1))
-# Blocks and kernels of convolutions that compute while halos travel.
-CONVOLUTIONS = (((1, 8, 32, 64), 3), ((1, 8, 256, 1024), 3), ((1, 16, 128, 2048), 7), ((1, 2, 64, 8192), 9))
 ROUNDS = 30
 HOST_ROUNDS = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = record.options(__doc__, quick="one small array, few rounds").parse_args(arguments)
-    blocks, convolutions = (some[:1] if options.quick else some for some in (BLOCKS, CONVOLUTIONS))
+    blocks = BLOCKS[:1] if options.quick else BLOCKS
     rounds, host_rounds = (3, 3) if options.quick else (ROUNDS, HOST_ROUNDS)
     host = measures.host(*blocks[0], RANKS, host_rounds)
     cases = []
     for shape, rows in record.shown(blocks, "arrays"):
         by_rank = on_ranks(RANKS, measures.end_to_end, shape, rows, rounds)
         cases.append({"block": shape, "rows": rows, "ways": largest(by_rank), **planned(shape, rows)})
-    overlap = []
-    for shape, kernel in record.shown(convolutions, "convolutions"):
-        by_rank = on_ranks(RANKS, measures.convolutions, shape, kernel, rounds // 3)
-        overlap.append({"block": shape, "kernel": kernel, "ways": largest(by_rank)})
-    show(Console(width=max(120, Console().width)), host, cases, overlap)
+    show(Console(width=max(120, Console().width)), host, cases)
     about = record.about(record.command("halo", options), "torch", ranks=RANKS, backend="gloo", host_s=host)
-    record.write(options.output / "halo.json", about, cases=cases, overlap=overlap)
+    record.write(options.output / "halo.json", about, cases=cases)
     return 0
 
 
@@ -64,7 +58,7 @@ def planned(shape: Sequence[int], rows: int) -> dict[str, float]:
     }
 
 
-def show(console: Console, host: Figures, cases: Sequence[dict], overlap: Sequence[dict]) -> None:
+def show(console: Console, host: Figures, cases: Sequence[dict]) -> None:
     table = Table(title=f"Halo exchange, {RANKS} ranks on gloo; ratios are to xshard", title_justify="left")
     for head in ("block", "rows", "way", "forward", "", "with gradient", "", "received", "least"):
         table.add_column(head, justify="left" if head in ("block", "way") else "right")
@@ -85,17 +79,6 @@ def show(console: Console, host: Figures, cases: Sequence[dict], overlap: Sequen
     for name, found in host.items():
         table.add_row("host time alone" if name == ours else "", "", name, *_times(found, host[ours]))
     console.print(table)
-    second = Table(title="Convolutions with halos; ratios are to the one that waits", title_justify="left")
-    for head in ("block", "kernel", "", "forward", "", "with gradient", ""):
-        second.add_column(head, justify="right")
-    for case in overlap:
-        waiting = case["ways"]["waiting"]
-        for name, found in case["ways"].items():
-            first = found is waiting
-            block = "x".join(map(str, case["block"])) if first else ""
-            second.add_row(block, str(case["kernel"]) if first else "", name, *_times(found, waiting))
-        second.add_section()
-    console.print(second)
     console.print(f"Messages to an interior device: {cases[0]['messages']} (the least is 2).")
 
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.halo.ways import AXIS, WAYS, Way, mesh
+from benchmarks.halo.ways import WAYS, Way
 from benchmarks.torch_calls import Calls, Figures, calls, medians
-from torch_bridge.nn import Conv2d
 from torch_bridge.testing.byte_counter import Meter
 
 
@@ -33,32 +32,6 @@ def end_to_end(shape: Sequence[int], rows: int, rounds: int) -> Figures:
         expected = result if expected is None else expected
         assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name
     return {name: received[name] | seconds for name, seconds in medians(ways, rounds, dist.barrier).items()}
-
-
-def convolutions(shape: Sequence[int], kernel: int, rounds: int) -> Figures:
-    """Seconds of a convolution on one of several gloo ranks: one that waits for its halos, one that computes
-    meanwhile, and one of the block alone, without halos.
-    """
-    torch.manual_seed(0)
-    ordinary = torch.nn.Conv2d(shape[1], shape[1], kernel, padding=kernel // 2)
-    ranks, layout = mesh(), f"b c h/{AXIS} w"
-    made = {
-        name: Conv2d.from_module(ordinary, ranks, layout, overlap=name == "overlapped")
-        for name in ("waiting", "overlapped")
-    }
-    block = torch.randn(*shape)
-    leaf = block.clone().requires_grad_()
-
-    def both(layer: torch.nn.Module) -> Calls:
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return layer(block)
-
-        return forward, lambda: torch.autograd.grad(layer(leaf).sum(), leaf)[0]
-
-    layers = {name: both(layer) for name, layer in {**made, "no exchange": ordinary}.items()}
-    assert torch.allclose(layers["waiting"][1](), layers["overlapped"][1](), rtol=1e-4, atol=1e-4)
-    return medians(layers, rounds, dist.barrier)
 
 
 def host(shape: Sequence[int], rows: int, ranks: int, rounds: int) -> Figures:

@@ -7,7 +7,7 @@ from tests.benchmarks.helpers import quick_run
 
 def test_a_quick_run_compares_three_ways(tmp_path: Path) -> None:
     status, data, _ = quick_run("halo", tmp_path)
-    assert status == 0 and {"ranks", "host_s", "cases", "overlap"} <= set(data)
+    assert status == 0 and {"ranks", "host_s", "cases"} <= set(data)
     (case,) = data["cases"]
     ways = case["ways"]
     # One row on either side: forward, and once more with the gradient. A gather takes over 20 times as much.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from tests.torch_bridge.nn_helpers import check_layer, scattered, sizes
-from torch_bridge.lower.collectives import Collective
-from torch_bridge.nn import conv_overlap
 from xshard import reference
 
 ROW = xs.Mesh(sp=4)
@@ -198,8 +195,6 @@ def _check(layers: dict[str, Layer], mesh: xs.Mesh) -> None:
         if its_mesh == mesh:
             try:
                 check_layer(module(), shape, layout, mesh)
-                if isinstance(module(), nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                    check_layer(module(), shape, layout, mesh, overlap=True)
             except Exception as error:
                 error.add_note(f"in '{name}'")
                 raise
@@ -223,61 +218,22 @@ def test_layers_equal_their_modules() -> None:
     on_ranks(4, _check_more)
 
 
-def _overlapped() -> None:
-    """The same numbers as without, and the order of work that hides the exchange."""
-    torch.manual_seed(0)
-    module = nn.Conv2d(2, 3, (5, 3), padding=(2, 1), padding_mode="circular").double()
-    x = torch.randn(1, 2, 32, 6, dtype=torch.float64)
-    found, log = [], []
-    begin, convolve = Collective.begin, conv_overlap._backward
-
-    def logged_begin(*arguments: Any) -> Callable[[], Tensor]:
-        end = begin(*arguments)
-        log.append("begin")
-        return lambda: (log.append("end"), end())[1]
-
-    def logged(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: (log.append(what), function(*arguments))[1]
-
-    Collective.begin = logged_begin
-    xt.nn.Convolution.__call__ = logged("conv", xt.nn.Convolution.__call__)
-    conv_overlap._backward = logged("backward", convolve)
-    for overlap in (False, True):
-        layer = xt.nn.Conv2d.from_module(module, ROW, "b c h/sp w", overlap=overlap)
-        block = scattered(x, "b c h/sp w", ROW).requires_grad_()
-        module.zero_grad()
-        del log[:]
-        y = layer(block)
-        y.sin().sum().backward()
-        found.append([y.detach(), block.grad, *(p.grad.clone() for p in module.parameters())])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() <= 1e-12
-    # Interior, then both borders; gradients of both borders, then of the interior.
-    forward = ["begin", "conv", "end", "conv", "conv"]
-    assert log == [*forward, "backward", "backward", "begin", "backward", "end"]
-
-
-def test_convolutions_compute_while_rows_travel() -> None:
-    on_ranks(4, _overlapped)
-
-
 def _second_order() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 2, 4, 3, dtype=torch.float64)
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64)
     convolution = xt.nn.Convolution((3, 3), (1, 1), ((1, 1),) * 2, (1, 1), padding_mode="circular")
-    for form in (xt.nn.conv, conv_overlap.overlapped_conv):
 
-        def whole(x: Tensor, weight: Tensor, form: Callable[..., Any] = form) -> Tensor:
-            """Whole in, whole out, so that every rank differentiates the same function."""
-            block = xt.redistribute(x, "b c h w -> b c h/sp w", PAIR)
-            placed = xt.nn.placed_as(block, "b c h/sp w", PAIR)
-            y = form(block, placed, weight, None, convolution)[0]
-            return xt.redistribute(y, "b c h/sp w -> b c h w", PAIR).square()
+    def whole(x: Tensor, weight: Tensor) -> Tensor:
+        """Whole in, whole out, so that every rank differentiates the same function."""
+        block = xt.redistribute(x, "b c h w -> b c h/sp w", PAIR)
+        placed = xt.nn.placed_as(block, "b c h/sp w", PAIR)
+        y = xt.nn.conv(block, placed, weight, None, convolution)[0]
+        return xt.redistribute(y, "b c h/sp w -> b c h w", PAIR).square()
 
-        inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
-        assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
-        assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
+    inputs = (x.requires_grad_(), weight.requires_grad_())
+    assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
 def test_second_derivatives_of_a_convolution() -> None:

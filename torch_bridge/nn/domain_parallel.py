@@ -51,7 +51,6 @@ def domain_parallel(
     layout: Layout | str,
     *,
     shape: Sequence[int | None] | None = None,
-    overlap: bool = False,
     out_rule: str = "",
     sum_gradients: bool = True,
     converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
@@ -64,7 +63,7 @@ def domain_parallel(
 
     layout: of every input tensor with as many dims, as in "b c h/sp w"; other inputs are whole. shape: its
     global shape, where blocks differ in size; None for a length: the block's, times the number of
-    parts. overlap, out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
+    parts. out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
     of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
     share. converters: of modules of these classes, which are not looked into: what they return works on a
     block as it is, and leaves cut dims as long as they are.
@@ -103,11 +102,7 @@ def domain_parallel(
         if converter is not None:
             new = Converted(converter(module), path)
         elif layer is not None:
-            options = {
-                name: value
-                for name, value in (("overlap", overlap), ("out_rule", out_rule))
-                if name in layer.options
-            }
+            options = {"out_rule": out_rule} if "out_rule" in layer.options else {}
             new = layer.from_module(module, mesh, layout, path=path, **options)
             new.follows = True
         else:

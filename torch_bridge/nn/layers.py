@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, conv, conv_transpose, padding_pairs
-from torch_bridge.nn.conv_overlap import overlapped_conv
 from torch_bridge.nn.layer import Layer
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.pool import Pool, avg_pool, global_avg_pool, max_pool
@@ -34,7 +33,7 @@ def _pool(layer: Layer, rank: int, dilation: Any = 1) -> Pool:
 
 
 class _Conv(Layer):
-    options: ClassVar = {"out_rule": "", "overlap": False}
+    options: ClassVar = {"out_rule": ""}
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         convolution = Convolution(
@@ -46,7 +45,7 @@ class _Conv(Layer):
             self.padding_mode,
             self.out_rule,
         )
-        return (overlapped_conv if self.overlap else conv)(x, placement, self.weight, self.bias, convolution)
+        return conv(x, placement, self.weight, self.bias, convolution)
 
 
 class Conv1d(_Conv, nn.Conv1d):
