@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from xshard.layout import Layout, Sharding
-from xshard.notation.parser import INTERVALS, Shard
+from xshard.layout.partition import rotated
+from xshard.notation.parser import Shard
 from xshard.plans.plan import Plan, find_plan
 from xshard.search.request import Request
 from xshard.steps import AllGather, ReduceScatter, Retag, Step
@@ -122,8 +123,7 @@ def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout
         if rows % pieces or (pieces > 1 and n * pieces > MAX_PRODUCTS):
             continue
         piece = rows // pieces
-        numbers = tuple((start, start + piece) for start in ((i + 1) % n * piece for i in range(n)))
-        turned = replace(dims[at], shards=(*dims[at].shards[:-1], Shard((axis,), INTERVALS, numbers)))
+        turned = replace(dims[at], shards=(*dims[at].shards[:-1], rotated((axis,), n, piece, -1)))
         here, there = Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags)
         shape = (*src.shape[:at], src.shape[at] // pieces, *src.shape[at + 1 :])
         yield Ring(operand, dim, axis, pieces, find_plan(Request(here, there, *ends, shape, *machine)), rest)

@@ -94,6 +94,16 @@ def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | N
     return None
 
 
+def rotated(axes: tuple[str, ...], n: int, rows: int, by: int = 1) -> Shard:
+    """How `n * rows` rows are sharded after every part has sent its rows to the part `by` further on.
+
+    >>> rotated(("cp",), 3, 2)
+    Shard(axes=('cp',), order='intervals', numbers=((4, 6), (0, 2), (2, 4)))
+    """
+    starts = ((part - by) % n * rows for part in range(n))
+    return Shard(axes, INTERVALS, tuple((start, start + rows) for start in starts))
+
+
 def owned_rows(dim: Dim, length: int, sizes: Sequence[int], coords: Sequence[int]) -> Runs:
     """Global rows of a dim of `length` that the device at `coords` owns, in local order.
 

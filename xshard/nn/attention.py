@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
+from xshard.layout.partition import rotated
 from xshard.layout.runs import row_numbers
 from xshard.nn.receptive_fields import receptive_field
-from xshard.notation.parser import INTERVALS, Dim, Shard
+from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
 GATHER, ULYSSES, RING = WAYS = "gather", "ulysses", "ring"
@@ -171,12 +172,8 @@ class Attention:
 
         The blocks have dims (batch, heads, `block_rows`, width); batch and heads are those of the device.
         """
-        n, rows = len(self.devices), self.block_rows
-        numbers = tuple((at * rows, (at + 1) * rows) for at in ((i - by) % n for i in range(n)))
-        before, after = (
-            Layout((Dim("b"), Dim("h"), Dim("s", (cut,)), Dim("k")))
-            for cut in (Shard(self.axes), Shard(self.axes, INTERVALS, numbers))
-        )
+        shards = Shard(self.axes), rotated(self.axes, len(self.devices), self.block_rows, by)
+        before, after = (Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards)
         return before, after
 
 
