@@ -58,7 +58,7 @@ def on_ranks(n: int, function: Callable[..., Any], *arguments: object) -> list[A
     imported the module of `function`, and what DTensor imports at its first call, so that no rank has to.
     """
     multiprocessing.set_forkserver_preload(["torch_bridge", function.__module__, "torch._dynamo"])
-    return xt.run_ranks(n, function, *arguments, start_method="forkserver", timeout_s=HANG_S)
+    return xt.testing.run_ranks(n, function, *arguments, start_method="forkserver", timeout_s=HANG_S)
 
 
 def largest(by_rank: Sequence[Figures]) -> Figures:

@@ -148,7 +148,7 @@ def together(steps: int) -> Run:
     fully_shard(decoder, mesh=dp)
     text = xt.redistribute(batches(steps), "n b s -> n b/dp s", dp)
     losses = torch.tensor(train(replicated, decoder, text), dtype=torch.float64)
-    losses = xt.all_reduce(losses, "dp", dp, op="mean", grad="replicated")
+    losses = xt.ops.all_reduce(losses, "dp", dp, op="mean", grad="replicated")
     gradients = {f"decoder.{name}": whole(p.grad) for name, p in decoder.named_parameters()}
     gradients["encoder.letters.weight"] = encoder.letters.weight.grad
     gradients["encoder.up"] = xt.redistribute(encoder.up.grad, "c f/tp -> c f", tp)
@@ -175,7 +175,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
     steps = parser.parse_args().steps
-    four = xt.run_ranks(4, together, steps)  # before the first backward pass here: the ranks are forked
+    four = xt.testing.run_ranks(
+        4, together, steps
+    )  # before the first backward pass here: the ranks are forked
     return max(judge(alone(steps), found, Console(quiet=rank > 0)) for rank, found in enumerate(four))
 
 

@@ -1,65 +1,45 @@
-"""jax_bridge: JAX carries out the plans of xshard, forward and backward."""
+"""jax_bridge: JAX carries out the plans of xshard, forward and backward.
+
+Rooms beside the names below, imported when they are first used:
+`ops` collectives by their usual names; `specs` layouts and PartitionSpecs; `nn` layers on sharded arrays;
+`torch_interop` arrays and functions of torch and JAX together; `compat` functions of other systems, a module
+per system.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jax_bridge.arrays.einsum import einsum
 from jax_bridge.arrays.order import stored_as
-from jax_bridge.arrays.partition_spec import from_partition_spec, to_named_sharding, to_partition_spec
 from jax_bridge.arrays.place import place
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.arrays.shard_map import shard_map
-from jax_bridge.ops import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    copy_to,
-    halo_exchange,
-    reduce_from,
-    reduce_scatter,
-    slice,
-    trim_halo,
-)
 from jax_bridge.positions import positions
-from jax_bridge.redistribution import redistribute, valid_mask
+from jax_bridge.redistribution import redistribute
 from jax_bridge.state.load import load
 from jax_bridge.state.save import save
 from jax_bridge.state.transfer import transfer
 
 if TYPE_CHECKING:
-    from jax_bridge.torch_interop import from_torch
+    from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "copy_to",
     "einsum",
-    "from_partition_spec",
-    "from_torch",
-    "halo_exchange",
     "load",
     "place",
     "positions",
     "redistribute",
-    "reduce_from",
-    "reduce_scatter",
     "reshard",
     "save",
     "shard_map",
-    "slice",
     "stored_as",
-    "to_named_sharding",
-    "to_partition_spec",
-    "torch_interop",
     "transfer",
-    "trim_halo",
-    "valid_mask",
 ]
+
+ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("from_torch", "torch_interop"):  # which need torch: they are imported when asked for
-        interop = import_module("jax_bridge.torch_interop")
-        return interop if name == "torch_interop" else interop.from_torch
+    if name in ROOMS:
+        return import_module(f"jax_bridge.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,11 +26,12 @@ from jax_bridge.autodiff.product import multiplied
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
 from jax_bridge.redistribution import carry_out
-from xshard import ContractionPlan, DtypeError, Layout, Mesh, Plan, Profile, ShapeError, planner
+from xshard import ContractionPlan, Layout, Mesh, Plan, Profile, planner
 from xshard.contractions.blocks import Shapes, whole_shapes
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.plan import Part
 from xshard.contractions.ring import Ring
+from xshard.errors import DtypeError, ShapeError
 from xshard.notation.parser import text_spans
 
 

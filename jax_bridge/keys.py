@@ -12,7 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from xshard import DtypeError, Layout
+from xshard import Layout
+from xshard.errors import DtypeError
 from xshard.notation.parser import Dim
 from xshard.plans.expression import Sides
 

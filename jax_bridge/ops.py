@@ -14,8 +14,20 @@ import jax
 import numpy as np
 
 from jax_bridge.planning import AnyMesh
-from jax_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
+from jax_bridge.redistribution import redistribute, valid_mask
+from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, sharded, tag
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "copy_to",
+    "halo_exchange",
+    "reduce_scatter",
+    "shard",
+    "trim_halo",
+    "valid_mask",
+]
 
 Grad = Literal["sum", "replicated"]
 
@@ -34,7 +46,7 @@ def all_gather(
     grad: how the gradients of the devices' results combine. "sum": they differ and add up, and the backward
     pass reduce-scatters. "replicated": they are equal, and the backward pass slices.
     """
-    src, dst = dims(np.shape(x), {dim: shard(axis)}), dims(np.shape(x)) + gradient_tag(axis, grad)
+    src, dst = dims(np.shape(x), {dim: sharded(axis)}), dims(np.shape(x)) + gradient_tag(axis, grad)
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -51,7 +63,7 @@ def reduce_scatter(
 
     op: sum, mean, max or min. The backward pass all-gathers.
     """
-    src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x), {dim: shard(axis)})
+    src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x), {dim: sharded(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -83,8 +95,8 @@ def all_to_all(
     split_order: the order of the new cut; concat_order: of the old one: block, zigzag, cyclic or balanced.
     """
     src, dst = (
-        dims(np.shape(x), {concat_dim: shard(axis, concat_order)}),
-        dims(np.shape(x), {split_dim: shard(axis, split_order)}),
+        dims(np.shape(x), {concat_dim: sharded(axis, concat_order)}),
+        dims(np.shape(x), {split_dim: sharded(axis, split_order)}),
     )
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
@@ -106,7 +118,7 @@ def halo_exchange(
     zero, constant(1.5), periodic, reflect, edge, none, pole, or one for each end ("edge,zero").
     The backward pass adds the gradients of all copies of a row at its owner.
     """
-    src, dst = dims(np.shape(x), {dim: shard(axis)}), dims(np.shape(x), {dim: halo(axis, width, boundary)})
+    src, dst = dims(np.shape(x), {dim: sharded(axis)}), dims(np.shape(x), {dim: halo(axis, width, boundary)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
@@ -127,17 +139,17 @@ def trim_halo(
     >>> jax.pmap(both, "sp")(jax.numpy.ones((1, 4))).shape  # one block on one device
     (1, 4)
     """
-    src, dst = dims(np.shape(x), {dim: halo(axis, width, boundary)}), dims(np.shape(x), {dim: shard(axis)})
+    src, dst = dims(np.shape(x), {dim: halo(axis, width, boundary)}), dims(np.shape(x), {dim: sharded(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
 
 
-def slice(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad) -> jax.Array:
+def shard(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad) -> jax.Array:
     """Take this device's part of `dim` of a block replicated along `axis`: `n -> n/axis`.
 
     grad: the gradient of the block. "sum": each device gets its own contribution (zero outside its part).
     "replicated": all devices get the same, and the backward pass all-gathers.
     """
-    src, dst = dims(np.shape(x)) + gradient_tag(axis, grad), dims(np.shape(x), {dim: shard(axis)})
+    src, dst = dims(np.shape(x)) + gradient_tag(axis, grad), dims(np.shape(x), {dim: sharded(axis)})
     return redistribute(x, f"{src} -> {dst}", mesh)
 
 
@@ -147,11 +159,3 @@ def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
     Moves nothing; the backward pass all-reduces.
     """
     return redistribute(x, f"{dims(np.shape(x))} -> {dims(np.shape(x))}{gradient_tag(axis, 'sum')}", mesh)
-
-
-def reduce_from(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
-    """Sum the blocks along `axis` to one replicated value: `n | sum(axis) -> n`.
-
-    The adjoint of `copy_to`: the backward pass moves nothing.
-    """
-    return all_reduce(x, axis, mesh, grad="replicated")

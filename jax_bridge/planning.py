@@ -21,21 +21,9 @@ from jax.sharding import Mesh as JaxMesh
 from jax_bridge.mesh.axis_types import as_varying, axis_size, bound_sizes, is_typed, is_vmapped, varying_axes
 from jax_bridge.mesh.machine import machine
 from jax_bridge.versions import manual_type, unreduced_kind
-from xshard import (
-    DtypeError,
-    Layout,
-    Mesh,
-    MeshError,
-    NotationError,
-    Plan,
-    Profile,
-    ShapeError,
-    Sharding,
-    load_profile,
-    planner,
-)
+from xshard import Layout, Mesh, Plan, Profile, Sharding, load_profile, planner
 from xshard.arguments import lengths_of
-from xshard.errors import Span
+from xshard.errors import DtypeError, MeshError, NotationError, ShapeError, Span
 from xshard.layout.layout import check_axes
 from xshard.notation import parser
 from xshard.notation.parser import mark_errors

@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.planning import AnyMesh, sharding_here, xshard_mesh
-from xshard import Layout, MeshError, Sharding
+from xshard import Layout, Sharding
 from xshard.arguments import lengths_of
+from xshard.errors import MeshError
 from xshard.notation.parser import mark_errors
 
 

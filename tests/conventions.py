@@ -131,7 +131,7 @@ CASES = {
         lambda x, cat: [_part(sum(x), d) for d in range(N)],
     ),
     "slice, sum": Case(
-        "slice",
+        "shard",
         DIM | SUM,
         "n d | copy(a) -> n/a d",
         WHOLE,
@@ -139,7 +139,7 @@ CASES = {
         lambda x, cat: [_part(x[d], d) for d in range(N)],
     ),
     "slice, replicated": Case(
-        "slice",
+        "shard",
         DIM | REPLICATED,
         "n d -> n/a d",
         WHOLE,
@@ -147,7 +147,6 @@ CASES = {
         lambda x, cat: [_part(x[0], d) for d in range(N)],
     ),
     "copy_to": Case("copy_to", {}, "n d -> n d | copy(a)", WHOLE, "one", lambda x, cat: x * N),
-    "reduce_from": Case("reduce_from", {}, "n d | sum(a) -> n d", WHOLE, "own", lambda x, cat: [sum(x)]),
     "all_to_all": Case(
         "all_to_all",
         {"split_dim": 1, "concat_dim": 0},

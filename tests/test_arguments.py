@@ -9,6 +9,7 @@ import pytest
 import xshard as xs
 from xshard import arguments, ops
 from xshard.arguments import parse_bytes
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(cp=4)
 ASK = "b s/cp -> b/cp s", MESH, (8, 8)
@@ -68,40 +69,52 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: xs.Mesh("dp=2,cp=4"), xs.MeshError, f"'dp=2,cp=4'{NO_MESH}Mesh.parse('dp=2,cp=4')"),
-        (lambda: xs.Mesh(8), xs.MeshError, f"8{NO_MESH}Mesh(dp=2, cp=4)"),
-        (lambda: xs.Mesh(cp=True), xs.MeshError, "axis 'cp' has size True"),
-        (lambda: xs.Mesh.parse(8), xs.MeshError, f"8{NO_MESH}"),
-        (lambda: xs.plan(ASK[0], "cp=4", (8, 8)), xs.MeshError, f"'cp=4'{NO_MESH}Mesh.parse('cp=4')"),
-        (lambda: xs.plan(ASK[0], {"cp": 4}, (8, 8)), xs.MeshError, f"{NO_MESH}Mesh({{'cp': 4}})"),
-        (lambda: xs.plan(ASK[0], (8, 8), MESH), xs.MeshError, f"(8, 8){NO_MESH}"),
-        (lambda: xs.plan(ASK[0], src_mesh="cp=4", dst_mesh=MESH, shape=(8, 8)), xs.MeshError, NO_MESH),
-        (lambda: xs.plan(MESH, *ASK[:1], (8, 8)), xs.NotationError, f"Mesh(cp=4){NO_EXPRESSION}"),
-        (lambda: xs.plan(None, *ASK[1:]), xs.NotationError, f"None{NO_EXPRESSION}"),
-        (lambda: xs.plan(("b s", "b s", "b s"), *ASK[1:]), xs.NotationError, NO_EXPRESSION),
-        (lambda: xs.plan(("b s", MESH), *ASK[1:]), xs.NotationError, "a layout is text, not Mesh"),
-        (lambda: xs.plan(*ASK[:2], 8), xs.ShapeError, f"the shape 8{NO_SHAPE}(8,)"),
-        (lambda: xs.plan(*ASK[:2], "8,8"), xs.ShapeError, f"the shape '8,8'{NO_SHAPE}"),
-        (lambda: xs.plan(*ASK[:2], (True, 8)), xs.ShapeError, "has True, not a length >= 0"),
+        (lambda: xs.Mesh("dp=2,cp=4"), xs.errors.MeshError, f"'dp=2,cp=4'{NO_MESH}Mesh.parse('dp=2,cp=4')"),
+        (lambda: xs.Mesh(8), xs.errors.MeshError, f"8{NO_MESH}Mesh(dp=2, cp=4)"),
+        (lambda: xs.Mesh(cp=True), xs.errors.MeshError, "axis 'cp' has size True"),
+        (lambda: xs.Mesh.parse(8), xs.errors.MeshError, f"8{NO_MESH}"),
+        (lambda: xs.plan(ASK[0], "cp=4", (8, 8)), xs.errors.MeshError, f"'cp=4'{NO_MESH}Mesh.parse('cp=4')"),
+        (lambda: xs.plan(ASK[0], {"cp": 4}, (8, 8)), xs.errors.MeshError, f"{NO_MESH}Mesh({{'cp': 4}})"),
+        (lambda: xs.plan(ASK[0], (8, 8), MESH), xs.errors.MeshError, f"(8, 8){NO_MESH}"),
+        (lambda: xs.plan(ASK[0], src_mesh="cp=4", dst_mesh=MESH, shape=(8, 8)), xs.errors.MeshError, NO_MESH),
+        (lambda: xs.plan(MESH, *ASK[:1], (8, 8)), xs.errors.NotationError, f"Mesh(cp=4){NO_EXPRESSION}"),
+        (lambda: xs.plan(None, *ASK[1:]), xs.errors.NotationError, f"None{NO_EXPRESSION}"),
+        (lambda: xs.plan(("b s", "b s", "b s"), *ASK[1:]), xs.errors.NotationError, NO_EXPRESSION),
+        (lambda: xs.plan(("b s", MESH), *ASK[1:]), xs.errors.NotationError, "a layout is text, not Mesh"),
+        (lambda: xs.plan(*ASK[:2], 8), xs.errors.ShapeError, f"the shape 8{NO_SHAPE}(8,)"),
+        (lambda: xs.plan(*ASK[:2], "8,8"), xs.errors.ShapeError, f"the shape '8,8'{NO_SHAPE}"),
+        (lambda: xs.plan(*ASK[:2], (True, 8)), xs.errors.ShapeError, "has True, not a length >= 0"),
         (lambda: xs.plan(*ASK, memory_limit="2GB"), xs.XshardError, "'2GB' is no number of bytes"),
-        (lambda: xs.plan(*ASK, memory_limit=1.5), xs.PlanError, "memory_limit is 1.5\n  a number of bytes"),
+        (
+            lambda: xs.plan(*ASK, memory_limit=1.5),
+            xs.errors.PlanError,
+            "memory_limit is 1.5\n  a number of bytes",
+        ),
         (lambda: xs.plan(*ASK, profile="h10"), xs.XshardError, "\n  did you mean 'h100'? shipped are:"),
-        (lambda: xs.plan(*ASK, "bf16"), xs.DtypeError, "dtype 'bf16'\n  did you mean 'bfloat16'? as in"),
-        (lambda: xs.plan(*ASK, "fp32"), xs.DtypeError, "did you mean 'float32'?"),
-        (lambda: xs.plan(*ASK, "f16"), xs.DtypeError, "did you mean 'float16'?"),
-        (lambda: xs.Layout(["b"]), xs.NotationError, "['b'] is no tuple of dims\n  write Layout('b s/cp')"),
-        (lambda: xs.Layout.parse(["b"]), xs.NotationError, "a layout is text, not list"),
-        (lambda: xs.Layout.parse(np.ones(99)), xs.NotationError, "a layout is text, not ndarray"),
-        (lambda: xs.parse_expression(8), xs.NotationError, "an expression is text, not int"),
-        (lambda: xs.Sharding("b", "cp=4", (8,)), xs.MeshError, f"'cp=4'{NO_MESH}"),
-        (lambda: xs.Layout.parse("b").local_shape("cp=4", (8,), 0), xs.MeshError, NO_MESH),
-        (lambda: xs.Layout.parse("b").local_shape(MESH, 8, 0), xs.ShapeError, NO_SHAPE),
-        (lambda: ops.halo("cp", (1, 2, 3), "zero"), xs.ShapeError, "(1, 2, 3) is no width of a halo"),
-        (lambda: ops.dims((2,), {"n": "cp"}), xs.ShapeError, "no dim 'n' in a block of shape (2,)"),
-        (lambda: ops.tag("sum", MESH), xs.MeshError, "Mesh(cp=4) is no mesh axis"),
+        (
+            lambda: xs.plan(*ASK, "bf16"),
+            xs.errors.DtypeError,
+            "dtype 'bf16'\n  did you mean 'bfloat16'? as in",
+        ),
+        (lambda: xs.plan(*ASK, "fp32"), xs.errors.DtypeError, "did you mean 'float32'?"),
+        (lambda: xs.plan(*ASK, "f16"), xs.errors.DtypeError, "did you mean 'float16'?"),
+        (
+            lambda: xs.Layout(["b"]),
+            xs.errors.NotationError,
+            "['b'] is no tuple of dims\n  write Layout('b s/cp')",
+        ),
+        (lambda: xs.Layout.parse(["b"]), xs.errors.NotationError, "a layout is text, not list"),
+        (lambda: xs.Layout.parse(np.ones(99)), xs.errors.NotationError, "a layout is text, not ndarray"),
+        (lambda: parse_expression(8), xs.errors.NotationError, "an expression is text, not int"),
+        (lambda: xs.Sharding("b", "cp=4", (8,)), xs.errors.MeshError, f"'cp=4'{NO_MESH}"),
+        (lambda: xs.Layout.parse("b").local_shape("cp=4", (8,), 0), xs.errors.MeshError, NO_MESH),
+        (lambda: xs.Layout.parse("b").local_shape(MESH, 8, 0), xs.errors.ShapeError, NO_SHAPE),
+        (lambda: ops.halo("cp", (1, 2, 3), "zero"), xs.errors.ShapeError, "(1, 2, 3) is no width of a halo"),
+        (lambda: ops.dims((2,), {"n": "cp"}), xs.errors.ShapeError, "no dim 'n' in a block of shape (2,)"),
+        (lambda: ops.tag("sum", MESH), xs.errors.MeshError, "Mesh(cp=4) is no mesh axis"),
         (
             lambda: xs.plan(ASK[0], src_mesh=MESH, dst_mesh=MESH, shape=(8, 8), dst_devices=4),
-            xs.MeshError,
+            xs.errors.MeshError,
             "the devices of the destination are 4",
         ),
     ],
@@ -128,8 +141,8 @@ def test_an_error_of_ours(call, error, message):
     ],
 )
 def test_names_of_other_systems(text, at, hint):
-    with pytest.raises(xs.NotationError) as caught:
-        xs.parse_expression(text)
+    with pytest.raises(xs.errors.NotationError) as caught:
+        parse_expression(text)
     assert text[slice(*caught.value.span)] == at and caught.value.hint.startswith(hint)
 
 

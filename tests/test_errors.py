@@ -29,12 +29,12 @@ def marked(lines: list[str]) -> str:
     ids=["traceback", "rank", "group", "short"],
 )
 def test_the_caret_stands_under_what_is_wrong(printing):
-    with pytest.raises(xs.NotationError) as caught:
+    with pytest.raises(xs.errors.NotationError) as caught:
         xs.plan(TEXT, xs.Mesh(cp=4), (2, 8, 4))
     assert marked(printing(caught.value.with_traceback(None))) == "cq"
 
 
 def test_a_text_over_several_lines_is_shown_on_one():
-    with pytest.raises(xs.NotationError) as caught:
+    with pytest.raises(xs.errors.NotationError) as caught:
         xs.Layout.parse("b\n\ts/zagzig(cp)")
     assert str(caught.value).splitlines()[1:3] == ["    'b  s/zagzig(cp)'", "          ^^^^^^"]

@@ -6,7 +6,8 @@ import doctest
 
 import pytest
 
-from xshard import Layout, Mesh, NotationError, ShapeError, models
+from xshard import Layout, Mesh, models
+from xshard.errors import NotationError, ShapeError
 from xshard.models import Known, arriving_shape, known_inside, rule_of, summed_later, use_of, varying
 
 MESH = Mesh(dp=2, tp=4)

@@ -106,7 +106,7 @@ def test_means_keep_the_dtype(dtype):
     ],
 )
 def test_dtypes_that_cannot_be_reduced(tag, dtype, message):
-    with pytest.raises(xs.DtypeError) as caught:
+    with pytest.raises(xs.errors.DtypeError) as caught:
         xs.plan(f"n | {tag}(a) -> n", xs.Mesh(a=2), (4,), dtype)
     assert str(caught.value) == message
 
@@ -120,7 +120,7 @@ def test_bool_has_any_and_all():
 
 def test_the_dtype_of_the_blocks_decides_what_may_be_reduced():
     plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,), "float32")
-    with pytest.raises(xs.DtypeError, match="bool has no sum"):
+    with pytest.raises(xs.errors.DtypeError, match="bool has no sum"):
         xs.reference.run(plan, [np.ones(4, bool)] * 2)
 
 
@@ -132,18 +132,18 @@ PLAN = xs.plan("n/a d -> n d/a", xs.Mesh(a=2), (5, 4))
     [
         (
             [np.zeros((3, 4)), np.zeros((3, 4))],
-            xs.ShapeError,
+            xs.errors.ShapeError,
             "the block of device 1 has shape (3, 4)\n"
             "  under 'n/a d' a (5, 4) array on Mesh(a=2) gives it (2, 4)",
         ),
         (
             [np.zeros((3, 4))],
-            xs.ShapeError,
+            xs.errors.ShapeError,
             "1 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major",
         ),
         (
             [np.zeros((3, 4)), np.zeros((2, 4), np.float32)],
-            xs.DtypeError,
+            xs.errors.DtypeError,
             "device 1 holds float32, device 0 holds float64",
         ),
     ],

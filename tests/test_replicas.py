@@ -50,7 +50,7 @@ def test_the_verdict():
     assert check.fault(table(*[0] * 8)) is None
     assert check.fault(table(*[6e-4] * 8)) is None  # 2 * 2**-11.5 is 6.9e-4
     error = check.fault(table(0, 0, 0, 8e-4, 0, 0, 0, 0), names=(10, 11, 12, 13))
-    assert isinstance(error, xs.ReplicaError)
+    assert isinstance(error, xs.errors.ReplicaError)
     assert str(error).splitlines() == [
         "cotangents differ along 'tp', where one value is meant in",
         "    'n d -> n d'",

@@ -7,7 +7,8 @@ import re
 import pytest
 
 import xshard as xs
-from xshard import NotationError, Rules, XshardError
+from xshard import Rules, XshardError
+from xshard.errors import NotationError
 
 FITS = [
     ("**", ["", "a", "a.b.c", "a\nb"], []),

@@ -24,7 +24,8 @@ from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of
 from torch_bridge.planning import plan_between, ranks_of
 from torch_bridge.replicas import Expect, comparisons_between
-from xshard import DtypeError, MeshError, Plan, Profile, ShapeError, dtypes
+from xshard import Plan, Profile, dtypes
+from xshard.errors import DtypeError, MeshError, ShapeError
 from xshard.plans.expression import Expression, sides
 from xshard.replicas import are_checked
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from xshard import DtypeError
+from xshard.errors import DtypeError
 
 
 class CommDtype(NamedTuple):

@@ -28,7 +28,8 @@ from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower, lower_traced
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.planning import plan_of, require_mesh
-from xshard import Mesh, Plan, PlanError, XshardError
+from xshard import Mesh, Plan, XshardError
+from xshard.errors import PlanError
 from xshard.plans.expression import Expression, sides
 
 if not hasattr(device_mesh, "_register_distributed_opaque_types"):  # before torch 2.13

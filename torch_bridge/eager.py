@@ -33,8 +33,9 @@ from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_device, process_mesh
 from torch_bridge.planning import executable_for, plan_of, require_mesh
 from torch_bridge.replicas import checked, checked_dtensor
-from xshard import Plan, PlanError, Profile, dtypes
+from xshard import Plan, Profile, dtypes
 from xshard.arguments import lengths_of
+from xshard.errors import PlanError
 from xshard.plans.expression import Expression, Sides, sides
 from xshard.replicas import are_checked
 

@@ -29,8 +29,8 @@ from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.planning import executable_for
-from xshard import PlanError, Profile, Rules
-from xshard.errors import located
+from xshard import Profile, Rules
+from xshard.errors import PlanError, located
 from xshard.plans.expression import Expression, sides
 from xshard.replicas import are_checked
 from xshard.rules import leaf_name, place_of
@@ -89,7 +89,7 @@ def redistribute_many(
     ...     model = {"w": torch.ones(2, 3), "b": torch.ones(1)}
     ...     moved = xt.redistribute_many(model, {"w": "n d/tp -> n d", "b": "n/tp -> n"}, Mesh(tp=2))
     ...     return {name: tuple(x.shape) for name, x in moved.items()}
-    >>> xt.run_ranks(2, gather)[0]
+    >>> xt.testing.run_ranks(2, gather)[0]
     {'w': (2, 6), 'b': (2,)}
     """
     options: dict[str, Any] = {"profile": profile, "comm_dtype": comm_dtype}

@@ -13,7 +13,18 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
-from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, shard, tag
+from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, sharded, tag
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "copy_to",
+    "halo_exchange",
+    "reduce_scatter",
+    "shard",
+    "trim_halo",
+]
 
 Grad = Literal["sum", "replicated"]
 
@@ -34,11 +45,11 @@ def all_gather(
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([1, 2]), Mesh(dp=2)
-    >>> xt.run_ranks(2, lambda: xt.all_gather(x, 0, "dp", mesh, grad="sum").tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.all_gather(x, 0, "dp", mesh, grad="sum").tolist())[1]
     [1, 2, 1, 2]
     """
     return redistribute(
-        x, f"{_dims(x, {dim: shard(axis)})} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh, shape=shape
+        x, f"{_dims(x, {dim: sharded(axis)})} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh, shape=shape
     )
 
 
@@ -52,10 +63,12 @@ def reduce_scatter(
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
-    >>> xt.run_ranks(2, lambda: xt.reduce_scatter(x, 0, "tp", mesh).tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.reduce_scatter(x, 0, "tp", mesh).tolist())[1]
     [4]
     """
-    return redistribute(x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x, {dim: shard(axis)})}", mesh, shape=shape)
+    return redistribute(
+        x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x, {dim: sharded(axis)})}", mesh, shape=shape
+    )
 
 
 def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: Grad) -> Tensor:
@@ -67,7 +80,7 @@ def all_reduce(x: Tensor, axis: Axes, mesh: MeshLike, *, op: str = "sum", grad: 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
-    >>> xt.run_ranks(2, lambda: xt.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.all_reduce(x, "tp", mesh, grad="replicated").tolist())[1]
     [2, 4]
     """
     return redistribute(x, f"{_dims(x)}{tag(op, axis)} -> {_dims(x)}{gradient_tag(axis, grad)}", mesh)
@@ -91,14 +104,14 @@ def all_to_all(
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([[1, 2]]), Mesh(cp=2)
-    >>> xt.run_ranks(2, lambda: xt.all_to_all(x, 1, 0, "cp", mesh).tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.all_to_all(x, 1, 0, "cp", mesh).tolist())[1]
     [[2], [2]]
     """
-    before, after = {concat_dim: shard(axis, concat_order)}, {split_dim: shard(axis, split_order)}
+    before, after = {concat_dim: sharded(axis, concat_order)}, {split_dim: sharded(axis, split_order)}
     return redistribute(x, f"{_dims(x, before)} -> {_dims(x, after)}", mesh, shape=shape)
 
 
-def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Tensor:
+def shard(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Tensor:
     """This device's part, along `dim`, of a block replicated along `axis`: `n -> n/axis`.
 
     grad: the gradient of the block. "sum": an addend on each device (its part, and zeros elsewhere).
@@ -107,10 +120,10 @@ def slice(x: Tensor, dim: int, axis: Axes, mesh: MeshLike, *, grad: Grad) -> Ten
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
-    >>> xt.run_ranks(2, lambda: xt.slice(x, 0, "tp", mesh, grad="sum").tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.shard(x, 0, "tp", mesh, grad="sum").tolist())[1]
     [2]
     """
-    return redistribute(x, f"{_dims(x)}{gradient_tag(axis, grad)} -> {_dims(x, {dim: shard(axis)})}", mesh)
+    return redistribute(x, f"{_dims(x)}{gradient_tag(axis, grad)} -> {_dims(x, {dim: sharded(axis)})}", mesh)
 
 
 def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
@@ -121,24 +134,10 @@ def copy_to(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
-    >>> xt.run_ranks(2, lambda: xt.copy_to(x, "tp", mesh).tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.copy_to(x, "tp", mesh).tolist())[1]
     [1, 2]
     """
     return redistribute(x, f"{_dims(x)} -> {_dims(x)}{gradient_tag(axis, 'sum')}", mesh)
-
-
-def reduce_from(x: Tensor, axis: Axes, mesh: MeshLike) -> Tensor:
-    """The sum of the blocks along `axis`, replicated: `n | sum(axis) -> n`.
-
-    The backward pass sends nothing: the adjoint of `copy_to`.
-
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> x, mesh = torch.tensor([1, 2]), Mesh(tp=2)
-    >>> xt.run_ranks(2, lambda: xt.reduce_from(x, "tp", mesh).tolist())[1]
-    [2, 4]
-    """
-    return all_reduce(x, axis, mesh, grad="replicated")
 
 
 def halo_exchange(
@@ -161,11 +160,11 @@ def halo_exchange(
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([1, 2]), Mesh(sp=2)
-    >>> xt.run_ranks(2, lambda: xt.halo_exchange(x, 1, 0, "sp", mesh, boundary="edge").tolist())
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.halo_exchange(x, 1, 0, "sp", mesh, boundary="edge").tolist())
     [[1, 1, 2, 1], [2, 1, 2, 2]]
     """
     wide = halo(axis, width, boundary)
-    return redistribute(x, f"{_dims(x, {dim: shard(axis)})} -> {_dims(x, {dim: wide})}", mesh, shape=shape)
+    return redistribute(x, f"{_dims(x, {dim: sharded(axis)})} -> {_dims(x, {dim: wide})}", mesh, shape=shape)
 
 
 def trim_halo(
@@ -183,8 +182,8 @@ def trim_halo(
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> x, mesh = torch.tensor([0, 1, 2, 0]), Mesh(sp=2)
-    >>> xt.run_ranks(2, lambda: xt.trim_halo(x, 1, 0, "sp", mesh).tolist())[1]
+    >>> xt.testing.run_ranks(2, lambda: xt.ops.trim_halo(x, 1, 0, "sp", mesh).tolist())[1]
     [1, 2]
     """
     wide = halo(axis, width, boundary)
-    return redistribute(x, f"{_dims(x, {dim: wide})} -> {_dims(x, {dim: shard(axis)})}", mesh, shape=shape)
+    return redistribute(x, f"{_dims(x, {dim: wide})} -> {_dims(x, {dim: sharded(axis)})}", mesh, shape=shape)

@@ -32,10 +32,11 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
     world,
 )
-from xshard import DtypeError, Mesh, MeshError, Plan, Profile, ShapeError, dtypes, load_profile, planner
+from xshard import Mesh, Plan, Profile, dtypes, load_profile, planner
 from xshard.arguments import lengths_of
 from xshard.cost.device_links import located
 from xshard.cost.machine import asked_for
+from xshard.errors import DtypeError, MeshError, ShapeError
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import Expression, as_expression, check_block, sides, whole_shape
 

@@ -30,7 +30,7 @@ def positions(
 
     >>> import torch_bridge as xt
     >>> from xshard import Mesh
-    >>> xt.run_ranks(2, lambda: xt.positions("b s/zigzag(cp)", Mesh(cp=2), (3, 8), "s").tolist())
+    >>> xt.testing.run_ranks(2, lambda: xt.positions("b s/zigzag(cp)", Mesh(cp=2), (3, 8), "s").tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     if device is None:

@@ -98,7 +98,7 @@ def redistribute(
     >>> def turn():
     ...     x = torch.full((1, 4), dist.get_rank())
     ...     return xt.redistribute(x, "s/cp c -> s c/cp", Mesh(cp=2))
-    >>> [y.tolist() for y in xt.run_ranks(2, turn)]
+    >>> [y.tolist() for y in xt.testing.run_ranks(2, turn)]
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     if torch.compiler.is_compiling():

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from xshard.errors import ShapeError, XshardError
 from xshard.notation.parser import text_spans
-from xshard.ops import Axes, dims, shard, tag
+from xshard.ops import Axes, dims, sharded, tag
 
 DIRECTIONS = ("split_to_full", "full_to_split")
 
@@ -49,8 +49,8 @@ def all_to_all_single(
         raise XshardError(
             f"unknown direction {direction!r}", hint=f"it is {' or '.join(map(repr, DIRECTIONS))}"
         )
-    split = dims(shape, {sequence_dim: shard(axis, "zigzag" if zigzag else "block")})
-    full = dims(shape, {channel_dim: shard(axis)})
+    split = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
+    full = dims(shape, {channel_dim: sharded(axis)})
     gathers = direction == DIRECTIONS[0]
     text = " -> ".join((split, full) if gathers else (full, split))
     if even:
@@ -77,7 +77,7 @@ def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
     >>> zigzag_split((8, 2), 0, "cp")
     'd0 d1 | copy(cp) -> d0/zigzag(cp) d1'
     """
-    return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: shard(axis, 'zigzag')})}"
+    return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis, 'zigzag')})}"
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
@@ -86,7 +86,7 @@ def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
     >>> zigzag_gather((4, 2), 0, "cp")
     'd0/zigzag(cp) d1 -> d0 d1 | copy(cp)'
     """
-    return f"{dims(shape, {dim: shard(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
+    return f"{dims(shape, {dim: sharded(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
@@ -97,7 +97,7 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
     >>> shard_whole((1, 8, 4), -2, 2, "domain", uneven=False)
     'd0 d1 d2 | copy(domain) -> d0 d1/domain d2'
     """
-    text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: shard(axis)})}"
+    text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
         _check_divides("length", shape[dim], n, text, dim % len(shape), hint)
@@ -129,7 +129,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     stacked = (1, *shape) if src == "V" else shape
     tags = {"R": tag("copy", axis), "P": tag("sum", axis)}
     sides = (
-        dims(stacked, {} if cut is None else {cut: shard(axis)}) + tags.get(kind, "")
+        dims(stacked, {} if cut is None else {cut: sharded(axis)}) + tags.get(kind, "")
         for kind, cut in zip((src, dst), cuts, strict=True)
     )
     return " -> ".join(sides)
@@ -155,7 +155,7 @@ def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
     >>> sampler_gather((4, 2), "dp")
     'd0/cyclic(dp) d1 -> d0 d1'
     """
-    return f"{dims(shape, {0: shard(axis, 'cyclic')})} -> {dims(shape)}"
+    return f"{dims(shape, {0: sharded(axis, 'cyclic')})} -> {dims(shape)}"
 
 
 def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:

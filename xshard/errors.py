@@ -91,3 +91,11 @@ class LinearityError(XshardError):
 
 class PlanError(XshardError):
     """A plan that contradicts itself, or that cannot be made."""
+
+
+class ProfileError(XshardError):
+    """A profile that does not exist or makes no sense."""
+
+
+class ReplicaError(XshardError):
+    """Blocks differ along an axis whose devices hold one value, according to the layout."""

@@ -33,7 +33,7 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     return " ".join(names) or "()"
 
 
-def shard(axis: Axes, order: str = "block") -> str:
+def sharded(axis: Axes, order: str = "block") -> str:
     """A cut over one axis, or over several axes taken as one, as text."""
     if order != "block":
         return f"{order}({_axis_names(axis)})"
@@ -52,7 +52,7 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
             f"{shown(width)} is no width of a halo", hint="rows at both ends, or (before, after)"
         )
     lo, hi = ends
-    return f"{shard(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
+    return f"{sharded(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
 
 
 def gradient_tag(axis: Axes, grad: str) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from xshard import dtypes
 from xshard.environment import is_on
-from xshard.errors import XshardError, with_path
+from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
 from xshard.notation.parser import ARROW
 
@@ -25,10 +25,6 @@ ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
 # Set by `xshard.testing`: given each check that calls make, it returns what is told the number of a device of
 # the whole mesh and its block, where otherwise blocks are compared.
 WATCH: Callable[[ReplicaCheck], Callable[[int, Any], object]] | None = None
-
-
-class ReplicaError(XshardError):
-    """Blocks differ along an axis whose devices hold one value, according to the layout."""
 
 
 class ReplicaCheck(NamedTuple):

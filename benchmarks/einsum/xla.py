@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 import xshard as xs
 from benchmarks.einsum.cases import Case
 from benchmarks.einsum.peers import Row, figures
-from jax_bridge.arrays.partition_spec import to_partition_spec
+from jax_bridge.specs import to_partition_spec
 from jax_bridge.testing.hlo import collectives
 
 _MADE = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\w+\[[\d,]*\])")

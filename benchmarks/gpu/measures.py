@@ -134,10 +134,10 @@ def products(rounds: int) -> list[Row]:
             x, w = (torch.ones(move.source.local_shape(1), device="cuda") for move in plan.moves)
             a, b = (torch.ones(part.local_shape(1), device="cuda") for part in plan.parts[0].used)
             placed = [
-                DTensor.from_local(t, ranks, xt.to_placements(str(layout), ranks), run_check=False)
+                DTensor.from_local(t, ranks, xt.dtensor.to_placements(str(layout), ranks), run_check=False)
                 for t, layout in zip((x, w), plan.contraction.operands, strict=True)
             ]
-            wanted = xt.to_placements(str(plan.contraction.result), ranks)
+            wanted = xt.dtensor.to_placements(str(plan.contraction.result), ranks)
             ways = {
                 "xshard": lambda x=x, w=w, text=text: xt.einsum(text, x, w, mesh=mesh),
                 "torch.einsum of one block": lambda a=a, b=b: torch.einsum("nd,de->ne", a, b),

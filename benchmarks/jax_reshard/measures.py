@@ -22,7 +22,7 @@ from benchmarks.cases import Case
 from benchmarks.jax_reshard.claims import HOST, Row, holds_more, within
 from benchmarks.jax_reshard.programs import Move
 from jax_bridge.testing.hlo import collectives
-from xshard import PlanError
+from xshard.errors import PlanError
 
 COMPILES = 2  # the quicker one counts: the other was disturbed
 

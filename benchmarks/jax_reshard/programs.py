@@ -17,9 +17,9 @@ from jax.sharding import Mesh as JaxMesh
 
 import xshard as xs
 from benchmarks.cases import Case
-from jax_bridge.arrays.partition_spec import to_named_sharding
 from jax_bridge.arrays.program import make_program
 from jax_bridge.lower.schedule import rounds
+from jax_bridge.specs import to_named_sharding
 from xshard import dtypes
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter
 

@@ -26,6 +26,7 @@ from benchmarks.torch_redistribute import by_hand
 from benchmarks.torch_redistribute.run_time import all_to_all, dtensor_way, everywhere
 from torch_bridge.mesh.process_mesh import process_mesh
 from xshard.cost.model import DIRECT
+from xshard.layout.layout import parse_expression
 from xshard.runtimes.calibrate import Calibration, calibrate
 from xshard.runtimes.calibration_plans import SIZES
 
@@ -64,7 +65,7 @@ def rows(bytes_per_s: float, profile: xs.Profile, rounds: int, quick: bool) -> l
 
 def _row(name: str, text: str, shape: tuple[int, int], profile: xs.Profile, rounds: int) -> Row:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.axes)
-    case = Case(name, MESH, shape, "float32", *xs.parse_expression(text))
+    case = Case(name, MESH, shape, "float32", *parse_expression(text))
     blind = replace(profile, across=None, node_devices=None)
     plans = {
         way: xs.plan(text, MESH, shape, profile=machine) for way, machine in ((OURS, profile), (BLIND, blind))

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import by_turns
 from benchmarks.nodes.measures import MESH, MOVE_S, MOVES, OURS
+from xshard.layout.layout import parse_expression
 
 Row = dict[str, Any]
 
@@ -23,7 +24,6 @@ def reshards(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
     from jax.experimental import multihost_utils
 
     import jax_bridge as xj
-    import xshard as xs
 
     # XLA's permutations send before they receive: a device does not have the port to itself, as in torch.
     profile = replace(profile, across=replace(profile.across, topology="switch"))
@@ -32,7 +32,7 @@ def reshards(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
     texts = {name: text for name, text in MOVES.items() if "sum" not in text}
     for name, text in list(texts.items())[: 2 if quick else None]:
         src, dst = (
-            jax.NamedSharding(mesh, xj.to_partition_spec(layout)) for layout in xs.parse_expression(text)
+            jax.NamedSharding(mesh, xj.specs.to_partition_spec(layout)) for layout in parse_expression(text)
         )
         x = jax.jit(lambda: jnp.ones((2 * side, 2 * side)), out_shardings=src)()
         theirs = jax.jit(lambda x: x + 0, out_shardings=dst)

@@ -37,7 +37,7 @@ def scaled_down(plan: xs.Plan) -> xs.Plan:
             return replace(plan, shape=shape)
         except xs.XshardError as failed:
             error = failed
-    raise xs.PlanError(f"no small shape for the steps of {plan.src} -> {plan.dst}: {error}")
+    raise xs.errors.PlanError(f"no small shape for the steps of {plan.src} -> {plan.dst}: {error}")
 
 
 def _parts(plan: xs.Plan) -> list[int]:

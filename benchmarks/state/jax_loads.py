@@ -34,7 +34,7 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
     served = weights.shardings(weights.SERVED, Mesh(tp=DEVICES), scale)
     target = {
         name: jax.ShapeDtypeStruct(
-            x.shape, "bfloat16", sharding=jax.NamedSharding(mesh, xj.to_partition_spec(x.layout))
+            x.shape, "bfloat16", sharding=jax.NamedSharding(mesh, xj.specs.to_partition_spec(x.layout))
         )
         for name, x in served.items()
     }

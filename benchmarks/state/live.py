@@ -52,7 +52,7 @@ def _row(name: str, server: xs.Mesh, scale: int, rounds: int) -> Row:
     for i, (key, sharding) in enumerate(src.items()):
         block = torch.rand(sharding.local_shape(rank), generator=torch.Generator().manual_seed(n * i + rank))
         tree[key] = as_dtensor(block, sharding, mesh)
-    placements = {key: xt.to_placements(each.layout, mesh) for key, each in dst.items()}
+    placements = {key: xt.dtensor.to_placements(each.layout, mesh) for key, each in dst.items()}
 
     def redistributed() -> dict[str, Tensor]:
         return {key: x.redistribute(placements=placements[key]).to_local() for key, x in tree.items()}

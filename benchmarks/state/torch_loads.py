@@ -136,7 +136,7 @@ def row(part: str, seconds: dict[str, list[float]], read: int, needed: int, beyo
 
 def as_dtensor(block: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
     layout, like = sharding.layout, torch.empty(sharding.shape, device="meta")
-    placements = xt.to_placements(layout, mesh)
+    placements = xt.dtensor.to_placements(layout, mesh)
     return DTensor.from_local(
         block, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

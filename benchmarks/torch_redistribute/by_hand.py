@@ -14,8 +14,8 @@ from torch import Tensor
 
 import xshard as xs
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import Stage
 from xshard.cost.model import LOCAL
+from xshard.plans.plan import Stage
 from xshard.steps import AllGather, AllReduce, AllToAll, Permute, ReduceScatter, Retag, Slice
 from xshard.steps.base import axes_of
 from xshard.steps.permute import senders

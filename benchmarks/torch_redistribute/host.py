@@ -27,6 +27,7 @@ from benchmarks.torch_redistribute.by_hand import all_gather
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
+from xshard.layout.layout import parse_expression
 from xshard.steps import Scale
 
 RANKS = 4
@@ -64,14 +65,14 @@ def call_times(rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
     rows = []
     with nobody(device) as mesh:
         for name, text in MOVES.items():
-            src, dst = xs.parse_expression(text)
+            src, dst = parse_expression(text)
             block = torch.ones(xs.Sharding(src, MESH, (16, 8)).local_shape(1), device=device)
             row: dict[str, Any] = {"move": name, "expression": text}
             row["xshard"] = _both(lambda x, text=text: xt.redistribute(x, text, mesh), block, rounds)
             try:
-                ends = [xt.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
+                ends = [xt.dtensor.to_placements(end, mesh, (16, 8)) for end in (src, dst)]
                 row["DTensor"] = _both(lambda x, ends=ends: _placed(x, mesh, *ends), block, rounds)
-            except (xs.PlanError, NotImplementedError, RuntimeError):
+            except (xs.errors.PlanError, NotImplementedError, RuntimeError):
                 pass  # DTensor has no placements for halos, zigzag, and partial sums made from replicas
             rows.append(row)
         out, block = torch.empty(16, 8, device=device), torch.ones(4, 8, device=device)

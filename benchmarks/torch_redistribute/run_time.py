@@ -130,8 +130,8 @@ def _ways(case: Case, profile: str) -> dict[str, Callable[[], Tensor]]:
 
 def dtensor_way(case: Case, mesh: DeviceMesh, block: Tensor) -> Callable[[], Tensor] | None:
     try:
-        placed, target = (xt.to_placements(end, mesh, case.shape) for end in (case.src, case.dst))
-    except xs.PlanError:
+        placed, target = (xt.dtensor.to_placements(end, mesh, case.shape) for end in (case.src, case.dst))
+    except xs.errors.PlanError:
         return None
     strides = torch.empty(case.shape, device="meta").stride()
     x = DTensor.from_local(block, mesh, placed, run_check=False, shape=torch.Size(case.shape), stride=strides)

@@ -77,7 +77,7 @@ forward, backward
 # %%
 try:
     xs.plan("b s/cq c -> b s c", mesh, shape=(4, 8, 4))
-except xs.NotationError as error:
+except xs.errors.NotationError as error:
     print(error)
 
 # %% [markdown]

@@ -15,6 +15,7 @@
 import numpy as np
 
 import xshard as xs
+from xshard.layout.block_rows import output_dim
 
 mesh, n = xs.Mesh(sp=4), 16
 image = np.zeros((n, 3), int)
@@ -81,7 +82,7 @@ home[:, 0]
 # %%
 strided = "h/sp:window(k=3,s=2,p=1)"
 xs.show(strided, mesh, (n,))
-xs.output_dim(xs.Layout.parse(strided).dims[0], n, (4,))
+output_dim(xs.Layout.parse(strided).dims[0], n, (4,))
 
 # %% [markdown]
 # In torch and JAX: [see my neighbours' rows](../recipes/halo.md); whole networks: [layers on cut

@@ -120,4 +120,4 @@ if __name__ == "__main__":
     if kind == "single":
         single(n_steps)
     else:
-        xt.run_ranks(layouts.MESH.n_devices, sharded, n_steps)
+        xt.testing.run_ranks(layouts.MESH.n_devices, sharded, n_steps)

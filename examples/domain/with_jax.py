@@ -26,8 +26,9 @@ from domain.data import (
     initial_weights,
     photographs,
 )
-from jax_bridge import redistribute, to_named_sharding
+from jax_bridge import redistribute
 from jax_bridge.nn import Placed, conv_general_dilated, group_norm, interpolate, max_pool, place
+from jax_bridge.specs import to_named_sharding
 
 Weights = dict[str, jax.Array]
 SHAPE = (2, 3, HEIGHT, WIDTH)

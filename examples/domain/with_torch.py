@@ -134,4 +134,4 @@ if __name__ == "__main__":
     if kind == "single":
         single(where, n_steps)
     else:
-        xt.run_ranks(MESH.n_devices, sharded, where, n_steps)
+        xt.testing.run_ranks(MESH.n_devices, sharded, where, n_steps)

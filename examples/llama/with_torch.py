@@ -19,7 +19,7 @@ from xshard import reference
 
 def train(schemes: Sequence[Scheme], steps: int) -> list[Run]:
     """One training run per scheme, on one process per device."""
-    by_rank = xt.run_ranks(schemes[0].mesh.n_devices, _train_all, schemes, steps)
+    by_rank = xt.testing.run_ranks(schemes[0].mesh.n_devices, _train_all, schemes, steps)
     return [_whole(scheme, runs) for scheme, runs in zip(schemes, zip(*by_rank, strict=True), strict=True)]
 
 

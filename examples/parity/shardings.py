@@ -12,7 +12,8 @@ where it is used. One question decides its tag: over which axes is the work spli
 So no gradient is reduced or scaled by hand, and training matches that on a single device.
 """
 
-from xshard import Layout, Mesh, parse_expression
+from xshard import Layout, Mesh
+from xshard.layout.layout import parse_expression
 
 MESH = Mesh(dp=2, sp=2)
 

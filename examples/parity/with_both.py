@@ -16,6 +16,7 @@ from torch import Tensor
 
 import torch_bridge as xt
 from jax_bridge import torch_interop
+from jax_bridge.torch_interop import from_jax
 from parity import shardings, with_jax, with_torch
 
 TOKENS = "b/dp s/sp d"
@@ -31,7 +32,7 @@ def train(steps: int) -> None:
     mesh = jax.make_mesh(shardings.MESH.sizes, shardings.MESH.axes)
     cut = jax.P("dp", "sp")
     attention = jax.shard_map(with_jax.attention, mesh=mesh, in_specs=(cut, jax.P(), jax.P()), out_specs=cut)
-    in_jax = xt.from_jax(attention, (TOKENS, MATRIX, MATRIX), TOKENS, mesh)
+    in_jax = from_jax(attention, (TOKENS, MATRIX, MATRIX), TOKENS, mesh)
 
     def attend(x: Tensor, w_qkv: Tensor, w_out: Tensor, move: with_torch.Move) -> Tensor:
         return in_jax(x, move(w_qkv, ONE_VALUE), move(w_out, ONE_VALUE))
@@ -42,4 +43,4 @@ def train(steps: int) -> None:
 if __name__ == "__main__":
     # Forked from a server that has imported both frameworks and run nothing: importing them once is enough.
     multiprocessing.set_forkserver_preload(["jax_bridge.torch_interop", "parity.with_torch"])
-    xt.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")
+    xt.testing.run_ranks(shardings.MESH.n_devices, train, int(sys.argv[1]), start_method="forkserver")

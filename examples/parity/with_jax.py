@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from support.runs import report
 
-from jax_bridge import redistribute, to_named_sharding
+from jax_bridge import redistribute
+from jax_bridge.specs import to_named_sharding
 from parity import shardings
 from parity.data import LEARNING_RATE, MOMENTUM, N_HEADS, N_LAYERS, batches, digits, initial_weights
 from xshard import Layout

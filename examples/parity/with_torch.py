@@ -117,4 +117,4 @@ if __name__ == "__main__":
     if kind == "single":
         single(n_steps)
     else:
-        xt.run_ranks(shardings.MESH.n_devices, sharded, n_steps)
+        xt.testing.run_ranks(shardings.MESH.n_devices, sharded, n_steps)

@@ -24,7 +24,7 @@ class Versions:
     """The versions that this rank has, by their numbers, and the error of one that was lost."""
 
     def __init__(self, port: int) -> None:
-        self.subscriber = xt.Subscriber(store=dist.TCPStore("127.0.0.1", port), **ENDS)
+        self.subscriber = xt.live.Subscriber(store=dist.TCPStore("127.0.0.1", port), **ENDS)
         self.arrived: dict[int, Any] = {}
         self.bytes, self.lost = 0, ""
 
@@ -35,7 +35,7 @@ class Versions:
                 if self.subscriber.receive(wait_s=1.0, progress=self.count):
                     tree = self.subscriber.tree
                     self.arrived[int(tree["number"])] = tree
-            except xt.LostVersionError as error:
+            except xt.live.LostVersionError as error:
                 self.lost = str(error)
 
     def count(self, done: int, total: int) -> None:
@@ -81,4 +81,4 @@ def serve(port: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    xt.run_ranks(SERVER.n_devices, serve, *map(int, sys.argv[1:]))
+    xt.testing.run_ranks(SERVER.n_devices, serve, *map(int, sys.argv[1:]))

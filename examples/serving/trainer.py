@@ -23,7 +23,7 @@ def train(port: int, last: int, first: int, kill: int) -> None:
         name: torch.from_numpy(reference.scatter(x.numpy(), "o/fsdp i", TRAINER)[dist.get_rank()].copy())
         for name, x in initial().items()
     }
-    publisher = xt.Publisher(store=dist.TCPStore("127.0.0.1", port), **ENDS)
+    publisher = xt.live.Publisher(store=dist.TCPStore("127.0.0.1", port), **ENDS)
     for number in range(1, last + 1):
         for step in range(STEPS):
             weights = trained(weights, window(number * STEPS + step))
@@ -58,8 +58,8 @@ def trained(weights: dict[str, Tensor], characters: Tensor) -> dict[str, Tensor]
 
 if __name__ == "__main__":
     try:
-        xt.run_ranks(TRAINER.n_devices, train, *map(int, sys.argv[1:]))
-    except xt.RankError as error:
+        xt.testing.run_ranks(TRAINER.n_devices, train, *map(int, sys.argv[1:]))
+    except xt.testing.RankError as error:
         if "SIGKILL" not in str(error):
             raise
         sys.exit(KILLED)

@@ -18,15 +18,15 @@ from jax.sharding import Sharding as JaxSharding
 
 from jax_bridge.arrays.given import brought, found_elsewhere, free_mesh, is_on
 from jax_bridge.arrays.order import check_order, order_of, stored_rows
-from jax_bridge.arrays.partition_spec import from_partition_spec, storage_layout, to_named_sharding
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.keys import are_keys, as_words
 from jax_bridge.planning import plan_here, with_entry_type
 from jax_bridge.redistribution import carry_out
-from xshard import Layout, MeshError, Profile, ShapeError, Sharding
+from jax_bridge.specs import from_partition_spec, storage_layout, to_named_sharding
+from xshard import Layout, Profile, Sharding
 from xshard import Mesh as AxisSizes
-from xshard.errors import located
+from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.block_rows import inferred_length
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, Shard, mark_errors

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jax_bridge.arrays.given import brought, check_given_mesh, check_sharding, free_mesh, mesh_here, mesh_of
 from jax_bridge.arrays.order import check_order, remember
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.program import LOG, check_even
 from jax_bridge.einsum import (
@@ -34,10 +33,12 @@ from jax_bridge.keys import are_keys
 from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
 from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
-from xshard import ContractionPlan, DtypeError, Profile
+from jax_bridge.specs import storage_layout, to_named_sharding
+from xshard import ContractionPlan, Profile
 from xshard.contractions.blocks import Shapes, check_operands
 from xshard.contractions.expression import shapes_of, whole_lengths
 from xshard.contractions.ring import NEVER
+from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 

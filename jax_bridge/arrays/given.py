@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.planning import axis_span, free_axes, xshard_mesh
 from jax_bridge.versions import unreduced_kind, with_sharding
-from xshard import Layout, MeshError, ShapeError, XshardError
+from xshard import Layout, XshardError
 from xshard import Mesh as AxisSizes
+from xshard.errors import MeshError, ShapeError
 
 
 def free_mesh(mesh: Mesh, axes: Sequence[str], text: str) -> AxisSizes:

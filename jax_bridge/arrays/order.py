@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from jax_bridge.planning import AnyMesh, xshard_mesh
-from xshard import Layout, MeshError, ShapeError, Sharding
+from xshard import Layout, Sharding
 from xshard.environment import is_on
+from xshard.errors import MeshError, ShapeError
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
 

@@ -18,11 +18,11 @@ from jax_bridge.arrays.border import held, where
 from jax_bridge.arrays.given import found_elsewhere, free_mesh, is_on
 from jax_bridge.arrays.leaves import is_array, is_layout, of_each
 from jax_bridge.arrays.order import check_order, remember, stored_rows
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.keys import are_keys
 from jax_bridge.planning import check_dtype, jax_mesh
+from jax_bridge.specs import storage_layout, to_named_sharding
 from xshard import Layout, Profile, Rules, Sharding
 from xshard.errors import located
 from xshard.plans.expression import sides_or_one

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.autodiff.primitive import batch_dim, batched
 from jax_bridge.mesh.axis_types import as_reduced, as_unreduced
 from jax_bridge.planning import free_axes
 from jax_bridge.redistribution import redistribute
+from jax_bridge.specs import storage_layout, to_named_sharding
 from jax_bridge.versions import Batch, linear_primitive, with_sharding
-from xshard import MeshError, Plan, planner
+from xshard import Plan, planner
+from xshard.errors import MeshError
 
 Mesh = JaxMesh | AbstractMesh
 

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax_bridge.arrays.given import check_given_mesh, free_mesh
 from jax_bridge.arrays.primitive import Mesh, ends, move
 from jax_bridge.planning import check_given
-from xshard import Plan, Profile, ShapeError, Sharding, planner
-from xshard.errors import located
+from xshard import Plan, Profile, Sharding, planner
+from xshard.errors import ShapeError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides

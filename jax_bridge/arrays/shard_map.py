@@ -22,9 +22,9 @@ from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.primitive import Mesh
 from jax_bridge.planning import as_array, free_axes, jax_mesh
-from xshard import NotationError, Profile, XshardError
+from xshard import Profile, XshardError
 from xshard.arguments import shown
-from xshard.errors import located
+from xshard.errors import NotationError, located
 from xshard.layout.layout import parse_signature
 from xshard.plans.expression import sides_or_one
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.mesh.axis_types import axis_size
-from jax_bridge.ops import Grad, all_gather, reduce_from
+from jax_bridge.ops import Grad, all_gather, all_reduce
 from jax_bridge.redistribution import redistribute
 from xshard import compat
 from xshard.ops import Axes
@@ -108,7 +108,7 @@ def _reduced(x: jax.typing.ArrayLike, axis: Axes | None, *, mean: bool) -> jax.A
     if axis is None:
         return block
     wide = _ADDED_AS.get(block.dtype.name)
-    total = reduce_from(block if wide is None else block.astype(wide), axis)
+    total = all_reduce(block if wide is None else block.astype(wide), axis, grad="replicated")
     if mean:
         total = total / axis_size(axis)
     return total if wide is None else total.astype(block.dtype)

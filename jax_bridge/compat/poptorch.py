@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from jax_bridge.mesh.axis_types import axis_size
-from jax_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
+from jax_bridge.ops import all_gather, all_reduce, all_to_all, copy_to
 from xshard import compat
 from xshard.ops import Axes
 
@@ -37,7 +37,7 @@ def all_reduce_cross_replica_sum(x: jax.Array, axis: Axes, insert_in_grad_graph:
     insert_in_grad_graph: the reverse: x passes unchanged, its gradient is summed. With types x must then be
     invariant along the axis.
     """
-    return (copy_to if insert_in_grad_graph else reduce_from)(x, axis)
+    return copy_to(x, axis) if insert_in_grad_graph else all_reduce(x, axis, grad="replicated")
 
 
 def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:

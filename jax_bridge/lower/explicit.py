@@ -14,7 +14,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_bridge.versions import cuts_of
-from xshard import Plan, ShapeError
+from xshard import Plan
+from xshard.errors import ShapeError
 
 
 def explicit_axes(x: jax.Array) -> frozenset[str]:

@@ -19,8 +19,9 @@ from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.nn.ring import Blocks, ring
 from jax_bridge.planning import AnyMesh, as_array, check_block_here, machine_here
 from jax_bridge.redistribution import redistribute
-from xshard import DtypeError, Layout, Profile, Sharding
+from xshard import Layout, Profile, Sharding
 from xshard.contractions.attention import chosen
+from xshard.errors import DtypeError
 from xshard.nn import attention as core
 from xshard.nn.attention import AUTO, RING, SEQUENCE
 from xshard.plans.expression import whole_shape

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_bridge.nn.placed import Placed
 from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
-from xshard import ShapeError
+from xshard.errors import ShapeError
 
 Padding = str | Sequence[tuple[int, int]]
 

@@ -16,7 +16,8 @@ from jax import lax
 from jax_bridge.nn.placed import Placed
 from jax_bridge.ops import all_reduce
 from jax_bridge.redistribution import redistribute
-from xshard import Layout, ShapeError
+from xshard import Layout
+from xshard.errors import ShapeError
 from xshard.notation.parser import Dim
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax_bridge.lower.row_tables import without_padding
 from jax_bridge.planning import AnyMesh, block_sharding_here
 from jax_bridge.redistribution import redistribute
-from xshard import Layout, PlanError, Sharding
+from xshard import Layout, Sharding
+from xshard.errors import PlanError
 from xshard.notation.parser import Dim
 
 

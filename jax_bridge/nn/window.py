@@ -16,8 +16,8 @@ import numpy as np
 
 from jax_bridge.lower.row_tables import VOID, Table, pick
 from jax_bridge.nn.placed import Placed
-from xshard import PlanError, ShapeError, output_dim
-from xshard.layout.block_rows import window_outputs
+from xshard.errors import PlanError, ShapeError
+from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.runs import unrolled
 from xshard.nn.receptive_fields import dilated_field
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window

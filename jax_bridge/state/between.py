@@ -18,12 +18,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.order import remember
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.lower.transfer import AXIS, Taken, Wanted, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
-from xshard import Mesh, Plan, Stage
+from jax_bridge.specs import storage_layout, to_named_sharding
+from xshard import Mesh, Plan
 from xshard.layout.runs import Segment, merged_segments, row_numbers
+from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
 from xshard.state import ArrayPlan, Side
 from xshard.state.parts import CutPart, part_of

@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from jax_bridge.arrays.border import held
 from jax_bridge.arrays.leaves import is_array, is_layout, of_each
 from jax_bridge.arrays.order import remember
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
+from jax_bridge.specs import storage_layout, to_named_sharding
 from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
-from xshard import MeshError, Profile, Rules, load_profile
+from xshard import Profile, Rules, load_profile
 from xshard.dtypes import carrier, n_bytes, numpy_dtype
-from xshard.errors import located
+from xshard.errors import MeshError, located
 from xshard.state import Names
 from xshard.state.files import Checkpoint, Load, open_checkpoint, plan_load, read_block
 from xshard.state.files import verify as compare_checksums

@@ -16,7 +16,7 @@ import tensorstore
 from etils import epath
 from numpy.typing import NDArray
 
-from jax_bridge.arrays.partition_spec import from_partition_spec
+from jax_bridge.specs import from_partition_spec
 from xshard import Mesh, XshardError
 from xshard.dtypes import name_of
 from xshard.rules import leaf_name

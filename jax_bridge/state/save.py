@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import order_of
-from jax_bridge.arrays.partition_spec import from_partition_spec
 from jax_bridge.arrays.place import place
 from jax_bridge.keys import are_keys
 from jax_bridge.planning import xshard_mesh
+from jax_bridge.specs import from_partition_spec
 from jax_bridge.state.between import blocks_of
 from jax_bridge.state.processes import together
-from xshard import DtypeError, Layout, Mesh, MeshError, Sharding, XshardError
+from xshard import Layout, Mesh, Sharding, XshardError
 from xshard.dtypes import carrier, name_of, recast
-from xshard.errors import located
+from xshard.errors import DtypeError, MeshError, located
 from xshard.rules import named_once, place_of
 from xshard.state import Names
 from xshard.state.files import Saving, Source, plan_save, save_blocks

@@ -20,15 +20,15 @@ from jax_bridge.arrays.border import where
 from jax_bridge.arrays.given import are_the_same, mesh_of
 from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import check_order, remember
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.arrays.place import place
 from jax_bridge.arrays.program import check_even
 from jax_bridge.keys import are_keys, as_words
 from jax_bridge.mesh.machine import machine
 from jax_bridge.planning import jax_mesh, xshard_mesh
+from jax_bridge.specs import storage_layout, to_named_sharding
 from jax_bridge.state.between import Held, all_devices, assembled, blocks_of, carried
-from xshard import Layout, MeshError, Profile, Rules, ShapeError, Sharding, XshardError
-from xshard.errors import located
+from xshard import Layout, Profile, Rules, Sharding, XshardError
+from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one

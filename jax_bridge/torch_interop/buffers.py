@@ -21,7 +21,8 @@ from torch.utils.dlpack import from_dlpack
 
 from jax_bridge.torch_interop.read_only_tensor import ReadOnlyTensor, unwrapped
 from torch_bridge.testing.arrays import array_of
-from xshard import DtypeError, XshardError
+from xshard import XshardError
+from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 
 LOG = logging.getLogger("xshard.interop")

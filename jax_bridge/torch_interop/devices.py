@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from jax_bridge.planning import xshard_mesh
 from jax_bridge.state.between import all_devices
 from torch_bridge.mesh.process_mesh import mesh_of
-from xshard import Mesh, MeshError
+from xshard import Mesh
+from xshard.errors import MeshError
 
 # JAX's names of platforms -> torch's names of kinds of devices.
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "cuda"}

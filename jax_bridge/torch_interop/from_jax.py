@@ -26,7 +26,8 @@ from jax_bridge.torch_interop.to_jax import prepare_to_jax
 from jax_bridge.torch_interop.to_torch import prepare_to_torch
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of
-from xshard import Layout, MeshError
+from xshard import Layout
+from xshard.errors import MeshError
 
 Group = list[Tensor]  # one tensor for each device of this process
 OPTIONS = Options()

@@ -13,13 +13,14 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jax_bridge.arrays.partition_spec import storage_layout, to_named_sharding
 from jax_bridge.mesh.machine import machine as jax_machine
+from jax_bridge.specs import storage_layout, to_named_sharding
 from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Machines, Profiles, Route, find_route, torch_refuses
 from torch_bridge.mesh.machine import machine as torch_machine
-from xshard import Layout, ShapeError, Sharding, XshardError
+from xshard import Layout, Sharding, XshardError
+from xshard.errors import ShapeError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides_or_one, whole_shape

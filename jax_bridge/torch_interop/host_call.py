@@ -24,7 +24,8 @@ from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.handover import named
 from jax_bridge.versions import host_callback
-from xshard import Plan, ShapeError
+from xshard import Plan
+from xshard.errors import ShapeError
 
 Flat = Callable[..., Sequence[Tensor]]  # tensors -> tensors
 

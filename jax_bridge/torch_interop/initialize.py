@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from jax_bridge.torch_interop.devices import check_processes
-from xshard import MeshError
+from xshard.errors import MeshError
 
 # XLA:CPU runs a program's devices, collectives and callbacks in one pool of threads, which wait for each
 # other: with too few threads it deadlocks.

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import torch.distributed as dist
 from torch import Tensor
 
-from jax_bridge.arrays.partition_spec import storage_layout, to_partition_spec
 from jax_bridge.arrays.program import check_even, make_program
+from jax_bridge.specs import storage_layout, to_partition_spec
 from jax_bridge.state.between import Blocks, Held, alone, carried, on_mesh, plan_mesh
 from jax_bridge.torch_interop.devices import Ends
 from torch_bridge.between import redistribute_between
-from xshard import Layout, Plan, PlanError, Profile, XshardError, plan
+from xshard import Layout, Plan, Profile, XshardError, plan
+from xshard.errors import PlanError
 
 SIDES = ("torch", "jax")
 AnyProfile = str | Path | Profile

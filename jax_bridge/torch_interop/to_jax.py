@@ -17,7 +17,8 @@ from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, e
 from jax_bridge.torch_interop.handover import Arrangement, Options
 from jax_bridge.torch_interop.route import by_jax, by_torch
 from torch_bridge.dtensor.placements import local_of, whole_of
-from xshard import DtypeError, Layout, MeshError, ShapeError, XshardError
+from xshard import Layout, XshardError
+from xshard.errors import DtypeError, MeshError, ShapeError
 from xshard.plans.expression import Expression, sides_or_one
 
 

@@ -20,7 +20,8 @@ from jax_bridge.torch_interop.handover import Options
 from jax_bridge.torch_interop.route import by_jax, by_torch
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import to_placements
-from xshard import Layout, MeshError, ShapeError, XshardError
+from xshard import Layout, XshardError
+from xshard.errors import MeshError, ShapeError
 from xshard.plans.expression import Expression
 
 

@@ -14,6 +14,7 @@ from benchmarks import cases
 from benchmarks.planner import bounds, claims, traffic, values
 from benchmarks.planner.peers import collect, gspmd
 from tests.benchmarks.helpers import as_recorded, quick_run, recorded
+from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, Step
 
@@ -85,7 +86,7 @@ def test_bytes_that_cross_nodes(before: str, step: Step, crossing: int) -> None:
     ],
 )
 def test_bytes_that_must_cross_nodes(move: str, bound: int) -> None:
-    src, dst = xs.parse_expression(move)
+    src, dst = parse_expression(move)
     case = cases.Case("made up", xs.Mesh(node=2, gpu=8), (64,), "float32", src, dst)
     assert bounds.node_elements(case, 8).sum() == bound
 
@@ -103,7 +104,7 @@ def test_bytes_that_must_cross_nodes(move: str, bound: int) -> None:
     ],
 )
 def test_bytes_that_partial_sums_must_move(move: str, bound: int) -> None:
-    src, dst = xs.parse_expression(move)
+    src, dst = parse_expression(move)
     case = cases.Case("made up", xs.Mesh(a=2, b=2), (8,), "float32", src, dst)
     assert bounds.total_elements(case) == bound
 

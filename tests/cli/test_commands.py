@@ -278,7 +278,7 @@ def test_help_has_one_sentence_and_an_example_that_runs(command):
 def test_shapes_are_read():
     assert [parse_shape(text) for text in ("", "3", " 2, 64 ,0")] == [(), (3,), (2, 64, 0)]
     for text in ("3,", "-1", "2x3"):
-        with pytest.raises(xs.ShapeError):
+        with pytest.raises(xs.errors.ShapeError):
             parse_shape(text)
 
 

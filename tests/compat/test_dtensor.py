@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import torch_bridge as xt
 from tests.torch_bridge.helpers import RECENT, error_of, on_ranks, on_threads, still_connected
 from torch_bridge.testing.byte_counter import Meter
+from xshard import errors
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 P, MEAN, MAX, MIN = Partial("sum"), Partial("avg"), Partial("max"), Partial("min")
@@ -525,13 +526,13 @@ def test_what_is_refused() -> None:
     ]
     for (kind, text), (wanted, part) in zip(first, expected, strict=True):
         assert kind == wanted and part in text, text
-    assert all(issubclass(getattr(xt, kind, ValueError), ValueError) for kind, _ in first)
+    assert all(issubclass(getattr(errors, kind, ValueError), ValueError) for kind, _ in first)
 
 
 @pytest.mark.parametrize("placement", [S0, R, P])
 def test_helpers_can_fail(placement: Placement) -> None:
     """A block with one wrong element is not the array."""
-    with pytest.raises(xt.RankError, match="AssertionError"):
+    with pytest.raises(xt.testing.RankError, match="AssertionError"):
         on_ranks(2, _one_wrong_element, placement)
 
 

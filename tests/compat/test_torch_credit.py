@@ -102,7 +102,7 @@ def _batches() -> None:
     assert mine["index"] is batch["index"] and mine["name"] == "a"
     kind, text = error_of(lambda: compat.shard_tensor(torch.ones(1, 1, 5, 4)))
     assert kind == "ShapeError" and "the length 5 is not divisible by 2" in text and "uneven=True" in text
-    assert issubclass(xs.ShapeError, ValueError)
+    assert issubclass(xs.errors.ShapeError, ValueError)
     # Both gradients of a gather: addends, or one and the same.
     for grad, wanted in (("sum", 3.0), ("replicated", 1.0 + rank)):
         leaf = mine["x"].clone().requires_grad_()

@@ -190,7 +190,7 @@ def _conventions() -> None:
     x = torch.ones(1, requires_grad=True)
     for y, wanted in (
         (compat.all_reduce_sum_grad(x), weight),
-        (xt.all_reduce(x, "dp", xs.Mesh(dp=N), grad="sum"), 11.0),
+        (xt.ops.all_reduce(x, "dp", xs.Mesh(dp=N), grad="sum"), 11.0),
     ):
         (gradient,) = torch.autograd.grad(y, x, torch.tensor([weight]))
         assert gradient.tolist() == [wanted]
@@ -230,7 +230,7 @@ def test_groups_of_replicas_and_what_is_refused() -> None:
             strict=True,
         ):
             assert kind == wanted and part in text
-            assert issubclass(getattr(xs, kind), ValueError)
+            assert issubclass(getattr(xs.errors, kind), ValueError)
 
 
 def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:

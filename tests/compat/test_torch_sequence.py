@@ -227,7 +227,7 @@ def test_refused_on_every_rank_before_anything_is_sent(
     name: str, refusals: list[dict[str, tuple[str, str]]]
 ) -> None:
     _, kind, parts = REFUSED[name]
-    assert issubclass(getattr(xs, kind), ValueError)  # what users of the originals catch
+    assert issubclass(getattr(xs.errors, kind), ValueError)  # what users of the originals catch
     for found in refusals:
         assert found[name][0] == kind, found[name]
         for part in parts:

@@ -125,9 +125,9 @@ def test_limits():
     plan = planned(expression, mesh)
     smaller = planned(expression, mesh, memory_limit=plan.peak_bytes - 1)
     assert smaller.peak_bytes < plan.peak_bytes and smaller.cost >= plan.cost
-    with pytest.raises(xs.PlanError, match="the least of those weighed is"):
+    with pytest.raises(xs.errors.PlanError, match="the least of those weighed is"):
         planned(expression, mesh, memory_limit=1000)
-    with pytest.raises(xs.PlanError, match="every way takes more than 1000 operations"):
+    with pytest.raises(xs.errors.PlanError, match="every way takes more than 1000 operations"):
         planned(expression, mesh, flops_limit=1000)
 
 
@@ -156,7 +156,7 @@ def test_a_gather_or_a_reduce_scatter_may_run_in_rounds(expression, ring):
         assert planned(expression, mesh, overlap="auto", profile="bandwidth").parts[0].ring is None
         wrong = json.loads(always.to_json())
         wrong["parts"][0]["ring"][1] = "nothing"
-        with pytest.raises(xs.PlanError, match="can be a ring"):
+        with pytest.raises(xs.errors.PlanError, match="can be a ring"):
             xs.ContractionPlan.from_json(json.dumps(wrong))
 
 
@@ -212,9 +212,9 @@ def test_wrong_lengths_are_marked(case):
 
 
 def test_what_is_wrong_with_a_text_comes_before_what_its_options_are_for():
-    with pytest.raises(xs.NotationError, match="dim 'a' is named twice"):
+    with pytest.raises(xs.errors.NotationError, match="dim 'a' is named twice"):
         xs.plan("a a -> a", xs.Mesh(tp=2), sizes={"a": 4})
-    with pytest.raises(xs.ShapeError, match="sizes and flops_limit are for contractions"):
+    with pytest.raises(xs.errors.ShapeError, match="sizes and flops_limit are for contractions"):
         xs.plan("a b -> b a/tp", xs.Mesh(tp=2), sizes={"a": 4, "b": 4})
 
 

@@ -109,7 +109,7 @@ def test_replicas_in_place_of_copies_would_have_wrong_gradients():
     mesh, names = xs.Mesh(a=2), ("i", "j")
     x, w = xs.Layout.parse("i k | copy(a)"), xs.Layout.parse("k j/a")
     check(mesh, [x, w], names, 0)
-    with pytest.raises(xs.PlanError, match="cuts 'j', which this operand lacks"):
+    with pytest.raises(xs.errors.PlanError, match="cuts 'j', which this operand lacks"):
         local_type([xs.Layout.parse("i k"), w], names, "i k, k j/a -> i j")
     rng = np.random.default_rng(0)
     blocks = [oracle.random_blocks(layout, mesh, shape_of(layout), rng) for layout in (x, w)]
@@ -139,10 +139,10 @@ FAMOUS = {
 def test_schemes(expression):
     mesh = xs.Mesh(dp=2, tp=4)
     if FAMOUS[expression] is None:
-        with pytest.raises(xs.PlanError):
-            xs.einsum_type(expression, mesh)
+        with pytest.raises(xs.errors.PlanError):
+            xs.contractions.einsum_type(expression, mesh)
     else:
-        assert str(xs.einsum_type(expression, mesh)) == FAMOUS[expression]
+        assert str(xs.contractions.einsum_type(expression, mesh)) == FAMOUS[expression]
 
 
 REFUSED = """
@@ -217,5 +217,5 @@ PlanError: the local contraction gives 'b f | sum(tp)' in
 def test_errors_say_which_move_makes_it_one(expected):
     text = expected.splitlines()[1].strip()[1:-1]
     with pytest.raises(xs.XshardError) as caught:
-        xs.einsum_type(text, xs.Mesh(dp=2, tp=4))
+        xs.contractions.einsum_type(text, xs.Mesh(dp=2, tp=4))
     assert f"{type(caught.value).__name__}: {caught.value}" == expected

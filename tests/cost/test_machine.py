@@ -39,7 +39,7 @@ def test_nodes_are_as_large_as_the_launcher_says():
     assert machine_of("gloo", 4) == xs.load_profile("gloo:4") and machine_of("gloo", None).name == "gloo"
     assert machine_of("TPU v6e", 4) == xs.load_profile("tpu_v6e"), "it has one kind of link"
     for wrong in ("h100:0", "h100:x", "tpu_v6e:4"):
-        with pytest.raises(xs.ProfileError, match="'h100:4' has nodes of 4"):
+        with pytest.raises(xs.errors.ProfileError, match="'h100:4' has nodes of 4"):
             xs.load_profile(wrong)
 
 
@@ -66,7 +66,7 @@ def test_what_overrides_what(monkeypatch):
             assert planned().profile.name == "gloo"
         assert planned().profile == machine
     assert planned().profile.name == "a100:4"
-    with pytest.raises(xs.ProfileError, match="no profile 'abacus'"), xs.use_profile("abacus"):
+    with pytest.raises(xs.errors.ProfileError, match="no profile 'abacus'"), xs.use_profile("abacus"):
         pass
 
 

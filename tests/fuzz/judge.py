@@ -246,4 +246,4 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
         return src.names != dst.names and any(end.fill for _, end in ends)
     if "order of dims changes" in error.reason:
         return src.names != dst.names and any(end.kind == "pole" and not end.dim for _, end in ends)
-    return isinstance(error, xs.DtypeError) and chain.dtype not in ("float64", "float32", "complex64")
+    return isinstance(error, xs.errors.DtypeError) and chain.dtype not in ("float64", "float32", "complex64")

@@ -214,21 +214,21 @@ def test_errors_of_the_function_keep_their_message() -> None:
 def test_what_is_refused_when_it_is_traced() -> None:
     mesh = jax_mesh(a=2)
     for fn, ins, outs, kind, message in (
-        (torch.sin, "n/b", "n", xs.NotationError, "unknown mesh axis 'b' in\n    'n/b'"),
-        (torch.sin, "n/a", "n/a", xs.ShapeError, "no uneven blocks"),
-        (torch.argmax, "n", "...", xs.DtypeError, "is torch.int64, which JAX would make int32"),
+        (torch.sin, "n/b", "n", xs.errors.NotationError, "unknown mesh axis 'b' in\n    'n/b'"),
+        (torch.sin, "n/a", "n/a", xs.errors.ShapeError, "no uneven blocks"),
+        (torch.argmax, "n", "...", xs.errors.DtypeError, "is torch.int64, which JAX would make int32"),
         (lambda x: 3, "n", "...", xs.XshardError, "returns int"),
         (torch.sin, ("n", "n"), "n", xs.XshardError, "in_layouts .* do not fit"),
     ):
         with pytest.raises(kind, match=message):
             from_torch(fn, ins, outs, mesh)(jnp.ones(3))
-    with pytest.raises(xs.DtypeError, match="torch has no int4"):
+    with pytest.raises(xs.errors.DtypeError, match="torch has no int4"):
         from_torch(torch.sin, "n", "n", mesh)(jnp.ones(4, "int4"))
 
 
 MANY_DEVICES = """
 import jax, jax.numpy as jnp, torch
-from jax_bridge import from_torch
+from jax_bridge.torch_interop import from_torch
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -81,7 +81,7 @@ def test_a_copy_that_cannot_be_avoided_has_a_reason(why) -> None:
 
 @on_gpu
 def test_a_tensor_on_the_host_stays_there() -> None:
-    with pytest.raises(xs.MeshError, match="the tensor is on cpu, JAX's mesh has cuda:0"):
+    with pytest.raises(xs.errors.MeshError, match="the tensor is on cpu, JAX's mesh has cuda:0"):
         to_jax(torch.arange(64.0), "n/a", jax_mesh(a=1))
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("a",))
     assert memory(to_jax(x := torch.arange(64.0), "n/a", mesh)) == memory(x)

@@ -55,7 +55,7 @@ def test_memory_is_shared_and_bits_are_kept(dtype) -> None:
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @in_jax
 def test_what_jax_would_narrow_is_refused(dtype) -> None:
-    with pytest.raises(xs.DtypeError, match=r"which JAX would make \w+(32|64)"):
+    with pytest.raises(xs.errors.DtypeError, match=r"which JAX would make \w+(32|64)"):
         to_jax(torch.zeros(4, dtype=dtype), "n/a", jax_mesh(a=1))
 
 
@@ -231,7 +231,7 @@ def test_addends_and_copies_stand_on_explicit_axes() -> None:
     whole = jax.reshard(array, jax.NamedSharding(mesh, PartitionSpec("a")))
     assert np.asarray(whole).tolist() == [1.0] * 4 + [5.0] * 4
     assert memory(to_torch(array, "n/a | sum(b)")) == memory(blocks)
-    with pytest.raises(xs.MeshError, match="a mesh of Explicit axes only"):
+    with pytest.raises(xs.errors.MeshError, match="a mesh of Explicit axes only"):
         to_jax(blocks, "n/a | sum(b)", jax_mesh(a=2, b=2))
 
 
@@ -242,5 +242,5 @@ def test_the_side_with_the_cheaper_plan_moves() -> None:
     with logged() as lines:
         to_jax(blocks, "n/a d -> n d/a", jax_mesh(a=4))
     assert lines == ["jax moves the blocks first: n/a d -> n d/a"]
-    with pytest.raises(xs.PlanError, match=r"torch cannot bring .*\n  torch: no process group"):
+    with pytest.raises(xs.errors.PlanError, match=r"torch cannot bring .*\n  torch: no process group"):
         to_jax(blocks, "n/a d -> n d/a", jax_mesh(a=4), via="torch")

@@ -73,5 +73,5 @@ def test_processes_that_differ_are_refused() -> None:
 
 def test_without_processes_there_is_nothing_to_set_up(monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(xs.MeshError, match="start the program by torchrun"):
+    with pytest.raises(xs.errors.MeshError, match="start the program by torchrun"):
         initialize()

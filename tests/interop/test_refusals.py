@@ -76,14 +76,14 @@ def test_fake_tensors_and_meshes_without_devices() -> None:
         fake = torch.zeros(4)
     with pytest.raises(xs.XshardError, match=r"a FakeTensor of .* has no dense memory"):
         to_jax(fake, "n", jax_mesh(a=1))
-    with pytest.raises(xs.MeshError, match=r"AbstractMesh .* has no devices"):
+    with pytest.raises(xs.errors.MeshError, match=r"AbstractMesh .* has no devices"):
         to_jax(torch.zeros(4), "n", jax_mesh(a=1).abstract_mesh)
 
 
 @in_jax
 def test_devices_of_another_kind() -> None:
     """There are none here: a mesh that says it is of such."""
-    with mock.patch.object(Ends, "kind", "cuda"), pytest.raises(xs.MeshError) as caught:
+    with mock.patch.object(Ends, "kind", "cuda"), pytest.raises(xs.errors.MeshError) as caught:
         to_jax(torch.zeros(4), "n", jax_mesh(never_used_before=1))
     assert str(caught.value).startswith("the tensor is on cpu, JAX's mesh has ")
     assert "move the tensor: x.to('cuda')" in str(caught.value)
@@ -99,19 +99,19 @@ def test_arrays_that_do_not_fit() -> None:
     for layout, kind, message in (
         (
             "n d/a",
-            xs.ShapeError,
+            xs.errors.ShapeError,
             "the array is not sharded as 'n d/a' says in 'n d/a'\n  it has NamedSharding",
         ),
-        ("n/b d", xs.NotationError, "unknown mesh axis 'b'"),
-        ("n/a d | sum(b)", xs.NotationError, "unknown mesh axis 'b'"),
-        ("n/a", xs.ShapeError, "'n/a' has 1 dims, the array has 2"),
+        ("n/b d", xs.errors.NotationError, "unknown mesh axis 'b'"),
+        ("n/a d | sum(b)", xs.errors.NotationError, "unknown mesh axis 'b'"),
+        ("n/a", xs.errors.ShapeError, "'n/a' has 1 dims, the array has 2"),
     ):
         with pytest.raises(kind, match=message):
             to_torch(x, layout)
-    with pytest.raises(xs.MeshError, match="the array has no mesh: SingleDeviceSharding"):
+    with pytest.raises(xs.errors.MeshError, match="the array has no mesh: SingleDeviceSharding"):
         to_torch(jnp.zeros(3), "n")
     assert to_torch(jnp.zeros(3), "n", jax_mesh(a=1)).tolist() == [0, 0, 0]
-    with pytest.raises(xs.MeshError, match="a DTensor is on a DeviceMesh"):
+    with pytest.raises(xs.errors.MeshError, match="a DTensor is on a DeviceMesh"):
         to_torch(x, "n/a d", dtensor=True)
     with pytest.raises(xs.XshardError, match=r"ndarray is no jax.Array"):
         to_torch(x.__array__(), "n/a d")
@@ -126,7 +126,7 @@ def test_arrays_that_torch_cannot_read() -> None:
     with pytest.raises(xs.XshardError, match=r"is a tracer, float32\[8,6\].*\n.*jax_bridge.from_torch"):
         jax.jit(lambda x: to_torch(x, "n/a d"))(array())
     for made, name in ((jnp.zeros(4, "int4"), "int4"), (jax.random.split(jax.random.key(0), 4), r"key<fry>")):
-        with pytest.raises(xs.DtypeError, match=f"torch has no {name}"):
+        with pytest.raises(xs.errors.DtypeError, match=f"torch has no {name}"):
             to_torch(made, "n", jax_mesh(a=1))
 
 

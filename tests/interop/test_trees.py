@@ -68,13 +68,16 @@ def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
         "second": torch.zeros(3),
         "third": torch.zeros(3, dtype=torch.int64),
     }
-    for rules, kind in (({"second": "d/xx", "**": "..."}, xs.NotationError), ({"**": "..."}, xs.DtypeError)):
+    for rules, kind in (
+        ({"second": "d/xx", "**": "..."}, xs.errors.NotationError),
+        ({"**": "..."}, xs.errors.DtypeError),
+    ):
         with logged() as lines, pytest.raises(kind) as caught:
             to_jax(tree, rules, jax_mesh(tp=1))
         assert not lines  # the first would be copied
         assert str(caught.value).startswith(f"leaf '{'second' if 'second' in rules else 'third'}': ")
     arrays = {"a": jax.numpy.zeros(3)}
-    with pytest.raises(xs.MeshError, match="leaf 'a': the array has no mesh"):
+    with pytest.raises(xs.errors.MeshError, match="leaf 'a': the array has no mesh"):
         to_torch(arrays, {"**": "..."})
 
 

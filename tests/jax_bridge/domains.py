@@ -60,7 +60,7 @@ def on_devices(
 
     def apply(block, *parameters):
         if mode != "vma":
-            parameters = [xj.copy_to(p, source.layout.axes) for p in parameters]
+            parameters = [xj.ops.copy_to(p, source.layout.axes) for p in parameters]
         return layers(nn.place(block, layout, x.shape), *parameters)
 
     def forward(block, *parameters):

@@ -112,5 +112,5 @@ def test_a_ring_and_others_under_transformations() -> None:
     assert np.allclose(y, wanted_y, rtol=1e-12) and np.allclose(found, wanted, atol=1e-12)
     assert difference(case, mask, "auto", "vma", np.float32) < 1e-5
     q = jnp.ones((2, 19, 3, 6))
-    with pytest.raises(xs.ShapeError, match="3 heads of queries, 2 of keys"):
+    with pytest.raises(xs.errors.ShapeError, match="3 heads of queries, 2 of keys"):
         attended(Case(ROW, "b s h k", (3, 2)), mask, "ring", q, q[:, :, :2], q[:, :, :2])

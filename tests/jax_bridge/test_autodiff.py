@@ -87,8 +87,8 @@ def test_gradients_of_sums_and_their_duals() -> None:
     """y = sum of f(copy): the cotangent that reaches the replica is the sum over the devices."""
 
     def local(x):
-        mine = xj.copy_to(x, "a") * (1 + jax.lax.axis_index("a"))
-        return xj.reduce_from(mine, "a")
+        mine = xj.ops.copy_to(x, "a") * (1 + jax.lax.axis_index("a"))
+        return xj.ops.all_reduce(mine, "a", grad="replicated")
 
     total = jax.shard_map(local, mesh=mesh(), in_specs=P(), out_specs=P())
     assert np.array_equal(total(X), 10 * X)
@@ -100,7 +100,7 @@ def test_gradients_of_sums_and_their_duals() -> None:
 def test_gradients_of_extremes_go_to_the_winners_in_equal_shares(kind) -> None:
     values = np.array([[3, 1, 2, 5], [3, 1, 0, 4], [1, 1, 2, 5], [0, 1, 2, 5]], np.float32)
     found = jax.shard_map(
-        lambda x: xj.all_reduce(x[0], "a", op=kind, grad="replicated"),
+        lambda x: xj.ops.all_reduce(x[0], "a", op=kind, grad="replicated"),
         mesh=mesh(),
         in_specs=P("a"),
         out_specs=P(),

@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_a_single_device(name, mode) -> None:
     expected = jax.grad(lambda leaves: case.total(leaves, jnp.concatenate))(leaves)
     for move in (
         partial(xj.redistribute, expression=case.expression),
-        partial(getattr(xj, case.op), axis="a", **case.options),
+        partial(getattr(xj.ops, case.op), axis="a", **case.options),
     ):
 
         def gradient(x, move=move):

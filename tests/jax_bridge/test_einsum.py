@@ -278,7 +278,9 @@ def test_global_arrays() -> None:
     assert y.sharding == NamedSharding(mesh, P("dp", "tp")) and np.array_equal(y, X @ W)
     stored = xj.einsum("n/dp d, d f/tp -> n f/zigzag(tp)", x, w)
     assert np.array_equal(xj.reshard(stored, "n f/zigzag(tp) -> n f"), X @ W)
-    with pytest.raises(xs.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"):
+    with pytest.raises(
+        xs.errors.ShapeError, match="the rows of the array are stored as 'n f/zigzag\\(tp\\)'"
+    ):
         xj.einsum("n f/tp, d f/tp -> n d", stored, w)
     gathered = xj.einsum("n/dp d/tp, d/tp -> n/tp", X, W[:, 0], mesh=mesh, overlap="always", profile="h100")
     assert np.array_equal(gathered, X @ W[:, 0]), "a replica along dp, which no message of a round crosses"
@@ -364,15 +366,29 @@ PLAN = xs.plan(LAYOUTS, BOTH, sizes={"n": 64, "d": 8, "f": 16})
 SIZES = {"n": 64, "d": 8, "f": 16}
 # The expression, the shapes, options; the kind of error, what it says, and what it marks in the text.
 WRONG = [
-    ("n/dp d, d f -> n f g", [(64, 8), (8, 16)], {}, xs.NotationError, "in no operand", "g"),
-    ("n/cp d, d f -> n f", [(64, 8), (8, 16)], {}, xs.NotationError, "unknown mesh axis 'cp'", "cp"),
-    (LAYOUTS, [(64, 8)], {}, xs.ShapeError, "1 arrays for 2 operands", None),
-    (LAYOUTS, [(64, 8), (8, 16, 1)], {}, xs.ShapeError, "an array of 3 dims", "d f/tp"),
-    (LAYOUTS, [(64, 8), (4, 16)], {}, xs.ShapeError, "8 long in one operand and 4 in another", "d"),
-    (PLAN, [(64, 8), (8, 16)], {"dtype": "float16"}, xs.DtypeError, "float16, the plan is for float32", None),
-    (PLAN, [(64, 8), (8, 32)], {}, xs.ShapeError, "(8, 32), not (8, 16)", "d f/tp"),
-    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": {"n": 64, "d": 8}}, xs.ShapeError, "no length for dim 'f'", "f"),
-    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": SIZES | {"f": 20}}, xs.ShapeError, "(8, 16)", "d f/tp"),
+    ("n/dp d, d f -> n f g", [(64, 8), (8, 16)], {}, xs.errors.NotationError, "in no operand", "g"),
+    ("n/cp d, d f -> n f", [(64, 8), (8, 16)], {}, xs.errors.NotationError, "unknown mesh axis 'cp'", "cp"),
+    (LAYOUTS, [(64, 8)], {}, xs.errors.ShapeError, "1 arrays for 2 operands", None),
+    (LAYOUTS, [(64, 8), (8, 16, 1)], {}, xs.errors.ShapeError, "an array of 3 dims", "d f/tp"),
+    (LAYOUTS, [(64, 8), (4, 16)], {}, xs.errors.ShapeError, "8 long in one operand and 4 in another", "d"),
+    (
+        PLAN,
+        [(64, 8), (8, 16)],
+        {"dtype": "float16"},
+        xs.errors.DtypeError,
+        "float16, the plan is for float32",
+        None,
+    ),
+    (PLAN, [(64, 8), (8, 32)], {}, xs.errors.ShapeError, "(8, 32), not (8, 16)", "d f/tp"),
+    (
+        LAYOUTS,
+        [(64, 8), (8, 16)],
+        {"sizes": {"n": 64, "d": 8}},
+        xs.errors.ShapeError,
+        "no length for dim 'f'",
+        "f",
+    ),
+    (LAYOUTS, [(64, 8), (8, 16)], {"sizes": SIZES | {"f": 20}}, xs.errors.ShapeError, "(8, 16)", "d f/tp"),
 ]
 
 
@@ -386,7 +402,7 @@ def test_what_is_wrong_is_said_before_anything_is_compiled() -> None:
         assert reason in str(caught.value)
         span = caught.value.span
         assert (span and caught.value.text[slice(*span)]) == marked, str(caught.value)
-    with pytest.raises(xs.DtypeError, match="PRNG keys have no products"):
+    with pytest.raises(xs.errors.DtypeError, match="PRNG keys have no products"):
         xj.einsum("n/dp, n -> n", jax.random.split(jax.random.key(0), 8), jnp.ones(8), mesh=mesh)
 
 

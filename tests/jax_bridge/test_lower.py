@@ -18,6 +18,8 @@ from jax_bridge.lower.schedule import edge_colours, rounds
 from jax_bridge.testing.hlo import collectives
 from tests.cases import one_of_each
 from tests.jax_bridge.helpers import in_jax
+from xshard.layout.layout import parse_expression
+from xshard.plans.transfer import Transfer
 from xshard.runtimes.registry import RUNTIMES
 from xshard.runtimes.tasks import make_task, run_reference
 from xshard.runtimes.verdict import difference
@@ -84,10 +86,10 @@ def plans():
     for expression, mesh, shape, dtype in INTEGERS:
         yield xs.plan(expression, xs.Mesh.parse(mesh), shape, dtype)
     for expression, mesh, shape in EXCHANGES:
-        src, dst = xs.parse_expression(expression)
+        src, dst = parse_expression(expression)
         yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst),))
     for expression, mesh, shape in NEAR:
-        src, dst = xs.parse_expression(expression)
+        src, dst = parse_expression(expression)
         yield xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "float32", (Exchange(dst, 3),))
     yield from map(random_plan, range(12))
 
@@ -162,7 +164,7 @@ def test_the_program_moves_what_the_plan_says(outcomes, mode) -> None:
 
 
 def test_every_step_has_a_rule_and_runs_here() -> None:
-    steps = set(Step.registry.values()) - {xs.Transfer}  # between two meshes torch carries out the plan
+    steps = set(Step.registry.values()) - {Transfer}  # between two meshes torch carries out the plan
     assert not (missing := steps - set(RULES)), f"no rule in jax_bridge for {missing}"
     run = {type(step) for task in TASKS for step in task.plan.steps}
     run |= {type(s) for t in TASKS if t.plan.src.is_linear for s in t.plan.backward.steps}

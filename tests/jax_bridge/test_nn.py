@@ -422,7 +422,9 @@ def test_layers_in_a_row_under_jit_remat_and_scan(check_vma) -> None:
 
     def local(x, kernels):
         y = loss(nn.place(x, "n c h/sp"), kernels)
-        return xj.all_reduce((y.owned().block ** 2).sum(), "sp", grad="replicated" if check_vma else "sum")
+        return xj.ops.all_reduce(
+            (y.owned().block ** 2).sum(), "sp", grad="replicated" if check_vma else "sum"
+        )
 
     def whole(x, kernels):
         for kernel in kernels:

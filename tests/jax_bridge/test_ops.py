@@ -40,30 +40,29 @@ def error_of(local, x=X, **options) -> tuple[str, str]:
 
 # Each named op, the expression it stands for, and that of its gradient.
 NAMED = [
-    (partial(xj.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
-    (partial(xj.all_gather, dim=-1, axis="a", grad="replicated"), "d0 d1/a -> d0 d1"),
-    (partial(xj.all_gather, dim=0, axis=("b", "a"), grad="sum"), "d0/(b,a) d1 -> d0 d1 | copy(a,b)"),
-    (partial(xj.reduce_scatter, dim=1, axis="a"), "d0 d1 | sum(a) -> d0 d1/a"),
-    (partial(xj.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
-    (partial(xj.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
-    (partial(xj.all_reduce, axis="a", op="mean", grad="replicated"), "d0 d1 | mean(a) -> d0 d1"),
-    (partial(xj.all_to_all, split_dim=1, concat_dim=0, axis="b"), "d0/b d1 -> d0 d1/b"),
+    (partial(xj.ops.all_gather, dim=0, axis="a", grad="sum"), "d0/a d1 -> d0 d1 | copy(a)"),
+    (partial(xj.ops.all_gather, dim=-1, axis="a", grad="replicated"), "d0 d1/a -> d0 d1"),
+    (partial(xj.ops.all_gather, dim=0, axis=("b", "a"), grad="sum"), "d0/(b,a) d1 -> d0 d1 | copy(a,b)"),
+    (partial(xj.ops.reduce_scatter, dim=1, axis="a"), "d0 d1 | sum(a) -> d0 d1/a"),
+    (partial(xj.ops.reduce_scatter, dim=0, axis="b", op="max"), "d0 d1 | max(b) -> d0/b d1"),
+    (partial(xj.ops.all_reduce, axis="a", grad="sum"), "d0 d1 | sum(a) -> d0 d1 | copy(a)"),
+    (partial(xj.ops.all_reduce, axis="a", op="mean", grad="replicated"), "d0 d1 | mean(a) -> d0 d1"),
+    (partial(xj.ops.all_to_all, split_dim=1, concat_dim=0, axis="b"), "d0/b d1 -> d0 d1/b"),
     (
-        partial(xj.all_to_all, split_dim=1, concat_dim=0, axis="a", concat_order="zigzag"),
+        partial(xj.ops.all_to_all, split_dim=1, concat_dim=0, axis="a", concat_order="zigzag"),
         "d0/zigzag(a) d1 -> d0 d1/a",
     ),
-    (partial(xj.slice, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
-    (partial(xj.slice, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
+    (partial(xj.ops.shard, dim=0, axis="a", grad="sum"), "d0 d1 | copy(a) -> d0/a d1"),
+    (partial(xj.ops.shard, dim=0, axis="a", grad="replicated"), "d0 d1 -> d0/a d1"),
     (
-        partial(xj.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
+        partial(xj.ops.halo_exchange, width=(1, 2), dim=1, axis="b", boundary="periodic"),
         "d0 d1/b -> d0 d1/b:halo(1,2,periodic)",
     ),
     (
-        partial(xj.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
+        partial(xj.ops.halo_exchange, width=2, dim=-1, axis=("b", "a"), boundary="edge,zero"),
         "d0 d1/(b,a) -> d0 d1/(b,a):halo(2,2,edge,zero)",
     ),
-    (partial(xj.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
-    (partial(xj.reduce_from, axis="a"), "d0 d1 | sum(a) -> d0 d1"),
+    (partial(xj.ops.copy_to, axis="a"), "d0 d1 -> d0 d1 | copy(a)"),
 ]
 
 
@@ -90,7 +89,7 @@ def test_halos_of_another_width_for_every_part() -> None:
     """As in Heat, halos stop at the ends of the array: the shorter blocks are padded."""
 
     def widened(x):
-        return xj.halo_exchange(x, ([0, 2, 1, 3], [1, -1, 2, 0]), 0, "b", shape=(8, 8))
+        return xj.ops.halo_exchange(x, ([0, 2, 1, 3], [1, -1, 2, 0]), 0, "b", shape=(8, 8))
 
     found = np.asarray(mapped(widened, (P("b"), P("b")))(X)).reshape(4, 5, 8)
     for block, (start, stop) in zip(found, [(0, 3), (0, 3), (3, 8), (3, 8)], strict=True):
@@ -173,7 +172,7 @@ def test_axes_of_one_device() -> None:
 @in_jax
 def test_pmap_inside_jit_and_with_gradients() -> None:
     blocks = X.reshape(4, 2, 8)
-    moved = jax.pmap(lambda x: xj.all_to_all(x, 1, 0, "p"), "p", devices=jax.devices()[:4])
+    moved = jax.pmap(lambda x: xj.ops.all_to_all(x, 1, 0, "p"), "p", devices=jax.devices()[:4])
     assert np.array_equal(np.concatenate(moved(blocks), axis=1), X)
     assert np.array_equal(np.concatenate(jax.jit(moved)(blocks), axis=1), X)
     assert np.array_equal(jax.grad(lambda x: (moved(x) ** 2).sum())(blocks), 2 * blocks)
@@ -249,18 +248,18 @@ def test_errors_mark_the_expression() -> None:
     kind, text = error_of(using("n d -> n/a d"))
     assert kind == "NotationError" and "the block varies along 'a'" in text and "copy(a)" in text
 
-    kind, text = error_of(lambda x: xj.all_gather(x, 0, "a", grad="both"))
+    kind, text = error_of(lambda x: xj.ops.all_gather(x, 0, "a", grad="both"))
     assert kind == "XshardError" and "replicated" in text
-    kind, text = error_of(lambda x: xj.all_gather(x, 2, "a", grad="sum"))
+    kind, text = error_of(lambda x: xj.ops.all_gather(x, 2, "a", grad="sum"))
     assert kind == "ShapeError" and "no dim 2" in text
 
 
 @in_jax
 def test_outside_of_shard_map() -> None:
-    with pytest.raises(xs.MeshError, match="not manual here") as caught:
+    with pytest.raises(xs.errors.MeshError, match="not manual here") as caught:
         xj.redistribute(X, "n/a d -> n d")
     assert "reshard works outside" in str(caught.value)
-    with pytest.raises(xs.MeshError, match="not manual here"):
+    with pytest.raises(xs.errors.MeshError, match="not manual here"):
         xj.redistribute(X, "n/a d -> n d", mesh(a=2))
 
 
@@ -269,7 +268,7 @@ def test_a_maximum_that_stays_has_no_gradient() -> None:
     everywhere, expression = P(("a", "b")), "n/b d | max(a) -> n d/b | max(a)"
     kept = mapped(lambda x: xj.redistribute(x, expression), (everywhere, everywhere))
     jax.eval_shape(kept, np.zeros((32, 16), np.float32))
-    with pytest.raises(xs.LinearityError):
+    with pytest.raises(xs.errors.LinearityError):
         jax.eval_shape(jax.grad(lambda x: kept(x).sum()), np.zeros((32, 16), np.float32))
 
 

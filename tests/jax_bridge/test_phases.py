@@ -12,6 +12,7 @@ import xshard as xs
 from jax_bridge.lower.rules import run
 from tests.jax_bridge.helpers import in_jax
 from xshard import reference
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=2, b=4)
 CASES = {
@@ -26,7 +27,7 @@ CASES = {
 @pytest.mark.parametrize("expression", CASES)
 @in_jax
 def test_values_by_phases(expression: str) -> None:
-    src, _ = xs.parse_expression(expression)
+    src, _ = parse_expression(expression)
     plan, whole = xs.plan(expression, MESH, (16, 8), profile="gloo:4"), np.arange(128.0).reshape(16, 8)
     assert len(plan.steps) == 1
     blocks = [(whole * (7 * device + 3)) % 11 for device in range(8)]

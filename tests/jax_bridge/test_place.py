@@ -105,11 +105,15 @@ def test_arrays_on_the_mesh_are_moved_by_a_plan() -> None:
 def test_errors_come_with_the_leaf_before_anything_moves() -> None:
     tree = {"up": {"w": array(4, 2), "b": array(7)}}
     for rules, kind, words in (
-        ({"**.w": "i/q o", "**": "..."}, xs.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
-        ({"**.w": "i/a", "**": "..."}, xs.ShapeError, r"leaf 'up.w': 'i/a' has 1 dims, the array has 2"),
+        ({"**.w": "i/q o", "**": "..."}, xs.errors.NotationError, r"leaf 'up.w': unknown mesh axis 'q'"),
+        (
+            {"**.w": "i/a", "**": "..."},
+            xs.errors.ShapeError,
+            r"leaf 'up.w': 'i/a' has 1 dims, the array has 2",
+        ),
         (
             {"**.b": "i/zigzag(a)", "**": "..."},
-            xs.ShapeError,
+            xs.errors.ShapeError,
             r"leaf 'up.b': .* no uneven blocks to keep the",
         ),
         ({"**.w": "..."}, xs.XshardError, "no rule for 1 of 2 names: up.b"),
@@ -118,7 +122,7 @@ def test_errors_come_with_the_leaf_before_anything_moves() -> None:
             xs.XshardError,
             r"rule '\*\*.c' fits no name\n.*up.b, up.w",
         ),
-        ("i", xs.ShapeError, "leaf 'up.w'"),
+        ("i", xs.errors.ShapeError, "leaf 'up.w'"),
     ):
         with pytest.raises(kind, match=words):
             xj.place(tree, rules, mesh())
@@ -126,10 +130,10 @@ def test_errors_come_with_the_leaf_before_anything_moves() -> None:
         (np.zeros(2), "float64, which JAX would make"),
         (np.array(["a"]), "no numbers of <U1"),
     ):
-        with pytest.raises(xs.DtypeError, match=f"leaf 'x': .*{words}"):
+        with pytest.raises(xs.errors.DtypeError, match=f"leaf 'x': .*{words}"):
             xj.place({"x": wrong}, {"x": "n"}, mesh())
-    with pytest.raises(xs.MeshError, match="is no mesh"):
+    with pytest.raises(xs.errors.MeshError, match="is no mesh"):
         xj.place(tree, "...", {"a": 2})
     stored = xj.place(array(6), "n/zigzag(c)", jax.make_mesh((3,), ("c",)))
-    with pytest.raises(xs.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):
+    with pytest.raises(xs.errors.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):
         xj.place({"x": stored}, {"x": "n/a"}, mesh())

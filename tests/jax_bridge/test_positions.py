@@ -97,12 +97,12 @@ def test_live_activations_from_contiguous_to_zigzag_and_back() -> None:
 
 @in_jax
 def test_what_is_refused() -> None:
-    with pytest.raises(xs.MeshError, match="no axis of the layout is manual here") as caught:
+    with pytest.raises(xs.errors.MeshError, match="no axis of the layout is manual here") as caught:
         xj.positions("b s/cp", (2, 12), "s")
     assert "positions(layout, shape, dim, mesh)" in str(caught.value)
-    with pytest.raises(xs.ShapeError, match="no dim 'c'"):
+    with pytest.raises(xs.errors.ShapeError, match="no dim 'c'"):
         xj.positions("b s/cp", (2, 12), "c", jax_mesh(cp=4))
-    with pytest.raises(xs.NotationError, match="unknown mesh axis 'tp'"):
+    with pytest.raises(xs.errors.NotationError, match="unknown mesh axis 'tp'"):
         xj.positions("b s/tp", (2, 12), "s", jax_mesh(cp=4))
-    with pytest.raises(xs.MeshError, match="'dp' is not manual here"):
+    with pytest.raises(xs.errors.MeshError, match="'dp' is not manual here"):
         jax.vmap(lambda _: xj.positions("b/dp s/cp", (2, 12), "s", MESH), axis_name="cp")(np.zeros(2))

@@ -193,7 +193,7 @@ def _lacking(x) -> tuple[str, ...]:
 def test_the_environment_switches_it_and_a_vmapped_axis_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas, "ALWAYS", True)  # as the environment variable XSHARD_CHECK_REPLICATED does
-        sliced = partial(xj.slice, dim=0, axis="tp", grad="replicated")
+        sliced = partial(xj.ops.shard, dim=0, axis="tp", grad="replicated")
         assert "blocks differ" in raised(jax.jit(mapped(sliced, check_vma=False)), X)
         with pytest.raises(xs.XshardError, match="a batch of vmap") as caught:
             jax.vmap(sliced, axis_name="tp")(X.reshape(4, 4, 2))

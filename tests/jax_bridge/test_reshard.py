@@ -17,6 +17,7 @@ from jax_bridge.arrays import order
 from jax_bridge.testing.hlo import received_bytes
 from jax_bridge.testing.timing import Timer
 from tests.jax_bridge.helpers import in_jax
+from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
 from xshard.steps import AllGather, AllToAll, Exchange, Permute, Slice
 
@@ -94,20 +95,24 @@ def test_storage_order() -> None:
 def test_the_order_of_rows_is_remembered() -> None:
     """And no other is read. What JAX computed, or nobody moved, is believed, unless debugging is on."""
     contiguous, back = on("auto", "b"), "n/zigzag(b) d -> n d/b"
-    with pytest.raises(xs.ShapeError, match=r"the rows of the array are stored as 'n/b d'") as caught:
+    with pytest.raises(xs.errors.ShapeError, match=r"the rows of the array are stored as 'n/b d'") as caught:
         xj.reshard(xj.reshard(contiguous, "n/b d -> n/b d"), back)
     assert "stored_as(array, 'n/zigzag(b) d')" in str(caught.value)
     ordered = xj.reshard(contiguous, "n/b d -> n/zigzag(b) d")
     assert np.array_equal(xj.reshard(np.asarray(ordered), back, mesh()), X)
     for wrong in ("n/b d -> n d/b", "n/cyclic(b) d -> n d/b"):
-        with pytest.raises(xs.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"):
+        with pytest.raises(
+            xs.errors.ShapeError, match=r"the rows of the array are stored as 'n/zigzag\(b\) d'"
+        ):
             xj.reshard(ordered, wrong)
     doubled = ordered * 2
     assert np.array_equal(xj.reshard(doubled, back), 2 * X)
     with pytest.MonkeyPatch.context() as debugging:
         debugging.setattr(order, "STRICT", True)
         for unknown in (contiguous, X, doubled):
-            with pytest.raises(xs.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"):
+            with pytest.raises(
+                xs.errors.ShapeError, match=r"nothing says that the rows .* 'n/zigzag\(b\) d'"
+            ):
                 xj.reshard(unknown, back, mesh())
     assert np.array_equal(xj.reshard(xj.stored_as(doubled, "n/zigzag(b) d"), back), 2 * X)
     assert np.array_equal(xj.reshard(xj.stored_as(ordered, "n/b d"), "n/b d -> n d/b"), ordered)
@@ -116,7 +121,7 @@ def test_the_order_of_rows_is_remembered() -> None:
     )
     one = jax.make_mesh((1,), ("b",), devices=jax.devices()[:1])  # where zigzag changes nothing
     assert np.array_equal(xj.reshard(X, back, one), X)
-    with pytest.raises(xs.MeshError, match="the array has no mesh"):
+    with pytest.raises(xs.errors.MeshError, match="the array has no mesh"):
         xj.stored_as(jnp.ones(4), "n/zigzag(b)")
     keys = jax.random.split(jax.random.key(0), 8)
     moved = xj.reshard(xj.reshard(keys, "n -> n/cyclic(b)", mesh()), "n/cyclic(b) -> n")
@@ -157,7 +162,7 @@ MOVES = [
 @in_jax
 def test_short_floats_are_moved_without_a_wider_copy(spec, expression, step, dtype) -> None:
     """XLA would make them wider on CPUs: not only in collectives, slices and concatenations too."""
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     plan = xs.Plan(src, dst, xs.Mesh(a=2, b=4), X.shape, dtype, (step,))
     x = on("auto", *spec, x=X.astype(dtype))
     compiled = jax.jit(lambda x: xj.reshard(x, plan)).lower(x).compile()
@@ -180,7 +185,7 @@ def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
     assert y.dtype == dtype and np.array_equal(y, X % 4) and y.sharding.spec == P(None, "b")
     sent = re.findall(r"(\w+)\[.* (?:all-to-all|collective-permute)\(", compiled.lower(x).compile().as_text())
     assert sent and set(sent) == {"u8"}
-    with pytest.raises(xs.DtypeError, match=f"dtype {dtype} cannot be reduced"):
+    with pytest.raises(xs.errors.DtypeError, match=f"dtype {dtype} cannot be reduced"):
         xs.plan("n d | sum(b) -> n d", xs.Mesh(b=4), X.shape, dtype)
 
 
@@ -189,7 +194,7 @@ def test_numbers_of_four_bits_are_moved_as_bytes(dtype) -> None:
 def test_a_plan_may_borrow_an_axis_that_neither_side_names(kind) -> None:
     """Here it takes a slice over it and gathers that again."""
     mesh_3d = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (KINDS[kind],) * 3)
-    src, dst = xs.parse_expression("n/a d -> n/a d")
+    src, dst = parse_expression("n/a d -> n/a d")
     steps = (Slice((("d", (Shard(("c",)),)),)), AllGather("d", (Shard(("c",)),)))
     plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2, c=2), X.shape, "float32", steps)
     x = jax.device_put(X, NamedSharding(mesh_3d, P("a")))
@@ -219,7 +224,7 @@ def test_partial_sums_on_explicit_meshes() -> None:
         there = xj.reshard(a, "n d/b -> n d | copy(b)")
         assert jax.typeof(there).sharding.spec.reduced == {"b"}
         assert np.array_equal(xj.reshard(there, "n d | copy(b) -> n/b d"), X)
-        with pytest.raises(xs.ShapeError, match=r"not sharded as 'n d' says in 'n d -> n/b d'"):
+        with pytest.raises(xs.errors.ShapeError, match=r"not sharded as 'n d' says in 'n d -> n/b d'"):
             xj.reshard(there, "n d -> n/b d")
         addends = xj.reshard(a, "n d/b -> n d | sum(b)")
         assert jax.typeof(addends).sharding.spec.unreduced == {"b"}
@@ -241,20 +246,24 @@ def test_idle_replicas_take_shares_of_a_sum() -> None:
 @in_jax
 def test_errors() -> None:
     x = on("auto", "a", "b")
-    with pytest.raises(xs.ShapeError, match="the array is not sharded as 'n/b d' says in 'n/b d -> n d'"):
+    with pytest.raises(
+        xs.errors.ShapeError, match="the array is not sharded as 'n/b d' says in 'n/b d -> n d'"
+    ):
         xj.reshard(x, "n/b d -> n d")
-    with pytest.raises(xs.ShapeError, match=r"\(14, 8\) does not divide under 'n/b d' in 'n/a d -> n/b d'"):
+    with pytest.raises(
+        xs.errors.ShapeError, match=r"\(14, 8\) does not divide under 'n/b d' in 'n/a d -> n/b d'"
+    ):
         xj.reshard(X[:14], "n/a d -> n/b d", mesh())
-    with pytest.raises(xs.MeshError, match="Explicit axes only") as caught:
+    with pytest.raises(xs.errors.MeshError, match="Explicit axes only") as caught:
         xj.reshard(x, "n/a d/b -> n d/b | copy(a)")
     assert "in 'n/a d/b -> n d/b | copy(a)'" in str(caught.value)
-    with pytest.raises(xs.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
+    with pytest.raises(xs.errors.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
         xj.reshard(X, "n/a d -> n d")
-    with pytest.raises(xs.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
+    with pytest.raises(xs.errors.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
         jax.jit(lambda x: xj.reshard(x, "n/a d -> n d"))(X)  # and JAX knows no sharding either
-    with pytest.raises(xs.MeshError, match="the mesh given has none"):
+    with pytest.raises(xs.errors.MeshError, match="the mesh given has none"):
         xj.reshard(x, "n/a d/b -> n d", mesh().abstract_mesh)
-    with pytest.raises(xs.NotationError, match="unknown mesh axis 'c'"):
+    with pytest.raises(xs.errors.NotationError, match="unknown mesh axis 'c'"):
         xj.reshard(x, "n/c d -> n d")
 
 
@@ -265,37 +274,51 @@ def test_arguments_of_another_kind_or_in_another_place() -> None:
     wrong = [
         (
             lambda: xj.reshard(x, move, xs.Mesh(a=2, b=4)),
-            xs.MeshError,
+            xs.errors.MeshError,
             "has no devices\n.* jax.sharding.Mesh",
         ),
-        (lambda: xj.reshard(x, move, "a=2,b=4"), xs.MeshError, "'a=2,b=4' is no mesh"),
-        (lambda: xj.to_named_sharding("n/a d", xs.Mesh(a=2)), xs.MeshError, "has no devices"),
-        (lambda: xj.to_named_sharding("n/q d", mesh()), xs.NotationError, "unknown mesh axis 'q'"),
-        (lambda: xj.positions("n/a d", (4, 2), 0, "a"), xs.MeshError, "'a' is no mesh"),
+        (lambda: xj.reshard(x, move, "a=2,b=4"), xs.errors.MeshError, "'a=2,b=4' is no mesh"),
+        (lambda: xj.specs.to_named_sharding("n/a d", xs.Mesh(a=2)), xs.errors.MeshError, "has no devices"),
+        (
+            lambda: xj.specs.to_named_sharding("n/q d", mesh()),
+            xs.errors.NotationError,
+            "unknown mesh axis 'q'",
+        ),
+        (lambda: xj.positions("n/a d", (4, 2), 0, "a"), xs.errors.MeshError, "'a' is no mesh"),
         (
             lambda: xj.reshard(x, P("a"), mesh()),
-            xs.NotationError,
+            xs.errors.NotationError,
             "in place of a layout\n.*from_partition_spec",
         ),
-        (lambda: xj.reshard(x, (P("a"), P())), xs.NotationError, "in place of a layout"),
-        (lambda: xj.reshard(x, x.sharding), xs.NotationError, "a NamedSharding in place of a layout"),
-        (lambda: xj.reshard(move, x), xs.NotationError, "an expression in place of the array"),
-        (lambda: xj.reshard(np.array(["a"]), "n -> n", mesh()), xs.DtypeError, "no numbers of <U1"),
-        (lambda: xj.redistribute(move, x), xs.NotationError, "an expression in place of the array"),
-        (lambda: xj.redistribute({"w": x}, move), xs.DtypeError, "no numbers in a dict"),
-        (lambda: xj.redistribute(x, P("a")), xs.NotationError, "in place of a layout"),
-        (lambda: xj.redistribute(x, move, (2, 4)), xs.MeshError, r"\(2, 4\) is no mesh"),
-        (lambda: xj.redistribute(x, 3), xs.NotationError, "3 is no expression"),
-        (lambda: xj.valid_mask("n", 8), xs.ShapeError, "the shape 8 is no sequence"),
-        (lambda: xj.positions("n/a d", 8, 0, mesh()), xs.ShapeError, "the shape 8 is no sequence"),
-        (lambda: xj.from_partition_spec(x.sharding, 2), xs.NotationError, "is no PartitionSpec\n.*its .spec"),
-        (lambda: xj.from_partition_spec(("a", None), 2), xs.NotationError, "a tuple is no PartitionSpec"),
-        (lambda: xj.from_partition_spec(P("a"), 2, ["n"]), xs.ShapeError, "1 names for 2 dims"),
+        (lambda: xj.reshard(x, (P("a"), P())), xs.errors.NotationError, "in place of a layout"),
+        (lambda: xj.reshard(x, x.sharding), xs.errors.NotationError, "a NamedSharding in place of a layout"),
+        (lambda: xj.reshard(move, x), xs.errors.NotationError, "an expression in place of the array"),
+        (lambda: xj.reshard(np.array(["a"]), "n -> n", mesh()), xs.errors.DtypeError, "no numbers of <U1"),
+        (lambda: xj.redistribute(move, x), xs.errors.NotationError, "an expression in place of the array"),
+        (lambda: xj.redistribute({"w": x}, move), xs.errors.DtypeError, "no numbers in a dict"),
+        (lambda: xj.redistribute(x, P("a")), xs.errors.NotationError, "in place of a layout"),
+        (lambda: xj.redistribute(x, move, (2, 4)), xs.errors.MeshError, r"\(2, 4\) is no mesh"),
+        (lambda: xj.redistribute(x, 3), xs.errors.NotationError, "3 is no expression"),
+        (lambda: xj.ops.valid_mask("n", 8), xs.errors.ShapeError, "the shape 8 is no sequence"),
+        (lambda: xj.positions("n/a d", 8, 0, mesh()), xs.errors.ShapeError, "the shape 8 is no sequence"),
+        (
+            lambda: xj.specs.from_partition_spec(x.sharding, 2),
+            xs.errors.NotationError,
+            "is no PartitionSpec\n.*its .spec",
+        ),
+        (
+            lambda: xj.specs.from_partition_spec(("a", None), 2),
+            xs.errors.NotationError,
+            "a tuple is no PartitionSpec",
+        ),
+        (lambda: xj.specs.from_partition_spec(P("a"), 2, ["n"]), xs.errors.ShapeError, "1 names for 2 dims"),
     ]
     for call, kind, message in wrong:
         with pytest.raises(kind, match=message):
             call()
-    gather = jax.pmap(lambda _: xj.all_gather([1.0, 2.0], 0, "a", grad="sum"), "a", devices=jax.devices()[:2])
+    gather = jax.pmap(
+        lambda _: xj.ops.all_gather([1.0, 2.0], 0, "a", grad="sum"), "a", devices=jax.devices()[:2]
+    )
     assert gather(np.ones(2)).tolist() == [[1, 2, 1, 2]] * 2  # a list is an array to JAX
 
 
@@ -304,32 +327,34 @@ def test_arguments_of_another_kind_or_in_another_place() -> None:
 )
 def test_specs_and_back(text) -> None:
     layout = xs.Layout.parse(text)
-    assert xj.from_partition_spec(xj.to_partition_spec(layout), 2) == layout
+    assert xj.specs.from_partition_spec(xj.specs.to_partition_spec(layout), 2) == layout
 
 
 def test_specs() -> None:
-    assert xj.to_partition_spec("n/a/b d") == P(("a", "b"), None)  # nested and grouped cuts are one to JAX
-    assert xj.to_partition_spec("n/a ... c/b", ndim=4) == P("a", None, None, "b")
-    assert str(xj.from_partition_spec(P("a"), 3, names="xyz")) == "x/a y z"
+    assert xj.specs.to_partition_spec("n/a/b d") == P(
+        ("a", "b"), None
+    )  # nested and grouped cuts are one to JAX
+    assert xj.specs.to_partition_spec("n/a ... c/b", ndim=4) == P("a", None, None, "b")
+    assert str(xj.specs.from_partition_spec(P("a"), 3, names="xyz")) == "x/a y z"
     for text, reason in [
         ("n/zigzag(a) d", "order 'zigzag"),
         ("n | mean(a)", "no reduction but sum"),
         ("n/a:halo(1,1)", "no overlap"),
     ]:
-        with pytest.raises(xs.PlanError, match=reason):
-            xj.to_partition_spec(text)
-    with pytest.raises(xs.ShapeError, match="has 2 dims, the array has 1"):
-        xj.from_partition_spec(P("a", "b"), 1)
-    with pytest.raises(xs.PlanError, match="names no axes"):
-        xj.from_partition_spec(P(P.UNCONSTRAINED), 1)
+        with pytest.raises(xs.errors.PlanError, match=reason):
+            xj.specs.to_partition_spec(text)
+    with pytest.raises(xs.errors.ShapeError, match="has 2 dims, the array has 1"):
+        xj.specs.from_partition_spec(P("a", "b"), 1)
+    with pytest.raises(xs.errors.PlanError, match="names no axes"):
+        xj.specs.from_partition_spec(P(P.UNCONSTRAINED), 1)
 
 
 @in_jax
 def test_named_shardings() -> None:
-    sharding = xj.to_named_sharding("n/a d | sum(b)", mesh("explicit"))
+    sharding = xj.specs.to_named_sharding("n/a d | sum(b)", mesh("explicit"))
     assert sharding == NamedSharding(mesh("explicit"), P("a", None, unreduced={"b"}))
-    with pytest.raises(xs.MeshError, match="Explicit axes only"):
-        xj.to_named_sharding("n/a d | sum(b)", mesh("auto"))
+    with pytest.raises(xs.errors.MeshError, match="Explicit axes only"):
+        xj.specs.to_named_sharding("n/a d | sum(b)", mesh("auto"))
 
 
 @in_jax

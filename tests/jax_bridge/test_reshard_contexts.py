@@ -63,7 +63,7 @@ def test_what_the_axes_of_a_batch_are_used_for() -> None:
             )
 
         assert np.array_equal(jax.jit(jax.vmap(added))(x), X)
-        with pytest.raises(xs.MeshError, match="mesh axis 'dp' cuts the batch of vmap"):
+        with pytest.raises(xs.errors.MeshError, match="mesh axis 'dp' cuts the batch of vmap"):
             jax.vmap(lambda x: xj.reshard(x, "s c -> s/dp c"))(x)
     spread = jax.vmap(lambda x: xj.reshard(x, "s/cp c -> s c", mesh(AUTO)), spmd_axis_name="dp")
     moved = jax.jit(spread)(on(AUTO, "dp", "cp"))
@@ -89,7 +89,7 @@ def test_the_context_has_other_types_of_axes() -> None:
         assert np.array_equal(auto_axes(lambda: xj.reshard(x, move), out_sharding=whole)(), X)
         gradient = jax.jit(jax.grad(lambda x: half_of_squares(jax.reshard(within(x), whole))))(x)
         assert np.array_equal(gradient, X) and gradient.sharding.is_equivalent_to(x.sharding, 3)
-        with pytest.raises(xs.ShapeError, match="not sharded as 'b/dp s c' says"):
+        with pytest.raises(xs.errors.ShapeError, match="not sharded as 'b/dp s c' says"):
             jax.jit(lambda x: auto_axes(lambda: xj.reshard(x, "b/dp s c -> b s c"), out_sharding=whole)())(x)
     with jax.set_mesh(mesh(AUTO)):
         moved = xj.reshard(x, move)
@@ -97,7 +97,7 @@ def test_the_context_has_other_types_of_axes() -> None:
     with (
         jax.set_mesh(mesh(EXPLICIT, names=("a", "b"))),
         pytest.raises(
-            xs.MeshError, match=r"of the array is .*\(dp=2, cp=2\), that of the context .*a=2, b=2"
+            xs.errors.MeshError, match=r"of the array is .*\(dp=2, cp=2\), that of the context .*a=2, b=2"
         ),
     ):
         xj.reshard(x, move)
@@ -112,7 +112,7 @@ def test_among_manual_axes() -> None:
         x = on(EXPLICIT, "dp", "cp")
         moved = jax.jit(mapped(lambda x: xj.reshard(x, "b s/cp c -> b s c/cp")))(x)
         assert np.array_equal(moved, X) and moved.sharding.spec == P("dp", None, "cp")
-        with pytest.raises(xs.MeshError, match="mesh axis 'dp' is manual here"):
+        with pytest.raises(xs.errors.MeshError, match="mesh axis 'dp' is manual here"):
             jax.eval_shape(mapped(lambda x: xj.reshard(x, "b/dp s/cp c -> b s/cp c")), x)
 
 
@@ -147,7 +147,9 @@ def test_blocks_that_are_cut_over_explicit_axes_besides(expression, before, afte
             out_specs=P("cp"),
             axis_names={"cp"},
         )
-        with pytest.raises(xs.ShapeError, match="dim 'b' of the block is cut over the Explicit axis 'dp'"):
+        with pytest.raises(
+            xs.errors.ShapeError, match="dim 'b' of the block is cut over the Explicit axis 'dp'"
+        ):
             jax.eval_shape(cut, on(EXPLICIT, "dp", "cp"))
 
 
@@ -167,9 +169,9 @@ def test_keys_travel(kind) -> None:
         for found in (moved, gathered):
             assert np.array_equal(jax.random.key_data(found), words)
         for wrong in ("n/dp -> n/dp:halo(1,1)", "n | sum(dp) -> n/dp"):
-            with pytest.raises(xs.DtypeError, match="keys are moved as they are"):
+            with pytest.raises(xs.errors.DtypeError, match="keys are moved as they are"):
                 xj.reshard(keys, wrong)
-        with pytest.raises(xs.DtypeError, match="the array is key<fry>, the plan is for float32"):
+        with pytest.raises(xs.errors.DtypeError, match="the array is key<fry>, the plan is for float32"):
             xj.reshard(keys, xs.plan("n/dp -> n", xs.Mesh(dp=2, cp=2), (8,)))
         xj.reshard(keys, "n/dp -> n", donate=True)
         assert keys.is_deleted()

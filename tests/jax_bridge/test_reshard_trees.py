@@ -146,16 +146,16 @@ def test_progress_is_logged() -> None:
 def test_wrong_trees() -> None:
     with pytest.raises(xs.XshardError, match="do not fit the arrays"):
         xj.reshard({"p": on("a")}, {"q": "n/a d -> n d"})
-    with pytest.raises(xs.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
+    with pytest.raises(xs.errors.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
         xj.reshard([on("a"), on("a")], ["n/a d -> n d", "n/b d -> n d"])
     other = jax.make_mesh((8,), ("c",), (AxisType.Auto,))
     elsewhere = jax.device_put(X, NamedSharding(other, P("c")))
-    with pytest.raises(xs.MeshError, match="on several meshes"):
+    with pytest.raises(xs.errors.MeshError, match="on several meshes"):
         xj.reshard([on("a"), elsewhere], ["n/a d -> n d", "n/c d -> n d"])
     with pytest.raises(xs.XshardError, match="a traced array cannot be donated in 'n/a d -> n d'"):
         jax.jit(lambda x: xj.reshard(x, "n/a d -> n d", mesh(), donate=True))(on("a"))
     kept = on("a")
-    with pytest.raises(xs.ShapeError):
+    with pytest.raises(xs.errors.ShapeError):
         xj.reshard(kept, "n/b d -> n d", donate=True)
     assert not kept.is_deleted()
 
@@ -163,9 +163,11 @@ def test_wrong_trees() -> None:
 @in_jax
 def test_wide_numbers_are_not_narrowed_in_silence() -> None:
     for dtype in ("float64", "int64", "complex128"):
-        with pytest.raises(xs.DtypeError, match=f"the block is {dtype}, which JAX would make .*n/a d -> n d"):
+        with pytest.raises(
+            xs.errors.DtypeError, match=f"the block is {dtype}, which JAX would make .*n/a d -> n d"
+        ):
             xj.reshard(X.astype(dtype), "n/a d -> n d", mesh())
-    with pytest.raises(xs.DtypeError, match="jax_enable_x64"):
+    with pytest.raises(xs.errors.DtypeError, match="jax_enable_x64"):
         xj.redistribute(X.astype("float64"), "n/a d -> n d", mesh())
 
 
@@ -177,7 +179,7 @@ def test_a_traced_array_of_an_explicit_mesh_is_sharded_as_its_type_says() -> Non
         for given in (None, explicit, explicit.abstract_mesh):
             moved = jax.jit(lambda x, m=given: xj.reshard(x, "n/a d -> n d/b", m))(x)
             assert np.array_equal(moved, X) and moved.sharding == NamedSharding(explicit, P(None, "b"))
-        with pytest.raises(xs.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
+        with pytest.raises(xs.errors.ShapeError, match="not sharded as 'n/b d' says in 'n/b d -> n d'"):
             jax.jit(lambda x: xj.reshard(x, "n/b d -> n d"))(x)
 
 

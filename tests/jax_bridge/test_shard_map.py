@@ -132,11 +132,13 @@ def test_a_dim_in_another_order_is_in_storage_order_and_this_is_remembered() -> 
     y = f(f(stored))
     assert np.array_equal(xj.reshard(y, "s/zigzag(a) -> s"), 3 * x)
     plain = xj.shard_map(lambda x: x, mesh(), "s/a -> s/a")
-    with pytest.raises(xs.ShapeError, match=r"argument 'x': the rows .* stored as 's/zigzag\(a\)' in 's/a'"):
+    with pytest.raises(
+        xs.errors.ShapeError, match=r"argument 'x': the rows .* stored as 's/zigzag\(a\)' in 's/a'"
+    ):
         plain(y)
     moving = xj.shard_map(lambda x: 1 * x, mesh(), (["s/zigzag(a) -> s/a"], "s/a -> s/cyclic(b)"))
     assert np.array_equal(xj.reshard(moving(y), "s/cyclic(b) -> s"), 3 * x)
-    with pytest.raises(xs.ShapeError, match="no uneven blocks to keep the order of 's/zigzag"):
+    with pytest.raises(xs.errors.ShapeError, match="no uneven blocks to keep the order of 's/zigzag"):
         f(x[:7])
 
 
@@ -148,7 +150,7 @@ def test_arrays_that_are_cut_otherwise_are_moved() -> None:
     assert np.array_equal(y, x + 1) and y.sharding.spec == P("a", "b")
     g = xj.shard_map(lambda x: x + 1, on, "n d/zigzag(b) -> n d/zigzag(b)")
     assert np.array_equal(g(y), x + 2)  # of another cut, in the same order
-    with pytest.raises(xs.MeshError, match="argument 'x': the array is not on the mesh"):
+    with pytest.raises(xs.errors.MeshError, match="argument 'x': the array is not on the mesh"):
         f(jax.device_put(x, NamedSharding(jax.make_mesh((3,), ("a",)), P())))
 
 
@@ -168,7 +170,7 @@ def test_trees_by_rules_and_what_is_no_array() -> None:
     f = xj.shard_map(forward, mesh(), ((rules, "n/a i"), {"h": "n/a o", "act": None, "model": rules}))
     x = whole(6, 4, seed=2)
     with pytest.raises(
-        xs.ShapeError, match=r"result 'model.layers.0.w': the block has 4 rows of dim 'o', not 2"
+        xs.errors.ShapeError, match=r"result 'model.layers.0.w': the block has 4 rows of dim 'o', not 2"
     ):
         f(model, x)  # `i o/b -> i o` is said of what the function has whole
     back = xs.Rules({"**.w": "...", "**": "... | copy(a)"})
@@ -208,22 +210,27 @@ def test_keys_are_cut_too() -> None:
 
 X = whole(4, 2)
 WRONG = [
-    ("n/q d -> n d", (X,), xs.NotationError, r"argument 'x': unknown mesh axis 'q' in\n    'n/q d'\n +\^"),
-    ("n/a d", (X,), xs.NotationError, "layouts of a function read"),
+    (
+        "n/q d -> n d",
+        (X,),
+        xs.errors.NotationError,
+        r"argument 'x': unknown mesh axis 'q' in\n    'n/q d'\n +\^",
+    ),
+    ("n/a d", (X,), xs.errors.NotationError, "layouts of a function read"),
     ("n/a d, n/a -> n/a d", (X,), xs.XshardError, "1 arguments by position, layouts for 2"),
-    ("n/a -> n/a d", (X,), xs.ShapeError, "argument 'x': 'n/a' has 1 dims, the array has 2"),
-    ("n/a d -> n d", (X,), xs.ShapeError, "the result: the block has 2 rows of dim 'n', not 4"),
-    ("n d/a -> m d", (X,), xs.ShapeError, "the result: the block has 1 rows of dim 'd', not 2"),
-    ("n/a d -> ...", (X,), xs.NotationError, r"the result: the block varies along 'a'"),
-    ("n d/sizes(a,2,1) -> n d", (X,), xs.ShapeError, "argument 'x': .* 3 rows, not 2"),
+    ("n/a -> n/a d", (X,), xs.errors.ShapeError, "argument 'x': 'n/a' has 1 dims, the array has 2"),
+    ("n/a d -> n d", (X,), xs.errors.ShapeError, "the result: the block has 2 rows of dim 'n', not 4"),
+    ("n d/a -> m d", (X,), xs.errors.ShapeError, "the result: the block has 1 rows of dim 'd', not 2"),
+    ("n/a d -> ...", (X,), xs.errors.NotationError, r"the result: the block varies along 'a'"),
+    ("n d/sizes(a,2,1) -> n d", (X,), xs.errors.ShapeError, "argument 'x': .* 3 rows, not 2"),
     (((), ()), (X,), xs.XshardError, "1 arguments by position, layouts for 0"),
     (((None,), "n d"), (X,), xs.XshardError, "argument 'x' is an array without a layout"),
-    ((("n d",), None), (X,), xs.NotationError, "the result: None is no expression"),
+    ((("n d",), None), (X,), xs.errors.NotationError, "the result: None is no expression"),
     ((("n d",), ("n d", "n d")), (X,), xs.XshardError, "the result: the expressions do not fit"),
     (((xs.Rules({"w": "n d"}),), "n d"), ({"v": X},), xs.XshardError, r"leaf 'x': no rule .*: v; .*'w' fits"),
     ((({"w": "n d"},), "n d"), ({"v": X},), xs.XshardError, "the expressions do not fit the arrays"),
     (((None,), "n d"), ({1, 2},), xs.XshardError, "no hash: unhashable type: 'set'"),
-    (5, (X,), xs.NotationError, "5 are no layouts of a function"),
+    (5, (X,), xs.errors.NotationError, "5 are no layouts of a function"),
 ]
 
 
@@ -242,5 +249,5 @@ def test_lengths_of_results() -> None:
     f = xj.shard_map(lambda x: (x, x[:, 0]), mesh(), "n/(a,b) d -> n/(a,b) d, m/(a,b)", sizes={"m": 6})
     assert np.array_equal(f(x)[0], x) and f(x)[1].shape == (6,)
     two = xj.shard_map(lambda x, y: x, mesh(), (["n/a", "n/a"], "n/a"))
-    with pytest.raises(xs.ShapeError, match="2 rows are a block of dim 'n' if it is 3 or 4 long"):
+    with pytest.raises(xs.errors.ShapeError, match="2 rows are a block of dim 'n' if it is 3 or 4 long"):
         two(x[:4, 0], x[:3, 0])  # both have blocks of 2

@@ -9,6 +9,7 @@ import xshard as xs
 from jax_bridge.lower.schedule import Schedule, rounds
 from jax_bridge.lower.tiles import tiled, tilings
 from tests.jax_bridge.helpers import in_jax
+from xshard.layout.layout import parse_expression
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import messages_to
 
@@ -16,7 +17,7 @@ SWAP = ("n/a d/b -> n/b d/a", "a=2,b=4", (8, 8))
 
 
 def scheduled(expression: str, mesh: str, shape: tuple[int, ...]) -> tuple[xs.Plan, Schedule]:
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     plan = xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, "int32", (Exchange(dst),))
     ((step, before, _),) = plan.stages
     return plan, rounds(step, before)

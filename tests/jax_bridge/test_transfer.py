@@ -183,7 +183,7 @@ def test_steps_on_either_mesh_are_run_there(expression, src, dst, steps) -> None
     before, after = (side.strip() for side in expression.split("->"))
     n = int(np.prod([*src.values()]))
     train, serve = on(0, AxisType.Explicit, **src), on(min(n, 8 - int(np.prod([*dst.values()]))), **dst)
-    spec = xj.to_named_sharding(before, train)
+    spec = xj.specs.to_named_sharding(before, train)
     blocks = xs.reference.scatter(x, before, xs.Mesh(src))
     given = [jax.device_put(b, d) for b, d in zip(blocks, train.devices.flat, strict=True)]
     array = jax.make_array_from_single_device_arrays(x.shape, spec, given)
@@ -231,23 +231,33 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
         (
             {"w": "i o/tq"},
             serve,
-            xs.NotationError,
+            xs.errors.NotationError,
             r"leaf 'w': unknown mesh axis 'tq' in\n *'i o/tq'\n *\^\^\n",
         ),
-        ({"w": "i/tp o -> i o"}, serve, xs.NotationError, "unknown mesh axis 'tp'.*\n.*\n.*\n.*dp=4"),
-        ({"w": "i o/dp -> i o"}, serve, xs.ShapeError, "leaf 'w': the array is not cut as 'i o/dp' says"),
+        ({"w": "i/tp o -> i o"}, serve, xs.errors.NotationError, "unknown mesh axis 'tp'.*\n.*\n.*\n.*dp=4"),
+        (
+            {"w": "i o/dp -> i o"},
+            serve,
+            xs.errors.ShapeError,
+            "leaf 'w': the array is not cut as 'i o/dp' says",
+        ),
         (
             {"w": "i/dp o -> i o"},
             serve,
-            xs.ShapeError,
+            xs.errors.ShapeError,
             "leaf 'w': the rows of the array are stored as 'i/zigzag",
         ),
-        ({"w": "i/sizes(tp,1,7) o"}, serve, xs.ShapeError, "leaf 'w': a jax.Array has no uneven blocks"),
-        ({"w": "i o | copy(tp)"}, serve, xs.MeshError, "leaf 'w': .*a mesh of Explicit axes only"),
-        ({"w": "i"}, serve, xs.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),
+        (
+            {"w": "i/sizes(tp,1,7) o"},
+            serve,
+            xs.errors.ShapeError,
+            "leaf 'w': a jax.Array has no uneven blocks",
+        ),
+        ({"w": "i o | copy(tp)"}, serve, xs.errors.MeshError, "leaf 'w': .*a mesh of Explicit axes only"),
+        ({"w": "i"}, serve, xs.errors.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),
         ({"v": "i o"}, serve, xs.XshardError, "no rule for 1 of 1 names: w"),
-        ({"w": "i o"}, serve.abstract_mesh, xs.MeshError, "has no devices"),
-        ({"w": "i o"}, {"tp": 2}, xs.MeshError, "is no mesh"),
+        ({"w": "i o"}, serve.abstract_mesh, xs.errors.MeshError, "has no devices"),
+        ({"w": "i o"}, {"tp": 2}, xs.errors.MeshError, "is no mesh"),
     ):
         with pytest.raises(kind, match=words):
             xj.transfer({"w": w}, rules, mesh)

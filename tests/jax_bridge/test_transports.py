@@ -25,6 +25,7 @@ from jax_bridge.lower.rules import run
 from jax_bridge.lower.schedule import box_shape, rounds
 from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.helpers import in_jax
+from xshard.layout.layout import parse_expression
 from xshard.runtimes.tasks import make_task
 from xshard.runtimes.verdict import difference
 from xshard.steps import Exchange
@@ -45,7 +46,7 @@ CASES = [
 
 
 def exchange_plan(expression, mesh, shape, dtype) -> xs.Plan:
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     return xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, dtype, (Exchange(dst),))
 
 

@@ -62,7 +62,7 @@ def test_the_cuts_of_a_spec_with_tags() -> None:
 def test_what_is_unreduced_by_max_is_no_sum(monkeypatch) -> None:
     monkeypatch.setattr(planning, "manual_type", lambda x: Later(unreduced=A, unreduced_kind=Kind.max))
     plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,))
-    with pytest.raises(xs.NotationError) as caught:
+    with pytest.raises(xs.errors.NotationError) as caught:
         planning.with_entry_type(None, plan, "n | sum(a) -> n")  # type: ignore[arg-type]
     assert str(caught.value).splitlines() == [
         "the block is unreduced along 'a': its max is still to be taken in",

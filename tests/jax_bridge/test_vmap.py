@@ -81,6 +81,6 @@ def test_several_axes_are_refused() -> None:
         return xj.redistribute(x, "n/a/b -> n")
 
     with pytest.raises(
-        xs.MeshError, match="a batch of vmap, and the expression names 2 axes in\n    'n/a/b -> n'"
+        xs.errors.MeshError, match="a batch of vmap, and the expression names 2 axes in\n    'n/a/b -> n'"
     ):
         jax.vmap(jax.vmap(both, axis_name="b"), axis_name="a")(X)

@@ -204,5 +204,5 @@ def test_segments_are_cut_one_by_one():
     assert str(layout) == "o/block(tp,8,4,4) i" and xs.Layout("o/block(tp,16)") != xs.Layout("o/tp")
     whole = [xs.Sharding(text, mesh, (16,)) for text in ("o/block(tp,16)", "o/tp", "o/block(tp,8,8)")]
     assert whole[0].means_the_same_as(whole[1]) and not whole[2].means_the_same_as(whole[1])
-    with pytest.raises(xs.ShapeError, match=r"'block\(tp,8,4\)' adds up to 12 rows, not 16"):
+    with pytest.raises(xs.errors.ShapeError, match=r"'block\(tp,8,4\)' adds up to 12 rows, not 16"):
         xs.Sharding("o/block(tp,8,4)", mesh, (16,))

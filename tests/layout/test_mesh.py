@@ -72,6 +72,6 @@ NO_NAME = " is no axis name\n  a name has letters, digits and '_', no digit firs
     ],
 )
 def test_errors(make, message):
-    with pytest.raises(xs.MeshError) as caught:
+    with pytest.raises(xs.errors.MeshError) as caught:
         make()
     assert str(caught.value) == message

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.attention import MASKS, ORDERS, ROW, Case, Mask
-from xshard import Layout, NotationError, Sharding
+from xshard import Layout, Sharding
+from xshard.errors import NotationError
 from xshard.nn.attention import ALL, CAUSAL, Attention, attention, order, pieces
 
 

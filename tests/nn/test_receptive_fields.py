@@ -84,7 +84,7 @@ def test_resampled_blocks_hold_every_tap(mode):
 
 
 def test_parts_that_are_no_intervals_are_refused():
-    with pytest.raises(xs.ShapeError, match="not cut into intervals"):
+    with pytest.raises(xs.errors.ShapeError, match="not cut into intervals"):
         transposed_field(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
 
 
@@ -108,7 +108,7 @@ def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, lengt
     n = len(shard.numbers) or 4
     dim = Dim("h", (shard,))
     if shard.order == "zigzag":
-        with pytest.raises(xs.ShapeError, match="not cut into intervals"):
+        with pytest.raises(xs.errors.ShapeError, match="not cut into intervals"):
             dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
         return
     found = dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)

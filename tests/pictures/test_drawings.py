@@ -101,7 +101,7 @@ def test_every_value_has_one_line_and_a_picture(value: Any) -> None:
 
 
 def test_names_of_users_are_text() -> None:
-    with pytest.raises(xs.NotationError):
+    with pytest.raises(xs.errors.NotationError):
         xs.Layout("<script>")
     plan = xs.plan("a_b/dp -> a_b", MESH, (8,))
     assert "-&gt;" in html(plan) and "<script" not in html(plan)
@@ -119,7 +119,7 @@ def test_show_prints_in_a_terminal(
     xs.show(plan)
     assert "all_to_all s/cp -> c/cp" in capsys.readouterr().out
     for wrong in (lambda: xs.show("s/cp"), lambda: xs.show(plan, MESH)):
-        with pytest.raises(xs.PlanError):
+        with pytest.raises(xs.errors.PlanError):
             wrong()
 
 

@@ -135,7 +135,7 @@ def test_notes_say_what_every_axis_does(layout, note):
     [(["q"], "no dim 'q' in 'a b c'"), (["a", "b", "c"], "one or two dims"), (["a", "a"], "one or two dims")],
 )
 def test_wrong_dims_raise(dims, reason):
-    with pytest.raises(xs.ShapeError, match=reason):
+    with pytest.raises(xs.errors.ShapeError, match=reason):
         picture(sharding("a b c", "x=2", 4, 4, 4), dims)
 
 

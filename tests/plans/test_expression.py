@@ -32,7 +32,7 @@ def test_a_block_of_any_device_gives_the_shape(layout: str, shape: tuple[int, ..
 
 
 def test_what_does_not_say_it() -> None:
-    with pytest.raises(xs.ShapeError, match="4 rows do not say how long dim 'h' is"):
+    with pytest.raises(xs.errors.ShapeError, match="4 rows do not say how long dim 'h' is"):
         whole_shape(xs.Layout.parse("h/tp:window(k=3)"), MESH, (4,), "h/tp:window(k=3)")
 
 
@@ -40,7 +40,7 @@ def test_both_sides_have_the_same_dims() -> None:
     """In any order; a sum over dims is another verb."""
     src, dst, _ = sides("n/dp d -> d n")
     assert (src.names, dst.names) == (("n", "d"), ("d", "n"))
-    with pytest.raises(xs.NotationError) as caught:
+    with pytest.raises(xs.errors.NotationError) as caught:
         sides("b s/tp c -> c b")
     assert str(caught.value).splitlines() == [
         "dim names differ across the arrow in",

@@ -9,6 +9,7 @@ import pytest
 
 import xshard as xs
 from tests.cases import CASES
+from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
 from xshard.steps import AllGather, AllReduce, Exchange, ReduceScatter, Retag, Scale, Slice
 
@@ -17,7 +18,7 @@ ROWS, SHARD_A = (8, 4), (Shard(("a",)),)
 
 
 def plan_of(expression, *steps, shape=ROWS, scale=Fraction(1)):
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     return xs.Plan(src, dst, MESH, shape, "float32", steps, scale)
 
 
@@ -59,7 +60,7 @@ def plan_of(expression, *steps, shape=ROWS, scale=Fraction(1)):
     ],
 )
 def test_a_wrong_plan_cannot_be_built(expression, steps, scale, message):
-    with pytest.raises(xs.PlanError) as caught:
+    with pytest.raises(xs.errors.PlanError) as caught:
         plan_of(expression, *steps, scale=Fraction(scale))
     assert str(caught.value) == message
 
@@ -118,7 +119,7 @@ received 2.72 KiB (1.40x the bound of 1.94 KiB), 2.8 us, peak 6.81 KiB, priced f
 
 def test_it_prints_as_a_table():
     """Columns are aligned, the ends are spelt as the user spelt them, uneven blocks show the largest."""
-    src, dst = xs.parse_expression("b s/zigzag(cp) c | mean(dp) -> b s c/balanced(cp)")
+    src, dst = parse_expression("b s/zigzag(cp) c | mean(dp) -> b s c/balanced(cp)")
     steps = (
         Scale(Fraction(1, 2)),
         ReduceScatter("b", (Shard(("dp",)),)),
@@ -226,7 +227,7 @@ def edited(**changes):
     ],
 )
 def test_malformed_json(text, message):
-    with pytest.raises(xs.PlanError) as caught:
+    with pytest.raises(xs.errors.PlanError) as caught:
         xs.Plan.from_json(text)
     assert message in str(caught.value)
 
@@ -252,7 +253,7 @@ def test_junk_anywhere_in_the_json(junk):
         place[last] = junk
         try:
             plan = xs.Plan.from_json(json.dumps(data[""]))
-        except xs.PlanError:
+        except xs.errors.PlanError:
             continue
         assert xs.Plan.from_json(plan.to_json()) == plan, path
 

@@ -18,6 +18,7 @@ from tests.plans.test_properties import UNIT, profiles, seeds
 from tests.two_meshes import TWO_MESHES, assert_right, crossing, crossings, planned, public
 from xshard.cost.bounds import shared_elements
 from xshard.plans.plan import _made
+from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_choice import cheapest
 from xshard.plans.transfer_search import transfer_ways
 from xshard.search.request import Request
@@ -150,7 +151,7 @@ def test_large_pieces_are_given_away_first():
         for text, mesh in (("n/a", xs.Mesh(a=2, r=3)), ("n/b", xs.Mesh(b=3, c=2)))
     )
     devices = tuple(range(6)), tuple(range(6, 12))
-    assert xs.Transfer(source, target, *devices, xs.load_profile("bandwidth")).sent == 4
+    assert Transfer(source, target, *devices, xs.load_profile("bandwidth")).sent == 4
 
 
 def test_what_a_transfer_costs():
@@ -235,7 +236,7 @@ def test_a_new_sum_is_contributed_in_parts():
 def test_addends_arrive_in_the_order_of_their_devices():
     """In floats another order is another number, and replicas must not differ."""
     plan = crossing("n | sum(a)", "n", "a=4,r=2", "b=4", (1,), dst_devices=range(8, 12), dtype="float32")
-    transfer = xs.Transfer(plan.source, plan.target, plan.src_devices, plan.dst_devices, plan.profile)
+    transfer = Transfer(plan.source, plan.target, plan.src_devices, plan.dst_devices, plan.profile)
     plan = replace(plan, steps=(transfer,))
     blocks = [np.full(1, x, np.float32) for x in (1e8, 1.0, -1e8, 1.0) for _ in range(2)]
     expected = list(itertools.accumulate(np.float32([1e8, 1.0, -1e8, 1.0])))[-1]
@@ -253,7 +254,7 @@ def test_other_reductions_end_on_the_way(kind):
 
 def test_a_max_has_no_gradient_across_meshes():
     plan = crossing("n | max(a)", "n/b", "a=3", "b=2", (2,))
-    with pytest.raises(xs.LinearityError, match="has no dual: max and min are not linear"):
+    with pytest.raises(xs.errors.LinearityError, match="has no dual: max and min are not linear"):
         xs.reference.pullback(plan, [np.ones(2)] * 3, [np.ones(1)] * 2)
 
 

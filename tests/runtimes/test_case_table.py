@@ -13,6 +13,7 @@ import xshard as xs
 from jax_bridge.lower.schedule import rounds
 from tests import oracle
 from tests.cases import CASES, one_of_each
+from xshard.plans.transfer import Transfer
 from xshard.runtimes.registry import RUNTIMES
 from xshard.runtimes.tasks import make_task, run_reference
 from xshard.runtimes.verdict import difference
@@ -122,7 +123,7 @@ def test_the_table_has_a_row_for_every_step():
     plans = [task.plan for task in TASKS.values()]
     plans += [plan.backward for plan in plans if plan.src.is_linear]
     used = {step.kind for plan in plans for step in plan.steps}
-    assert Step.registry.keys() - used == {xs.Transfer.kind}  # between two meshes, in test_transfer.py
+    assert Step.registry.keys() - used == {Transfer.kind}  # between two meshes, in test_transfer.py
 
 
 def test_every_runtime_has_a_class_and_cases_of_every_size():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xshard import MeshError
+from xshard.errors import MeshError
 from xshard.runtimes import processes, watch
 from xshard.runtimes.processes import FunctionError, Process, running
 from xshard.runtimes.watch import Watch, processor_time
@@ -26,7 +26,7 @@ def length(text, timeout_s):
 
 
 def refuses(timeout_s):
-    raise xs.MeshError("no such axis", hint="another")
+    raise xs.errors.MeshError("no such axis", hint="another")
 
 
 def fails(timeout_s):

@@ -90,7 +90,7 @@ class Graph:
     def _applied(self, step, node):
         try:
             return (step.after(self.shardings[node]).layout,)
-        except xs.PlanError:
+        except xs.errors.PlanError:
             return ()
 
 

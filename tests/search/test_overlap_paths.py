@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
-from xshard import output_dim
+from xshard.layout.block_rows import output_dim
 from xshard.layout.providers import missing_rows
 from xshard.notation.overlap import BOUNDARIES, Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim
@@ -171,7 +171,7 @@ def legal_blocks(layout, mesh, shape):
 def planned(src, dst, mesh, shape):
     try:
         return xs.plan((src, dst), mesh, shape, "float64")
-    except xs.PlanError as error:
+    except xs.errors.PlanError as error:
         if "holds row" in error.reason or "has no place" in error.reason:
             return None
         raise
@@ -302,7 +302,7 @@ def test_a_row_held_only_beyond_the_ends():
     assert xs.reference.scatter([5.0], repeated, mesh)[0].tolist() == [5, 5]
     (block,) = xs.reference.run(xs.plan(f"h -> h:fold({repeated[2:]})", mesh, (1,)), [np.float32([5])])
     assert block.tolist() == [5, 0]
-    with pytest.raises(xs.PlanError, match="holds row 0"):  # beyond the pole it is another row
+    with pytest.raises(xs.errors.PlanError, match="holds row 0"):  # beyond the pole it is another row
         xs.plan("h:window(k=1,s=9,p=1,pole) w -> h w", mesh, (2, 2))
 
 
@@ -312,7 +312,7 @@ def test_plans_with_overlaps_are_told_and_stay_within_memory():
     assert xs.Plan.from_json(plan.to_json()) == plan
     assert "direct exchange" in plan.explain()
     assert xs.plan(expression, mesh, shape, memory_limit=plan.peak_bytes).peak_bytes == plan.peak_bytes
-    with pytest.raises(xs.PlanError, match="the least any plan needs"):
+    with pytest.raises(xs.errors.PlanError, match="the least any plan needs"):
         xs.plan(expression, mesh, shape, memory_limit=plan.peak_bytes - 1)
 
 
@@ -370,10 +370,10 @@ def test_what_cannot_be_is_refused_when_it_is_planned(expression, message):
     ],
 )
 def test_what_a_dtype_cannot_hold(dtype, expression, message):
-    with pytest.raises(xs.DtypeError, match=message):
+    with pytest.raises(xs.errors.DtypeError, match=message):
         xs.plan(expression, xs.Mesh(a=2), (8,), dtype)
 
 
 def test_overlaps_move_on_one_mesh():
-    with pytest.raises(xs.PlanError, match="trim or fold before"):
+    with pytest.raises(xs.errors.PlanError, match="trim or fold before"):
         xs.plan("h/a:halo(1,1) -> h/b", src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(b=3), shape=(6,))

@@ -11,6 +11,7 @@ import xshard as xs
 from tests.plans.test_properties import profiles, seeds
 from tests.two_meshes import assert_right, crossing, crossings, planned
 from xshard import Layout
+from xshard.plans.transfer import Transfer
 from xshard.search.relabel import best_places, relabelled
 
 
@@ -53,7 +54,7 @@ def test_what_is_assigned_is_what_devices_lack(move):
         devices = tuple(range(meshes[0].n_devices))
         machine = xs.load_profile("bandwidth")
         plain, moved = (
-            xs.Transfer(source, target, devices, takers, machine)
+            Transfer(source, target, devices, takers, machine)
             for takers in (devices, relabelled(source, target, devices, devices))
         )
         totals = [sum(m.size for m in t.messages if not t.is_kept(m)) for t in (plain, moved)]
@@ -96,7 +97,7 @@ def test_devices_that_gain_nothing_stay():
 
 def test_relabelling_without_scipy(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(xs.PlanError) as caught:
+    with pytest.raises(xs.errors.PlanError) as caught:
         crossing("n/x/y", "n/y/x", "x=2,y=3", "x=2,y=3", (18,), relabel=True)
     assert str(caught.value) == (
         "relabel=True needs scipy\n  pip install scipy, or xshard with its extra 'relabel'"

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from xshard import DtypeError, Layout, Link, Mesh, PlanError, Sharding, XshardError, dtypes, load_profile
+from xshard import Layout, Link, Mesh, Sharding, XshardError, dtypes, load_profile
+from xshard.errors import DtypeError, PlanError
 from xshard.state import Names, concat, files, rename, split, stack
 from xshard.state.files.boxes import box_pairs
 from xshard.state.files.folder import INDEX, KEY

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xshard import ShapeError, XshardError
+from xshard import XshardError
+from xshard.errors import ShapeError
 from xshard.state import Names, concat, rename, split, stack, unstack
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from xshard import Layout, Mesh, ShapeError, Sharding, XshardError, load_profile, reference
+from xshard import Layout, Mesh, Sharding, XshardError, load_profile, reference
+from xshard.errors import ShapeError
 from xshard.state import Names, concat, rename, split, stack
 from xshard.state.differences import differences
 from xshard.state.files import Source, begin, commit, open_checkpoint, plan_load, plan_save, read_block, write

@@ -104,7 +104,7 @@ def test_no_near_senders_for_sums():
     """Replicas must add in one order, whichever device sends."""
     mesh = xs.Mesh(a=2)
     step = Exchange(xs.Layout.parse("n"), 2)
-    with pytest.raises(xs.PlanError) as caught:
+    with pytest.raises(xs.errors.PlanError) as caught:
         step.after(xs.Sharding(xs.Layout.parse("n | sum(a)"), mesh, (8,)))
     assert (
         str(caught.value) == "node_devices is not for exchanges that end or begin a sum: 'n | sum(a)' -> 'n'"

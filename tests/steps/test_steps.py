@@ -198,7 +198,7 @@ WRONG_USE = [
 
 @pytest.mark.parametrize(("step", "before", "message"), WRONG_USE, ids=str)
 def test_wrong_use(step, before, message):
-    with pytest.raises(xs.PlanError) as caught:
+    with pytest.raises(xs.errors.PlanError) as caught:
         step.after(sharding(before))
     assert str(caught.value) == message
 
@@ -215,6 +215,6 @@ def test_wrong_use(step, before, message):
 )
 def test_collectives_move_equal_pieces(step, before):
     """Seven rows do not divide by two; six columns do."""
-    with pytest.raises(xs.PlanError) as caught:
+    with pytest.raises(xs.errors.PlanError) as caught:
         step.after(sharding(before, (7, 6)))
     assert str(caught.value) == f"'a' cuts dim 'n' of '{before}' unevenly"

@@ -46,39 +46,46 @@ class Bug(NamedTuple):
 
 # Two matrices, cut over tp: columns of the first, rows of the second; then a bias.
 def mlp_torch(x, up, down, bias, mesh):
-    x = xt.copy_to(x, "tp", mesh)
-    return xt.reduce_from(torch.tanh(x @ up) @ down, "tp", mesh) + bias
+    x = xt.ops.copy_to(x, "tp", mesh)
+    return xt.ops.all_reduce(torch.tanh(x @ up) @ down, "tp", mesh, grad="replicated") + bias
 
 
 def mlp_jax(x, up, down, bias):
-    return xj.reduce_from(jnp.tanh(xj.copy_to(x, "tp") @ up) @ down, "tp") + bias
+    return xj.ops.all_reduce(jnp.tanh(xj.ops.copy_to(x, "tp") @ up) @ down, "tp", grad="replicated") + bias
 
 
 def mlp_bias_before_reduce(x, up, down, bias, mesh):
-    x = xt.copy_to(x, "tp", mesh)
-    return xt.reduce_from(torch.tanh(x @ up) @ down + bias, "tp", mesh)
+    x = xt.ops.copy_to(x, "tp", mesh)
+    return xt.ops.all_reduce(torch.tanh(x @ up) @ down + bias, "tp", mesh, grad="replicated")
 
 
 def mlp_no_reduce(x, up, down, bias, mesh):
-    return torch.tanh(xt.copy_to(x, "tp", mesh) @ up) @ down + bias / mesh.n_devices
+    return torch.tanh(xt.ops.copy_to(x, "tp", mesh) @ up) @ down + bias / mesh.n_devices
 
 
 def mlp_no_gradient_reduce(x, up, down, bias, mesh):
-    return xt.reduce_from(torch.tanh(x @ up) @ down, "tp", mesh) + bias
+    return xt.ops.all_reduce(torch.tanh(x @ up) @ down, "tp", mesh, grad="replicated") + bias
 
 
 def mlp_gradient_reduced_twice(x, up, down, bias, mesh):
-    x = xt.copy_to(xt.copy_to(x, "tp", mesh), "tp", mesh)
-    return xt.reduce_from(torch.tanh(x @ up) @ down, "tp", mesh) + bias
+    x = xt.ops.copy_to(xt.ops.copy_to(x, "tp", mesh), "tp", mesh)
+    return xt.ops.all_reduce(torch.tanh(x @ up) @ down, "tp", mesh, grad="replicated") + bias
 
 
 def mlp_detached(x, up, down, bias, mesh):
-    return xt.reduce_from(torch.tanh(xt.copy_to(x, "tp", mesh) @ up.detach()) @ down, "tp", mesh) + bias
+    return (
+        xt.ops.all_reduce(
+            torch.tanh(xt.ops.copy_to(x, "tp", mesh) @ up.detach()) @ down, "tp", mesh, grad="replicated"
+        )
+        + bias
+    )
 
 
 def mlp_bias_on_first(x, up, down, bias, mesh):
     first = bias if dist.get_rank() == 0 else 0 * bias
-    return xt.reduce_from(torch.tanh(xt.copy_to(x, "tp", mesh) @ up) @ down + first, "tp", mesh)
+    return xt.ops.all_reduce(
+        torch.tanh(xt.ops.copy_to(x, "tp", mesh) @ up) @ down + first, "tp", mesh, grad="replicated"
+    )
 
 
 def mlp_psum_twice(x, up, down, bias):
@@ -108,20 +115,20 @@ def loss_not_averaged(x, mesh):
 
 # All rows, gathered: every device uses its own columns, or all use the same.
 def columns_torch(x, scale, w, mesh):
-    x = x * xt.copy_to(scale, "tp", mesh)
+    x = x * xt.ops.copy_to(scale, "tp", mesh)
     return torch.sin(xt.redistribute(x, "n/tp d -> n d | copy(tp)", mesh) @ w)
 
 
 def columns_jax(x, scale, w):
-    return jnp.sin(xj.redistribute(x * xj.copy_to(scale, "tp"), "n/tp d -> n d | copy(tp)") @ w)
+    return jnp.sin(xj.redistribute(x * xj.ops.copy_to(scale, "tp"), "n/tp d -> n d | copy(tp)") @ w)
 
 
 def columns_replica(x, scale, w, mesh):
-    return torch.sin(xt.redistribute(x * xt.copy_to(scale, "tp", mesh), "n/tp d -> n d", mesh) @ w)
+    return torch.sin(xt.redistribute(x * xt.ops.copy_to(scale, "tp", mesh), "n/tp d -> n d", mesh) @ w)
 
 
 def columns_own_gradient(x, scale, w, mesh):
-    x = x * xt.copy_to(scale, "tp", mesh)
+    x = x * xt.ops.copy_to(scale, "tp", mesh)
     rows = list(xt.redistribute(x.detach(), "n/tp d -> n d", mesh).chunk(mesh.n_devices))
     rows[dist.get_rank()] = x  # of the gathered rows these alone have a gradient
     return torch.sin(torch.cat(rows) @ w)
@@ -254,11 +261,11 @@ def stencil(rows):
 
 
 def halo_torch(x, mesh):
-    return stencil(xt.halo_exchange(x, 1, 0, "sp", mesh))
+    return stencil(xt.ops.halo_exchange(x, 1, 0, "sp", mesh))
 
 
 def halo_jax(x):
-    return stencil(xj.halo_exchange(x, 1, 0, "sp"))
+    return stencil(xj.ops.halo_exchange(x, 1, 0, "sp"))
 
 
 def halo_dropped(x, mesh):
@@ -266,29 +273,29 @@ def halo_dropped(x, mesh):
 
 
 def halo_next_dropped(x, mesh):
-    wide = xt.halo_exchange(x, (1, 0), 0, "sp", mesh)
+    wide = xt.ops.halo_exchange(x, (1, 0), 0, "sp", mesh)
     return stencil(torch.nn.functional.pad(wide, (0, 0, 0, 1)))
 
 
 def halo_off_by_one(x, mesh):
-    return stencil(xt.halo_exchange(x, (0, 2), 0, "sp", mesh))
+    return stencil(xt.ops.halo_exchange(x, (0, 2), 0, "sp", mesh))
 
 
 def halo_off_by_one_jax(x):
-    return stencil(xj.halo_exchange(x, (2, 0), 0, "sp"))
+    return stencil(xj.ops.halo_exchange(x, (2, 0), 0, "sp"))
 
 
 def halo_ends_swapped(x, mesh):
-    wide = xt.halo_exchange(x, 1, 0, "sp", mesh)
+    wide = xt.ops.halo_exchange(x, 1, 0, "sp", mesh)
     return stencil(torch.cat([wide[-1:], x, wide[:1]]))
 
 
 def widened_torch(x, mesh):
-    return xt.halo_exchange(x, 1, 0, "sp", mesh)
+    return xt.ops.halo_exchange(x, 1, 0, "sp", mesh)
 
 
 def widened_jax(x):
-    return xj.halo_exchange(x, 1, 0, "sp")
+    return xj.ops.halo_exchange(x, 1, 0, "sp")
 
 
 def widened_with_zeros(x, mesh):
@@ -296,7 +303,7 @@ def widened_with_zeros(x, mesh):
 
 
 def widened_off_by_one(x, mesh):
-    wide = xt.halo_exchange(x, 2, 0, "sp", mesh)
+    wide = xt.ops.halo_exchange(x, 2, 0, "sp", mesh)
     return torch.cat([wide[:1], x, wide[-1:]])
 
 

@@ -101,7 +101,7 @@ def resharded(plans: Sequence[xs.Plan], link: str) -> tuple[list[str], int]:
     wholes = [np.arange(np.prod(plan.shape), dtype="float32").reshape(plan.shape) % 257 for plan in plans]
     arrays = [
         jax.make_array_from_callback(
-            whole.shape, jax.NamedSharding(mesh, xj.to_partition_spec(plan.src)), whole.__getitem__
+            whole.shape, jax.NamedSharding(mesh, xj.specs.to_partition_spec(plan.src)), whole.__getitem__
         )
         for whole, plan in zip(wholes, plans, strict=True)
     ]

@@ -21,22 +21,26 @@ def same(x):
 
 
 def test_the_names_in_messages_are_those_of_the_function() -> None:
-    with pytest.raises(xs.ShapeError, match=r"x of shape \(3, 4\) does not fit its layout: "):
+    with pytest.raises(xs.errors.ShapeError, match=r"x of shape \(3, 4\) does not fit its layout: "):
         assert_equivalent(same, same, args=[normal(3, 4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
 
 REFUSED = {
     "an axis that is not there": (
         {"layouts": (["n/dp d"], "n d")},
-        xs.NotationError,
+        xs.errors.NotationError,
         "x of shape (8, 4) does not fit its layout: unknown mesh axis 'dp' in\n    'n/dp d'\n",
     ),
     "an axis that is not there, of an output": (
         {"layouts": (["n/tp d"], "n/cq d")},
-        xs.NotationError,
+        xs.errors.NotationError,
         "unknown mesh axis 'cq' in\n    'n/cq d'\n",
     ),
-    "a max has no dual": ({"layouts": (["n d | max(tp)"], "n d")}, xs.LinearityError, "'n d | max(tp)'"),
+    "a max has no dual": (
+        {"layouts": (["n d | max(tp)"], "n d")},
+        xs.errors.LinearityError,
+        "'n d | max(tp)'",
+    ),
     "one layout for two sides": (
         {"layouts": "n/tp d"},
         StructureError,
@@ -54,8 +58,12 @@ REFUSED = {
         StructureError,
         "x cannot be read as a numpy array: Can't call numpy() on Tensor that requires grad",
     ),
-    "a mesh that is too large": ({"mesh": "tp=1000"}, xs.MeshError, "1000 devices, this host has 1 to "),
-    "no mesh": ({"mesh": " ; "}, xs.MeshError, "no mesh\n"),
+    "a mesh that is too large": (
+        {"mesh": "tp=1000"},
+        xs.errors.MeshError,
+        "1000 devices, this host has 1 to ",
+    ),
+    "no mesh": ({"mesh": " ; "}, xs.errors.MeshError, "no mesh\n"),
     "parameters without optimisers": (
         {"parameters": [0]},
         StructureError,
@@ -73,7 +81,7 @@ REFUSED = {
     ),
     "integers that JAX would narrow": (
         {"args": [np.full((8, 4), 2**40)]},
-        xs.DtypeError,
+        xs.errors.DtypeError,
         "x has whole numbers of more than 32 bits",
     ),
 }
@@ -91,7 +99,9 @@ def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_number_of_devices_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XSHARD_HOST_DEVICES", "many")
-    with pytest.raises(xs.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment is no number"):
+    with pytest.raises(
+        xs.errors.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment is no number"
+    ):
         assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
 
@@ -135,7 +145,7 @@ def test_layouts_must_fit_one_device_or_there_is_a_reference() -> None:
 
 
 def test_an_output_of_another_rank_than_its_layout() -> None:
-    with pytest.raises(xs.ShapeError, match=r"'n/tp' has 1 dims, the array has 2"):
+    with pytest.raises(xs.errors.ShapeError, match=r"'n/tp' has 1 dims, the array has 2"):
         assert_equivalent(same, same, args=[normal(8, 4)], layouts=(["n/tp d"], "n/tp"), mesh="tp=2")
 
 

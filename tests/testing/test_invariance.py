@@ -107,8 +107,8 @@ def test_uneven_blocks_on_the_usual_meshes() -> None:
 
 def test_the_line_and_blocks_that_are_cut_along_an_axis_that_the_expression_leaves_out() -> None:
     def twice(x, w, mesh):
-        h = xt.reduce_from(x @ w, "tp", mesh)
-        return torch.tanh(xt.reduce_from(h, "tp", mesh))
+        h = xt.ops.all_reduce(x @ w, "tp", mesh, grad="replicated")
+        return torch.tanh(xt.ops.all_reduce(h, "tp", mesh, grad="replicated"))
 
     layouts = (["b/zigzag(dp) d/tp", "d/tp f | copy(dp)"], "b/zigzag(dp) f")
     error = found(twice, args=[normal(8, 6), normal(6, 3, seed=1)], layouts=layouts, mesh="dp=2,tp=3")
@@ -136,7 +136,7 @@ def test_what_devices_hold_under_a_max_and_the_share_of_a_mean_are_right() -> No
     )
 
     def copied(x, mesh):
-        x = xt.copy_to(x, "tp", mesh)
+        x = xt.ops.copy_to(x, "tp", mesh)
         return xt.redistribute(xt.redistribute(x, "n -> n | mean(tp)", mesh), "n | mean(tp) -> n", mesh)
 
     error = found(copied, args=[normal(6)], layouts=(["n"], "n"), mesh="tp=2")

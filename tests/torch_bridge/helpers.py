@@ -48,7 +48,7 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float 
 
     timeout_s: guards against a hang, far above what any test takes.
     """
-    return xt.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
+    return xt.testing.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
 
 
 def on_threads(n: int, function: Callable[..., Any], *args: Any) -> None:

@@ -12,6 +12,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks
 from torch_bridge.lower.collectives import Collective
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=4)
 EXPRESSIONS = [
@@ -29,7 +30,7 @@ EXPRESSIONS = [
 
 
 def _same(expression: str) -> None:
-    src, _ = xs.parse_expression(expression)
+    src, _ = parse_expression(expression)
     x = block_of(numbers(8, 8) % 7, str(src), MESH).requires_grad_()
 
     def begun(v: Tensor) -> xt.PendingTensor:
@@ -51,7 +52,7 @@ def test_values_and_derivatives_are_those_of_one_call() -> None:
 
 
 def _functional(expression: str) -> None:
-    x = block_of(numbers(8, 8) % 7, str(xs.parse_expression(expression)[0]), MESH)
+    x = block_of(numbers(8, 8) % 7, str(parse_expression(expression)[0]), MESH)
 
     def plain(v: Tensor) -> Tensor:
         return xt.redistribute(v, expression, MESH)

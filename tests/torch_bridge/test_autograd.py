@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=4)
 EVEN = [
@@ -34,7 +35,7 @@ EVEN = [
 
 def _double_backward(expression: str) -> None:
     """Of loss = sum(w * y**3): the first three derivatives, each as the plans say."""
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     there = xs.plan((src, dst), MESH, (8, 8), "float64")
     back = there.backward
 
@@ -60,7 +61,7 @@ def test_derivatives_of_higher_order() -> None:
 
 
 def _functional(expression: str) -> None:
-    src, _ = xs.parse_expression(expression)
+    src, _ = parse_expression(expression)
     x = block_of(numbers(8, 8) % 7 - 3, str(src), MESH)
     tangent = block_of(numbers(8, 8) % 3, str(src), MESH)
 
@@ -90,7 +91,7 @@ def test_torch_func() -> None:
 
 
 def _untouched(expression: str) -> None:
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     x = block_of(numbers(8, 8), str(src), MESH).requires_grad_()
     y = xt.redistribute(x, expression, MESH)
     kept_x, kept_y = x.detach().clone(), y.detach().clone()
@@ -119,7 +120,7 @@ def test_nothing_is_written_to_or_shared() -> None:
 
 
 def _strided(expression: str) -> None:
-    src, _ = xs.parse_expression(expression)
+    src, _ = parse_expression(expression)
     block = block_of(numbers(8, 8), str(src), MESH)
     leaf = torch.stack([block, -block], dim=-1)[..., 0].requires_grad_()
     assert not leaf.is_contiguous()
@@ -147,7 +148,7 @@ def _winners() -> None:
     assert torch.equal(second, 2 * won)
 
     def largest(v: Tensor) -> Tensor:
-        return xt.all_reduce(v, "a", MESH, op="max", grad="sum")
+        return xt.ops.all_reduce(v, "a", MESH, op="max", grad="sum")
 
     # Forwards: the winners' tangents, in the same shares.
     tangent = torch.full_like(won, rank + 1.0)
@@ -190,10 +191,10 @@ def _swapped() -> list[tuple[str, str]]:
         return tuple(leaf.grad for leaf in leaves)
 
     def swapped(model: Block, x: Tensor) -> Tensor:
-        return functional_call(model, {"weight": xt.copy_to(model.weight, "a", MESH)}, (x,))
+        return functional_call(model, {"weight": xt.ops.copy_to(model.weight, "a", MESH)}, (x,))
 
     def captured(model: Block, x: Tensor) -> Tensor:
-        weight = xt.copy_to(model.weight, "a", MESH)
+        weight = xt.ops.copy_to(model.weight, "a", MESH)
         return _reentrant(lambda v: xt.redistribute(v @ weight, "n/a d -> n d | copy(a)", MESH) ** 2, x)
 
     expected = gradients(Block(lambda f, x: f(x)), swapped)

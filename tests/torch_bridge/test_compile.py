@@ -18,6 +18,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks
 from torch_bridge.mesh.process_mesh import MeshLike
+from xshard.layout.layout import parse_expression
 
 MESH, WIDE = xs.Mesh(a=2), xs.Mesh(a=2, b=2)
 EVERY_STEP = [  # with a leading dim that is whole
@@ -59,7 +60,7 @@ def _mesh(expression: str) -> xs.Mesh:
 
 
 def _one_graph(expression: str, mesh: MeshLike) -> None:
-    src, on = xs.parse_expression(expression)[0], _mesh(expression)
+    src, on = parse_expression(expression)[0], _mesh(expression)
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_user(expression, mesh), backend=backend, fullgraph=True)
@@ -82,7 +83,7 @@ def test_blocks_of_one_shape_are_one_graph_that_is_not_compiled_again() -> None:
 
 
 def _any_batch(expression: str) -> None:
-    src, mesh = xs.parse_expression(expression)[0], _mesh(expression)
+    src, mesh = parse_expression(expression)[0], _mesh(expression)
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_user(expression, mesh), backend=backend, fullgraph=True)
@@ -181,14 +182,14 @@ def _not_exported() -> None:
         (compares, x, "compares on the host"),
         (lambda v: xt.redistribute(v, "s n/a d -> s n d/a"), placed, "no redistribution of a DTensor"),
     ):
-        with pytest.raises(xs.PlanError, match=reason):
+        with pytest.raises(xs.errors.PlanError, match=reason):
             torch.export.export(Calling(call), (given,))
 
 
 def _between_graphs() -> None:
     """What is not recorded runs as it is, where more than one graph is allowed."""
     x = block_of(numbers(8, 8), "n/a d", MESH, torch.float32).requires_grad_()
-    pair = tuple(xs.parse_expression("n/a d -> n d/a"))
+    pair = tuple(parse_expression("n/a d -> n d/a"))
 
     def by_layouts(v: Tensor) -> Tensor:
         return xt.redistribute(v * 2, pair, MESH) + 1

@@ -26,7 +26,7 @@ def _both() -> dict[str, list[Tensor]]:
         ours = []
         for move in (
             lambda x, e=case.expression: xt.redistribute(x, e, MESH, check_replicated=True),
-            lambda x, c=case: getattr(xt, c.op)(x, axis="a", mesh=MESH, **c.options),
+            lambda x, c=case: getattr(xt.ops, c.op)(x, axis="a", mesh=MESH, **c.options),
         ):
             x = blocks[rank].clone().requires_grad_()
             y = move(x)

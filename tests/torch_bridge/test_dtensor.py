@@ -20,6 +20,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
 from xshard import reference
+from xshard.layout.layout import parse_expression
 
 AXES = xs.Mesh(a=2, b=2, c=2)
 
@@ -48,13 +49,13 @@ def _cuts() -> list[str]:
     ],
 )
 def test_layouts_and_placements(layout: str, placements: tuple[object, ...]) -> None:
-    assert xt.to_placements(layout, AXES) == placements
-    assert str(xt.from_placements(placements, AXES, 2)) == layout
+    assert xt.dtensor.to_placements(layout, AXES) == placements
+    assert str(xt.dtensor.from_placements(placements, AXES, 2)) == layout
 
 
 def test_every_nesting_there_and_back() -> None:
     for text in _cuts():
-        back = xt.from_placements(xt.to_placements(text, AXES), AXES, 2)
+        back = xt.dtensor.from_placements(xt.dtensor.to_placements(text, AXES), AXES, 2)
         assert [dim.axes for dim in back.dims] == [dim.axes for dim in xs.Layout.parse(text).dims]
 
 
@@ -77,47 +78,53 @@ def test_strided_shards_are_read_as_torch_cuts_and_written_back() -> None:
         ]
         length = draw.choice((0, 7, 8, 16, 24, 30, 36))
         try:
-            layout = xt.from_placements(placements, mesh, 1, (length,))
-        except xs.PlanError:  # a nesting of three, or of uneven parts, which torch cuts in two ways
-            assert xt.from_placements(placements, mesh, 1).dims[0].axes and length % mesh.n_devices
+            layout = xt.dtensor.from_placements(placements, mesh, 1, (length,))
+        except xs.errors.PlanError:  # a nesting of three, or of uneven parts, which torch cuts in two ways
+            assert xt.dtensor.from_placements(placements, mesh, 1).dims[0].axes and length % mesh.n_devices
             continue
         expected = [_torch_block(length, placements, mesh, device) for device in range(mesh.n_devices)]
         assert [b.tolist() for b in reference.scatter(np.arange(length), layout, mesh)] == expected
         assert xs.Layout.parse(str(layout)) == layout
         orders = [cut.order for cut in layout.dims[0].shards]
         if "intervals" not in orders or len(layout.axes) == 1:
-            back = xt.from_placements(xt.to_placements(layout, mesh, (length,)), mesh, 1, (length,))
+            back = xt.dtensor.from_placements(
+                xt.dtensor.to_placements(layout, mesh, (length,)), mesh, 1, (length,)
+            )
             assert xs.Sharding(back, mesh, (length,)).means_the_same_as(xs.Sharding(layout, mesh, (length,)))
         seen.update(set(orders))
     assert min(seen[order] for order in ("block", "cyclic", "intervals")) > 20, seen
 
 
 def test_groups_and_orders_that_are_plain_when_even() -> None:
-    assert xt.to_placements("n/(a,b)", AXES, (8,)) == (Shard(0), Shard(0), Replicate())
-    assert xt.to_placements("n/balanced(b) | copy(a)", AXES, (8,)) == (Replicate(), Shard(0), Replicate())
-    assert xt.to_placements("... d/c", AXES, (2, 3, 4)) == (Replicate(), Replicate(), Shard(2))
+    assert xt.dtensor.to_placements("n/(a,b)", AXES, (8,)) == (Shard(0), Shard(0), Replicate())
+    assert xt.dtensor.to_placements("n/balanced(b) | copy(a)", AXES, (8,)) == (
+        Replicate(),
+        Shard(0),
+        Replicate(),
+    )
+    assert xt.dtensor.to_placements("... d/c", AXES, (2, 3, 4)) == (Replicate(), Replicate(), Shard(2))
 
 
 def test_what_a_dtensor_cannot_hold() -> None:
-    kind, text = error_of(lambda: xt.to_placements("b s/zigzag(a)", AXES, (2, 8)))
+    kind, text = error_of(lambda: xt.dtensor.to_placements("b s/zigzag(a)", AXES, (2, 8)))
     assert kind == "PlanError" and "a DTensor cannot hold 's/zigzag(a)' in\n    'b s/zigzag(a)'" in text
-    kind, text = error_of(lambda: xt.to_placements("b s/zigzag(a)", AXES))
+    kind, text = error_of(lambda: xt.dtensor.to_placements("b s/zigzag(a)", AXES))
     assert kind == "PlanError" and "shape=" not in text, "a shape does not help"
-    kind, text = error_of(lambda: xt.to_placements("n/(a,b)", AXES))
+    kind, text = error_of(lambda: xt.dtensor.to_placements("n/(a,b)", AXES))
     assert kind == "PlanError" and "pass shape=" in text
-    kind, text = error_of(lambda: xt.to_placements("n/(a,b)", AXES, (5,)))
+    kind, text = error_of(lambda: xt.dtensor.to_placements("n/(a,b)", AXES, (5,)))
     assert kind == "PlanError" and "pass shape=" not in text
-    kind, text = error_of(lambda: xt.to_placements("n/b/a", xs.Mesh(a=3, b=2), (7,)))
+    kind, text = error_of(lambda: xt.dtensor.to_placements("n/b/a", xs.Mesh(a=3, b=2), (7,)))
     assert kind == "PlanError" and "mesh order" in text
     unclear = (_StridedShard(0, split_factor=2), Shard(0))
-    kind, text = error_of(lambda: xt.from_placements(unclear, xs.Mesh(a=3, b=2), 1, (7,)))
+    kind, text = error_of(lambda: xt.dtensor.from_placements(unclear, xs.Mesh(a=3, b=2), 1, (7,)))
     assert kind == "PlanError" and "in two ways for 7 rows" in text
     strided = (_StridedShard(0, split_factor=3), Shard(0), Replicate())
-    kind, text = error_of(lambda: xt.from_placements(strided, AXES, 1))
+    kind, text = error_of(lambda: xt.dtensor.from_placements(strided, AXES, 1))
     assert kind == "PlanError" and "no nesting" in text
-    kind, text = error_of(lambda: xt.from_placements((Partial("product"),), xs.Mesh(a=2), 1))
+    kind, text = error_of(lambda: xt.dtensor.from_placements((Partial("product"),), xs.Mesh(a=2), 1))
     assert kind == "PlanError" and "partials: sum, avg, max, min" in text
-    kind, text = error_of(lambda: xt.from_placements((Shard(0),), AXES, 1))
+    kind, text = error_of(lambda: xt.dtensor.from_placements((Shard(0),), AXES, 1))
     assert kind == "PlanError" and "one placement per mesh axis" in text
 
 
@@ -132,8 +139,8 @@ def _blocks() -> int:
         x = numbers(*shape)
         for text in _cuts():
             try:
-                placements = xt.to_placements(text, mesh, shape)
-            except xs.PlanError:
+                placements = xt.dtensor.to_placements(text, mesh, shape)
+            except xs.errors.PlanError:
                 assert text.count("/") == 3 and shape != (8, 8)
                 continue
             theirs = distribute_tensor(torch.from_numpy(x), mesh, placements, src_data_rank=None)
@@ -150,11 +157,17 @@ def _redistributed() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rank, whole = dist.get_rank(), torch.from_numpy(numbers(7, 6))
     for expression in ("n/a d/b -> n/b d/a", "n/b/a d -> n d/a", "n d/b -> n/a d", "n/a d -> n d"):
-        src, dst = xs.parse_expression(expression)
-        x = distribute_tensor(whole, mesh, xt.to_placements(src, mesh, whole.shape), src_data_rank=None)
+        src, dst = parse_expression(expression)
+        x = distribute_tensor(
+            whole, mesh, xt.dtensor.to_placements(src, mesh, whole.shape), src_data_rank=None
+        )
         x.requires_grad_()
         y = xt.redistribute(x, expression)
-        assert isinstance(y, DTensor) and y.placements == xt.to_placements(dst, mesh) and y.shape == x.shape
+        assert (
+            isinstance(y, DTensor)
+            and y.placements == xt.dtensor.to_placements(dst, mesh)
+            and y.shape == x.shape
+        )
         assert torch.equal(y.full_tensor(), whole)
         # As one process would: the gradient of sum(y * whole) is `whole`, placed as x is.
         (y * distribute_tensor(whole, mesh, y.placements, src_data_rank=None)).sum().backward()
@@ -163,11 +176,15 @@ def _redistributed() -> None:
 
     # Dims in another order, alone and with others.
     for expression in ("n/a d/b -> d/a n/b", "n/b d -> d n/b", "n/a d -> d n | copy(a)"):
-        src, dst = xs.parse_expression(expression)
-        x = distribute_tensor(whole, mesh, xt.to_placements(src, mesh, whole.shape), src_data_rank=None)
+        src, dst = parse_expression(expression)
+        x = distribute_tensor(
+            whole, mesh, xt.dtensor.to_placements(src, mesh, whole.shape), src_data_rank=None
+        )
         x.requires_grad_()
         for y in (xt.redistribute(x, expression), xt.redistribute_many([x.detach()] * 2, expression)[0]):
-            assert y.placements == xt.to_placements(dst, mesh) and torch.equal(y.full_tensor(), whole.mT)
+            assert y.placements == xt.dtensor.to_placements(dst, mesh) and torch.equal(
+                y.full_tensor(), whole.mT
+            )
         y = xt.redistribute(x, expression.replace(" | copy(a)", ""))
         (y * distribute_tensor(whole.mT, mesh, y.placements, src_data_rank=None)).sum().backward()
         assert torch.equal(x.grad.full_tensor(), whole) and x.grad.placements == x.placements

@@ -14,6 +14,7 @@ from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connec
 from torch_bridge.mesh.process_mesh import mesh_of_ranks
 from torch_bridge.mesh.waiting import timeout_of
 from xshard import reference
+from xshard.layout.layout import parse_expression
 
 EXPRESSIONS = [
     "n/a/b d -> n/b/a d",
@@ -29,7 +30,7 @@ def _agrees(mesh: DeviceMesh, axes: xs.Mesh, device: int) -> None:
     """Every expression on a mesh, this process being its device number `device`, forward and backward."""
     x = numbers(8, 8)
     for expression in EXPRESSIONS:
-        src, dst = xs.parse_expression(expression)
+        src, dst = parse_expression(expression)
         block = torch.from_numpy(reference.scatter(x, src, axes)[device]).requires_grad_()
         y = xt.redistribute(block, expression, mesh)
         plan = xs.plan((src, dst), axes, (8, 8), "float64")
@@ -111,7 +112,7 @@ def _errors() -> list[tuple[str, str]]:
         error_of(lambda: xt.redistribute(x, "n/a d -> n d", unnamed)),
         error_of(lambda: xt.redistribute(x, "n/a d -> n d", "a=4")),
         error_of(lambda: xt.redistribute(x, "n/a d -> n d")),
-        error_of(lambda: xt.all_gather(x, 0, "b", xs.Mesh(a=4), grad="sum")),
+        error_of(lambda: xt.ops.all_gather(x, 0, "b", xs.Mesh(a=4), grad="sum")),
     ]
     assert still_connected()
     dist.destroy_process_group()

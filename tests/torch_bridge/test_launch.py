@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.runtimes.test_processes import has_ended
 from tests.torch_bridge.helpers import on_ranks
-from torch_bridge import RankError, run_ranks
+from torch_bridge.testing import RankError, run_ranks
 
 
 def _own(factor: int) -> tuple[int, torch.Tensor]:

@@ -18,10 +18,10 @@ from torch_bridge.lower.rules import RULES, lower
 from torch_bridge.lower.subarray import MAX_SLICES, Subarray, subarray
 from torch_bridge.mesh.process_mesh import ProcessMesh, process_mesh
 from torch_bridge.testing.byte_counter import Meter
-from xshard import Transfer
 from xshard.layout.partition import cut_nested
 from xshard.layout.runs import Run, Runs, as_index
 from xshard.notation.parser import Shard
+from xshard.plans.transfer import Transfer
 from xshard.steps import Step
 
 CPU = torch.device("cpu")

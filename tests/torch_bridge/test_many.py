@@ -15,6 +15,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
 from torch_bridge.testing.byte_counter import Meter
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=2, b=2)
 # Moves of every kind, each twice and at another size or order, some that travel through two collectives.
@@ -43,7 +44,7 @@ MOVES = [
 
 def _blocks(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[str]]:
     texts = [text for text, _ in MOVES]
-    sources = [str(xs.parse_expression(text)[0]) for text in texts]
+    sources = [str(parse_expression(text)[0]) for text in texts]
     arrays = [numbers(*shape) % 9 for _, shape in MOVES]
     values = [block_of(x, src, MESH, dtype) for x, src in zip(arrays, sources, strict=True)]
     return [x.requires_grad_(dtype.is_floating_point) for x in values], texts

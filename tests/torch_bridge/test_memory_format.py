@@ -20,6 +20,7 @@ from tests.torch_bridge.test_lower import CPU
 from torch_bridge.compat import all_to_all_single_fn
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.subarray import subarray
+from xshard.layout.layout import parse_expression
 from xshard.layout.runs import Run
 
 MESH, SHAPE = xs.Mesh(a=2), (2, 4, 8, 4)
@@ -74,7 +75,7 @@ def _same(move: Callable[[Tensor], Any], block: Tensor) -> None:
 
 def _in_every_way() -> None:
     for text in EVERY_STEP:
-        block = block_of(numbers(*SHAPE), str(xs.parse_expression(text)[0]), MESH)
+        block = block_of(numbers(*SHAPE), str(parse_expression(text)[0]), MESH)
         try:
             _same(lambda x, text=text: xt.redistribute(x, text, MESH, shape=SHAPE), block)
         except Exception as error:
@@ -89,7 +90,7 @@ def _in_every_way() -> None:
     assert all(
         map(torch.equal, xt.redistribute_many([x, x, x], [halo, turn, turn], MESH), [wide, turned, turned])
     )
-    assert torch.equal(xt.HaloExchange(1, axis="a", mesh=MESH)(x), wide)
+    assert torch.equal(xt.nn.HaloExchange(1, axis="a", mesh=MESH)(x), wide)
     moved = torch.func.vmap(lambda v: xt.redistribute(v, "c s/a w -> c/a s w", MESH))(x)
     assert torch.equal(moved, turned)
     x = torch.from_numpy(numbers(1, 4, 8, 2, 3))
@@ -162,7 +163,7 @@ def _other_numbers_in_memory() -> list[tuple[str, str]]:
     sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
     calls = [lambda x=x: xt.redistribute(x, "n/a d -> n d", MESH) for x in sparse]
     calls += [lambda: looked_up.sum().backward()]
-    with pytest.raises(xs.ShapeError, match=r"^leaf 'odd': "):
+    with pytest.raises(xs.errors.ShapeError, match=r"^leaf 'odd': "):
         xt.redistribute_many({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
     return [error_of(call) for call in calls]
 

@@ -12,6 +12,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks, still_connected
 from tests.torch_bridge.test_transforms import CHAINS, GRID, in_order, moves, shape_of
+from xshard.layout.layout import parse_expression
 
 
 def _alone() -> None:
@@ -22,7 +23,7 @@ def _alone() -> None:
             shape = shape_of(step)
             for text in moves(chain):
                 whole, made = in_order(shape, text, 0), in_order(shape, text, 1)
-                ends = zip(xs.parse_expression(text), (whole, made), strict=True)
+                ends = zip(parse_expression(text), (whole, made), strict=True)
                 src, dst = (xs.Sharding(end, GRID, at).local_shape(rank) for end, at in ends)
                 x = torch.empty(src, device="meta", dtype=torch.bfloat16, requires_grad=True)
                 move = functools.partial(xt.redistribute, expression=text, mesh=GRID, shape=whole)

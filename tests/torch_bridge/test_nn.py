@@ -276,12 +276,12 @@ def _halo_exchange() -> None:
     rank = dist.get_rank()
     x = torch.arange(16.0).reshape(8, 2)
     block = x.chunk(4)[rank].clone().requires_grad_()
-    y = xt.halo_exchange(block, (1, 2), 0, "sp", ROW, boundary="periodic")
+    y = xt.ops.halo_exchange(block, (1, 2), 0, "sp", ROW, boundary="periodic")
     rows = torch.arange(2 * rank - 1, 2 * rank + 4) % 8
     assert torch.equal(y, x[rows])
     y.sum().backward()
     assert block.grad.tolist() == [[2, 2], [3, 3]]  # its own, as one of two after, as the one before
-    layer = xt.HaloExchange(halo_width=1, dim=-2, axis="sp", mesh=ROW, boundary="reflect", shape=(7, 2))
+    layer = xt.nn.HaloExchange(halo_width=1, dim=-2, axis="sp", mesh=ROW, boundary="reflect", shape=(7, 2))
     part = reference.scatter(x[:7].numpy(), "h/sp w", ROW)[rank]
     wide = layer(torch.from_numpy(part))
     assert torch.equal(layer.trim(wide), torch.from_numpy(part))

@@ -28,22 +28,22 @@ def _all_to_all() -> None:
     x = torch.from_numpy(numbers(8, 4))
     coords = mesh.coords(rank)
     # Over one axis; over both, in both orders; and from zigzag to plain.
-    y = xt.all_to_all(x.chunk(2)[coords[1]], -1, 0, "cp", mesh)
+    y = xt.ops.all_to_all(x.chunk(2)[coords[1]], -1, 0, "cp", mesh)
     assert torch.equal(y, x.chunk(2, 1)[coords[1]])
     for axes in (("dp", "cp"), ("cp", "dp")):
         index = mesh.index(rank, axes)
-        y = xt.all_to_all(x.chunk(4)[index], 1, 0, axes, mesh)
+        y = xt.ops.all_to_all(x.chunk(4)[index], 1, 0, axes, mesh)
         assert torch.equal(y, x.chunk(4, 1)[index])
     chunks = x.chunk(8)
     index = mesh.index(rank, ("dp", "cp"))
     zigzag = torch.cat([chunks[index], chunks[7 - index]])
-    y = xt.all_to_all(zigzag, 1, 0, ("dp", "cp"), mesh, concat_order="zigzag")
+    y = xt.ops.all_to_all(zigzag, 1, 0, ("dp", "cp"), mesh, concat_order="zigzag")
     assert torch.equal(y, x.chunk(4, 1)[index])
-    assert torch.equal(xt.all_to_all(y, 0, 1, ("dp", "cp"), mesh, split_order="zigzag"), zigzag)
+    assert torch.equal(xt.ops.all_to_all(y, 0, 1, ("dp", "cp"), mesh, split_order="zigzag"), zigzag)
     # Blocks of different sizes, where the global shape is told.
     x = x[:7, :3]
     blocks, columns = x.split([4, 3]), x.split([2, 1], 1)
-    y = xt.all_to_all(blocks[coords[1]], 1, 0, "cp", mesh, shape=(7, 3))
+    y = xt.ops.all_to_all(blocks[coords[1]], 1, 0, "cp", mesh, shape=(7, 3))
     assert torch.equal(y, columns[coords[1]])
 
 
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         ("dtype bool has no sum", "cast to an integer"),
     ),
     "dtype that only moves": (
-        lambda: xt.all_reduce(X.to(torch.uint16), "tp", MESH, grad="sum"),
+        lambda: xt.ops.all_reduce(X.to(torch.uint16), "tp", MESH, grad="sum"),
         "DtypeError",
         ("torch has no '", "' of uint16", "cast before the reduction"),
     ),
@@ -105,12 +105,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         ("the plan is for float64, the block has float32",),
     ),
     "grad": (
-        lambda: xt.all_gather(X, 0, "tp", MESH, grad="mean"),  # type: ignore[arg-type]
+        lambda: xt.ops.all_gather(X, 0, "tp", MESH, grad="mean"),  # type: ignore[arg-type]
         "XshardError",
         ("grad='mean'", '"replicated": they are equal'),
     ),
     "dim": (
-        lambda: xt.all_gather(X, 2, "tp", MESH, grad="sum"),
+        lambda: xt.ops.all_gather(X, 2, "tp", MESH, grad="sum"),
         "ShapeError",
         ("no dim 2 in a block of shape (2, 4)",),
     ),
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         ("x is [1.0], not a tensor\n  redistribute_many moves the tensors of lists and dicts",),
     ),
     "array": (
-        lambda: xt.all_gather(X.numpy(), 0, "tp", MESH, grad="sum"),  # type: ignore[arg-type]
+        lambda: xt.ops.all_gather(X.numpy(), 0, "tp", MESH, grad="sum"),  # type: ignore[arg-type]
         "XshardError",
         ("x is a ndarray, not a tensor\n  torch.as_tensor() makes one of it",),
     ),
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     ),
     "mesh as a dict": (lambda: xt.redistribute(X, TURN, {"tp": 4}), "MeshError", ("{'tp': 4} is no mesh",)),
     "mesh before the axis": (
-        lambda: xt.copy_to(X, MESH, "tp"),  # type: ignore[arg-type]
+        lambda: xt.ops.copy_to(X, MESH, "tp"),  # type: ignore[arg-type]
         "MeshError",
         ("Mesh(tp=4) is no mesh axis",),
     ),
@@ -161,17 +161,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         ("the shape 8 is no sequence of lengths\n  as in shape=(8,)",),
     ),
     "operation": (
-        lambda: xt.all_reduce(X, "tp", MESH, op="psum", grad="sum"),
+        lambda: xt.ops.all_reduce(X, "tp", MESH, op="psum", grad="sum"),
         "NotationError",
         ("unknown tag 'psum'", "did you mean 'sum'? tags are:"),
     ),
     "operation of torch": (
-        lambda: xt.reduce_scatter(X, 0, "tp", MESH, op=dist.ReduceOp.AVG),  # type: ignore[arg-type]
+        lambda: xt.ops.reduce_scatter(X, 0, "tp", MESH, op=dist.ReduceOp.AVG),  # type: ignore[arg-type]
         "XshardError",
         ("is no text\n  it is",),
     ),
     "width of a halo": (
-        lambda: xt.halo_exchange(X, 1.5, 0, "tp", MESH),  # type: ignore[arg-type]
+        lambda: xt.ops.halo_exchange(X, 1.5, 0, "tp", MESH),  # type: ignore[arg-type]
         "ShapeError",
         ("1.5 is no width of a halo",),
     ),
@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
 TAKEN: list[Callable[[], Any]] = [
     lambda: xt.redistribute(X, ["n/tp d", "n d/tp"], MESH),
     lambda: xt.redistribute(X, TURN, MESH, shape=np.array([8, 4])),
-    lambda: xt.all_to_all(X, np.int64(1), np.int64(0), "tp", MESH, shape=(np.int64(8), 4)),
+    lambda: xt.ops.all_to_all(X, np.int64(1), np.int64(0), "tp", MESH, shape=(np.int64(8), 4)),
     lambda: xt.redistribute(xt.redistribute(X, "n d -> n d", MESH, async_op=True), TURN, MESH),
 ]
 
@@ -192,7 +192,7 @@ TAKEN: list[Callable[[], Any]] = [
 def _refusals() -> list[tuple[str, str]]:
     found = [error_of(REFUSED[name][0]) for name in REFUSED]
     assert all(torch.equal(taken(), torch.ones(8, 1)) for taken in TAKEN)
-    assert xt.halo_exchange(X, np.int64(1), np.int64(0), "tp", MESH).shape == (4, 4)
+    assert xt.ops.halo_exchange(X, np.int64(1), np.int64(0), "tp", MESH).shape == (4, 4)
     rows = xt.positions("n/tp", MESH, np.array([8]), np.int64(0))
     assert torch.equal(rows, torch.arange(2) + 2 * dist.get_rank())
     leaf = torch.ones(2, 4, requires_grad=True)  # a redistribution in flight has a gradient, too
@@ -239,7 +239,7 @@ def test_the_table_of_named_operations_says_what_they_do(monkeypatch: pytest.Mon
     readme = (Path(xt.__file__).parents[1] / "README.md").read_text()
     rows = re.findall(r"^\| `(\w+)`(?:, `grad=\"(\w+)\"`)? \| `(.+->.+)` \| (.+) \|$", readme, re.M)
     for name, grad, expression, gradient in rows:
-        operation = getattr(xt, name)
+        operation = getattr(xt.ops, name)
         given = {k: v for k, v in values.items() if k in inspect.signature(operation).parameters}
         written = operation(**given, **({"grad": grad} if grad else {}))
         assert written.replace("d1", "d").replace("d0", "n") == expression.replace("\\", "")

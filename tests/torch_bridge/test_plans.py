@@ -10,6 +10,7 @@ import ml_dtypes  # noqa: F401  (tells numpy of bfloat16 and 8-bit floats)
 import pytest
 
 import xshard as xs
+from xshard.layout.layout import parse_expression
 from xshard.runtimes.registry import RUNTIMES
 from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
 from xshard.runtimes.verdict import difference
@@ -74,7 +75,7 @@ for text in (
     "n d | max(a) -> n d/b",
     "n d | min(a,b) -> n/a d",
 ):
-    src, dst = xs.parse_expression(text)
+    src, dst = parse_expression(text)
     plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2), (7, 5), "float32", (Exchange(dst),))
     TASKS[f"exchange {text}"] = make_task(plan)
 
@@ -84,7 +85,7 @@ for text, mesh in (
     ("n/b d/a -> n d", "a=2,b=4"),
     ("n/zigzag(b) d -> n d/a", "a=2,b=2"),
 ):
-    src, dst = xs.parse_expression(text)
+    src, dst = parse_expression(text)
     plan = xs.Plan(src, dst, xs.Mesh.parse(mesh), (9, 4), "float32", (Exchange(dst, 3),))
     TASKS[f"near exchange {text} on {mesh}"] = make_task(plan)
 

@@ -13,13 +13,14 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
 from xshard import replicas
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(dp=2, tp=2)
 
 
 def _gradient(expression: str, weight: float, **options: object) -> Tensor:
     """Of the loss `weight * sum(y)`: where ranks have their own weight, each uses y in its own way."""
-    src, _ = xs.parse_expression(expression)
+    src, _ = parse_expression(expression)
     x = block_of(numbers(4, 4), str(src), MESH).requires_grad_()
     y = xt.redistribute(x, expression, MESH, **options)
     (weight * y).sum().backward()
@@ -138,7 +139,7 @@ EVERY = [
 
 def _unchanged(expression: str) -> None:
     """With the check, the same values and derivatives of every order and mode."""
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     x = block_of(numbers(4, 4) % 5, str(src), MESH)
     weight = block_of(numbers(4, 4) % 3, str(dst.dual), MESH)
 
@@ -179,11 +180,14 @@ def test_nothing_else_changes() -> None:
 def _switch() -> None:
     replicas.ALWAYS = True  # as the environment variable XSHARD_CHECK_REPLICATED does
     x = torch.full((2, 2), float(dist.get_rank()))
-    for named in (lambda: xt.slice(x, 0, "tp", MESH, grad="replicated"), lambda: xt.copy_to(x, "tp", MESH)):
+    for named in (
+        lambda: xt.ops.shard(x, 0, "tp", MESH, grad="replicated"),
+        lambda: xt.ops.copy_to(x, "tp", MESH),
+    ):
         assert error_of(named)[0] == "ReplicaError"
     xt.redistribute(x, "n d -> n/tp d", MESH, check_replicated=False)
     replicas.ALWAYS = False
-    xt.slice(x, 0, "tp", MESH, grad="replicated")
+    xt.ops.shard(x, 0, "tp", MESH, grad="replicated")
 
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placed = DTensor.from_local(x, named, [Replicate(), Replicate()])

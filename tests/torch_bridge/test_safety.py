@@ -123,11 +123,11 @@ def _always() -> list[tuple[str, str]]:
     odd = dist.get_rank() == 0
     x = torch.ones(4, 4)
     said = [
-        error_of(lambda: xt.all_gather(x, 1 if odd else 0, "a", MESH, grad="sum")),
-        error_of(lambda: xt.all_reduce(x, "a", MESH, grad="sum" if odd else "replicated")),
-        error_of(lambda: xt.halo_exchange(x, 2 if odd else 1, 0, "a", MESH)),
+        error_of(lambda: xt.ops.all_gather(x, 1 if odd else 0, "a", MESH, grad="sum")),
+        error_of(lambda: xt.ops.all_reduce(x, "a", MESH, grad="sum" if odd else "replicated")),
+        error_of(lambda: xt.ops.halo_exchange(x, 2 if odd else 1, 0, "a", MESH)),
     ]
-    assert xt.all_gather(x, 0, "a", MESH, grad="sum").shape == (16, 4)
+    assert xt.ops.all_gather(x, 0, "a", MESH, grad="sum").shape == (16, 4)
     assert still_connected()
     return said
 
@@ -271,7 +271,7 @@ def _alone(folder: str, how: str, requires_grad: bool) -> None:
 def test_a_lost_peer_is_an_error_on_the_others(
     tmp_path: Path, requires_grad: bool, failed: str, how: str
 ) -> None:
-    with pytest.raises(xt.RankError, match=r"SIGKILL|failed"):
+    with pytest.raises(xt.testing.RankError, match=r"SIGKILL|failed"):
         on_ranks(4, _alone, str(tmp_path), how, requires_grad)
     for rank in (0, 2, 3):
         seconds, kind, *text = (tmp_path / f"{rank}.txt").read_text().splitlines()
@@ -342,7 +342,7 @@ def _of_another_size(folder: str) -> None:
 
 
 def test_who_survives_a_block_of_another_size_is_told_how_to_find_it(tmp_path: Path) -> None:
-    with pytest.raises(xt.RankError, match=r"(?s)SIGABRT.*XSHARD_DEBUG=1"):
+    with pytest.raises(xt.testing.RankError, match=r"(?s)SIGABRT.*XSHARD_DEBUG=1"):
         on_ranks(3, _of_another_size, str(tmp_path))
     told = [file.read_text() for file in tmp_path.glob("*.txt")]
     assert told and all(text.startswith("CollectiveError") and "XSHARD_DEBUG=1" in text for text in told)

@@ -59,5 +59,5 @@ def _fails() -> None:
 
 
 def test_helpers_can_fail() -> None:
-    with pytest.raises(xt.RankError, match="rank 1 fails"):
+    with pytest.raises(xt.testing.RankError, match="rank 1 fails"):
         on_threads(2, _fails)

@@ -20,6 +20,7 @@ import xshard as xs
 from tests import oracle
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 from torch_bridge import between, redistribute_between
+from xshard.layout.layout import parse_expression
 
 
 class Crossing(NamedTuple):
@@ -91,7 +92,7 @@ def all_shares(cases):
 def prepared(case, profile):
     """A case with its plan, whole-number blocks and cotangents."""
     plan, rng = case.plan(profile), np.random.default_rng(0)
-    src, dst = xs.parse_expression(case.expression)
+    src, dst = parse_expression(case.expression)
     meshes = xs.Mesh.parse(case.src_mesh), xs.Mesh.parse(case.dst_mesh)
     inputs = oracle.random_blocks(src, meshes[0], case.shape, rng, 4)
     cotangents = oracle.random_blocks(dst.dual, meshes[1], case.shape, rng, 4)
@@ -337,7 +338,7 @@ def test_wrong_input():
 
 
 def test_without_a_process_group():
-    with pytest.raises(xs.MeshError, match="no process group is initialised"):
+    with pytest.raises(xs.errors.MeshError, match="no process group is initialised"):
         redistribute_between(torch.ones(4), "n -> n", xs.Mesh(a=1), xs.Mesh(b=1), shape=(4,))
 
 

@@ -25,6 +25,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.lower.rules import RULES
+from xshard.layout.layout import parse_expression
 
 PAIR, GRID = xs.Mesh(a=2), xs.Mesh(a=2, b=2)
 SHAPE = (8, 4)
@@ -93,7 +94,7 @@ def test_every_step_has_a_chain() -> None:
 def in_order(shape: tuple[int, ...], expression: str, side: int) -> tuple[int, ...]:
     """The shape of an array of n and d on one side of an expression, where its dims may change places."""
     lengths = dict(zip("nd", shape, strict=True))
-    return tuple(lengths[name] for name in xs.parse_expression(expression)[side].names)
+    return tuple(lengths[name] for name in parse_expression(expression)[side].names)
 
 
 def shape_of(name: str) -> tuple[int, ...]:

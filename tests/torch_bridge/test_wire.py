@@ -11,6 +11,7 @@ import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, for_each, numbers, on_ranks, still_connected
 from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
 from torch_bridge.testing.byte_counter import Meter
+from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(a=4)
 FLOAT8 = torch.float8_e4m3fn
@@ -28,7 +29,7 @@ EXPRESSIONS = [
 
 def _narrow(expression: str) -> None:
     """The same as casting by hand before and after, forward and backward."""
-    src, dst = xs.parse_expression(expression)
+    src, dst = parse_expression(expression)
     x = (block_of(numbers(8, 8), str(src), MESH, torch.float32) / 7).requires_grad_()
     by_hand = xt.redistribute(x.bfloat16(), expression, MESH).float()
     with Meter() as meter:
@@ -173,7 +174,7 @@ def test_it_can_be_begun_and_ended_in_two_places() -> None:
     ],
 )
 def test_dtypes_of_another_kind_are_refused(comm_dtype, block: torch.dtype, reason: str) -> None:
-    with pytest.raises(xs.DtypeError) as refused:
+    with pytest.raises(xs.errors.DtypeError) as refused:
         comm_dtype_of(comm_dtype, block)
     assert reason in str(refused.value)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from torch_bridge.autodiff.function import Redistribute
+from torch_bridge.errors import CollectiveError
 from torch_bridge.lower.executable import Executable
-from torch_bridge.mesh.failures import CollectiveError
 
 
 @dataclass(eq=False)

@@ -25,7 +25,8 @@ from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
 from torch_bridge.nn.domain_parallel import domain_parallel
 from torch_bridge.ops import Grad, all_gather, halo_exchange
-from xshard import Mesh, MeshError, compat
+from xshard import Mesh, compat
+from xshard.errors import MeshError
 from xshard.ops import HaloWidth
 
 AXIS = "domain"
@@ -42,7 +43,7 @@ class DomainParallelManager:
     >>> def turn():
     ...     manager = DomainParallelManager(4, 2)
     ...     return manager.dp_rank, manager.domain_rank, manager.neighbor_ranks()
-    >>> xt.run_ranks(4, turn)
+    >>> xt.testing.run_ranks(4, turn)
     [(0, 0, (None, 1)), (0, 1, (0, None)), (1, 0, (None, 3)), (1, 1, (2, None))]
     """
 
@@ -124,7 +125,7 @@ class HaloExchange(nn.Module):
     ...     compat.initialize_domain_parallel(2, 2)
     ...     x = torch.arange(4).view(4, 1) + 100 * torch.distributed.get_rank()
     ...     return compat.HaloExchange(2)(x).flatten().tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [[0, 0, 0, 1, 2, 3, 100, 101], [2, 3, 100, 101, 102, 103, 0, 0]]
     """
 
@@ -167,7 +168,7 @@ def shard_tensor(
     ...     compat.initialize_domain_parallel(2, 2)
     ...     mine = compat.shard_tensor(torch.arange(5), dim=0, uneven=True)
     ...     return mine.tolist(), compat.gather_tensor(mine, dim=0, shape=(5,)).tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [([0, 1, 2], [0, 1, 2, 3, 4]), ([3, 4], [0, 1, 2, 3, 4])]
     """
     found = cutting_manager(manager)
@@ -237,7 +238,7 @@ def convert_to_domain_parallel(
     ...     torch.nn.init.ones_(conv.weight)
     ...     model = compat.convert_to_domain_parallel(torch.nn.Sequential(conv), manager)
     ...     return model(compat.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [[4.0, 6.0], [6.0, 6.0]]
     """
     found = manager or _manager

@@ -73,7 +73,7 @@ class DomainParallelConv2d(_OfConvolution):
     ...     torch.nn.init.ones_(conv.weight)
     ...     layer = compat.DomainParallelConv2d(conv)
     ...     return layer(compat.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [[4.0, 6.0], [6.0, 6.0]]
     """
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
-from torch_bridge.ops import Grad, all_gather, reduce_from
+from torch_bridge.ops import Grad, all_gather, all_reduce
 from torch_bridge.redistribution import redistribute
 from xshard import compat
 
@@ -42,7 +42,7 @@ class AllGatherGradAutograd:
     ...     y = torch.cat(AllGatherGradAutograd.apply(x))
     ...     (y * (torch.arange(4) + 10 * (rank + 1))).sum().backward()
     ...     return y.tolist(), x.grad.tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [([1.0, 2.0, 2.0, 3.0], [30.0, 32.0]), ([1.0, 2.0, 2.0, 3.0], [34.0, 36.0])]
     """
 
@@ -65,7 +65,7 @@ class AllGatherGradOverwrite:
     ...     y = torch.cat(AllGatherGradOverwrite.apply(x))
     ...     (y * (torch.arange(4) + 10 * (rank + 1))).sum().backward()
     ...     return x.grad.tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [[10.0, 11.0], [22.0, 23.0]]
     """
 
@@ -82,7 +82,7 @@ def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Sequence[int] | Non
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import all_gather_grad
-    >>> xt.run_ranks(2, lambda: all_gather_grad(torch.distributed.get_rank() > 0).tolist())[0]
+    >>> xt.testing.run_ranks(2, lambda: all_gather_grad(torch.distributed.get_rank() > 0).tolist())[0]
     [False, True]
     """
     return _gathered(x, batch_dim, "sum", shape)
@@ -116,7 +116,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     >>> def turn():
     ...     mine = torch.tensor([[0, 2, 4], [1, 3, 0]][torch.distributed.get_rank()])
     ...     return all_gather_nograd_clipped(mine, 5).tolist()
-    >>> xt.run_ranks(2, turn)[1]
+    >>> xt.testing.run_ranks(2, turn)[1]
     [0, 1, 2, 3, 4]
     """
     block = _rows(x)
@@ -138,7 +138,7 @@ def all_reduce_sum_grad(x: Values) -> Tensor:
     ...     y = all_reduce_sum_grad(x)
     ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
     ...     return x.tolist(), y.tolist(), x.grad.tolist()
-    >>> xt.run_ranks(2, turn)[1]
+    >>> xt.testing.run_ranks(2, turn)[1]
     ([1.0, 2.0], [2.0, 4.0], [2.0, 2.0])
     """
     return _reduced(x, mean=False)
@@ -191,7 +191,7 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
     if not dist.is_initialized():
         return block
     dtype = _ADDED_AS.get(block.dtype, block.dtype)
-    total = reduce_from(block.to(_served(block.device), dtype), AXIS, _world())
+    total = all_reduce(block.to(_served(block.device), dtype), AXIS, _world(), grad="replicated")
     if mean:
         total = total / dist.get_world_size()
     return total.to(block.device, block.dtype if block.dtype in _ADDED_AS else total.dtype)

@@ -54,7 +54,7 @@ def all_to_all_single_fn(
     >>> def turn():
     ...     channel = torch.arange(8).view(1, 1, 8) + 100 * torch.distributed.get_rank()
     ...     return all_to_all_single_fn(None, "full_to_split", channel)[0].tolist()
-    >>> xt.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
+    >>> xt.testing.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
     [[0, 1, 6, 7], [100, 101, 106, 107]]
     """
     mesh = group_mesh(group, AXIS)
@@ -90,7 +90,7 @@ class AllToAllSingleFunction:
     ...     y = AllToAllSingleFunction.apply(x, None, "split_to_full", True)
     ...     y.sum().backward()
     ...     return tuple(y.shape), x.grad.sum().item()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [((1, 2, 4), 8.0), ((1, 2, 4), 8.0)]
     """
 
@@ -120,7 +120,7 @@ def zigzag_split_across_group_ranks(
 
     >>> import torch, torch_bridge as xt
     >>> from torch_bridge.compat import zigzag_split_across_group_ranks
-    >>> xt.run_ranks(2, lambda: zigzag_split_across_group_ranks(torch.arange(8), None).tolist())
+    >>> xt.testing.run_ranks(2, lambda: zigzag_split_across_group_ranks(torch.arange(8), None).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     return redistribute(data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
@@ -138,7 +138,7 @@ def zigzag_gather_from_group_ranks(
     >>> def turn():
     ...     mine = compat.zigzag_split_across_group_ranks(torch.arange(6), None)
     ...     return compat.zigzag_gather_from_group_ranks(mine, None, shape=(6,)).tolist()
-    >>> xt.run_ranks(2, turn)[1]
+    >>> xt.testing.run_ranks(2, turn)[1]
     [0, 1, 2, 3, 4, 5]
     """
     expression = compat.zigzag_gather(data.shape, seq_dim, AXIS)

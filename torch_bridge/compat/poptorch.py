@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
-from torch_bridge.ops import all_gather, all_to_all, copy_to, reduce_from
-from xshard import MeshError, compat
+from torch_bridge.ops import all_gather, all_reduce, all_to_all, copy_to
+from xshard import compat
+from xshard.errors import MeshError
 
 AXIS = "replica"
 
@@ -32,7 +33,7 @@ def all_gather_cross_replica(
     ...     y = all_gather_cross_replica(x, 2)
     ...     y.pow(2).sum().backward()
     ...     return y.tolist(), x.grad.tolist()
-    >>> xt.run_ranks(2, turn)[1]
+    >>> xt.testing.run_ranks(2, turn)[1]
     ([[1.0, 1.0], [2.0, 2.0]], [8.0, 8.0])
     """
     return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="sum")
@@ -51,7 +52,7 @@ def all_gather_cross_replica_identical_grads_in(
     ...     x = torch.full((2,), 1.0 + torch.distributed.get_rank(), requires_grad=True)
     ...     all_gather_cross_replica_identical_grads_in(x, 2).pow(2).sum().backward()
     ...     return x.grad.tolist()
-    >>> xt.run_ranks(2, turn)[1]
+    >>> xt.testing.run_ranks(2, turn)[1]
     [4.0, 4.0]
     """
     return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated")
@@ -75,11 +76,11 @@ def all_reduce_cross_replica_sum(
     ...     y = all_reduce_cross_replica_sum(x, 2, insert_in_grad_graph=where)
     ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
     ...     return y.tolist(), x.grad.tolist()
-    >>> [xt.run_ranks(2, turn, where)[1] for where in (False, True)]
+    >>> [xt.testing.run_ranks(2, turn, where)[1] for where in (False, True)]
     [([2.0, 2.0], [2.0, 2.0]), ([1.0, 1.0], [3.0, 3.0])]
     """
     mesh = _replicas(replication_factor, group)
-    return (copy_to if insert_in_grad_graph else reduce_from)(x, AXIS, mesh)
+    return copy_to(x, AXIS, mesh) if insert_in_grad_graph else all_reduce(x, AXIS, mesh, grad="replicated")
 
 
 def all_to_all_single_cross_replica(
@@ -94,7 +95,7 @@ def all_to_all_single_cross_replica(
     >>> def turn():
     ...     x = torch.arange(4) + 10 * torch.distributed.get_rank()
     ...     return all_to_all_single_cross_replica(x, 2).tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [[0, 1, 10, 11], [2, 3, 12, 13]]
     """
     mesh = _replicas(replication_factor, group)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.redistribution import redistribute as moved
-from xshard import Layout, PlanError, compat
+from xshard import Layout, compat
+from xshard.errors import PlanError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim
 from xshard.notation.parser import Shard as Cut
@@ -56,7 +57,7 @@ def redistribute(
     ...     y = spmd_types.redistribute(x, None, src="S(0)", dst="R")
     ...     y.sum().backward()
     ...     return y.tolist(), x.grad.tolist()
-    >>> xt.run_ranks(2, turn)[0]
+    >>> xt.testing.run_ranks(2, turn)[0]
     ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
     """
     group = axis if axis is None or isinstance(axis, dist.ProcessGroup) else _group_named(axis)

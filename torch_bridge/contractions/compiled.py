@@ -24,7 +24,8 @@ from torch_bridge.contractions.planning import Asked, executable_of
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower_traced
 from torch_bridge.mesh.process_mesh import ProcessMesh, world
-from xshard import Plan, PlanError, XshardError
+from xshard import Plan, XshardError
+from xshard.errors import PlanError
 
 
 def einsum_recorded(

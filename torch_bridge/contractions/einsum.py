@@ -26,10 +26,11 @@ from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, world
-from xshard import MeshError, PlanError, Profile, ShapeError
+from xshard import Profile
 from xshard.contractions.expression import shapes_of
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
+from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.notation.parser import text_spans
 
 
@@ -77,7 +78,7 @@ def einsum(
     >>> def layer():
     ...     x, w = torch.ones(1, 4), torch.full((4, 1), dist.get_rank())
     ...     return xt.einsum("s/tp d, d f/tp -> s f/tp", x.long(), w, mesh=Mesh(tp=2)).tolist()
-    >>> xt.run_ranks(2, layer)
+    >>> xt.testing.run_ranks(2, layer)
     [[[0], [0]], [[4], [4]]]
     """
     if save not in ("used", "given"):

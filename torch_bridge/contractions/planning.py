@@ -20,13 +20,14 @@ from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, World, check_device, process_mesh
 from torch_bridge.planning import links_along, require_mesh
-from xshard import DtypeError, Mesh, MeshError, NotationError, Profile, ShapeError, dtypes, planner
+from xshard import Mesh, Profile, dtypes, planner
 from xshard.arguments import limit_of
 from xshard.contractions.blocks import whole_shapes
 from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER
 from xshard.cost.machine import asked_for
+from xshard.errors import DtypeError, MeshError, NotationError, ShapeError
 from xshard.layout import Sharding
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import text_spans

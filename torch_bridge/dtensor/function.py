@@ -36,8 +36,9 @@ from torch_bridge.mesh.process_mesh import (
     world,
 )
 from torch_bridge.planning import executable_of, plan_between
-from xshard import Layout, Mesh, MeshError, PlanError, Profile, ShapeError, Sharding, dtypes
+from xshard import Layout, Mesh, Profile, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
+from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout.layout import NONLINEAR
 from xshard.plans.max_min import with_kind
 from xshard.steps.base import without_tags

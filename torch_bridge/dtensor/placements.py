@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge.dtensor.split_factors import cuts_of, factors_of
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from xshard import Layout, Mesh, MeshError, NotationError, PlanError, ShapeError, Sharding
+from xshard import Layout, Mesh, Sharding
 from xshard.arguments import lengths_of
-from xshard.errors import Span
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, text_spans
 from xshard.plans.max_min import with_kind

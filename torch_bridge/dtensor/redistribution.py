@@ -29,8 +29,9 @@ from torch_bridge.dtensor.placements import positional, tag_of
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import callers, check_device, dtensor_axes, takes_part
-from xshard import Layout, Mesh, PlanError, Profile, ShapeError, XshardError
+from xshard import Layout, Mesh, Profile, XshardError
 from xshard.arguments import shown
+from xshard.errors import PlanError, ShapeError
 from xshard.layout.layout import NONLINEAR
 
 
@@ -80,7 +81,7 @@ def redistribute_dtensor(
     ...     mesh = init_device_mesh("cpu", (2,))
     ...     x = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Shard(0)])
     ...     return xt.redistribute_dtensor(x, [Shard(1)]).to_local().tolist()
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [[[0, 1], [3, 4]], [[2], [5]]]
     """
     check_not_swapped()

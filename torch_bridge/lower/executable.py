@@ -19,7 +19,8 @@ from torch_bridge.lower.computed_once import computed_once
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import DtypeError, Plan, ShapeError, dtypes
+from xshard import Plan, dtypes
+from xshard.errors import DtypeError, ShapeError
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
 

@@ -23,7 +23,8 @@ from torch_bridge.lower.site import Site
 from torch_bridge.lower.subarray import Fill, Subarray
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
-from xshard import DtypeError, Plan, PlanError, Sharding, steps
+from xshard import Plan, Sharding, steps
+from xshard.errors import DtypeError, PlanError
 from xshard.layout.runs import Run, Runs
 from xshard.steps.base import axes_of, even_parts
 from xshard.steps.exchange.messages import fill_boxes, messages_from, messages_to

@@ -25,9 +25,11 @@ from torch_bridge.lower.subarray import Subarray, subarray
 from torch_bridge.mesh.failures import call_backend, during
 from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
-from xshard import DtypeError, Mesh, MeshError, Plan, PlanError, Stage
+from xshard import Mesh, Plan
+from xshard.errors import DtypeError, MeshError, PlanError
 from xshard.layout.runs import Run
 from xshard.layout.sub_axes import SubAxisMesh
+from xshard.plans.plan import Stage
 from xshard.steps.exchange.messages import Message as Box
 
 _ALIGNED = 16  # bytes of the largest element, a complex number

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torch_bridge.errors import DesyncError
 from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.waiting import timeout_of, within
-from xshard import XshardError
 from xshard.environment import is_on
 
 # Whether every call is compared, as with `debug=True`.
@@ -27,10 +27,6 @@ ALWAYS = is_on("XSHARD_DEBUG")
 
 
 LISTED = 8  # most facts that an error lists
-
-
-class DesyncError(XshardError):
-    """Ranks are about to make different calls, or some of them fail where others do not."""
 
 
 class CallFacts(NamedTuple):

@@ -10,15 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_bridge.errors import CollectiveError
 from torch_bridge.mesh.waiting import timeout_of
-from xshard import XshardError
-
-
-class CollectiveError(XshardError, RuntimeError):
-    """A collective failed: a process of its group has ended, has failed, or has not come in time.
-
-    The backend's own error is its cause. Later communication in this world is unreliable.
-    """
 
 
 def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.graph_groups import step_group
 from torch_bridge.mesh.process_groups import group_of, rank_in
-from xshard import Mesh, MeshError
+from xshard import Mesh
 from xshard.arguments import shown
+from xshard.errors import MeshError
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 
 

@@ -23,9 +23,9 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.parallel import ATTRIBUTE, Parallel
 from torch_bridge.models.parameters import Init, Kept, Setting, cut_all
 from torch_bridge.models.units import Gathered, Placed, Unit
-from xshard import PlanError, Profile, Rules, Sharding, XshardError
+from xshard import Profile, Rules, Sharding, XshardError
 from xshard.arguments import shown
-from xshard.errors import with_path
+from xshard.errors import PlanError, with_path
 from xshard.models import Use, rule_of, summed_later, use_of, varying
 from xshard.rules import Pattern
 
@@ -92,7 +92,7 @@ def parallelize(
     ...         outputs={"2": "b o | sum(tp) -> b o"},
     ...     )
     ...     return tuple(model[0].weight.shape), torch.allclose(parallel(torch.ones(2, 4)), whole)
-    >>> xt.run_ranks(2, step)
+    >>> xt.testing.run_ranks(2, step)
     [((4, 4), True), ((4, 4), True)]
     """
     if hasattr(model, ATTRIBUTE):

@@ -18,8 +18,8 @@ from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import from_placements, to_placements
 from torch_bridge.models.parallel import Parallel, parallel_of
 from torch_bridge.models.parameters import Kept
-from xshard import PlanError, ShapeError, XshardError
-from xshard.errors import with_path
+from xshard import XshardError
+from xshard.errors import PlanError, ShapeError, with_path
 from xshard.state.files.loading import in_both
 
 

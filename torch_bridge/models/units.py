@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch_bridge.many import redistribute_many
 from torch_bridge.models.parameters import Setting
 from torch_bridge.redistribution import redistribute
-from xshard import ShapeError, XshardError
-from xshard.errors import with_path
+from xshard import XshardError
+from xshard.errors import ShapeError, with_path
 from xshard.models import Known, Rule, arriving_shape, known_inside
 
 Place = str | int | None  # of an argument or of a part of a result; None: of the first tensor

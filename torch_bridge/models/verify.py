@@ -23,8 +23,8 @@ from torch_bridge.models.parallelize import check_apart
 from torch_bridge.models.parameters import uncut
 from torch_bridge.redistribution import redistribute
 from torch_bridge.testing.arrays import array_of
-from xshard import Layout, ShapeError, Sharding, XshardError, dtypes
-from xshard.errors import with_path
+from xshard import Layout, Sharding, XshardError, dtypes
+from xshard.errors import ShapeError, with_path
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,7 +76,7 @@ def verify(
     ...         xt.verify(model, x, loss=lambda y: xt.redistribute(y.mean(), "() | sum(dp) -> ()", mesh))
     ...     except AssertionError as error:
     ...         return str(error).splitlines()[0]
-    >>> xt.run_ranks(2, trained)[0]
+    >>> xt.testing.run_ranks(2, trained)[0]
     '3 of 3 comparisons differ'
     """
     parallel = parallel_of(model)

@@ -25,8 +25,9 @@ from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.nn.ring import Blocks, Ring
 from torch_bridge.redistribution import redistribute
-from xshard import DtypeError, Layout, Profile, Sharding, XshardError, dtypes, load_profile
+from xshard import Layout, Profile, Sharding, XshardError, dtypes, load_profile
 from xshard.contractions.attention import chosen
+from xshard.errors import DtypeError
 from xshard.nn import attention as core
 from xshard.nn.attention import AUTO, RING, SEQUENCE, WAYS, pieces
 
@@ -75,7 +76,7 @@ def attention(
     >>> def means():
     ...     v = xt.positions("b s/zigzag(cp)", Mesh(cp=2), (1, 8), "s").reshape(1, 4, 1, 1).double()
     ...     return xt.nn.attention(0 * v, 0 * v, v, Mesh(cp=2), "b s/zigzag(cp) h k", causal=True)
-    >>> [y.flatten().tolist() for y in xt.run_ranks(2, means)]
+    >>> [y.flatten().tolist() for y in xt.testing.run_ranks(2, means)]
     [[0.0, 0.5, 3.0, 3.5], [1.0, 1.5, 2.0, 2.5]]
     """
     if torch.compiler.is_dynamo_compiling():

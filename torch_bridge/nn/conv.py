@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
-from xshard import ShapeError, XshardError
+from xshard import XshardError
+from xshard.errors import ShapeError
 from xshard.nn.receptive_fields import ReceptiveField, transposed_field
 from xshard.nn.windows import WindowLayouts, output_pieces
 from xshard.notation.overlap import Boundary, Window

@@ -15,7 +15,7 @@ from torch_bridge.autodiff.recomputed import check_no_checkpoint
 from torch_bridge.nn.layer import Layer
 from torch_bridge.nn.placed import Placement, record, recorded
 from torch_bridge.nn.propagation_rules import tensors_in
-from xshard import ShapeError
+from xshard.errors import ShapeError
 
 
 class Converted(nn.Module):

@@ -87,7 +87,7 @@ def domain_parallel(
     ...     x = torch.arange(64.0).view(1, 1, 8, 8)
     ...     y = parallel(x.chunk(2, 2)[torch.distributed.get_rank()])
     ...     return torch.equal(y, model(x).split([2, 1], 2)[torch.distributed.get_rank()])
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [True, True]
     """
     layout = Layout.parse(layout)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.ops import halo_exchange, trim_halo
-from xshard import Mesh, MeshError
+from xshard import Mesh
+from xshard.errors import MeshError
 from xshard.ops import Axes, HaloWidth
 
 
@@ -26,10 +27,10 @@ class HaloExchange(nn.Module):
 
     >>> import torch, torch_bridge as xt
     >>> def turn():
-    ...     halo = xt.HaloExchange(halo_width=1, dim=-2, boundary="periodic")
+    ...     halo = xt.nn.HaloExchange(halo_width=1, dim=-2, boundary="periodic")
     ...     x = torch.tensor([[1], [2]]) + 2 * torch.distributed.get_rank()
     ...     return halo(x).flatten().tolist(), torch.equal(halo.trim(halo(x)), x)
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [([4, 1, 2, 3], True), ([2, 3, 4, 1], True)]
     """
 

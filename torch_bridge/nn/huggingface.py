@@ -17,7 +17,8 @@ from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.positions import positions
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, ShapeError, XshardError
+from xshard import Layout, XshardError
+from xshard.errors import ShapeError
 from xshard.nn.attention import AUTO
 
 # Parts of masks, by the functions of `transformers.masking_utils` that make them. Those of packed sequences

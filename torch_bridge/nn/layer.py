@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import Placement, placed_as, record, recorded
-from xshard import Layout, ShapeError, XshardError
-from xshard.errors import with_path
+from xshard import Layout, XshardError
+from xshard.errors import ShapeError, with_path
 
 HOOKS = (
     "_forward_hooks",

@@ -19,7 +19,8 @@ from torch_bridge.nn.layer import Layer
 from torch_bridge.nn.placed import Placement, check_whole
 from torch_bridge.nn.pool import Pool, avg_pool, global_avg_pool, max_pool
 from torch_bridge.nn.resample import interpolate
-from xshard import ShapeError, XshardError
+from xshard import XshardError
+from xshard.errors import ShapeError
 
 
 def _each(value: Any, rank: int) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ class Conv2d(_Conv, nn.Conv2d):
     ...     layer = xt.nn.Conv2d.from_module(conv, Mesh(sp=2), "b c h/sp w")
     ...     y = layer(torch.ones(1, 1, 3, 2))
     ...     return y.flatten().tolist(), str(xt.nn.sharding_of(y).layout)
-    >>> xt.run_ranks(2, turn)
+    >>> xt.testing.run_ranks(2, turn)
     [([4.0, 6.0], 'b c h/sp w'), ([6.0], 'b c h/sp w')]
     """
 

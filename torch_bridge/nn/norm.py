@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_bridge.nn.conv import check_channels
 from torch_bridge.nn.placed import Placement
 from torch_bridge.redistribution import redistribute
-from xshard import ShapeError
+from xshard.errors import ShapeError
 from xshard.ops import dims as dim_names
 from xshard.ops import tag
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.ops import copy_to
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, NotationError, ShapeError, Sharding
+from xshard import Layout, Sharding
+from xshard.errors import NotationError, ShapeError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim
 from xshard.plans.expression import whole_shape

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, ShapeError
+from xshard import Layout
+from xshard.errors import ShapeError
 from xshard.layout.runs import Run
 from xshard.nn.windows import output_pieces, pool_counts, pool_window
 from xshard.notation.overlap import Boundary, Window

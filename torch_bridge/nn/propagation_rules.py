@@ -18,7 +18,8 @@ from torch import Tensor
 from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
 from torch_bridge.nn.view_rules import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
-from xshard import Layout, ShapeError, XshardError
+from xshard import Layout, XshardError
+from xshard.errors import ShapeError
 from xshard.notation.parser import Dim
 
 Function = Callable[..., Any]

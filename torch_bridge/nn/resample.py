@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torch_bridge.nn.placed import Placement
 from torch_bridge.nn.window import no_outputs
-from xshard import Layout, ShapeError, XshardError
+from xshard import Layout, XshardError
+from xshard.errors import ShapeError
 from xshard.nn.resample import resampled_field, taps
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement
-from xshard import ShapeError
+from xshard.errors import ShapeError
 from xshard.layout.runs import Run
 from xshard.nn.windows import WindowLayouts, window_layouts
 from xshard.notation.overlap import Window

@@ -23,8 +23,9 @@ from torch_bridge.state.carry import carry
 from torch_bridge.state.facts import PROFILE, asked, planned, rules_there
 from torch_bridge.state.heartbeat import PAUSE_S, Heartbeat, LostVersionError
 from torch_bridge.state.processes import together
-from xshard import Mesh, MeshError
+from xshard import Mesh
 from xshard.cost.profile_files import profile_of
+from xshard.errors import MeshError
 from xshard.state import Names, TreePlan
 from xshard.state.progress import Progress
 from xshard.state.transfer import BUCKET

@@ -25,8 +25,8 @@ from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.leaves import by_name, leaf_of, rank
-from xshard import Mesh, MeshError, Profile, Rules, dtypes
-from xshard.errors import located
+from xshard import Mesh, Profile, Rules, dtypes
+from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
 from xshard.plans.expression import sides_or_one
 from xshard.rules import leaf_name, place_of

@@ -64,7 +64,7 @@ def save(
     ...     xt.save({"w": torch.full((1, 4), dist.get_rank())}, folder, {"w": "o/tp i"}, Mesh(tp=2))
     ...     return xt.load(folder, {"w": "o i/tp"}, Mesh(tp=2))["w"].tolist()
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     xt.run_ranks(2, there_and_back, folder)
+    ...     xt.testing.run_ranks(2, there_and_back, folder)
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     path, ranks = Path(path), processes_of(mesh)

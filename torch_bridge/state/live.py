@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bridge.between import tensor_device_of
-from torch_bridge.mesh.desync import CallFacts, DesyncError, compare_ranks
+from torch_bridge.errors import DesyncError
+from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.state.ends import End
 from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of

@@ -19,7 +19,8 @@ from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.planning import ranks_of
 from torch_bridge.state.carry import carry
 from torch_bridge.state.facts import asked, described, first_on_device, mesh_in, planned, rules_there, tree_of
-from xshard import MeshError, Profile
+from xshard import Profile
+from xshard.errors import MeshError
 from xshard.state import Names
 from xshard.state.progress import Progress
 from xshard.state.transfer import BUCKET
@@ -64,7 +65,7 @@ def transfer(
     ...     state = {"w": torch.ones(2, 4), "step": torch.tensor(3.0)}
     ...     rules = {"w": "o/dp i -> o i/tp", "**": "..."}
     ...     return xt.transfer(state, rules, src_mesh=Mesh(dp=2), dst_mesh=Mesh(tp=2))
-    >>> {name: tuple(x.shape) for name, x in xt.run_ranks(2, move)[0].items()}
+    >>> {name: tuple(x.shape) for name, x in xt.testing.run_ranks(2, move)[0].items()}
     {'w': (4, 2), 'step': ()}
     """
     check_world()

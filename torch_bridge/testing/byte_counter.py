@@ -32,7 +32,7 @@ class Meter(TorchDispatchMode):
     ...     with Meter() as meter:
     ...         dist.broadcast(torch.ones(3), src=0)
     ...     return meter.received
-    >>> xt.run_ranks(2, count)
+    >>> xt.testing.run_ranks(2, count)
     [[0], [12]]
     """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from xshard import dtypes
 from xshard.arguments import shown, whole_number
-from xshard.errors import DtypeError, XshardError
+from xshard.errors import DtypeError, ProfileError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans
@@ -25,10 +25,6 @@ DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from a
 TOPOLOGIES = ("switch", "ring", "port")
 FREE = ("retag", "transpose")  # kinds of local steps whose result is a view
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
-
-
-class ProfileError(XshardError):
-    """A profile that does not exist or makes no sense."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from xshard.arguments import did_you_mean, parse_number, shown
-from xshard.cost.model import Link, Profile, ProfileError
+from xshard.cost.model import Link, Profile
+from xshard.errors import ProfileError
 
 
 def load_profile(profile: str | Path | Profile) -> Profile:

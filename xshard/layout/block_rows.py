@@ -98,7 +98,8 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     length: of the input dim. sizes: of the mesh axes that cut it, in order. The public name is
     `xshard.output_dim`. Raises ShapeError if the dim has no window, or no layout can express the cuts.
 
-    >>> from xshard import Layout, output_dim
+    >>> from xshard import Layout
+    >>> from xshard.layout.block_rows import output_dim
     >>> dim, n = output_dim(Layout.parse("h/sp:window(k=3,s=2,p=1,out=aligned)").dims[0], 14, (2,))
     >>> str(dim), n
     ('h/sp', 7)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from xshard import reference
-from xshard.errors import XshardError
+from xshard.errors import ReplicaError, XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.expression import sides
-from xshard.replicas import ReplicaCheck, ReplicaError
+from xshard.replicas import ReplicaCheck
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case, in_double

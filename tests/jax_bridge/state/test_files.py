@@ -131,9 +131,11 @@ def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
     assert bits(part["norm"]) == bits(np.ones(3, np.float32)) and part["new"] is like["new"]
     with pytest.raises(xs.XshardError, match="new is in the tree alone\n  names= says"):
         xj.load(tmp_path, None, here, like=like)
-    with pytest.raises(xs.DtypeError, match="norm: the block is float64, which JAX would make float32"):
+    with pytest.raises(
+        xs.errors.DtypeError, match="norm: the block is float64, which JAX would make float32"
+    ):
         xj.load(tmp_path, None, here)
-    with pytest.raises(xs.ShapeError, match=r"norm: shape \(3,\) in the checkpoint, \(4,\) here"):
+    with pytest.raises(xs.errors.ShapeError, match=r"norm: shape \(3,\) in the checkpoint, \(4,\) here"):
         xj.load(tmp_path, None, here, like={"norm": jnp.ones(4), "qk": jnp.ones((32, 12))})
 
 
@@ -175,7 +177,7 @@ def test_what_is_no_state(tmp_path: Path) -> None:
     with pytest.raises(xs.XshardError, match="leaf 'w': a traced array has no values"):
         jax.jit(lambda w: xj.save({"w": w}, tmp_path / "none"))(x)
     assert not (tmp_path / "none").exists()
-    with pytest.raises(xs.MeshError, match="the mesh has no devices"):
+    with pytest.raises(xs.errors.MeshError, match="the mesh has no devices"):
         xj.load(tmp_path, None, here.abstract_mesh)
     with pytest.raises(FileError, match="none: No such file"):
         xj.load(tmp_path / "none", None, here)

@@ -24,7 +24,7 @@ def interrupted(kind: str, store: Store, width: int, timeout_s: float) -> tuple[
 
     timeout_s: of two waits one after the other, by which all ranks know.
     """
-    make: Any = xt.Publisher if kind == TRAINER else xt.Subscriber
+    make: Any = xt.live.Publisher if kind == TRAINER else xt.live.Subscriber
     times = {"timeout_s": LONG_S, "silent_s": LONG_S}
     meshes = {"src_mesh": Mesh(a=2), "dst_mesh": Mesh(b=2)}
     end = make(store=store, rules={"*": "n/a d -> n d/b"}, bucket_bytes=1, **meshes, **times)

@@ -66,7 +66,7 @@ class Said(NamedTuple):
     lines: int
 
 
-class Trainer(xt.Publisher):
+class Trainer(xt.live.Publisher):
     answer_s: float
 
     def act(self, order: Order) -> bool:
@@ -81,7 +81,7 @@ class Trainer(xt.Publisher):
         return 0
 
 
-class Server(xt.Subscriber):
+class Server(xt.live.Subscriber):
     def act(self, order: Order) -> bool:
         return self.receive(order.wait_s)
 
@@ -142,7 +142,7 @@ def _rank(kind: Callable[..., Any], rank: int, folder: Path, port: int, pipe: Co
         with killed_before(order.line) as lines:
             try:
                 done = end.act(order)
-            except xt.LostVersionError as raised:
+            except xt.live.LostVersionError as raised:
                 error = str(raised)
         pipe.send(Said(error, done, end.has(), len(lines)))
     os._exit(0)  # the others may be gone

@@ -74,7 +74,7 @@ def results(folder: Path, role: str) -> list[Any]:
 def trainer(store: Any, dies: bool) -> list[Any]:
     """Publishes a version; then it dies in the middle of another, or plans another transfer."""
     options = {**MESHES, "bucket_bytes": 64, "timeout_s": TIMEOUT_S, "silent_s": TIMEOUT_S}
-    publisher = xt.Publisher(store=store, rules=RULES, **options)
+    publisher = xt.live.Publisher(store=store, rules=RULES, **options)
     found: list[Any] = [publisher.publish(blocks(1 if dies else 3, "src_mesh"), SHAPES)]
 
     def die(done: int, total: int) -> None:
@@ -82,14 +82,14 @@ def trainer(store: Any, dies: bool) -> list[Any]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if not dies:
-        publisher = xt.Publisher(store=store, rules=RULES | {"b": "n"}, **options)
+        publisher = xt.live.Publisher(store=store, rules=RULES | {"b": "n"}, **options)
     found.append(error_of(lambda: publisher.publish(blocks(2, "src_mesh"), SHAPES, progress=die)))
     return found
 
 
 def server(store: Any, restart: Any) -> list[Any]:
     options = {**MESHES, "bucket_bytes": 64, "timeout_s": TIMEOUT_S, "silent_s": TIMEOUT_S}
-    subscriber = xt.Subscriber(store=store, rules=RULES, **options)
+    subscriber = xt.live.Subscriber(store=store, rules=RULES, **options)
     found: list[Any] = [subscriber.receive()]
     held: list[Any] = []
 
@@ -182,7 +182,7 @@ def _nobody_serves(folder: Path) -> tuple[str, str]:
         return compare_ranks(ranks, asked, prepare, timedelta(seconds=TIMEOUT_S))
 
     with mock.patch.object(processes, "compare_ranks", meet):
-        publisher = xt.Publisher(store=store, rules=RULES, **MESHES, timeout_s=0.5)
+        publisher = xt.live.Publisher(store=store, rules=RULES, **MESHES, timeout_s=0.5)
         found = error_of(lambda: publisher.publish(blocks(1, "src_mesh"), SHAPES))
     assert waited[-1] == timedelta(seconds=1)
     return found

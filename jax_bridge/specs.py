@@ -13,9 +13,12 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.planning import jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
-from xshard import Layout, MeshError, NotationError, PlanError, ShapeError
+from xshard import Layout
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, Shard
+
+__all__ = ["from_partition_spec", "to_named_sharding", "to_partition_spec"]
 
 
 def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> PartitionSpec:
