@@ -25,9 +25,10 @@ from xshard import Layout, Mesh, Plan, Profile, Sharding, load_profile, planner
 from xshard.arguments import lengths_of
 from xshard.errors import DtypeError, MeshError, NotationError, ShapeError, Span
 from xshard.layout.layout import check_axes
+from xshard.layout.lengths import global_shape
 from xshard.notation import parser
 from xshard.notation.parser import mark_errors
-from xshard.plans.expression import Expression, Sides, check_block, sides, whole_shape
+from xshard.plans.expression import Expression, Sides, check_block, sides
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
 NotLayout = PartitionSpec | NamedSharding  # what JAX's own functions take in its place
@@ -117,7 +118,7 @@ def plan_here(
             check_given(plan, "the block", shape, x.dtype.name)
         else:
             here, machine = machine_here(mesh, (src, dst), text, profile)
-            whole = whole_shape(src, here, x.shape, text) if shape is None else shape
+            whole = global_shape(src, here, x.shape, text) if shape is None else shape
             plan = planner.plan(parsed, here, whole, x.dtype.name, profile=machine)
     check_block_here(x.shape, plan.source, text, inferred=shape is None)
     return plan
@@ -148,7 +149,7 @@ def block_sharding_here(
     text = str(layout)
     with mark_errors(text):
         here = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
-        whole = whole_shape(layout, here, x.shape, text) if shape is None else shape
+        whole = global_shape(layout, here, x.shape, text) if shape is None else shape
     sharding = sharding_here(layout, whole, here)
     check_block_here(x.shape, sharding, text, inferred=shape is None)
     return sharding

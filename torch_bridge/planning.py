@@ -38,7 +38,8 @@ from xshard.cost.device_links import located
 from xshard.cost.machine import asked_for
 from xshard.errors import DtypeError, MeshError, ShapeError
 from xshard.layout.layout import check_axes
-from xshard.plans.expression import Expression, as_expression, check_block, sides, whole_shape
+from xshard.layout.lengths import global_shape
+from xshard.plans.expression import Expression, as_expression, check_block, sides
 
 
 def require_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, expression, mesh)") -> MeshLike:
@@ -134,7 +135,7 @@ def plan_of(
         named = tuple(dict.fromkeys((*src.axes, *dst.axes)))
         profile = links_along(machine(profile, device), named, processes)
         processes = processes.along(named)
-        whole = whole_shape(src, processes.mesh, local_shape, text) if shape is None else shape
+        whole = global_shape(src, processes.mesh, local_shape, text) if shape is None else shape
         plan = planner.plan(ends, processes.mesh, whole, name, profile=profile)
     at, source = processes.device, plan.source
     check_block(

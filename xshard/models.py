@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.block_rows import inferred_length
 from xshard.layout.layout import check_axes, parse_expression
+from xshard.layout.lengths import global_shape
 from xshard.notation.parser import ARROW, ELLIPSIS
 
 
@@ -77,20 +77,11 @@ def arriving_shape(
     Raises ShapeError if the block is not this device's part of such an array.
     """
     layout = rule.src.resolved(len(local_shape))
-    named, found = set(rule.axes), {dim.name: dim for dim in known}
-    shape = []
-    for dim, rows in zip(layout.dims, local_shape, strict=True):
-        have = found.get(dim.name)
-        length = None
-        if have is not None and not have.axes & named:
-            length = have.rows
-        elif have is not None and have.axes <= named:
-            length = have.length
-        length = inferred_length(dim, rows, mesh.sizes_of(dim.axes)) if length is None else length
-        if length is None:
-            raise ShapeError(f"{rows} rows do not say how long dim {dim.name!r} is", text=rule.text)
-        shape.append(length)
-    expected = Sharding(layout, mesh, tuple(shape)).local_shape(device)
+    named = set(rule.axes)
+    lengths = {dim.name: dim.length for dim in known if dim.axes <= named}
+    lengths |= {dim.name: dim.rows for dim in known if not dim.axes & named}
+    shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
+    expected = Sharding(layout, mesh, shape).local_shape(device)
     if expected != local_shape:
         dims = zip(layout.dims, expected, local_shape, shape, strict=True)
         dim, want, rows, length = next(each for each in dims if each[1] != each[2])
@@ -100,7 +91,7 @@ def arriving_shape(
             hint=f"{rows} rows of '{dim}', not {want} of {length}: it arrives under another layout, or "
             f"{dim.name!r} names another dim outside, and this one needs a name of its own",
         )
-    return tuple(shape)
+    return shape
 
 
 def known_inside(

@@ -7,7 +7,6 @@ fills and trims overlaps, pads blocks that differ in size, and takes pending red
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +26,10 @@ from jax_bridge.specs import from_partition_spec, storage_layout, to_named_shard
 from xshard import Layout, Profile, Sharding
 from xshard import Mesh as AxisSizes
 from xshard.errors import MeshError, ShapeError, located
-from xshard.layout.block_rows import inferred_length
 from xshard.layout.layout import check_axes
+from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.parser import Dim, Shard, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
-
-Lengths = Mapping[str, Collection[int]]  # of dims by name
 
 
 class Crossing(NamedTuple):
@@ -77,8 +74,8 @@ def leaving(
     """Blocks on their way to the array that is said. lengths: that its dims may have, by name."""
     with located(place):
         src, dst, text, axes = _sides(said, len(block), mesh)
-        with mark_errors(text):
-            shape = [_length(dim, n, axes, lengths) for dim, n in zip(src.dims, block, strict=True)]
+        hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
+        shape = global_shape(src, axes, block, text, lengths, hint)
         by_name = dict(zip(src.names, shape, strict=True))
         array = held(dst, axes, tuple(by_name[name] for name in dst.names), text)
         source = to_named_sharding(storage_layout(array.layout), mesh)
@@ -128,26 +125,6 @@ def _held(dim: Dim, mesh: AxisSizes, length: int, text: str) -> Dim:
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
     return Dim(dim.name, (Shard(axes),) if axes else ())
-
-
-def _length(dim: Dim, rows: int, mesh: AxisSizes, lengths: Lengths) -> int:
-    """How long a dim with this largest block is: as one of its name, or else as equal blocks say."""
-    known = sorted(lengths.get(dim.name, ()))
-    longest = {n: Sharding(Layout((dim,)), mesh, (n,)).max_local_shape[0] for n in known}
-    fitting = [n for n in known if longest[n] == rows]
-    if not known and (found := inferred_length(dim, rows, mesh.sizes_of(dim.axes))) is not None:
-        return found
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        reason = f"{rows} rows are a block of dim {dim.name!r} if it is {' or '.join(map(str, fitting))} long"
-    elif known:
-        blocks = " or ".join(f"{longest[n]} if it is {n} long" for n in known)
-        reason = f"the block has {rows} rows of dim {dim.name!r}, not {blocks}"
-    else:
-        reason = f"{rows} rows do not say how long dim {dim.name!r} is"
-    hint = f"dims are as long as arguments have them: take another name, or say sizes={{{dim.name!r}: ...}}"
-    raise ShapeError(reason, text=str(dim), hint=hint)
 
 
 def arrived(x: jax.Array, crossing: Crossing, mesh: Mesh, here: Mesh) -> jax.Array:

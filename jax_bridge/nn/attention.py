@@ -22,9 +22,9 @@ from jax_bridge.redistribution import redistribute
 from xshard import Layout, Profile, Sharding
 from xshard.contractions.attention import chosen
 from xshard.errors import DtypeError
+from xshard.layout.lengths import global_shape
 from xshard.nn import attention as core
 from xshard.nn.attention import AUTO, RING, SEQUENCE
-from xshard.plans.expression import whole_shape
 
 Implementation = Literal["xla", "cudnn"] | None
 
@@ -81,13 +81,11 @@ def attention(
         raise DtypeError(f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype")
     names = core.order(layout, sequence, heads)
     here, machine = machine_here(mesh, (layout, kv_layout), text, profile)
-    whole = dict(zip(layout.names, shape or whole_shape(layout, here, q.shape, text), strict=True))
+    whole = dict(zip(layout.names, shape or global_shape(layout, here, q.shape, text), strict=True))
     ends, turned = list[Sharding](), list[jax.Array]()
     for x, at in ((q, layout), (k, kv_layout), (v, kv_layout)):
         known = whole if x is q else {**whole, heads: kv_heads, names[-1]: x.shape[-1]}
-        even = whole_shape(at, here, x.shape, str(at)) if None in known.values() else x.shape
-        lengths = [known.get(name) or n for name, n in zip(at.names, even, strict=True)]
-        end = Sharding(at, here, tuple(lengths))
+        end = Sharding(at, here, global_shape(at, here, x.shape, str(at), known))
         check_block_here(x.shape, end, str(at), inferred=shape is None)
         ends.append(end.in_order(names))
         turned.append(without_padding(x, end).transpose(*map(at.names.index, names)))

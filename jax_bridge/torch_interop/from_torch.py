@@ -25,7 +25,8 @@ from jax_bridge.torch_interop.handover import named
 from jax_bridge.torch_interop.host_call import Flat, HostCall
 from jax_bridge.torch_interop.pullback import broadcast_layouts
 from xshard import Plan, XshardError, plan
-from xshard.plans.expression import Sides, sides_or_one, whole_shape
+from xshard.layout.lengths import global_shape
+from xshard.plans.expression import Sides, sides_or_one
 from xshard.steps.base import without_tags
 
 
@@ -106,7 +107,7 @@ class TorchCall:
             broadcast_layouts(self.out_layouts, out_tree, "out_layouts"), blocks, strict=True
         ):
             parsed = sides_or_one(layout)
-            shape = whole_shape(parsed.src, ends.axes, block.shape, parsed.text)
+            shape = global_shape(parsed.src, ends.axes, block.shape, parsed.text)
             leaves.append(_plan(parsed, ends, shape, buffers.jax_name(block.dtype), enters=False))
 
         def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:

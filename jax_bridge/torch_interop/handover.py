@@ -22,8 +22,9 @@ from torch_bridge.mesh.machine import machine as torch_machine
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import ShapeError
 from xshard.layout.layout import check_axes
+from xshard.layout.lengths import global_shape
 from xshard.notation.parser import mark_errors
-from xshard.plans.expression import Expression, sides_or_one, whole_shape
+from xshard.plans.expression import Expression, sides_or_one
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _arranged(
     with mark_errors(text):
         check_axes(src, before, text)
         check_axes(dst, after, text)
-        whole = whole_shape(src, before, local_shape, text) if shape is None else shape
+        whole = global_shape(src, before, local_shape, text) if shape is None else shape
         blocks = Sharding(of_blocks, ends.axes, whole)
         array, stored = named(of_array, ends, whole), Sharding(of_array, ends.jax_axes, whole)
         route = find_route(src, dst, ends, whole, dtype, machines, to_jax)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import xshard as xs
-from xshard.plans.expression import sides, whole_shape
+from xshard.layout.lengths import global_shape
+from xshard.plans.expression import sides
 
 MESH = xs.Mesh(dp=2, tp=2)
 
@@ -28,12 +29,12 @@ MESH = xs.Mesh(dp=2, tp=2)
 def test_a_block_of_any_device_gives_the_shape(layout: str, shape: tuple[int, ...], device: int) -> None:
     parsed = xs.Layout.parse(layout)
     local = parsed.local_shape(MESH, shape, device)
-    assert whole_shape(parsed, MESH, local, layout) == shape
+    assert global_shape(parsed, MESH, local, layout) == shape
 
 
 def test_what_does_not_say_it() -> None:
     with pytest.raises(xs.errors.ShapeError, match="4 rows do not say how long dim 'h' is"):
-        whole_shape(xs.Layout.parse("h/tp:window(k=3)"), MESH, (4,), "h/tp:window(k=3)")
+        global_shape(xs.Layout.parse("h/tp:window(k=3)"), MESH, (4,), "h/tp:window(k=3)")
 
 
 def test_both_sides_have_the_same_dims() -> None:

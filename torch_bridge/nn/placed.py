@@ -19,8 +19,8 @@ from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.layout import check_axes
+from xshard.layout.lengths import global_shape
 from xshard.notation.parser import Dim
-from xshard.plans.expression import whole_shape
 
 _RECORD = "_xshard_placement"
 
@@ -157,9 +157,8 @@ def _placed_as(
         )
     if shape is not None and len(shape) != len(local):
         raise ShapeError(f"shape {shape} of a block with {len(local)} dims", text=text)
-    # Equal blocks determine the lengths that `shape` leaves open.
-    even = whole_shape(layout, processes.mesh, local, text)
-    whole = even if shape is None else tuple(e if n is None else n for e, n in zip(even, shape, strict=True))
+    known = {} if shape is None else dict(zip(layout.resolved(len(local)).names, shape, strict=True))
+    whole = global_shape(layout, processes.mesh, local, text, known)
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
     if placement.local_shape != local:
         raise ShapeError(

@@ -34,7 +34,8 @@ from torch_bridge.models.parameters import Kept, Setting
 from xshard import Layout, Mesh, Rules, Sharding, XshardError
 from xshard.arguments import lengths_of, shown
 from xshard.errors import located
-from xshard.plans.expression import Sides, check_block, sides_or_one, whole_shape
+from xshard.layout.lengths import global_shape
+from xshard.plans.expression import Sides, check_block, sides_or_one
 from xshard.rules import leaf_name, named_once, place_of
 
 WHOLE: Any = {"**": "..."}
@@ -133,7 +134,7 @@ def leaf_of(
         raise XshardError("a tensor has no layout of its own", hint="a rule for here, or a DTensor")
     else:
         axes = mesh_of(mesh)
-        shape = whole_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
+        shape = global_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
     leaf = Leaf([name], block, x.dtype, Sharding(rule.src, axes, tuple(shape)), mesh, ranks)
     if block is not None:
         expected, names = leaf.sharding.local_shape(leaf.device), leaf.sharding.layout.names

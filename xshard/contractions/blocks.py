@@ -7,13 +7,12 @@ Knows no data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from xshard.contractions.expression import Contraction, shapes_of
 from xshard.errors import ShapeError
 from xshard.layout import Mesh
-from xshard.notation.parser import Dim, text_spans
-from xshard.plans.expression import whole_shape
+from xshard.layout.lengths import global_shape
+from xshard.notation.parser import text_spans
 
 Shapes = Sequence[Sequence[int]]
 
@@ -36,11 +35,11 @@ def whole_shapes(given: Contraction, mesh: Mesh, blocks: Shapes) -> tuple[tuple[
     >>> whole_shapes(contraction("n d/tp, d f/tp -> n f"), Mesh(tp=4), [(3, 2), (6, 5)])
     ((3, 6), (6, 20))
     """
-    pairs = [list(zip(at.dims, block, strict=True)) for at, block in zip(given.operands, blocks, strict=True)]
-    whole = {dim.name: rows for each in pairs for dim, rows in each if not dim.shards}
+    operands = list(zip(given.operands, blocks, strict=True))
+    dims = [pair for layout, block in operands for pair in zip(layout.dims, block, strict=True)]
+    unsharded = {dim.name: rows for dim, rows in dims if not dim.shards}
     shapes = []
-    for layout, each in zip(given.operands, pairs, strict=True):
-        known = replace(layout, dims=tuple(Dim(d.name) if d.name in whole else d for d, _ in each))
-        rows = [whole.get(dim.name, rows) if dim.shards else rows for dim, rows in each]
-        shapes.append(whole_shape(known, mesh, rows, given.text))
+    for layout, block in operands:
+        known = {dim.name: unsharded.get(dim.name) for dim in layout.dims if dim.shards}
+        shapes.append(global_shape(layout, mesh, block, given.text, known))
     return shapes_of(given, None, shapes)

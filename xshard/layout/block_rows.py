@@ -7,13 +7,12 @@ ownership without overlaps; `providers.py` decides which of several holders send
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from xshard.errors import ShapeError
-from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows, rows_in_numbers
+from xshard.layout.partition import all_owned_rows, cut_nested, misfit, owned_rows
 from xshard.layout.runs import FILL, Run, Runs, merge_adjacent, n_rows, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
@@ -144,32 +143,6 @@ def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ..
         if dim.overlap is not None and (span.run.start == FILL or is_flipped(span, dim))
     ]
     return merge_adjacent(unrolled(all_held_rows(dim, length, sizes)[index])), tuple(beyond)
-
-
-def inferred_length(dim: Dim, rows: int, sizes: Sizes) -> int | None:
-    """Dim length that its cuts say in numbers or, without any, that of blocks which all have `rows` rows.
-
-    sizes: as in `output_dim`. None if neither determines it.
-
-    >>> inferred_length(Dim("h", (Shard(("sp",)),), Halo(1, 1)), 6, (4,))
-    16
-    >>> inferred_length(Dim("n", (Shard(("dp",), SIZES, (2, 3)),)), 2, (2,))
-    5
-    """
-    outer = 1
-    for shard in dim.shards:
-        if (rows_said := rows_in_numbers(shard)) is not None:
-            return rows_said * outer
-        outer, sizes = outer * math.prod(sizes[: len(shard.axes)]), sizes[len(shard.axes) :]
-    overlap, parts = None if dim.overlap is None else unfolded(dim.overlap), outer
-    if overlap is None:
-        return rows * parts
-    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
-    uniform = [w for w in widths if isinstance(w, int)]
-    contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
-    if len(uniform) < 2 or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
-        return None
-    return (rows - sum(uniform)) * parts if rows >= sum(uniform) else None
 
 
 def boundary_at(overlap: Halo | Window, origin: str) -> Boundary:

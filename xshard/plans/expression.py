@@ -1,4 +1,4 @@
-"""What a user writes as an expression -> both layouts, and the checks of shapes and blocks against them.
+"""What a user writes as an expression -> both layouts, and the check of a block against its layout.
 
 Decides what counts as an expression, and which part of its text an error marks. Knows no framework.
 """
@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from xshard.arguments import shown
 from xshard.errors import NotationError, PlanError, ShapeError
-from xshard.layout import Layout, Mesh
-from xshard.layout.block_rows import inferred_length
+from xshard.layout import Layout
 from xshard.layout.layout import parse_expression
 from xshard.layout.validation import check_dims
-from xshard.notation.parser import ARROW, ELLIPSIS, mark_errors, text_spans
+from xshard.notation.parser import ARROW, ELLIPSIS, text_spans
 from xshard.plans.plan import Plan
 
 
@@ -69,23 +68,6 @@ def sides_or_one(layout: Layout | Expression) -> Sides:
     if isinstance(layout, str) and ARROW not in layout:
         layout = Layout.parse(layout)
     return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
-
-
-def whole_shape(layout: Layout, mesh: Mesh, local_shape: Sequence[int], text: str) -> tuple[int, ...]:
-    """Global shape: what cuts say in numbers, else that of equal blocks. Raises ShapeError if unknown."""
-    with mark_errors(text):
-        found = layout.resolved(len(local_shape)).dims
-    lengths = []
-    for dim, rows in zip(found, local_shape, strict=True):
-        length = inferred_length(dim, rows, mesh.sizes_of(dim.axes))
-        if length is None:
-            raise ShapeError(
-                f"{rows} rows do not say how long dim {dim.name!r} is",
-                text=text,
-                hint="pass shape= (the global shape)",
-            )
-        lengths.append(length)
-    return tuple(lengths)
 
 
 def check_block(

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from xshard import reference
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.plans.expression import whole_shape
+from xshard.layout.lengths import global_shape
 from xshard.runtimes.backends import jax_process, torch_process
 from xshard.runtimes.processes import Process
 from xshard.steps.base import Block
@@ -80,7 +80,7 @@ class Asked:
         outputs = {}
         for name, (block,) in answer.outputs.items():
             layout = whole_layout(block.ndim) if is_whole else declared[name]
-            outputs[name] = Sharding(layout, mesh, whole_shape(layout, mesh, block.shape, str(layout)))
+            outputs[name] = Sharding(layout, mesh, global_shape(layout, mesh, block.shape, str(layout)))
         return Truth(
             {name: whole(blocks, outputs[name]) for name, blocks in answer.outputs.items()},
             declared,

@@ -1,0 +1,88 @@
+"""The global shape of an array from the shape of a block: how long its dims are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from xshard.errors import ShapeError
+from xshard.layout.layout import Layout
+from xshard.layout.mesh import Mesh
+from xshard.layout.partition import rows_in_numbers
+from xshard.layout.sharding import Sharding
+from xshard.notation.overlap import Halo, unfolded
+from xshard.notation.parser import Dim, mark_errors
+
+# Lengths of dims by name: a length, several lengths that the dim may have, or None for an unknown one.
+Lengths = Mapping[str, int | Collection[int] | None]
+
+
+def global_shape(
+    layout: Layout,
+    mesh: Mesh,
+    block: Sequence[int],
+    text: str,
+    known: Lengths | None = None,
+    hint: str = "pass shape= (the global shape)",
+) -> tuple[int, ...]:
+    """Shape of a block -> global shape.
+
+    The length of a dim is the known one; of several, the one whose largest block has this many rows. Without
+    a known length, the numbers of the sharding give it, as in `sizes(cp,2,3)`, or all blocks are equal.
+    text: the user's expression. Raises ShapeError, which marks the dim, if its length remains unknown.
+
+    >>> layout = Layout("b/dp s/sizes(cp,2,3) h/sp:halo(1,1)")
+    >>> global_shape(layout, Mesh(dp=2, cp=2, sp=4), (4, 2, 6), str(layout))
+    (8, 5, 16)
+    >>> global_shape(layout, Mesh(dp=2, cp=2, sp=4), (4, 2, 6), str(layout), {"b": 7, "h": (15, 30)})
+    (7, 5, 15)
+    """
+    with mark_errors(text):
+        dims = layout.resolved(len(block)).dims
+        known = known or {}
+        return tuple(
+            _length(dim, rows, mesh, known.get(dim.name), hint) for dim, rows in zip(dims, block, strict=True)
+        )
+
+
+def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:
+    if known is not None and not isinstance(known, Collection):
+        return known
+    if not known:
+        length = _inferred_length(dim, rows, mesh.sizes_of(dim.axes))
+        if length is not None:
+            return length
+        reason = f"{rows} rows do not say how long dim {dim.name!r} is"
+    else:
+        blocks = {n: Sharding(Layout((dim,)), mesh, (n,)).max_local_size for n in sorted(known)}
+        fitting = [n for n, size in blocks.items() if size == rows]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            lengths = " or ".join(map(str, fitting))
+            reason = f"{rows} rows are a block of dim {dim.name!r} if it is {lengths} long"
+        else:
+            others = " or ".join(f"{size} if it is {n} long" for n, size in blocks.items())
+            reason = f"the block has {rows} rows of dim {dim.name!r}, not {others}"
+    raise ShapeError(reason, text=str(dim), hint=hint.replace("{dim}", repr(dim.name)))
+
+
+def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The length from the numbers of the sharding, else from equal blocks of `rows` rows; None if unknown.
+
+    sizes: the sizes of the mesh axes over which the dim is sharded, in order.
+    """
+    outer = 1
+    for shard in dim.shards:
+        if (total := rows_in_numbers(shard)) is not None:
+            return total * outer
+        outer, sizes = outer * math.prod(sizes[: len(shard.axes)]), sizes[len(shard.axes) :]
+    if dim.overlap is None:
+        return rows * outer
+    overlap = unfolded(dim.overlap)
+    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else ()
+    uniform = [w for w in widths if isinstance(w, int)]
+    contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
+    if len(uniform) < 2 or not contiguous or "none" in (overlap.before.kind, overlap.after.kind):
+        return None
+    return (rows - sum(uniform)) * outer if rows >= sum(uniform) else None
