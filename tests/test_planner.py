@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests.cases import CASES
+from tests.strategies import layouts, moves
 from xshard import Layout
 from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
 from xshard.steps import AllGather, AllReduce, Exchange, Slice
 from xshard.steps.exchange.traffic import ended_axes
-from xshard.testing.strategies import layouts, moves
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.strategies import layouts, meshes, shapes
 from xshard import Layout
-from xshard.testing.strategies import layouts, meshes, shapes
 
 NUMPY_DTYPES = sorted({np.dtype(code).name for code in "?bBhHiIlLqQefdgFDG"})
 EXTENDED_DTYPES = [

@@ -13,7 +13,7 @@ import xshard as xs
 from tests import oracle
 from tests.plans.test_properties import UNIT
 from tests.plans.test_public_cases import layout_of, small
-from xshard.testing.strategies import layouts, meshes, shapes
+from tests.strategies import layouts, meshes, shapes
 
 TWO_MESHES = json.loads((Path(__file__).parent / "data" / "reshard_two_meshes.json").read_text())
 
@@ -77,3 +77,16 @@ def public(case, full=False, disjoint=True):
         "dst_devices": range(first, first + dst_mesh.n_devices),
         "shape": tuple(case["shape"]) if full else tuple(scaled),
     }
+
+
+def run_tree(plan, blocks):
+    """`TreePlan` in numpy: the blocks of every array on the first mesh, by name -> on the second."""
+    arrived = {}
+    for array in plan.arrays:
+        n = plan.dst_mesh.n_devices
+        outs = arrived[array.name] = [np.empty(array.sharding.local_shape(d), array.dtype) for d in range(n)]
+        for move in array.moves:
+            parts = [x[move.src.at(d)].astype(move.plan.dtype) for d, x in enumerate(blocks[move.name])]
+            for d, part in enumerate(xs.reference.run(move.plan, parts)):
+                outs[d][move.dst.at(d)] = part
+    return arrived

@@ -6,7 +6,7 @@ The bridges are tested against it. A block list holds one array per device, row-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -21,7 +21,6 @@ from xshard.layout.providers import offered_rows, wanted_rows
 from xshard.layout.runs import FILL, Runs, row_numbers
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
-from xshard.state.tree_plan import TreePlan
 from xshard.steps.base import REDUCERS, Block
 from xshard.steps.exchange.messages import fill_boxes
 from xshard.steps.exchange.poles import View, views
@@ -113,28 +112,6 @@ def run(plan: Plan | ContractionPlan, *operands: Sequence[ArrayLike]) -> list[Bl
     for step, before, _ in plan.stages:
         current = step.run(current, before)
     return current
-
-
-def run_tree(plan: TreePlan, blocks: Mapping[str, Sequence[ArrayLike]]) -> dict[str, list[Block]]:
-    """Blocks of every array here, by name -> those of every array there.
-
-    Raises as `run` does.
-
-    >>> from xshard.state import plan_transfer
-    >>> there = plan_transfer({"w": (4,)}, {"w": "n/dp -> n"}, src_mesh=Mesh(dp=2), dst_mesh=Mesh(tp=1))
-    >>> [b.tolist() for b in run_tree(there, {"w": [np.ones(2), np.zeros(2)]})["w"]]
-    [[1.0, 1.0, 0.0, 0.0]]
-    """
-    found = {}
-    for array in plan.arrays:
-        n = plan.dst_mesh.n_devices
-        outs = found[array.name] = [np.empty(array.sharding.local_shape(d), array.dtype) for d in range(n)]
-        for move in array.moves:
-            whole = checked_blocks(blocks[move.name], move.src.whole)
-            parts = [block[move.src.at(d)].astype(move.plan.dtype) for d, block in enumerate(whole)]
-            for d, part in enumerate(run(move.plan, parts)):
-                outs[d][move.dst.at(d)] = part
-    return found
 
 
 @overload

@@ -1,4 +1,4 @@
-"""The JAX side of `xshard verify`: tasks on host devices.
+"""The JAX side of `xshard selfcheck`: tasks on host devices.
 
 Decides how every device gets its block of a task, and measures what was moved. With types (`vma`) a
 replicated axis enters and leaves as an invariant one, so that a run tests types as well as values. Of several

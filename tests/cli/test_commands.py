@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import xshard as xs
 from xshard.cli.app import app
 from xshard.cli.options import parse_shape
-from xshard.contractions.explain import alternatives
 from xshard.plans.table import rows
 from xshard.runtimes import backends, registry
 from xshard.runtimes.examples import EXAMPLES
@@ -227,7 +226,7 @@ def test_show_colours_by_owner(monkeypatch):
     [
         (("plan", "b s/cq c -> b s c", "--mesh", "cp=4", "--shape", "2,8,4"), "cq"),
         (("plan", "b s/cp c -> b s d/cp", "--mesh", "cp=4", "--shape", "2,8,4"), "d"),
-        (("verify", "b s/cp c -> b q c/cp", "--mesh", "cp=4", "--shape", "2,8,4"), "q"),
+        (("selfcheck", "b s/cp c -> b q c/cp", "--mesh", "cp=4", "--shape", "2,8,4"), "q"),
         (("show", "b  s/spiral(cp)", "--mesh", "cp=4", "--shape", "2,8"), "spiral"),
         (("show", "b  s/cq", "--mesh", "cp=4", "--shape", "2,8"), "cq"),
         (("show", "b s/cp", "--mesh", "cp=4,dp=two", "--shape", "2,8"), "dp=two"),
@@ -253,9 +252,9 @@ def test_the_caret_stands_under_what_is_wrong(arguments, marked, columns, monkey
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("verify",),
-        ("verify", "n/a -> n"),
-        ("verify", "--all", "--mesh", "a=2"),
+        ("selfcheck",),
+        ("selfcheck", "n/a -> n"),
+        ("selfcheck", "--all", "--mesh", "a=2"),
         ("plan", "n/a -> n"),
         ("plan", "n/a -> n", "--shape", "8"),
         ("plan", *SERVE, "--mesh", "a=2"),
@@ -267,11 +266,11 @@ def test_wrong_usage_exits_with_2(arguments):
     assert xshard(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["plan", "show", "verify"])
+@pytest.mark.parametrize("command", ["plan", "show", "selfcheck"])
 def test_help_has_one_sentence_and_an_example_that_runs(command):
     told = xshard(command, "--help").stdout
     example = re.search(rf"Example: xshard {command} \"(.+?)\" (.+)", told)
-    numpy_only = ("--runtime", "numpy") if command == "verify" else ()
+    numpy_only = ("--runtime", "numpy") if command == "selfcheck" else ()
     assert xshard(command, example[1], *example[2].split(), *numpy_only).exit_code == 0
 
 
@@ -299,11 +298,11 @@ print({'typer', 'rich'} & set(sys.modules))
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-# --- verify
+# --- selfcheck
 
 
-def verify_one(*options: str):
-    return xshard("verify", "n/dp d -> n d | copy(dp)", "--mesh", "dp=2", "--shape", "4,3", *options)
+def selfcheck_one(*options: str):
+    return xshard("selfcheck", "n/dp d -> n d | copy(dp)", "--mesh", "dp=2", "--shape", "4,3", *options)
 
 
 def answer_with(monkeypatch, change):
@@ -327,21 +326,21 @@ def one_off(blocks):
     return (*blocks[:-1], last)
 
 
-def test_verify_on_numpy_alone():
-    result = verify_one("--runtime", "numpy")
+def test_selfcheck_on_numpy_alone():
+    result = selfcheck_one("--runtime", "numpy")
     assert result.exit_code == 0
     assert "numpy 0 0 -/24 B -/24 B" in words(result.stdout)
     assert "1 expression on numpy: all equal" in result.stdout
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "bfloat16"])
-def test_verify_knows_dtypes(dtype):
-    assert verify_one("--runtime", "numpy", "--dtype", dtype).exit_code == 0
+def test_selfcheck_knows_dtypes(dtype):
+    assert selfcheck_one("--runtime", "numpy", "--dtype", dtype).exit_code == 0
 
 
-def test_verify_asks_every_worker_and_shows_what_it_measured(monkeypatch):
+def test_selfcheck_asks_every_worker_and_shows_what_it_measured(monkeypatch):
     calls = answer_with(monkeypatch, lambda o: replace(o, forward_bytes=24, backward_bytes=48))
-    result = verify_one()
+    result = selfcheck_one()
     assert result.exit_code == 0
     assert calls == [
         ("torch_bridge.testing.worker.run_tasks", (), 1),
@@ -361,9 +360,9 @@ def test_verify_asks_every_worker_and_shows_what_it_measured(monkeypatch):
         (lambda o: replace(o, gradients=tuple(b * np.nan for b in o.gradients)), "torch 0 inf "),
     ],
 )
-def test_verify_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, row):
+def test_selfcheck_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, row):
     answer_with(monkeypatch, change)
-    result = verify_one("--runtime", "numpy,torch")
+    result = selfcheck_one("--runtime", "numpy,torch")
     assert result.exit_code == 1
     assert row in words(result.stdout)
     assert "DIFFERENT" in result.stdout
@@ -371,18 +370,18 @@ def test_verify_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, row):
 
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
-def test_verify_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
+def test_selfcheck_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
     right = run_reference
     monkeypatch.setattr(
         registry, "run_reference", lambda t: replace(o := right(t), **{where: one_off(getattr(o, where))})
     )
-    assert verify_one("--runtime", "numpy").exit_code == 1
+    assert selfcheck_one("--runtime", "numpy").exit_code == 1
 
 
-def test_verify_exits_with_1_where_a_runtime_fails(monkeypatch):
+def test_selfcheck_exits_with_1_where_a_runtime_fails(monkeypatch):
     broken = replace(backends.BACKENDS["torch"], package="numpy", worker="xshard.no_such_worker.run")
     monkeypatch.setattr(registry, "RUNTIMES", (registry.RUNTIMES[0], registry.Runtime("torch", broken)))
-    result = verify_one()
+    result = selfcheck_one()
     assert result.exit_code == 1
     assert "numpy 0 0" in words(result.stdout)
     assert re.search(r"torch( -)+ failed", words(result.stdout))
@@ -390,25 +389,25 @@ def test_verify_exits_with_1_where_a_runtime_fails(monkeypatch):
     assert "No module named 'xshard.no_such_worker'" in result.stderr
 
 
-def test_verify_does_not_skip_a_package_that_is_missing(monkeypatch):
+def test_selfcheck_does_not_skip_a_package_that_is_missing(monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "jax" else object())
-    result = verify_one()
+    result = selfcheck_one()
     assert result.exit_code == 2
     assert "jax is not installed" in result.stderr
     assert "leave jax-vma out with --runtime" in result.stderr
 
 
-def test_verify_refuses_runtimes_that_do_not_exist_or_cannot_take_the_mesh():
-    assert "no runtime 'tpu'" in verify_one("--runtime", "tpu").stderr
+def test_selfcheck_refuses_runtimes_that_do_not_exist_or_cannot_take_the_mesh():
+    assert "no runtime 'tpu'" in selfcheck_one("--runtime", "tpu").stderr
     two_axes = ("n/a/b -> n", "--mesh", "a=2,b=2", "--shape", "8")
-    result = xshard("verify", *two_axes, "--runtime", "jax-pmap")
+    result = xshard("selfcheck", *two_axes, "--runtime", "jax-pmap")
     assert result.exit_code == 2
     assert "jax-pmap cannot run on Mesh(a=2, b=2)" in result.stderr
 
 
-def test_verify_all_asks_each_worker_once(monkeypatch):
+def test_selfcheck_all_asks_each_worker_once(monkeypatch):
     calls = answer_with(monkeypatch, lambda o: o)
-    result = xshard("verify", "--all")
+    result = xshard("selfcheck", "--all")
     assert result.exit_code == 0
     one_axis = sum(len(e.mesh.axes) == 1 for e in EXAMPLES)
     assert [n for _, _, n in calls] == [len(EXAMPLES)] * 3 + [one_axis]
@@ -434,16 +433,16 @@ def test_the_examples_differ_and_each_is_canonical():
         ("s/cp d, d f/cp -> f/cp s", ("--sizes", "s=4,d=3,f=2")),
     ],
 )
-def test_verify_end_to_end(expression, lengths):
+def test_selfcheck_end_to_end(expression, lengths):
     """Every runtime in its own process, for real."""
-    result = xshard("verify", expression, "--mesh", "cp=2", *lengths)
+    result = xshard("selfcheck", expression, "--mesh", "cp=2", *lengths)
     assert result.exit_code == 0, result.output
     for runtime in registry.RUNTIMES:
         assert f"{runtime.name} 0 0 " in words(result.stdout)
 
 
 @pytest.mark.parametrize("which", [0, -1])
-def test_verify_compares_the_gradient_of_every_operand(monkeypatch, which):
+def test_selfcheck_compares_the_gradient_of_every_operand(monkeypatch, which):
     def change(outcome):
         gradients = list(outcome.gradients)
         gradients[which] = gradients[which] + 1
@@ -451,52 +450,8 @@ def test_verify_compares_the_gradient_of_every_operand(monkeypatch, which):
 
     answer_with(monkeypatch, change)
     contraction = ("s/cp d, d f/cp | mean(x) -> f/cp s", "--mesh", "cp=2,x=2", "--sizes", "s=4,d=3,f=2")
-    result = xshard("verify", *contraction, "--runtime", "numpy,torch")
+    result = xshard("selfcheck", *contraction, "--runtime", "numpy,torch")
     assert result.exit_code == 1
     assert "numpy 0 0 " in words(result.stdout) and "torch 0 1 " in words(result.stdout)
-    refused = xshard("verify", "n/a, n -> n", "--mesh", "a=2", "--sizes", "n=2", "--dtype", "int32")
+    refused = xshard("selfcheck", "n/a, n -> n", "--mesh", "a=2", "--sizes", "n=2", "--dtype", "int32")
     assert refused.exit_code == 2 and "no gradients of a contraction in int32" in refused.stderr
-
-
-# --- bench
-
-
-def test_bench_times_every_way_forward_and_backward_on_both_backends():
-    result = xshard("bench", "n/a d -> n d/a", "--mesh", "a=2", "--shape", "8,6", "--rounds", "1")
-    assert result.exit_code == 0
-    forward, backward = result.stdout.split("backward  ")
-    assert "n/a d -> n d/a" in forward and "n d/a -> n/a d" in backward
-    for part in (forward, backward):
-        assert "predicted torch jax received" in words(part)
-        rows = [line for line in part.splitlines() if line.startswith((" the plan", " all-gather and slice"))]
-        for row, received in zip(rows, ("48 B", "96 B"), strict=True):
-            assert len(re.findall(r"[\d.]+ (?:us|ms|s)\b", row)) == 3 and received in row
-
-
-def test_bench_of_a_contraction_times_other_places():
-    lengths = ("--mesh", "tp=2", "--sizes", "s=4,d=6,f=2")
-    told = xshard("bench", "s/tp d, d f/tp -> s f/tp", *lengths, "--rounds", "1")
-    assert told.exit_code == 0, told.output
-    assert "forward s/tp d, d f/tp -> s f/tp" in words(told.stdout) and "backward" not in told.stdout
-    plan = xs.plan("s/tp d, d f/tp -> s f/tp", xs.Mesh(tp=2), sizes={"s": 4, "d": 6, "f": 2}, profile="gloo")
-    for name, way in alternatives(plan):
-        assert re.search(
-            rf"{re.escape(name)}( [\d.]+ (us|ms|s)){{3}} .* {re.escape(way.local)}", words(told.stdout)
-        )
-
-
-def test_bench_of_a_max_has_no_plan_of_the_gradient():
-    arguments = ("--mesh", "tp=2", "--shape", "4,4", "--backend", "jax", "--rounds", "1")
-    result = xshard("bench", "n d | max(tp) -> n/tp d", *arguments)
-    assert result.exit_code == 0
-    assert (
-        "reduce_scatter max" in result.stdout
-        and "backward" not in result.stdout
-        and "torch" not in result.stdout
-    )
-
-
-def test_bench_refuses_a_backend_that_does_not_exist():
-    result = xshard("bench", *ULYSSES, "--backend", "tensorflow")
-    assert result.exit_code == 2
-    assert "no backend 'tensorflow'" in result.stderr and "backends are: torch, jax" in result.stderr

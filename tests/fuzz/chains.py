@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import xshard as xs
@@ -157,14 +157,15 @@ def random_mesh(rng: random.Random, devices: int | None = None) -> xs.Mesh:
 def random_layout(
     rng: random.Random,
     mesh: xs.Mesh,
-    lengths: dict[str, int],
+    lengths: Mapping[str, int | None],
     tags: Sequence[str],
     reduced: Sequence[str],
     overlaps: bool,
 ) -> xs.Layout:
     """Every axis cuts a dim, alone or in a group, carries a tag, or holds replicas.
 
-    tags: that axes may carry; max and min only `reduced` ones. overlaps: whether dims may overlap.
+    lengths: the length of every dim; None for blocks of any length. tags: kinds that axes may carry; max and
+    min only the axes `reduced`. overlaps: dims may overlap.
     """
     axes = rng.sample(mesh.axes, len(mesh.axes))
     cuts: dict[str, list[Shard]] = {name: [] for name in lengths}
@@ -242,11 +243,11 @@ def random_boundary(rng: random.Random, dim: Dim, lengths: dict[str, int]) -> Bo
     return Boundary(kind)
 
 
-def _rows_left(shards: Sequence[Shard], length: int, mesh: xs.Mesh) -> int | None:
+def _rows_left(shards: Sequence[Shard], length: int | None, mesh: xs.Mesh) -> int | None:
     """The rows of every block after some cuts; None if blocks differ, or may."""
     for shard in shards:
         n = mesh.size(*shard.axes)
-        if shard.numbers or length % (2 * n):
+        if length is None or shard.numbers or length % (2 * n):
             return None
         length //= n
     return length

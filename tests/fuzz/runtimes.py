@@ -17,6 +17,7 @@ import xshard as xs
 from tests.fuzz.contractions import Made, Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.trees import Carried
+from tests.two_meshes import run_tree
 from xshard.dtypes import carrier, numpy_dtype, recast
 from xshard.runtimes.backends import BACKENDS, host_devices
 from xshard.state import files, plan_transfer
@@ -75,7 +76,7 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
         rules = case.rules(0), case.rules(1)
         plan = plan_transfer(shapes, rules, names=case.names, dtypes=kinds, **ends)
         assert plan.bytes_received >= plan.bytes_lower_bound, "below the lower bound"
-        return xs.reference.run_tree(plan, trip.blocks)
+        return run_tree(plan, trip.blocks)
 
     def block_of(name: str, device: int, dtype: str) -> Block:
         own = here[name].dtype

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xshard as xs
-from xshard.testing.strategies import layouts, meshes, shapes
+from tests.strategies import layouts, meshes, shapes
 
 FOUR = xs.Mesh(cp=4)
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle, oracle_rows
+from tests.strategies import any_overlap, layouts, meshes
 from xshard import Layout
 from xshard.layout.partition import all_owned_rows, block_length, owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
 from xshard.notation.parser import ORDERS, Dim, Shard
-from xshard.testing.strategies import any_overlap, layouts, meshes
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
 

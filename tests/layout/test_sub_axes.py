@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.strategies import layouts, meshes, shapes
 from tests.two_meshes import crossing
 from xshard.cost.device_links import refined
 from xshard.layout.sub_axes import refine
-from xshard.testing.strategies import layouts, meshes, shapes
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 import xshard as xs
+from tests.strategies import written_layouts
 from xshard import Layout
 from xshard.layout.layout import parse_expression
-from xshard.testing.strategies import written_layouts
 
 
 @given(written_layouts())

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle, oracle_rows
+from tests.strategies import any_overlap, layouts, meshes, shapes
 from xshard.layout.runs import FILL, Run
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim, Shard
-from xshard.pictures.grid import Picture, devices_text, picture, rows_text
-from xshard.testing.strategies import any_overlap, layouts, meshes, shapes
+from xshard.pictures.grid import MAX_BLOCKS, Picture, devices_text, picture, rows_text
 
 
 def sharding(layout: str, mesh: str, *shape: int) -> xs.Sharding:
@@ -106,9 +106,9 @@ def test_an_empty_array_has_no_cells():
 
 
 def test_long_dims_are_cut_off_and_say_so():
-    strip = picture(sharding("s/cyclic(cp)", "cp=4", 8192), max_blocks=8).strips[0]
-    assert len(strip.blocks) == 8
-    assert strip.hidden == 8192 - 8
+    strip = picture(sharding("s/cyclic(cp)", "cp=4", 8192)).strips[0]
+    assert len(strip.blocks) == MAX_BLOCKS
+    assert strip.hidden == 8192 - MAX_BLOCKS
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.strategies import layouts
 from xshard.layout.block_rows import output_dim
 from xshard.layout.providers import missing_rows
 from xshard.notation.overlap import BOUNDARIES, Boundary, Fold, Halo, Window, unfolded
 from xshard.notation.parser import Dim
-from xshard.testing.strategies import layouts
 
 RNG = np.random.default_rng(0)
 

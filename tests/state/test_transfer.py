@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xshard as xs
+from tests.two_meshes import run_tree
 from xshard import Mesh, XshardError
 from xshard.state import Names, TreePlan, concat, plan_transfer, rename, split, stack
 
@@ -53,7 +54,7 @@ def check_arrives(plan: TreePlan, arrays: dict[str, np.ndarray], expected: dict[
         name: xs.reference.scatter(arrays[name], source.sharding.layout, plan.src_mesh)
         for name, source in plan.sources.items()
     }
-    found = xs.reference.run_tree(plan, blocks)
+    found = run_tree(plan, blocks)
     assert set(found) == set(expected)
     for array in plan.arrays:
         wanted = xs.reference.scatter(expected[array.name], array.sharding.layout, plan.dst_mesh)

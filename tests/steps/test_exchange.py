@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.strategies import moves
 from xshard import Layout
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import messages_from, messages_to
 from xshard.steps.traffic import LinkSpan
-from xshard.testing.strategies import moves
 
 
 def ends(move):

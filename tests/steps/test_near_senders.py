@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import xshard as xs
 from tests import oracle
+from tests.strategies import LENGTHS, layouts
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import messages_from, messages_to
-from xshard.testing.strategies import LENGTHS, layouts
 
 NODES = xs.Profile(
     "nodes", "test", xs.Link(1e-6, 1e11), across=xs.Link(1e-5, 1e9), node_devices=4, copy_bytes_per_s=1e12

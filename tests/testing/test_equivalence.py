@@ -20,9 +20,9 @@ from jax import lax
 import jax_bridge as xj
 import torch_bridge as xt
 import xshard as xs
+from tests.strategies import layouts, meshes, shapes
 from tests.testing.programs import PROGRAMS, normal
 from xshard.testing import EquivalenceError, StructureError, assert_equivalent
-from xshard.testing.strategies import layouts, meshes, shapes
 
 MESHES = "dp=2,tp=2; tp=3; dp=2"
 

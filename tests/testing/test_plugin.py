@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from xshard.runtimes.processes import FunctionError
 from xshard.testing import plugin
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +170,13 @@ def test_the_plugin_is_declared_under_the_name_of_its_module() -> None:
     """So that it is one plugin, whether pytest finds it or `-p` names it."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
     assert declared == {"xshard.testing.plugin": "xshard.testing.plugin"}
+
+
+def test_ranks_begin_with_preloaded_modules() -> None:
+    def loaded() -> bool:
+        return "wave" in sys.modules
+
+    assert plugin._on_ranks(2, loaded) == [False, False]
+    assert plugin._on_ranks(2, loaded, preload=["wave"]) == [True, True]
+    with pytest.raises(FunctionError, match="preload: 'no_such_module' cannot be imported\n"):
+        plugin._on_ranks(2, loaded, preload=["no_such_module"])

@@ -1,4 +1,4 @@
-"""The torch side of `xshard verify`: tasks on gloo ranks.
+"""The torch side of `xshard selfcheck`: tasks on gloo ranks.
 
 Decides what is measured: each task runs on as many ranks as its mesh has devices, forward and
 backward. Knows no other runtime.

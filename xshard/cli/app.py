@@ -11,13 +11,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from xshard.cli.bench import bench
 from xshard.cli.calibrate import calibrate_command
 from xshard.cli.explore.command import explore
 from xshard.cli.plan import plan_command
+from xshard.cli.selfcheck import selfcheck
 from xshard.cli.show import show
 from xshard.cli.state import state
-from xshard.cli.verify import verify
 from xshard.errors import XshardError
 from xshard.pictures.console import print_error
 
@@ -44,8 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan_command,
     "show": show,
     "explore": explore,
-    "verify": verify,
-    "bench": bench,
+    "selfcheck": selfcheck,
     "calibrate": calibrate_command,
 }
 for name, command in COMMANDS.items():

@@ -88,7 +88,7 @@ class Picture:
     notes: tuple[str, ...]
 
 
-def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_BLOCKS) -> Picture:
+def picture(sharding: Sharding, dims: Sequence[str] = ()) -> Picture:
     """A sharding -> its picture along one or two dims, by default the first two that are cut.
 
     Raises ShapeError for unknown dims, or more than two.
@@ -99,7 +99,7 @@ def picture(sharding: Sharding, dims: Sequence[str] = (), max_blocks: int = MAX_
     [((0, 2), (0,)), ((2, 4), (1,)), ((4, 6), (1,)), ((6, 8), (0,))]
     """
     drawn = tuple(_drawn(sharding, dims))
-    strips = tuple(_strip(sharding, d, max_blocks) for d in drawn)
+    strips = tuple(_strip(sharding, d) for d in drawn)
     return Picture(
         sharding,
         strips,
@@ -121,7 +121,7 @@ def rows_text(runs: Runs, most: int = 6) -> str:
     return ", ".join(pieces) or "none"
 
 
-def devices_text(devices: Sequence[int], most: int = 3) -> str:
+def devices_text(devices: Sequence[int]) -> str:
     """Device numbers as text, with ranges and even steps.
 
     >>> devices_text((0, 1, 2, 3)), devices_text((0, 4)), devices_text((0, 4, 8, 12))
@@ -132,7 +132,7 @@ def devices_text(devices: Sequence[int], most: int = 3) -> str:
         runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
     else:
         runs = tuple(Run(device, 1) for device in devices)
-    return rows_text(runs, most).replace(", ", ",")
+    return rows_text(runs, most=3).replace(", ", ",")
 
 
 def title(sharding: Sharding) -> str:
@@ -180,11 +180,11 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> Iterable[int]:
     return (cut or range(len(names))[:1])[:2]
 
 
-def _strip(sharding: Sharding, d: int, max_blocks: int) -> Strip:
+def _strip(sharding: Sharding, d: int) -> Strip:
     """The blocks between all positions where rows of some device begin or end."""
     length = sharding.shape[d]
     everyone = itertools.chain.from_iterable(sharding.owners(d) + sharding.holders(d))
-    edges = np.unique(np.append(as_intervals(everyone).ravel(), [0, length]))[: max_blocks + 1].tolist()
+    edges = np.unique(np.append(as_intervals(everyone).ravel(), [0, length]))[: MAX_BLOCKS + 1].tolist()
     blocks = tuple(itertools.pairwise(edges))
     return Strip(sharding.layout.dims[d], length, blocks, length - edges[-1])
 

@@ -1,4 +1,4 @@
-"""The examples of `xshard verify --all`: redistributions with a mesh and a shape each.
+"""The examples of `xshard selfcheck --all`: redistributions with a mesh and a shape each.
 
 Decides which: the rows of the notation's table, and three on orders and means, small enough to run on
 four devices within seconds.

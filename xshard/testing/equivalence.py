@@ -54,8 +54,6 @@ def assert_equivalent(
     forked, and not by each rank of each run. Importing them must start no threads.
     timeout_s: the longest time in which a run makes no progress.
 
-    A side that was run before, with the same function, arrays, layouts and mesh, is not run again.
-
     On every mesh the outputs, the gradients of all arguments for random cotangents (under the dual layouts)
     and the updated parameters are compared: both runtimes with the reference, then with each other.
 

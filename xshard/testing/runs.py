@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from xshard import reference
@@ -18,7 +17,6 @@ from xshard.layout.lengths import global_shape
 from xshard.runtimes.backends import jax_process, torch_process
 from xshard.runtimes.processes import Process
 from xshard.steps.base import Block
-from xshard.testing.answers import remembered
 from xshard.testing.differences import Derivatives
 from xshard.testing.moves import Seen
 from xshard.testing.pickling import packed
@@ -75,7 +73,7 @@ class Asked:
                 f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
             ) from None
         question = self._question(runtime, function, mesh, shardings, None)
-        answer = remembered(runtime, question, partial(self._ask, runtime, question))
+        answer = self._ask(runtime, question)
         declared = given.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
@@ -95,7 +93,7 @@ class Asked:
     def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
         """Results of a runtime's function on the blocks of a mesh."""
         question = self._on_blocks(runtime, mesh, truth)
-        return TaskRun(runtime, mesh, remembered(runtime, question, partial(self._ask, runtime, question)))
+        return TaskRun(runtime, mesh, self._ask(runtime, question))
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
         """What the redistributions of such a run were given, and the cotangents of what they made."""

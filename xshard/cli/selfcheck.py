@@ -1,4 +1,4 @@
-"""`xshard verify`: the same plans on numpy, torch and JAX, side by side, against the reference."""
+"""`xshard selfcheck`: the same plans on numpy, torch and JAX, side by side, against the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from xshard.cli.options import MESH_HELP, Dtype, ExpressionText, ShapeOrNone, SizesOrNone, lengths_of_arrays
-from xshard.cli.verify_table import Row, Section, print_sections
+from xshard.cli.selfcheck_table import Row, Section, print_sections
 from xshard.layout import Mesh
 from xshard.pictures.console import console, print_error
 from xshard.planner import plan as make_plan
@@ -21,7 +21,7 @@ from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
 
 
-def verify(
+def selfcheck(
     expression: ExpressionText = "",
     every: Annotated[
         bool, typer.Option("--all", help="The showcase: every expression on a mesh of its own.")
@@ -39,7 +39,7 @@ def verify(
 ) -> None:
     """Run plans on numpy, torch and JAX, forward and backward; exit with 1 if any differs or fails.
 
-    Example: xshard verify "b s/cp c -> b s c/cp" --mesh cp=4 --shape 2,64,32
+    Example: xshard selfcheck "b s/cp c -> b s c/cp" --mesh cp=4 --shape 2,64,32
     """
     examples = _examples(expression, every, mesh, shape, sizes)
     names = [name for name in map(str.strip, runtime.split(",")) if name]

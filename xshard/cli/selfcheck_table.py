@@ -1,4 +1,4 @@
-"""The results of `xshard verify`: one table, a section per expression, a row per runtime."""
+"""The results of `xshard selfcheck`: one table, a section per expression, a row per runtime."""
 
 from __future__ import annotations
 
