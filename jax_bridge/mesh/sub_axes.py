@@ -1,11 +1,8 @@
-"""Sub-axes for `jax.lax`, which has no names for them: groups of devices along whole axes instead.
-
-Decides the arguments of a collective along axes of a plan's steps. Knows no steps.
-"""
+"""Sub-axes for `jax.lax`, which has no names for them: groups of devices along whole axes instead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from xshard import Mesh
@@ -28,10 +25,17 @@ def group(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
     whole, names = unfactored(mesh, axes)
     if whole is not mesh or not isinstance(mesh, SubAxisMesh):
         return {"axis_name": names}
-    parts, names = spanned(mesh, axes)
+    return subgroups(mesh, axes, lambda device: mesh.group(device, axes))
+
+
+def subgroups(mesh: Mesh, axes: Sequence[str], members: Callable[[int], Sequence[int]]) -> dict[str, Any]:
+    """Arguments of a collective among the members that each device has along the axes, in their order."""
+    parts, names = spanned(mesh, [axis for axis in mesh.axes if axis in axes])
     # JAX names the devices of a group by their index along the axes that span it.
-    spanning = Mesh(dict(zip(parts, mesh.sizes_of(parts), strict=True)))
-    return {"axis_name": names, "axis_index_groups": spanning.groups(axes)}
+    groups = {tuple(mesh.index(d, parts) for d in members(device)): () for device in mesh.group(0, parts)}
+    if tuple(groups) == (tuple(range(mesh.size(*parts))),):
+        return {"axis_name": names}
+    return {"axis_name": names, "axis_index_groups": tuple(groups)}
 
 
 def spanned(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -10,35 +12,47 @@ from jax.sharding import PartitionSpec as P
 
 import xshard as xs
 from jax_bridge.lower.rules import run
+from jax_bridge.mesh.axis_types import as_varying
 from tests.jax_bridge.helpers import in_jax
 from xshard import reference
-from xshard.layout.layout import parse_expression
+from xshard.steps import AllReduce
 
-MESH = xs.Mesh(a=2, b=4)
+MESHES = {True: xs.Mesh(c=8), False: xs.Mesh(a=2, b=4)}
 CASES = {
     "n/a/b d -> n d": ("all_gather", 2),
     "n/(b,a) d -> n d": ("all_gather", 2),
     "n d | sum(a,b) -> n/a/b d": ("reduce_scatter", 2),
     "n d | sum(a,b) -> n d/b/a": ("reduce_scatter", 2),
     "n d | max(a,b) -> n/a/b d": ("all_to_all", 1),
+    "n d | sum(a,b) -> n d": ("reduce_scatter", 1),
+    "n/c d -> n d": ("all_gather", 2),  # nodes end half-way along this axis
+    "n d | sum(c) -> n/c d": ("reduce_scatter", 2),
+    "n d | sum(c) -> n d": ("reduce_scatter", 2),
 }
 
 
+@pytest.mark.parametrize("typed", [True, False])
 @pytest.mark.parametrize("expression", CASES)
 @in_jax
-def test_values_by_phases(expression: str) -> None:
-    src, _ = parse_expression(expression)
-    plan, whole = xs.plan(expression, MESH, (16, 8), profile="gloo:4"), np.arange(128.0).reshape(16, 8)
+def test_values_by_phases(expression: str, typed: bool) -> None:
+    mesh = MESHES["c" in expression]
+    plan, whole = xs.plan(expression, mesh, (16, 8), profile="gloo:4"), np.arange(128.0).reshape(16, 8)
+    if plan.src.tags and not plan.dst.axes:
+        plan = replace(plan, steps=(AllReduce(plan.src.axes, "sum"),))
     assert len(plan.steps) == 1
+    kind, times = CASES[expression]
+    assert str(plan).count("  over ") == 2
     blocks = [(whole * (7 * device + 3)) % 11 for device in range(8)]
-    if not src.tags:
-        blocks = reference.scatter(whole, src, MESH)
-    mesh = jax.make_mesh(MESH.sizes, MESH.axes, (AxisType.Auto,) * 2, devices=jax.devices()[:8])
-    everywhere = P(MESH.axes)
+    if not plan.src.tags:
+        blocks = reference.scatter(whole, plan.src, mesh)
+    jax_mesh = jax.make_mesh(mesh.sizes, mesh.axes, (AxisType.Auto,) * len(mesh.axes))
     move = jax.shard_map(
-        lambda x: run(plan, x[0])[None], mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        lambda x: as_varying(run(plan, x[0]), mesh.axes)[None],
+        mesh=jax_mesh,
+        in_specs=P(mesh.axes),
+        out_specs=P(mesh.axes),
+        check_vma=typed,
     )
     x = np.stack(blocks).astype("float32")
-    kind, times = CASES[expression]
     assert jax.jit(move).lower(x).as_text().count(f'"stablehlo.{kind}"(') == times
     assert np.array_equal(np.asarray(jax.jit(move)(x)), np.stack(reference.run(plan, blocks)))

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from xshard.formatting import align_columns, format_bytes, format_seconds
 from xshard.layout import Sharding
 from xshard.search.request import FORWARD
+from xshard.steps import AllGather, AllReduce, ReduceScatter
+from xshard.steps.base import axes_of
+from xshard.steps.phases import Phases
 
 if TYPE_CHECKING:
-    from xshard.plans.plan import Plan  # which prints itself by this table
+    from xshard.plans.plan import Plan, Stage  # which prints itself by this table
 
 
 class Row(NamedTuple):
@@ -34,13 +37,13 @@ def text(plan: Plan) -> str:
     """The whole table, aligned; between two meshes with the mesh that every step leads to."""
     found: list[tuple[str, ...]] = [HEAD, *rows(plan)]
     if plan.transfer:
-        meshes = ["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)]
-        found = [(step, mesh, *rest) for (step, *rest), mesh in zip(found, meshes, strict=True)]
+        meshes = iter(["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)])
+        found = [(step, next(meshes) if rest[0] else "", *rest) for step, *rest in found]
     return "\n".join([title(plan), "", align_columns(found), "", total(plan)])
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:
-    """Where the plan starts, then one row per step."""
+    """Where the plan starts, then one row per step; below it a row per kind of link, if it runs in phases."""
     found = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     for i, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
@@ -55,7 +58,31 @@ def rows(plan: Plan) -> tuple[Row, ...]:
                 format_bytes(cost.peak_bytes),
             )
         )
+        found += _phase_rows(plan, stage)
     return tuple(found)
+
+
+def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
+    """One row for each kind of link, in the order of the phases, if a step runs one collective for each.
+
+    An all-reduce scatters over the fast links before the slowest one, and gathers over them afterwards.
+    """
+    step, before, _ = stage
+    if not isinstance(step, AllGather | AllReduce | ReduceScatter):
+        return []
+    axes = step.axes if isinstance(step, AllReduce) else axes_of(step.shards)
+    fabric = plan.profile.fabric(before.mesh)
+    if not fabric.has_phases(axes):
+        return []
+    hops = step.traffic(before, fabric.spans).hops
+    found = []
+    for spans in Phases.along(before.mesh, axes, fabric.spans, ()).levels:
+        level = [hop for hop in hops if hop.level == spans[0].level]
+        seconds = sum(fabric.link(hop).seconds(hop, plan.itemsize) for hop in level)
+        links = ",".join(f"{span.axis}={span.size}" for span in spans)
+        received = format_bytes(sum(hop.received for hop in level) * plan.itemsize)
+        found.append(Row(f"  over {links}", "", "", received, format_seconds(seconds), ""))
+    return found[::-1] if isinstance(step, AllGather) else found
 
 
 def title(plan: Plan) -> str:
