@@ -1,4 +1,4 @@
-# make demo   sets everything up and shows one expression on numpy, torch and JAX
+# make demo   installs torch, JAX and a terminal's tables, and shows xshard in a minute
 # make check  sets everything up and runs what stays inside one interpreter, and the lint
 # make test   sets everything up and runs all tests and checks
 # Needs Python 3.11+ and make. The set-up runs once, and again only when
@@ -21,9 +21,11 @@ else
 VENV := .venv-$(notdir $(PYTHON))-$(basename $(notdir $(CONSTRAINTS)))
 endif
 BIN  := $(VENV)/bin
-PIP  := $(BIN)/python -m pip --no-input --disable-pip-version-check
+PIP  := -m pip --no-input --disable-pip-version-check install -c $(CONSTRAINTS)
 DEV  := $(VENV)/.installed-dev
 JAX  := $(VENV)/.installed-dev-jax
+# The demo needs little, and has an environment of its own.
+DEMO := .venv-demo
 
 # The part of the suite that needs no torch, without the longest files. test_nn.py compares with torch.
 JAX_TESTS := tests/notation tests/layout tests/steps tests/cost tests/nn tests/plans tests/contractions tests/pictures tests/state \
@@ -39,17 +41,17 @@ help: ## list the targets
 
 setup: $(DEV) ## create .venv with the pinned versions
 
-# setuptools comes first, so that the build too uses the pinned one (--no-build-isolation).
-$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS)
+# The name of the file says which extra is installed. setuptools comes first, so that the build too uses the pinned
+# one (--no-build-isolation).
+$(VENV)/.installed-% $(DEMO)/.installed-%: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xshard needs Python 3.11 or later; try: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c $(CONSTRAINTS) setuptools
-	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[$*]'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) setuptools
+	$(@D)/bin/python $(PIP) --no-build-isolation -e '.[$*]'
 	@touch $@
 
-demo: $(DEV) ## verify every expression on three runtimes, then train one model on all of them
-	$(BIN)/xshard verify --all
-	$(BIN)/python examples/train_parity.py
+demo: $(DEMO)/.installed-demo ## what a move sends, which gradient is right, one model in torch and in JAX: a minute
+	$(DEMO)/bin/python examples/demo.py
 
 define LINT
 $(BIN)/ruff check .

@@ -79,6 +79,20 @@ def test_a_short_training_agrees_on_all_runtimes() -> None:
     assert "largest relative difference" in as_a_user("train_parity", "--steps", "5", "--any-accuracy")
 
 
+def test_the_demo_shows_equal_losses_and_both_gradients() -> None:
+    text = as_a_user("demo")
+    assert "received 96 B (1.00x the bound of 96 B)" in text and "largest relative difference" in text
+
+
+def test_the_demo_fails_where_a_gradient_or_a_loss_is_wrong() -> None:
+    with imported("demo") as demo:
+        quiet = demo.Console(quiet=True)
+        assert demo.compare_gradients(quiet, {"xshard: n/dp -> n": 1.0, "another system": 4.0})
+        assert not demo.compare_gradients(quiet, {"xshard: n/dp -> n": 4.0})
+        assert demo.compare_losses(quiet, {"a": [1.0] * demo.STEPS, "b": [1.000001] * demo.STEPS})
+        assert not demo.compare_losses(quiet, {"a": [1.0] * demo.STEPS, "b": [1.0001] * demo.STEPS})
+
+
 def test_equal_curves_pass(parity: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert parity.judge(results(parity, 0.5, 0.5, 0.500001)) == 0
     assert "2.0e-06" in capsys.readouterr().out
