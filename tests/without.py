@@ -1,6 +1,7 @@
-"""`pytest --without torch,jax,interpreters`: what a test may not load or start; one that does is skipped.
+"""`pytest --without torch,jax,interpreters`: skip each test that loads a framework or starts a process.
 
-Decides by what a test does, at the moment when it does it: there is no list of tests to keep. Knows no test.
+A test is skipped at the moment when it does so: there is no list of tests to keep. `pytest --quick` is the
+inner loop: it leaves these out too, draws fewer random examples, and skips what is marked `long`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from argparse import ArgumentTypeError
 from collections.abc import Generator, Sequence
 
 import pytest
+from hypothesis import settings
 
 FRAMEWORKS = ("torch", "jax")
 INTERPRETERS = "interpreters"
+QUICK_EXAMPLES = 20
 
 
 def left_out(text: str) -> tuple[str, ...]:
@@ -31,6 +34,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="torch,jax,interpreters",
         help="skip each test that loads one of these frameworks, or starts a Python process",
     )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="--without torch,jax,interpreters, with few random examples and without tests marked long",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: an exhaustive search or a long random one, left out by --quick")
+    if config.option.quick:
+        config.option.without = (*FRAMEWORKS, INTERPRETERS)
+        settings.register_profile("quick", settings.get_profile("xshard"), max_examples=QUICK_EXAMPLES)
+        settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.quick:
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="--quick: long"))
 
 
 def pytest_collection(session: pytest.Session) -> None:

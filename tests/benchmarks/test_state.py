@@ -69,6 +69,7 @@ def test_what_nodes_lack() -> None:
     assert found["layers.1.norm"] == 32
 
 
+@pytest.mark.long
 def test_memory_beyond_the_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes, looks, own_bytes = 16 * floor.MIB, list[int](), floor._own_bytes
 

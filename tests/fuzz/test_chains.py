@@ -21,6 +21,7 @@ MOVES |= {"torch": 60, "torch-between": 20, "torch-einsum": 12, "torch-trees": 1
 MOVES |= {"jax": 12, "jax-einsum": 6, "jax-trees": 6}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runtime", MOVES)
 def test_random_cases(runtime: str) -> None:
     """The seed is the same in every run; an error names the case."""

@@ -27,6 +27,7 @@ def test_mutated_texts_are_refused_or_print_back(name: str) -> None:
     assert 0 < read < n  # neither is everything refused, nor is nothing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
 def test_extreme_texts_are_refused_or_print_back(name: str) -> None:
     reader = READERS[name]

@@ -46,6 +46,7 @@ def test_the_file_is_whole():
     assert (len(json.loads(DATA.read_text())), len(PUBLIC_CASES)) == (180, 168)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("profile", ["bandwidth", "h100", "host"])
 def test_no_other_way_is_cheaper(profile):
     """Of those that `explain` compares; on meshes of many axes as well, where not every path is looked at."""

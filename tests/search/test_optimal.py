@@ -20,6 +20,7 @@ from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim, Shard
 from xshard.steps import AllGather, AllReduce, AllToAll, Embed, Exchange, Mask, Permute, ReduceScatter, Slice
 
+pytestmark = pytest.mark.long
 DIMS = "ab"
 MESHES = [
     xs.Mesh(dict(zip("xyz", sizes, strict=False)))

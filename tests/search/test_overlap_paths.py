@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import xshard as xs
@@ -178,7 +178,6 @@ def planned(src, dst, mesh, shape):
 
 
 @given(moves())
-@settings(max_examples=300)
 def test_a_redistribution_leaves_the_array_as_it_is(move):
     mesh, shape, src, dst = move
     plan = planned(src, dst, mesh, shape)
@@ -202,7 +201,6 @@ def test_a_redistribution_leaves_the_array_as_it_is(move):
 
 
 @given(moves())
-@settings(max_examples=300)
 def test_the_backward_plan_is_the_adjoint(move):
     """<A x, y> = <x, A* y> in whole numbers, over random halos, windows and folds of every boundary."""
     mesh, shape, src, dst = move

@@ -18,6 +18,7 @@ import xshard.state.files
 from tests.state.checkpoints import arrays, load, save
 from xshard.state.files import FileError, open_checkpoint, verify
 
+pytestmark = pytest.mark.long
 ROOM = str(Path(xshard.state.files.__file__).parent)
 KILLS = 20
 INDEX = "model.safetensors.index.json"
