@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import xshard as xs
 from xshard import Rules, XshardError
 from xshard.errors import NotationError
+from xshard.state import Names, rename
 
 FITS = [
     ("**", ["", "a", "a.b.c", "a\nb"], []),
@@ -78,6 +81,8 @@ def test_a_rule_that_comes_too_late_is_an_error() -> None:
         ("a.{b,c", "'{' is not closed in\n    'a.{b,c'\n       ^\n"),
         ("a.b}.c", "'}' closes nothing in\n    'a.b}.c'\n        ^\n"),
         ("a**.b", "'**' stands for whole parts in\n    'a**.b'\n      ^^\n"),
+        ("**.a**", "'**' stands for whole parts in\n    '**.a**'\n         ^^\n"),
+        ("*{b,*c}", "'**' stands for whole parts in\n    '*{b,*c}'\n     ^^^^^^^\n"),
         ("{a,b,c,d,e,f,g,h,i,j}" * 40, "a pattern of more than 1000 spellings in\n"),
         ("{" * 10_000, "braces inside more than 8 others in\n"),
     ],
@@ -93,13 +98,36 @@ def test_a_malformed_layout_is_found_before_any_name_is_seen() -> None:
         Rules({"**.weight": "o/(tp i"})
     with pytest.raises(NotationError, match="are no rules"):
         Rules(["o/tp i"])  # type: ignore[arg-type]
-    with pytest.raises(NotationError, match="5 is no pattern"):
+    with pytest.raises(NotationError, match="5 is not a pattern"):
         Rules({5: "..."})  # type: ignore[dict-item]
 
 
 def test_many_stars_do_not_take_for_ever() -> None:
     # An expression that goes back over its choices would not end.
     assert Rules({"*a" * 50 + "b": "..."}).find("a" * 5000) is None
+
+
+PART = st.lists(st.sampled_from(["a", "b", "*", "{a,b}", "{b*,*ab}"]), min_size=1, max_size=3).map("".join)
+PATTERN = st.lists(PART | st.just("**"), min_size=1, max_size=5).map(".".join)
+NAME = st.lists(st.text("ab", min_size=1, max_size=3), max_size=5).map(".".join)
+
+
+@given(PATTERN, NAME)
+def test_names_and_rules_have_the_same_patterns(pattern: str, name: str) -> None:
+    try:
+        fits = Rules({pattern: "..."}).find(name) is not None
+    except NotationError:  # two stars beside each other in a part
+        with pytest.raises(NotationError):
+            Names(rename(pattern, pattern))
+        return
+    names = Names(rename(pattern, f"x.{pattern}", optional=True))
+    if not fits:
+        with pytest.raises(XshardError, match="no relation for 1 names"):
+            names.resolve({name: (2,)})
+        return
+    there = names.resolve({name: (2,)})
+    assert list(there) == [f"x.{name}" if name else "x"]
+    assert list(names.inverse.resolve({next(iter(there)): (2,)})) == [name]
 
 
 def test_rules_are_public() -> None:

@@ -33,7 +33,7 @@ from xshard import Profile, Rules
 from xshard.errors import PlanError, located
 from xshard.plans.expression import Expression, sides
 from xshard.replicas import are_checked
-from xshard.rules import leaf_name, place_of
+from xshard.trees import leaf_name, place_of
 
 T = TypeVar("T")
 

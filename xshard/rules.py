@@ -6,9 +6,9 @@ Decides which names a pattern fits, and which rule a name gets. Knows no tree, n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from xshard.arguments import shown
 from xshard.errors import NotationError, Span, XshardError, with_path
@@ -21,9 +21,9 @@ NAMED = 8  # most names that an error lists
 MOST_SPELLINGS = 1000  # of one pattern, its braces and bars written out
 MOST_CHARS = 1_000_000  # of all of them together
 DEEPEST = 8  # braces inside braces
+_PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
 Pattern = str | re.Pattern[str]
-T = TypeVar("T")
 
 
 class Rules(Mapping[Pattern, Any]):
@@ -45,7 +45,7 @@ class Rules(Mapping[Pattern, Any]):
         if not isinstance(rules, Mapping):
             raise NotationError(f"{shown(rules)} are no rules", hint='{"**.weight": "o/tp i", "**": "..."}')
         self._rules = dict(rules)
-        self._fits = {pattern: _fitting(pattern) for pattern in self._rules}
+        self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
         for pattern, value in self._rules.items():
             if isinstance(value, str):
                 try:
@@ -120,27 +120,6 @@ class Rules(Mapping[Pattern, Any]):
         return XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
 
 
-def leaf_name(path: Iterable[Any]) -> str:
-    """The name of a leaf of a tree: the keys on the way to it, of JAX or torch, with dots between them."""
-    named = ("key", "idx", "name")
-    return ".".join(str(next((getattr(k, a) for a in named if hasattr(k, a)), k)) for k in path)
-
-
-def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Leaves by name. Raises XshardError for two of one name."""
-    found: dict[str, T] = {}
-    for name, x in leaves:
-        if name in found:
-            raise XshardError(f"two leaves are called {name!r}", hint="a key without dots")
-        found[name] = x
-    return found
-
-
-def place_of(name: str) -> str:
-    """How errors begin that are about a leaf; a tree that is one leaf has no place in it."""
-    return f"leaf '{name}'" if name else ""
-
-
 def text_of(pattern: Pattern) -> str:
     """A pattern as its user wrote it."""
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
@@ -151,17 +130,45 @@ def _listed(names: list[str]) -> str:
     return ", ".join(name or "''" for name in names[:NAMED]) + more
 
 
+def stars_in(pattern: str) -> list[str]:
+    """Every `*` and `**` of a pattern, from left to right."""
+    return re.findall(r"\*\*?", pattern)
+
+
+def match_stars(pattern: str, name: str) -> tuple[str, ...] | None:
+    """The text that each star of a pattern stands for in a name; None if the pattern does not fit it.
+
+    pattern: one spelling, without braces and bars. If several texts are possible, stars on the left get the
+    shortest.
+
+    >>> match_stars("**.w_*", "a.b.w_1"), match_stars("**.w_*", "w_1"), match_stars("**.w_*", "b")
+    (('a.b', '1'), ('', '1'), None)
+    """
+    match = _compiled(pattern).fullmatch(name)
+    return None if match is None else match.groups(default="")
+
+
+def fill_stars(pattern: str, texts: Sequence[str]) -> str:
+    """The name that a pattern fits with these texts in the place of its stars: the inverse of `match_stars`.
+
+    >>> fill_stars("x.**.*_w", ["a.b", "q"]), fill_stars("x.**.*_w", ["", "q"])
+    ('x.a.b.q_w', 'x.q_w')
+    """
+    left = iter(texts)
+    filled = ((part, re.sub(r"\*\*?", lambda _: next(left), part)) for part in pattern.split("."))
+    return ".".join(text for part, text in filled if text or part != ALL)
+
+
 @lru_cache(maxsize=4096)
-def _fitting(pattern: Pattern) -> re.Pattern[str]:
-    """The regular expression of the names that a pattern fits."""
+def _compiled(pattern: Pattern) -> re.Pattern[str]:
+    """The regular expression of the names that a pattern fits, with a group for each star."""
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
         raise NotationError(
-            f"{shown(pattern)} is no pattern", hint="text such as '**.weight', or re.compile(...)"
+            f"{shown(pattern)} is not a pattern", hint="text such as '**.weight', or re.compile(...)"
         )
-    found = "|".join(_regex(spelling, pattern) for spelling in spellings(pattern))
-    return re.compile(found, re.DOTALL)
+    return re.compile("|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL)
 
 
 def spellings(pattern: str) -> list[str]:
@@ -170,35 +177,36 @@ def spellings(pattern: str) -> list[str]:
     >>> spellings("{q,k}_proj|out")
     ['q_proj', 'k_proj', 'out']
     """
-    found, end = _spellings(pattern, 0, depth=0)
-    if end != len(pattern):
-        raise _malformed("'}' closes nothing", pattern, (end, end + 1))
-    return found
+    tokens = iter(re.finditer(r"[{}|,]|[^{}|,]+", pattern))
+    return _spellings(tokens, pattern, None)
 
 
-def _spellings(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
-    """Read alternatives from `start` to the brace that closes them -> each written out, and the end."""
+def _spellings(
+    tokens: Iterator[re.Match[str]], pattern: str, opened: Span | None, depth: int = 0
+) -> list[str]:
+    """Read alternatives up to the brace that closes the one at `opened` -> each of them written out."""
     done: list[str] = []
-    now, at = [""], start
+    now = [""]
     _check_number(1, pattern)
-    while at < len(pattern) and pattern[at] != "}":
-        char = pattern[at]
-        if char == "{":
-            opened = at
+    for token in tokens:
+        if token[0] == "}":
+            if opened is None:
+                raise _malformed("'}' closes nothing", pattern, token.span())
+            return done + now
+        if token[0] == "{":
             if depth == DEEPEST:
-                raise _malformed(f"braces inside more than {DEEPEST} others", pattern, (opened, opened + 1))
-            inside, at = _spellings(pattern, opened + 1, depth + 1)
-            if at == len(pattern):
-                raise _malformed("'{' is not closed", pattern, (opened, opened + 1))
+                raise _malformed(f"braces inside more than {DEEPEST} others", pattern, token.span())
+            inside = _spellings(tokens, pattern, token.span(), depth + 1)
             _check_number(len(now) * len(inside), pattern)
             now = [a + b for a in now for b in inside]
-        elif char == "|" or (char == "," and depth):
+        elif token[0] == "|" or (token[0] == "," and opened):
             done, now = done + now, [""]
         else:
-            now = [text + char for text in now]
-        at += 1
+            now = [text + token[0] for text in now]
         _check_number(len(done) + len(now), pattern)
-    return done + now, at
+    if opened is not None:
+        raise _malformed("'{' is not closed", pattern, opened)
+    return done + now
 
 
 def _check_number(spellings: int, pattern: str) -> None:
@@ -209,30 +217,36 @@ def _check_number(spellings: int, pattern: str) -> None:
 
 
 def _regex(spelling: str, pattern: str) -> str:
-    """A regular expression for parts with stars. What is between stars is found once, without going back."""
-    groups: list[list[str]] = [[]]  # of parts, with a `**` between two
+    """A regular expression for parts with stars; atomic groups keep the time of a match linear."""
+    sections: list[list[str]] = [[]]  # of parts, with a `**` between two sections
     for part in spelling.split("."):
         if part == ALL:
-            groups.append([])
+            sections.append([])
         else:
-            groups[-1].append(_part_regex(part, pattern))
-    first, *others = (r"\.".join(group) for group in groups)
-    if not others:
-        return first
-    *middle, last = others
-    found = r"\.".join(filter(None, (first, *(rf"(?>(?:[^.]+\.)*?{m}(?![^.]))" for m in middle if m))))
-    if last:
-        return found + r"\." * bool(found) + r"(?:[^.]+\.)*" + last
-    return found + r"(?:\.[^.]+)*" if found else ".*"
+            sections[-1].append(_part_regex(part, pattern))
+    regex, *others = (r"\.".join(section) for section in sections)
+    dot = r"\." if regex else ""
+    for i, section in enumerate(others, 1):
+        if i < len(others):  # the first place where the section fits
+            regex += rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))" if section else "()"
+        elif section:
+            regex += rf"{dot}(?:({_PARTS}*)\.)?{section}"
+        else:
+            regex += rf"(?:\.({_PARTS}*))?" if dot else "(.*)"
+        dot = r"\." if section else dot
+    return regex
 
 
 def _part_regex(part: str, pattern: str) -> str:
     if ALL in part:
-        at = pattern.index(ALL)
-        raise _malformed("'**' stands for whole parts", pattern, (at, at + 2))
+        start = pattern.find(part)  # braces may have put the stars beside each other
+        span = (start + part.index(ALL), start + part.index(ALL) + 2) if start >= 0 else (0, len(pattern))
+        raise _malformed("'**' stands for whole parts", pattern, span)
     first, *rest = map(re.escape, part.split("*"))
-    middle = "".join(f"(?>[^.]*?{piece})" for piece in rest[:-1])
-    return "[^.]+" if part == "*" else first + middle + (f"[^.]*{rest[-1]}" if rest else "")
+    if not rest:
+        return first
+    middle = "".join(f"(?>([^.]*?){piece})" for piece in rest[:-1])
+    return "([^.]+)" if part == "*" else f"{first}{middle}([^.]*){rest[-1]}"
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:

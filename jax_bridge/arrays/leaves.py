@@ -13,7 +13,7 @@ import jax
 from xshard import Layout, Plan, Rules, XshardError
 from xshard.errors import located
 from xshard.plans.expression import Sides
-from xshard.rules import leaf_name, place_of
+from xshard.trees import leaf_name, place_of
 
 Test = Callable[[Any], bool]
 

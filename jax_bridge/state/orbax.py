@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from jax_bridge.specs import from_partition_spec
 from xshard import Mesh, XshardError
 from xshard.dtypes import name_of
-from xshard.rules import leaf_name
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import FileError
+from xshard.trees import leaf_name
 
 METADATA = "_METADATA"
 _KEPT_BYTES = 2**28  # of chunks, of which several devices need a part: each is decompressed once

@@ -25,9 +25,9 @@ from jax_bridge.state.processes import together
 from xshard import Layout, Mesh, Sharding, XshardError
 from xshard.dtypes import carrier, name_of, recast
 from xshard.errors import DtypeError, MeshError, located
-from xshard.rules import named_once, place_of
 from xshard.state import Names
 from xshard.state.files import Saving, Source, plan_save, save_blocks
+from xshard.trees import named_once, place_of
 
 
 def save(

@@ -32,10 +32,10 @@ from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
-from xshard.rules import named_once, place_of
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
+from xshard.trees import named_once, place_of
 
 
 def transfer(

@@ -24,8 +24,8 @@ from xshard.contractions.expression import contraction
 from xshard.cost.profile_files import profile_of
 from xshard.layout.layout import parse_expression, parse_signature
 from xshard.notation.overlap_parser import parse_boundaries
+from xshard.rules import match_stars
 from xshard.state.names import Names, rename
-from xshard.state.relations import _stars
 
 PROFILES = Path(xs.__file__).parent / "cost" / "profiles"
 LIMIT_S = 2.0  # of processor time for one text
@@ -71,7 +71,7 @@ def _rules(text: str) -> list[object]:
 def _relation(text: str) -> object:
     src, _, dst = text.partition("=")
     made = Names(rename(src, dst, "o i -> i o"))
-    found = [_stars(each.parts[0], name) for each in made.relations for name in NAMES]
+    found = [match_stars(each.parts[0], name) for each in made.relations for name in NAMES]
     return found, list(made.inverse.relations)
 
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import still_connected
-from xshard.rules import leaf_name
 from xshard.state.llama import to_fused
+from xshard.trees import leaf_name
 
 LAYER = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)}
 LAYER |= {"self_attn.o_proj": (32, 32), "mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32)}

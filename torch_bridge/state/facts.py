@@ -29,8 +29,8 @@ from xshard import Mesh, Profile, Rules, dtypes
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
 from xshard.plans.expression import sides_or_one
-from xshard.rules import leaf_name, place_of
 from xshard.state import Names, TreePlan, plan_transfer
+from xshard.trees import leaf_name, place_of
 
 LEAF, PROFILE = "leaf ", "profile"
 Facts = Mapping[str, str]

@@ -26,10 +26,9 @@ from torch_bridge.state.processes import together
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
 from xshard.cost.machine import node_processes
 from xshard.errors import located
-from xshard.rules import leaf_name, place_of
 from xshard.state import Names, files
-from xshard.state.files.checkpoint import in_groups
 from xshard.state.files.loading import cast, in_both, load_of, stored_as
+from xshard.trees import groups, leaf_name, place_of
 
 BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
 Loads = dict[str, tuple[files.Load, Leaf]]
@@ -155,8 +154,9 @@ def load(
     near = node_processes(len(ranks)) or len(ranks)
     # Disks, and copies in numpy, leave the interpreter to others; more threads than cores only cost memory.
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // near)) as threads:
-        for group in in_groups(shared, BUCKET_BYTES):
-            here = [name for name in group if rank() in loads[name][1].ranks]
+        arrays = list(shared)
+        for group in groups(list(shared.values()), BUCKET_BYTES):
+            here = [arrays[i] for i in group if rank() in loads[arrays[i]][1].ranks]
             result |= {name: loads[name][1].target(device) for name in here}
             parts = zip(here, threads.map(read, here), strict=True)
             _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)

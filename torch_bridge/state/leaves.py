@@ -36,7 +36,7 @@ from xshard.arguments import lengths_of, shown
 from xshard.errors import located
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
-from xshard.rules import leaf_name, named_once, place_of
+from xshard.trees import leaf_name, named_once, place_of
 
 WHOLE: Any = {"**": "..."}
 Constant = int | float | str | None  # bools are ints

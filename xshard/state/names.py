@@ -5,7 +5,6 @@ Decides how relations are written, and that together they make every array of al
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,10 +16,9 @@ from numpy.typing import NDArray
 from xshard.arguments import did_you_mean, shown
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.layout import parse_expression
-from xshard.rules import spellings
+from xshard.rules import match_stars, spellings, stars_in
 from xshard.state.relations import Made, Relation, made_by, uses
 
-MOST_STARS = 32  # in one pattern
 _KEEP = Relation(("**",), "**")
 
 
@@ -29,10 +27,11 @@ def rename(
 ) -> Iterator[Relation]:
     """Arrays get other names, and their dims another order.
 
-    src, dst: patterns; the stars of `dst` stand for those of `src`, one after the other, and `{a,b}` on both
-    sides for one pair after the other. order: as in "o i -> i o". dtype: what the values are cast to.
-    optional: whether there may be no such array.
-    Raises XshardError where the two sides do not have as many stars, or as many alternatives.
+    src, dst: patterns as in `xshard.Rules`, with the same stars in the same order: each stands for the same
+    text on both sides. Braces pair up: `{a,b}` with `{c,d}` renames a to c, and b to d.
+    order: the order of the dims, as in "o i -> i o". dtype: the dtype that the values are cast to.
+    optional: accept that no array has such a name.
+    Raises XshardError if the two sides differ in their stars or in their number of alternatives.
 
     >>> made = Names(rename("*.{q,k}", "*.{query,key}", "o i -> i o")).resolve({"a.q": (4, 2), "a.k": (1, 2)})
     >>> {name: array.shape for name, array in made.items()}
@@ -112,7 +111,7 @@ class Names:
             relation for each in relations for relation in ((each,) if isinstance(each, Relation) else each)
         )
         for relation in self.relations:
-            _check_stars(relation)
+            _check_patterns(relation)
 
     @cached_property
     def inverse(self) -> Names:
@@ -177,16 +176,24 @@ class Names:
         return results
 
 
-def _check_stars(relation: Relation) -> None:
-    counts = [len(re.findall(r"\*\*?", pattern)) for pattern in (*relation.parts, relation.whole)]
+def _check_patterns(relation: Relation) -> None:
+    patterns = (*relation.parts, relation.whole)
+    for pattern in patterns:
+        if spellings(pattern) != [pattern]:
+            raise XshardError(
+                f"'{pattern}' in '{relation}' stands for several names",
+                hint="braces and bars are for rename; write a relation for each name",
+            )
+        match_stars(pattern, "")  # refuses a malformed pattern
+    stars = [stars_in(pattern) for pattern in patterns]
+    if relation.stacks and "*" not in stars[0][-1:]:
+        raise XshardError(f"'{relation}' has no star for a number", hint="stack('e.*', 'e')")
     if relation.stacks:
-        counts[0] -= 1
-    if max(counts) > MOST_STARS:
-        raise XshardError(f"{max(counts)} stars in '{relation}'", hint=f"at most {MOST_STARS}")
-    if len(set(counts)) > 1:
+        stars[0].pop()
+    if any(each != stars[-1] for each in stars):
         raise XshardError(
-            f"'{relation}' has {counts[:-1]} stars for {counts[-1]}",
-            hint="every star stands for the same on both sides",
+            f"'{relation}' has the stars {' and '.join(' '.join(each) or 'none' for each in stars)}",
+            hint="each star stands for the same text on both sides: as many on each side, in the same order",
         )
 
 

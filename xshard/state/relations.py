@@ -5,13 +5,13 @@ Decides what a relation makes of given names, the shapes of that, and the pieces
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.runs import Run, Runs, as_index, interval, n_rows
+from xshard.rules import fill_stars, match_stars
 
 Shape = tuple[int, ...]
 
@@ -100,21 +100,21 @@ def uses(relation: Relation, names: Mapping[str, Shape]) -> Iterator[tuple[list[
     """What a relation makes of these names, and of which of them."""
     here = (relation.whole,) if relation.splits else relation.parts
     there = relation.parts if relation.splits else (relation.whole,)
-    found = [(name, stars) for name in names if (stars := _stars(here[0], name)) is not None]
+    found = [(name, stars) for name in names if (stars := match_stars(here[0], name)) is not None]
     if not relation.stacks:
         for _, stars in found:
-            yield [_filled(each, stars) for each in there], [_filled(each, stars) for each in here]
+            yield [fill_stars(each, stars) for each in there], [fill_stars(each, stars) for each in here]
         return
     if relation.splits:
         for name, stars in found:
-            yield [_filled(there[0], (*stars, str(i))) for i in range(names[name][relation.dim])], [name]
+            yield [fill_stars(there[0], (*stars, str(i))) for i in range(names[name][relation.dim])], [name]
         return
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, (*outer, _) in found:
         groups.setdefault(tuple(outer), []).append(name)
     for outer_stars, members in groups.items():
-        numbered = [_filled(here[0], (*outer_stars, str(i))) for i in range(len(members))]
-        yield [_filled(there[0], outer_stars)], numbered
+        numbered = [fill_stars(here[0], (*outer_stars, str(i))) for i in range(len(members))]
+        yield [fill_stars(there[0], outer_stars)], numbered
 
 
 def made_by(
@@ -179,35 +179,3 @@ def _sides(relation: Relation, whole: str, shape: Shape, lengths: Sequence[int |
         Side(whole, d, (Run(start, each, groups, together) if groups > 1 else Run(start, each),))
         for start, each in zip(starts, rows, strict=True)
     ]
-
-
-def _stars(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What the stars of a pattern stand for in a name; None if it does not fit.
-
-    Of a `**` the longest, of a `*`, which is within a part and not empty, the shortest, from left to right.
-    """
-    tokens = re.split(r"(\*\*?)", pattern)
-    failed = set[tuple[int, int]]()  # where the rest does not fit is found out once
-
-    def rest(token: int, at: int) -> tuple[str, ...] | None:
-        if token == len(tokens):
-            return () if at == len(name) else None
-        text, found = tokens[token], None
-        if text in ("*", "**"):
-            stop = (name + ".").index(".", at)
-            ends = range(len(name), at - 1, -1) if text == "**" else range(at + 1, stop + 1)
-        else:
-            ends = range(at + len(text), at + len(text) + name.startswith(text, at))
-        for end in ends if (token, at) not in failed else ():
-            if (found := rest(token + 1, end)) is not None:
-                return (name[at:end], *found) if text in ("*", "**") else found
-        failed.add((token, at))
-        return None
-
-    return rest(0, 0)
-
-
-def _filled(pattern: str, stars: Sequence[str]) -> str:
-    """A pattern with its stars replaced."""
-    left = list(stars)
-    return re.sub(r"\*\*?", lambda _: left.pop(0), pattern)

@@ -6,7 +6,6 @@ which arrays travel together. Knows names and shapes, no data and no framework.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,14 @@ from xshard.layout.layout import check_axes
 from xshard.plans.expression import sides_or_one
 from xshard.plans.plan import find_plan
 from xshard.plans.transfer import balanced
-from xshard.rules import Rules, place_of
+from xshard.rules import Rules
 from xshard.search.request import Devices, Request, device_numbers
 from xshard.state.names import SAME, Names
 from xshard.state.parts import part_of
 from xshard.state.relations import Made, Piece, Side
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan
 from xshard.steps.base import REDUCERS
+from xshard.trees import groups, place_of
 
 BUCKET = "256MiB"
 
@@ -82,8 +82,10 @@ def plan_transfer(
             target = Sharding(there[name], dst_mesh, array.shape)
             moves = tuple(_move(piece, sources, target, array, devices, machine) for piece in array.pieces)
         arrays.append(ArrayPlan(name, target, array.dtype, moves))
-    buckets = _buckets(_balanced(arrays), limit_of(bucket_bytes, "bucket_bytes"))
-    return TreePlan(src_mesh, dst_mesh, *devices, sources, buckets, machine)
+    arrays = _balanced(arrays)
+    buckets = groups([array.busy for array in arrays], limit_of(bucket_bytes, "bucket_bytes"))
+    together = tuple(tuple(arrays[i] for i in bucket) for bucket in buckets)
+    return TreePlan(src_mesh, dst_mesh, *devices, sources, together, machine)
 
 
 def _layouts(
@@ -162,20 +164,3 @@ def _balanced(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
         return move._replace(plan=replace(move.plan, steps=steps))
 
     return [replace(array, moves=tuple(map(moved, array.moves))) for array in arrays]
-
-
-def _buckets(arrays: Sequence[ArrayPlan], limit: int | None) -> tuple[tuple[ArrayPlan, ...], ...]:
-    """Arrays in turn while no device sends and receives more than the limit; a larger array goes alone."""
-    buckets: list[list[ArrayPlan]] = []
-    busy: Counter[int] = Counter()
-    for array in arrays:
-        own: Counter[int] = Counter()
-        for pair, n in array.traffic.items():
-            for device in pair:
-                own[device] += n
-        busy += own
-        if not buckets or (limit is not None and max(busy.values(), default=0) > limit):
-            buckets.append([])
-            busy = own
-        buckets[-1].append(array)
-    return tuple(map(tuple, buckets))

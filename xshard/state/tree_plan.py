@@ -69,6 +69,15 @@ class ArrayPlan:
         return found
 
     @property
+    def busy(self) -> Counter[int]:
+        """Bytes that every device sends and receives."""
+        found: Counter[int] = Counter()
+        for pair, n in self.traffic.items():
+            for device in pair:
+                found[device] += n
+        return found
+
+    @property
     def received(self) -> Counter[int]:
         """Bytes that every device receives."""
         found: Counter[int] = Counter()

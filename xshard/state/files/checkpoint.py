@@ -106,20 +106,3 @@ class Checkpoint(Mapping[str, Stored]):
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def in_groups(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Names in their order, together while their sizes fit into the limit, if any; a larger one is alone.
-
-    >>> in_groups({"a": 1, "b": 2, "c": 9, "d": 3}, limit=3)
-    [['a', 'b'], ['c'], ['d']]
-    """
-    groups: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        filled += size
-        if not groups or (limit is not None and filled > limit):
-            groups.append([])
-            filled = size
-        groups[-1].append(name)
-    return groups

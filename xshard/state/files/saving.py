@@ -18,12 +18,12 @@ from xshard.arguments import limit_of
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
 from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
-from xshard.state.files.checkpoint import in_groups
 from xshard.state.files.folder import KEY
 from xshard.state.files.header import write_header
 from xshard.state.names import SAME, Names
 from xshard.state.relations import Made, Piece
 from xshard.state.text import names_to_json
+from xshard.trees import groups
 
 
 class Source(NamedTuple):
@@ -112,9 +112,10 @@ def plan_save(
     mesh = min(meshes) if len(meshes) == 1 else None
     said = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
     sizes = {name: dtypes.n_bytes(*each[:2]) for name, each in made.items()}
-    groups = in_groups(sizes, limit_of(shard_bytes, "shard_bytes")) or [[]]
+    in_files = groups(list(sizes.values()), limit_of(shard_bytes, "shard_bytes")) or [[]]
     files: list[Shard] = []
-    for i, group in enumerate(groups):
+    for i, numbers in enumerate(in_files):
+        group = [list(sizes)[n] for n in numbers]
         group.sort(key=lambda name: -dtypes.itemsize(made[name].dtype))  # so that every array is aligned
         layouts = {name: text for name in group if (text := _layout(made[name], sources)) is not None}
         ours = {**said, "layouts": layouts if mesh else None}
@@ -123,7 +124,7 @@ def plan_save(
         starts, at = {}, len(header)
         for name in group:
             starts[name], at = at, at + sizes[name]
-        files.append(Shard(f"{i + 1:05}-of-{len(groups):05}.safetensors", header, starts, at))
+        files.append(Shard(f"{i + 1:05}-of-{len(in_files):05}.safetensors", header, starts, at))
     try:
         noted = {"constants": json.dumps(dict(constants or {}))}  # as text: JSON itself has no infinity
     except TypeError as error:
