@@ -22,7 +22,7 @@ EXTENDED_DTYPES = [
 @given(st.data(), meshes(), shapes())
 def test_scatter_and_gather_are_inverse(data, mesh, shape):
     layout = data.draw(layouts(mesh, len(shape)))
-    x = np.arange(1.0, np.prod(shape) + 1).reshape(shape) * 64 * 9
+    x = np.arange(1.0, np.prod(shape) + 1).reshape(shape) * 64 * 9 * 25
     blocks = xs.reference.scatter(x, layout, mesh)
     assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), x)
     assert np.array_equal(oracle.gather(blocks, layout, mesh, shape), x)
@@ -31,7 +31,7 @@ def test_scatter_and_gather_are_inverse(data, mesh, shape):
 @given(st.data(), meshes(), shapes())
 def test_gather_of_arbitrary_addends(data, mesh, shape):
     layout = data.draw(layouts(mesh, len(shape)))
-    blocks = oracle.random_blocks(layout, mesh, shape, np.random.default_rng(0), unit=64 * 9)
+    blocks = oracle.random_blocks(layout, mesh, shape, np.random.default_rng(0), unit=64 * 9 * 25)
     expected = oracle.gather(blocks, layout, mesh, shape)
     assert np.array_equal(xs.reference.gather(blocks, layout, mesh, shape), expected)
 
