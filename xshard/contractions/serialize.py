@@ -5,7 +5,6 @@ Decides the keys; its moves are written as plans are. Whether what was read is r
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from xshard import dtypes
@@ -14,6 +13,7 @@ from xshard.cost.model import Profile
 from xshard.cost.profile_files import load_profile
 from xshard.layout import Mesh
 from xshard.plans.plan import Plan
+from xshard.plans.serialize import plan_to_plain
 
 if TYPE_CHECKING:
     from xshard.contractions.plan import ContractionPlan, Part  # which writes itself by this
@@ -36,8 +36,8 @@ def to_plain(plan: ContractionPlan) -> dict[str, Any]:
 def _part_to_plain(part: Part) -> dict[str, Any]:
     return {
         "takes": list(part.takes),
-        "moves": [json.loads(move.to_json()) for move in part.moves],
-        "result": json.loads(part.result.to_json()),
+        "moves": [plan_to_plain(move) for move in part.moves],
+        "result": plan_to_plain(part.result),
         "gradients": [own and to_plain(own) for own in part.gradients],
         "ring": part.ring and list(part.ring.key),
     }
@@ -57,8 +57,8 @@ def from_plain(data: dict[str, Any], profile: Profile | str | None) -> dict[str,
         "parts": [
             {
                 "takes": tuple(part["takes"]),
-                "moves": tuple(Plan.from_json(json.dumps(move), machine) for move in part["moves"]),
-                "result": Plan.from_json(json.dumps(part["result"]), machine),
+                "moves": tuple(Plan.from_plain(move, machine) for move in part["moves"]),
+                "result": Plan.from_plain(part["result"], machine),
                 "gradients": [own and from_plain(own, machine) for own in part["gradients"]],
                 "ring": part["ring"] and tuple(part["ring"]),
             }

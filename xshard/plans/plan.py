@@ -7,12 +7,13 @@ It is above 300 lines because a plan finds the plan of its gradient: `find_plan`
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xshard import dtypes
 from xshard.cost import bounds
@@ -26,7 +27,7 @@ from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import table
 from xshard.plans.explain import explain
-from xshard.plans.serialize import plan_from_json, plan_to_json, reading_plan
+from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_choice import cheapest
 from xshard.plans.transfer_search import transfer_ways
@@ -280,7 +281,7 @@ class Plan(Pictured):
 
     def to_json(self) -> str:
         """The plan as text, with all that is needed to check and run it elsewhere."""
-        return plan_to_json(self)
+        return json.dumps(plan_to_plain(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> Plan:
@@ -289,8 +290,13 @@ class Plan(Pictured):
         profile: the machine to price it for, where the text names one that is not shipped.
         """
         with reading_plan():
-            values, written = plan_from_json(text, profile)
-            plan = cls(**values)
+            return cls.from_plain(json.loads(text), profile)
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any], profile: Profile | str | None = None) -> Plan:
+        """`from_json` of text that is parsed already."""
+        values, written = plan_from_plain(data, profile)
+        plan = cls(**values)
         inferred = [str(stage.after.layout) for stage in plan.stages]
         if written != inferred:
             raise PlanError(f"the plan says its steps lead to {written}, they lead to {inferred}")

@@ -1,7 +1,4 @@
-"""Names as JSON, for files and the command line: the fields of relations, and no code.
-
-Decides how relations are written there. Knows no file.
-"""
+"""Names as JSON, for files and the command line: the fields of relations, and no code."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from typing import Any
 
 from xshard.arguments import shown
 from xshard.errors import XshardError
+from xshard.plans.plain import fields_from_plain, fields_to_plain
 from xshard.state.names import Names
 from xshard.state.relations import Relation
 
-_LISTS = {"parts": str, "order": int, "rows": int}
-_KINDS = {"whole": str, "dim": int, "dtype": str, "stacks": bool, "splits": bool, "optional": bool}
+_DEFAULTS = {f.name: f.default for f in fields(Relation)}
 
 
 def names_to_json(names: Names) -> list[dict[str, Any]]:
@@ -22,35 +19,26 @@ def names_to_json(names: Names) -> list[dict[str, Any]]:
 
     >>> from xshard.state import Names, concat
     >>> names_to_json(Names(concat(["*.gate", "*.up"], "*.gate_up", rows=(1, 1))))
-    [{'parts': ('*.gate', '*.up'), 'whole': '*.gate_up', 'rows': (1, 1)}]
+    [{'parts': ['*.gate', '*.up'], 'whole': '*.gate_up', 'rows': [1, 1]}]
     """
-    return [
-        {f.name: value for f in fields(each) if (value := getattr(each, f.name)) != f.default}
-        for each in names.relations
-    ]
+    relations = map(fields_to_plain, names.relations)
+    return [{k: v for k, v in relation.items() if v != _DEFAULTS[k]} for relation in relations]
 
 
-def names_from_json(found: Any) -> Names:
-    """The inverse. Raises XshardError for whatever is none."""
-    relations = []
-    for each in found if isinstance(found, list) else [found]:
-        if not (
-            isinstance(each, dict)
-            and {"parts", "whole"} <= each.keys()
-            and all(map(_fits, each, each.values()))
-        ):
-            raise XshardError(
-                f"{shown(each)} is no relation",
-                hint='as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; the others of its fields are '
-                "order, dim, rows, stacks, splits, dtype and optional, as in xshard.state.Relation",
-            )
-        given: dict[str, Any] = {k: tuple(v) if k in _LISTS else v for k, v in each.items()}
-        relations.append(Relation(**given))
-    return Names(*relations)
+def names_from_json(data: Any) -> Names:
+    """The inverse. Raises XshardError for data of another form."""
+    return Names(*map(_relation, data if isinstance(data, list) else [data]))
 
 
-def _fits(key: str, value: Any) -> bool:
-    """Whether a field has the type that it has to have."""
-    if key in _LISTS:
-        return isinstance(value, list) and value != [] and all(type(x) is _LISTS[key] for x in value)
-    return type(value) is _KINDS.get(key)
+def _relation(data: Any) -> Relation:
+    try:
+        values = fields_from_plain(Relation, data)
+        if () not in values.values():
+            return Relation(**values)
+    except (XshardError, TypeError):  # a TypeError for a missing field
+        pass
+    raise XshardError(
+        f"{shown(data)} is no relation",
+        hint='as in {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
+        "order, dim, rows, stacks, splits, dtype and optional, as in xshard.state.Relation",
+    )
