@@ -12,7 +12,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
-from xshard import dtypes
 from xshard.arguments import lengths_of, limit_of, shown
 from xshard.contractions.expression import contraction, is_contraction, shapes_of, whole_lengths
 from xshard.contractions.plan import ContractionPlan
@@ -21,6 +20,7 @@ from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import without_devices
 from xshard.cost.model import Profile
 from xshard.cost.profile_files import load_profile
+from xshard.dtypes import name_of, precision
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
@@ -164,8 +164,8 @@ def plan_contraction(
 
     objective: None for what can be asked of the dtype: whole numbers have no gradients.
     """
-    given, name = contraction(text), dtypes.name_of(dtype)
-    objective = objective or (BOTH if dtypes.precision(name) else FORWARD)
+    given, name = contraction(text), name_of(dtype)
+    objective = objective or (BOTH if precision(name) else FORWARD)
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
@@ -216,7 +216,7 @@ def _plan_between(
             hint=f"the source has {device_ranges(givers)}, the destination {device_ranges(takers)}",
         )
     ends = src, dst, *meshes, givers, takers
-    name, machine = dtypes.name_of(dtype), load_profile(profile)
+    name, machine = name_of(dtype), load_profile(profile)
     request = Request(*ends, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked

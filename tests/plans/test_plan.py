@@ -214,7 +214,10 @@ def edited(**changes):
         (edited(steps=[{"step": ["slice"]}]), "this is no plan"),
         (edited(steps=[{"step": "slice"}]), "this is no plan: TypeError"),
         (edited(steps=[{"step": "slice", "cuts": "n/b"}]), "'n/b' is not a list"),
-        (edited(steps=[{"step": "slice", "cuts": [["n", ["b"]]], "x": 1}]), "Slice does not have the fields ['x']"),
+        (
+            edited(steps=[{"step": "slice", "cuts": [["n", ["b"]]], "x": 1}]),
+            "Slice does not have the fields ['x']",
+        ),
         (edited(steps=[{"step": "slice", "cuts": [["n", ["b c | sum(a)"]]]}]), "does not shard a dim"),
         (edited(steps=[{"step": "exchange", "to": "n d", "node_devices": 0}]), "0 devices are no node"),
         (edited(steps=7), "this is no plan: TypeError"),

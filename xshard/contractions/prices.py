@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from xshard import dtypes
 from xshard.contractions.places import Cut, Use
+from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim, Shard
@@ -121,10 +122,9 @@ class Prices:
     def _received(self, before: Use, after: Use, elements: int) -> int:
         """Elements that the busiest device must receive, at least."""
         if (before.sums or after.sums) and (ended := before.sums - after.sums):
-            # Each of n addends but one is sent, and the sum to each of m copies but one.
             kept, n = self._size(after.sums & before.sums), self.mesh.n_devices
             copies = n // self._size(after.sums.union(*(cut.axes for cut in after.cuts)))
-            return -(-elements * (self._size(ended) + copies - 2) * kept // n)
+            return least_received(elements, n, self._size(ended), copies, kept)
         if after.sums and after.sums - before.sums:
             return 0
         here, there = [cut.rows for cut in before.cuts], [cut.rows for cut in after.cuts]

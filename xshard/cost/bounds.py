@@ -53,10 +53,26 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     cut = [a for dim in dst.layout.dims for a in dim.axes]
     copies = mesh.n_devices // mesh.size(*cut, *sums)
     whole = _reached(src, dst) if _overlap(src, dst) else math.prod(dst.shape)
-    messages = whole * (mesh.size(*ends) + copies - 2)
+    messages = reduction_messages(whole, mesh.size(*ends), copies)
     if not begins:
         messages += max(0, whole - _met(src, dst))
     return messages * mesh.size(*(a for a in sums if a not in begins))
+
+
+def reduction_messages(elements: int, addends: int, copies: int) -> int:
+    """Fewest elements that devices must receive in total where sums of `addends` end in `copies` copies.
+
+    An element takes addends - 1 messages until a device has its sum, and one more for every other copy.
+    """
+    return elements * (addends + copies - 2)
+
+
+def least_received(elements: int, n_devices: int, addends: int, copies: int, kept: int = 1) -> int:
+    """`reduction_messages` of the mean device, as a bound for the busiest one.
+
+    kept: the number of sums that stay, each of which is moved.
+    """
+    return -(-reduction_messages(elements, addends, copies) * kept // n_devices)
 
 
 def _lacking(src: Sharding, dst: Sharding) -> np.ndarray:
@@ -175,7 +191,8 @@ def received_elements_between(
     if addends > 1:
         cut = [a for dim in target.layout.dims for a in dim.axes]
         copies = target.mesh.n_devices // target.mesh.size(*cut, *sums)
-        messages = math.prod(source.shape) * (addends + copies - (1 if disjoint else 2))
+        elements = math.prod(source.shape)
+        messages = reduction_messages(elements, addends, copies) + elements * disjoint
         bound = max(bound, -(-messages // len({*src_devices, *dst_devices})))
     return bound
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from xshard import dtypes
 from xshard.arguments import shown, whole_number
+from xshard.dtypes import itemsize, name_of
 from xshard.errors import DtypeError, ProfileError
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
@@ -178,7 +178,7 @@ class Profile:
 
         A copy reads and writes, so that memory moves twice the bytes that are copied.
         """
-        memory = touched * dtypes.itemsize(dtype) / (2 * self.copy_bytes_per_s)
+        memory = touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
         return max(flops / self.flops(dtype), memory)
 
     def fabric(self, mesh: Mesh) -> Fabric:
@@ -313,7 +313,7 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
 @lru_cache(maxsize=64)
 def _is_dtype(name: str) -> bool:
     try:
-        return dtypes.name_of(name) == name
+        return name_of(name) == name
     except DtypeError:
         return False
 

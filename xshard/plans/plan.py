@@ -15,11 +15,11 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from xshard import dtypes
 from xshard.cost import bounds
 from xshard.cost.device_links import located
 from xshard.cost.model import Price, Profile, price
 from xshard.cost.profile_files import load_profile
+from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, format_bytes
 from xshard.layout import Layout, Mesh, Sharding
@@ -190,7 +190,7 @@ class Plan(Pictured):
 
     @property
     def itemsize(self) -> int:
-        return dtypes.itemsize(self.dtype)
+        return itemsize(self.dtype)
 
     @cached_property
     def prices(self) -> tuple[Price, ...]:
@@ -347,7 +347,7 @@ def _as_numbered(request: Request, by_transfer: bool) -> Plan:
     one = None if by_transfer else request.on_one_mesh
     found = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
     if request.factor != 1:  # also of a mean that begins: what has no sum cannot be multiplied
-        dtypes.check_reduction(request.dtype, "sum")
+        check_reduction(request.dtype, "sum")
     if found is None:
         ways = transfer_ways(free := replace(request, memory_limit=None))
         least = min(_made(free, *way).peak_bytes for way in ways)

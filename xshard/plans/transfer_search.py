@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from fractions import Fraction
 
-from xshard import dtypes
+from xshard.dtypes import check_reduction
 from xshard.errors import PlanError
 from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
@@ -66,7 +66,7 @@ def _check(request: Request) -> None:
             )
     for kind, _ in request.source.layout.tags:
         if kind != "copy":
-            dtypes.check_reduction(request.dtype, kind)
+            check_reduction(request.dtype, kind)
 
 
 def departures(source: Sharding) -> Iterator[Sharding]:

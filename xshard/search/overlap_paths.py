@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard import dtypes
 from xshard.cost.model import Profile, price
+from xshard.dtypes import check_reduction, check_signed, check_value, itemsize
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
@@ -51,7 +51,7 @@ def best_path(
         here, seconds, peak, block = start, 0.0, 0, 0
         for step in steps:
             after = step.after(here)
-            cost = price(step, here, after, dtypes.itemsize(dtype), profile)
+            cost = price(step, here, after, itemsize(dtype), profile)
             seconds, peak = seconds + cost.seconds, max(peak, cost.peak_bytes)
             here, block = after, max(block, after.max_local_size)
         found.append((block > largest, seconds, len(found), peak, steps))
@@ -80,7 +80,7 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
     src, dst = source.layout, target.layout
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if isinstance(a.overlap, Fold):
-            dtypes.check_reduction(dtype, "sum")
+            check_reduction(dtype, "sum")
             if not src.is_linear:
                 raise PlanError(
                     f"'{src}' is a max of blocks that overlap as contributions", hint="reduce the max first"
@@ -213,6 +213,6 @@ def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
                 hint="reduce first, or write zero",
             )
         if end.value:
-            dtypes.check_value(dtype, end.value)
+            check_value(dtype, end.value)
         if end.sign < 0:
-            dtypes.check_signed(dtype)
+            check_signed(dtype)

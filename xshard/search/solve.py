@@ -10,7 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
-from xshard import dtypes
+from xshard.dtypes import check_reduction
 from xshard.errors import PlanError
 from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
@@ -62,7 +62,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
     overlap_paths.check_overlaps(source, target, dtype)
     for kind, axes in src.tags:
         if kind != "copy" and not set(axes) <= set(dst.tagged(kind)):
-            dtypes.check_reduction(dtype, kind)
+            check_reduction(dtype, kind)
     for kind in ("max", "min"):
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from xshard import dtypes
+from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
+from xshard.dtypes import itemsize
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
@@ -55,7 +56,7 @@ class Space:
 
     @cached_property
     def itemsize(self) -> int:
-        return dtypes.itemsize(self.dtype)
+        return itemsize(self.dtype)
 
     @cached_property
     def grid(self) -> Grid:
@@ -174,7 +175,7 @@ class Space:
         kept = math.prod(self.sizes[a] for a in goal.sums)
         copies = n // (kept * math.prod(self.sizes[a] for cut in goal.cuts for a in self.axes_in(cut)))
         stay = math.prod(self.sizes[a] for a in goal.sums if a in state.sums)
-        return -(-math.prod(self.start.shape) * (ended + copies - 2) * stay // n)
+        return least_received(math.prod(self.start.shape), n, ended, copies, stay)
 
     def least_crossing(self, state: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
