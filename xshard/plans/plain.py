@@ -61,7 +61,7 @@ def fields_to_plain(value: Any) -> dict[str, Any]:
 
 
 def fields_from_plain(cls: type, data: Any) -> dict[str, Any]:
-    """The inverse: arguments of the class. Raises XshardError for unknown fields and other types of values."""
+    """The inverse: arguments of the class. Raises XshardError for unknown fields and wrong types."""
     kinds = _field_types(cls)
     if type(data) is not dict or set(data) - set(kinds):
         odd = sorted(set(data) - set(kinds)) if type(data) is dict else shown(data)
