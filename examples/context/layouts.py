@@ -6,7 +6,7 @@ One mesh axis, `cp`, cuts the sequence. b: batch, s: sequence, h: heads, e: widt
 from __future__ import annotations
 
 from xshard import Mesh
-from xshard.nn.receptive_fields import ReceptiveField, receptive_field
+from xshard.nn.windows import Frame, interval_frame
 from xshard.notation.parser import Dim, Shard
 
 MESH = Mesh(cp=4)
@@ -39,7 +39,7 @@ def to_rows(cut: str) -> str:
     return f"b s c/balanced(cp) -> b {cut} c"
 
 
-def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> ReceptiveField:
+def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> Frame:
     """How the heads of queries are cut, and which heads of keys and values a device reads for its share.
 
     Groups of queries share a head of keys and values. If a group lies on two devices, both get that head,
@@ -51,7 +51,7 @@ def heads(n_heads: int, n_kv_heads: int, n_devices: int) -> ReceptiveField:
     """
     group = n_heads // n_kv_heads
     cut = Dim("h", (Shard(("cp",), "balanced"),))
-    return receptive_field(
+    return interval_frame(
         cut, n_kv_heads, (n_devices,), n_heads, lambda a, b: (a // group, (b - 1) // group + 1)
     )
 

@@ -1,7 +1,7 @@
 """The network in JAX, its rows on four devices: `python -m domain.with_jax STEPS`.
 
-The same network as in with_torch.py. Inside shard_map a `Placed` is one device's block with its place in
-the whole array. Every layer reads the place and hands it on.
+The same network as in with_torch.py. Inside shard_map a `Sharded` is one device's block with its sharding.
+Every layer reads the sharding and returns the one of its result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from domain.data import (
     photographs,
 )
 from jax_bridge import redistribute
-from jax_bridge.nn import Placed, conv_general_dilated, group_norm, interpolate, max_pool, place
+from jax_bridge.nn import Sharded, conv_general_dilated, group_norm, interpolate, max_pool
 from jax_bridge.specs import to_named_sharding
 
 Weights = dict[str, jax.Array]
 SHAPE = (2, 3, HEIGHT, WIDTH)
 
 
-def network(weights: Weights, x: Placed) -> Placed:
+def network(weights: Weights, x: Sharded) -> Sharded:
     """Down by a stride and a pool, up by a transposed convolution and by interpolation, with skips."""
     full = activated(weights, "norm_first", conv(weights, "first", x))
     half = activated(weights, "norm_down", conv(weights, "down", full, stride=2))
@@ -45,43 +45,43 @@ def network(weights: Weights, x: Placed) -> Placed:
     return conv(weights, "last", beside(whole, full))
 
 
-def conv(weights: Weights, name: str, x: Placed, stride: int = 1) -> Placed:
+def conv(weights: Weights, name: str, x: Sharded, stride: int = 1) -> Sharded:
     """Zeros beyond the first and the last row; without a stride the columns close up to a ring."""
     ring = {"w": "periodic"} if stride == 1 else None
     y = conv_general_dilated(x, weights[f"{name}.weight"], (stride, stride), ((1, 1), (1, 1)), boundary=ring)
     return shifted(weights, name, y)
 
 
-def up(weights: Weights, x: Placed) -> Placed:
+def up(weights: Weights, x: Sharded) -> Sharded:
     """Twice as many rows and columns: every input is spread over a kernel, and the kernels are added."""
     kernel = jnp.flip(weights["up.weight"], (2, 3)).swapaxes(0, 1)
     y = conv_general_dilated(x, kernel, (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2))
     return shifted(weights, "up", y)
 
 
-def shifted(weights: Weights, name: str, x: Placed) -> Placed:
+def shifted(weights: Weights, name: str, x: Sharded) -> Sharded:
     return jax.tree.map(lambda block: block + weights[f"{name}.bias"][:, None, None], x)
 
 
-def activated(weights: Weights, name: str, x: Placed) -> Placed:
+def activated(weights: Weights, name: str, x: Sharded) -> Sharded:
     scale, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
     return relu(group_norm(x, GROUPS, scale, bias, feature_dim=1))
 
 
-def relu(x: Placed) -> Placed:
+def relu(x: Sharded) -> Sharded:
     return jax.tree.map(jax.nn.relu, x)
 
 
-def beside(a: Placed, b: Placed) -> Placed:
+def beside(a: Sharded, b: Sharded) -> Sharded:
     """The features of both."""
     n, features, *space = a.sharding.shape
     shape = (n, features + b.sharding.shape[1], *space)
-    return a.remade(jnp.concatenate([a.block, b.block], axis=1), a.layout.dims, shape)
+    return a.with_block(jnp.concatenate([a.block, b.block], axis=1), a.layout.dims, shape)
 
 
 def mean_loss(weights: Weights, noisy: jax.Array, clean: jax.Array) -> jax.Array:
     """The mean square error: the sum of all devices' shares."""
-    y = network(weights, place(noisy, LAYOUT, SHAPE))
+    y = network(weights, Sharded(noisy, LAYOUT, shape=SHAPE))
     error = jax.tree.map(lambda a: a - clean, y).owned().block
     return redistribute(jnp.square(error).sum() / np.prod(SHAPE), "() | sum(sp) -> ()")
 

@@ -3,12 +3,12 @@
 from jax_bridge.nn.attention import attention
 from jax_bridge.nn.conv import conv_general_dilated
 from jax_bridge.nn.norm import batch_norm, group_norm, layer_norm, moments
-from jax_bridge.nn.placed import Placed, place
 from jax_bridge.nn.pool import avg_pool, max_pool, reduce_window
 from jax_bridge.nn.resample import interpolate, resize
+from jax_bridge.nn.sharded import Sharded
 
 __all__ = [
-    "Placed",
+    "Sharded",
     "attention",
     "avg_pool",
     "batch_norm",
@@ -18,7 +18,6 @@ __all__ = [
     "layer_norm",
     "max_pool",
     "moments",
-    "place",
     "reduce_window",
     "resize",
 ]

@@ -1,4 +1,4 @@
-"""Convolutions along dims that are cut."""
+"""Convolutions along sharded dims."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from functools import partial
 import jax
 from jax import lax
 
-from jax_bridge.nn.placed import Placed
-from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
+from jax_bridge.nn.sharded import Sharded
+from jax_bridge.nn.window import Boundaries, apply_windows
 from xshard.errors import ShapeError
+from xshard.notation.overlap import Window
 
 Padding = str | Sequence[tuple[int, int]]
 
 
 def conv_general_dilated(
-    lhs: Placed,
+    lhs: Sharded,
     rhs: jax.Array,
     window_strides: Sequence[int],
     padding: Padding,
@@ -29,20 +30,19 @@ def conv_general_dilated(
     outputs: str = "",
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-) -> Placed:
+) -> Sharded:
     """`lax.conv_general_dilated` of the global array: blocks [n, c, *space] -> blocks [n, features, *space].
 
-    Arguments are those of `lax`, for the global array; spatial dims may be cut in any way.
+    Takes the arguments of `lax`, for the global array; spatial dims may be sharded in any way.
     rhs: this device's copy of the kernel. With `check_vma=True` JAX adds the gradients of a kernel
     that all devices share; without, `copy_to(rhs, axes)` does. boundary: the rows of `padding`: zeros by
-    default, or `periodic`, `reflect`, `edge`, `pole`, ... for all spatial dims or by name. outputs: how
-    they are cut: like the dim (""), `balanced`, or `aligned` (each on the device where its stride begins).
-    Raises ShapeError for cut features, and as `redistribute` does.
+    default, or `periodic`, `reflect`, `edge`, `pole`, ... for all spatial dims or by name. outputs: how the
+    outputs are sharded: like the dim (""), `balanced`, or `aligned` (each on the device where its stride
+    begins). Raises ShapeError for sharded features, and as `redistribute` does.
 
-    >>> from jax_bridge.nn.placed import place
     >>> import jax.numpy as jnp
     >>> def blur(x):
-    ...     return conv_general_dilated(place(x, "n c h/sp"), jnp.ones((1, 1, 3)), (1,), "SAME")
+    ...     return conv_general_dilated(Sharded(x, "n c h/sp"), jnp.ones((1, 1, 3)), (1,), "SAME")
     >>> jax.pmap(blur, "sp")(jnp.ones((1, 1, 1, 4))).block  # one block on one device
     Array([[[[2., 3., 3., 2.]]]], dtype=float32)
     """
@@ -51,9 +51,9 @@ def conv_general_dilated(
     (_, channel, *space), (out, _, *taps) = numbers.lhs_spec, numbers.rhs_spec
     if lhs.layout.dims[channel].axes:
         raise ShapeError(
-            f"features {str(lhs.layout.dims[channel])!r} are cut, and a convolution adds over them",
+            f"features {str(lhs.layout.dims[channel])!r} are sharded, and a convolution adds over them",
             text=str(lhs.layout),
-            hint="x.to(...) a layout with whole features",
+            hint="x.to(...) a layout with unsharded features",
         )
     base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
     convolve = partial(
@@ -70,7 +70,7 @@ def conv_general_dilated(
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
     kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
     ends = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
-    windows = {d: Sliding(*w) for d, *w in zip(space, kernel, strides, dilation, base, ends, strict=True)}
+    windows = {d: Window(*w) for d, *w in zip(space, kernel, strides, dilation, ends, strict=True)}
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
     return apply_windows(
@@ -80,6 +80,7 @@ def conv_general_dilated(
         fill=0.0,
         boundary=boundary,
         outputs=outputs,
+        base=dict(zip(space, base, strict=True)),
         order=order,
         features={channel: rhs.shape[out]},
     )
@@ -92,7 +93,7 @@ def paddings(
     dilation: Sequence[int],
     padding: Padding,
 ) -> list[tuple[int, int]]:
-    """Rows of padding before and after every dim; "SAME" and "VALID" are those of the global array."""
+    """Rows of padding before and after every dim of the global array."""
     if not isinstance(padding, str):
         return [(int(before), int(after)) for before, after in padding]
     spans = [d * (k - 1) + 1 for k, d in zip(windows, dilation, strict=True)]

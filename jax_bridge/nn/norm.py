@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_bridge.nn.placed import Placed
+from jax_bridge.nn.sharded import Sharded
 from jax_bridge.ops import all_reduce
 from jax_bridge.redistribution import redistribute
 from xshard import Layout
@@ -22,13 +22,13 @@ from xshard.notation.parser import Dim
 
 
 def layer_norm(
-    x: Placed,
+    x: Sharded,
     dims: Sequence[int],
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
     epsilon: float = 1e-5,
-) -> Placed:
+) -> Sharded:
     """Normalise to mean 0 and variance 1 over some dims; then scale and shift. Blocks keep their layout.
 
     scale, bias: of the global lengths of `dims`, in their order; this device's copies, like all parameters
@@ -40,20 +40,19 @@ def layer_norm(
 
 
 def group_norm(
-    x: Placed,
+    x: Sharded,
     num_groups: int,
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
     feature_dim: int = -1,
-    batch_dim: int = 0,
     epsilon: float = 1e-5,
-) -> Placed:
+) -> Sharded:
     """Normalise each sample to mean 0 and variance 1 over groups of features and all of space.
 
     scale, bias: one number per feature. Raises ShapeError for features that are cut or do not divide.
     """
-    x, feature, batch = x.owned(), feature_dim % x.block.ndim, batch_dim % x.block.ndim
+    x, feature = x.owned(), feature_dim % x.block.ndim
     n = x.sharding.shape[feature]
     if x.layout.dims[feature].axes or n % num_groups:
         raise ShapeError(
@@ -66,13 +65,13 @@ def group_norm(
     # For every dim of the grouped block, its dim in x (None for the group's index).
     origin: list[int | None] = list(range(len(shape)))
     origin.insert(feature, None)
-    over = [at for at, d in enumerate(origin) if d is not None and d != batch]
+    over = [at for at, d in enumerate(origin) if d is not None and d > 0]
     normal = _normalised(x, grouped, over, epsilon, origin).reshape(shape)
     return _affine(x, normal, [feature], scale, bias)
 
 
 def batch_norm(
-    x: Placed,
+    x: Sharded,
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
@@ -80,7 +79,7 @@ def batch_norm(
     variance: jax.Array | None = None,
     feature_dim: int = -1,
     epsilon: float = 1e-5,
-) -> Placed:
+) -> Sharded:
     """Normalise each feature to mean 0 and variance 1 over the batch and all of space.
 
     scale, bias: one number per feature. mean, variance: of every feature, to use instead of this batch's
@@ -96,7 +95,7 @@ def batch_norm(
     return _affine(x, normal, [feature], scale, bias)
 
 
-def moments(x: Placed, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over some dims of the global array, kept with length 1.
 
     Every device along the axes of `dims` has a copy of both.
@@ -110,14 +109,14 @@ Origin = Sequence[int | None]  # for every dim of a reshaped block, its dim in t
 
 
 def _normalised(
-    x: Placed, block: jax.Array, over: Sequence[int], epsilon: float, origin: Origin | None = None
+    x: Sharded, block: jax.Array, over: Sequence[int], epsilon: float, origin: Origin | None = None
 ) -> jax.Array:
     _, centred = _centred(x, block, over, origin)
     return centred * lax.rsqrt(_mean(x, centred * centred, over, origin) + epsilon)
 
 
 def _centred(
-    x: Placed, block: jax.Array, over: Sequence[int], origin: Origin | None
+    x: Sharded, block: jax.Array, over: Sequence[int], origin: Origin | None
 ) -> tuple[jax.Array, jax.Array]:
     """The mean, and the block minus the mean, zero in the padding.
 
@@ -125,10 +124,10 @@ def _centred(
     """
     mean = _mean(x, block, over, origin)
     centred = (block - mean).reshape(x.block.shape)
-    return mean, Placed(centred, x.sharding).owned().block.reshape(block.shape)
+    return mean, Sharded(centred, x.sharding).owned().block.reshape(block.shape)
 
 
-def _mean(x: Placed, block: jax.Array, over: Sequence[int], origin: Origin | None) -> jax.Array:
+def _mean(x: Sharded, block: jax.Array, over: Sequence[int], origin: Origin | None) -> jax.Array:
     """The mean over some dims of a block whose padding is zero."""
     origin = range(block.ndim) if origin is None else origin
     cut = [d for at in over if (d := origin[at]) is not None]
@@ -145,16 +144,16 @@ def _mean(x: Placed, block: jax.Array, over: Sequence[int], origin: Origin | Non
 
 
 def _affine(
-    x: Placed, normal: jax.Array, dims: Sequence[int], scale: jax.Array | None, bias: jax.Array | None
-) -> Placed:
+    x: Sharded, normal: jax.Array, dims: Sequence[int], scale: jax.Array | None, bias: jax.Array | None
+) -> Sharded:
     if scale is not None:
         normal = normal * _parameter(x, scale, dims)
     if bias is not None:
         normal = normal + _parameter(x, bias, dims)
-    return Placed(normal, x.sharding).owned()
+    return Sharded(normal, x.sharding).owned()
 
 
-def _parameter(x: Placed, value: jax.Array, dims: Sequence[int]) -> jax.Array:
+def _parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.Array:
     """Numbers for all rows of some dims -> the ones of this device's rows, to be broadcast."""
     lengths = tuple(x.sharding.shape[d] for d in dims)
     if value.shape != lengths:

@@ -1,4 +1,4 @@
-"""Pooling along dims that are cut."""
+"""Pooling along sharded dims."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import mine
 from jax_bridge.nn.conv import Padding, paddings
-from jax_bridge.nn.placed import Placed
-from jax_bridge.nn.window import Boundaries, Sliding, apply_windows
-from xshard.layout.runs import Run, row_numbers
+from jax_bridge.nn.sharded import Sharded
+from jax_bridge.nn.window import Boundaries, apply_windows
+from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
 from xshard.notation.overlap import Window
 
 
 def reduce_window(
-    operand: Placed,
+    operand: Sharded,
     init_value: float,
     computation: Callable[[jax.Array, jax.Array], jax.Array],
     window_dimensions: Sequence[int],
@@ -32,10 +32,10 @@ def reduce_window(
     *,
     boundary: Boundaries = None,
     outputs: str = "",
-) -> Placed:
+) -> Sharded:
     """`lax.reduce_window` of the global array: every output is the reduction of a window of inputs.
 
-    Arguments are those of `lax`, with a number for every dim, for the global array. boundary: the rows of
+    Takes the arguments of `lax`, with a number for every dim, for the global array. boundary: the rows of
     `padding`, by default `init_value`. outputs: as in `conv_general_dilated`. Raises as `redistribute` does.
     """
     ones, whole = (1,) * operand.block.ndim, operand.sharding.shape
@@ -46,8 +46,8 @@ def reduce_window(
     struct = jax.ShapeDtypeStruct(whole, init.dtype)
     jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
     ends = paddings(whole, window_dimensions, strides, dilation, padding)
-    every = map(Sliding, window_dimensions, strides, dilation, base, ends)
-    windows = {d: window for d, window in enumerate(every) if window != Sliding(1)}
+    every = map(Window, window_dimensions, strides, dilation, ends)
+    windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
 
     def local(block: jax.Array, strides: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> jax.Array:
         stride, ends = list(ones), [(0, 0)] * block.ndim
@@ -56,78 +56,71 @@ def reduce_window(
         reduce = lax.reduce_window if dilation == ones else _by_phases
         return reduce(block, init, computation, window_dimensions, stride, ends, base, dilation)
 
-    return apply_windows(operand, windows, local, fill=float(init_value), boundary=boundary, outputs=outputs)
+    return apply_windows(
+        operand,
+        windows,
+        local,
+        fill=float(init_value),
+        boundary=boundary,
+        outputs=outputs,
+        base=dict(enumerate(base)),
+    )
 
 
 def max_pool(
-    x: Placed,
+    x: Sharded,
     window_dimensions: Sequence[int],
     window_strides: Sequence[int] | None = None,
     padding: Padding = "VALID",
     window_dilation: Sequence[int] | None = None,
     *,
     ceil_mode: bool = False,
-    boundary: Boundaries = None,
     outputs: str = "",
-) -> Placed:
-    """The largest value of every window; by default rows beyond the ends of the array do not count.
+) -> Sharded:
+    """The largest value of every window; rows beyond the ends of the array do not count.
 
     ceil_mode: keep a last window that begins inside the array but ends beyond it.
     Other arguments as in `reduce_window`.
     """
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
     ends = _paddings(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
-    return reduce_window(
-        x,
-        least,
-        lax.max,
-        window_dimensions,
-        window_strides,
-        ends,
-        window_dilation=window_dilation,
-        boundary=boundary,
-        outputs=outputs,
-    )
+    arguments = window_dimensions, window_strides, ends, None, window_dilation
+    return reduce_window(x, least, lax.max, *arguments, outputs=outputs)
 
 
 def avg_pool(
-    x: Placed,
+    x: Sharded,
     window_dimensions: Sequence[int],
     window_strides: Sequence[int] | None = None,
     padding: Padding = "VALID",
     *,
     count_include_pad: bool = True,
     ceil_mode: bool = False,
-    boundary: Boundaries = None,
     outputs: str = "",
-) -> Placed:
+) -> Sharded:
     """The mean of every window.
 
-    count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Rows of a `boundary`
-    always count. Other arguments as in `max_pool`.
+    count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Other arguments as in
+    `max_pool`.
     """
     padded = _paddings(x, window_dimensions, window_strides, padding, None, False)
     ends = _paddings(x, window_dimensions, window_strides, padding, None, ceil_mode)
-    total = reduce_window(
-        x, 0.0, lax.add, window_dimensions, window_strides, ends, boundary=boundary, outputs=outputs
-    )
-    bounded = set(x.layout.names if isinstance(boundary, str) else boundary or ())
-    mean = total.block
-    strides = window_strides or (1,) * mean.ndim
-    for d, (name, k) in enumerate(zip(x.layout.names, window_dimensions, strict=True)):
+    total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, ends, outputs=outputs)
+    mean, strides = total.block, window_strides or (1,) * total.block.ndim
+    for d, k in enumerate(window_dimensions):
         counts = pool_counts(
             x.sharding.shape[d],
             Window(k, strides[d], p=ends[d]),
-            (Run(0, total.sharding.shape[d]),),
-            padding=(ends if name in bounded else padded)[d][1],
-            include_pad=name in bounded or count_include_pad,
+            range(total.sharding.shape[d]),
+            padding=padded[d][1],
+            include_pad=count_include_pad,
         )
         mean = mean / _along(total, d, counts)
-    return Placed(mean, total.sharding)
+    return Sharded(mean, total.sharding)
 
 
-def _along(y: Placed, d: int, values: NDArray[np.int64]) -> jax.Array:
-    """Values for all rows of a dim -> the ones of this device's rows, 1 in the padding."""
+def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
+    """Values for all rows of a dim -> those of this device's rows, and 1 in the padding."""
     axes = y.layout.dims[d].axes
     table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[d]), np.float32)
     for part, runs in enumerate(y.sharding.owners(d)):
@@ -139,7 +132,7 @@ def _along(y: Placed, d: int, values: NDArray[np.int64]) -> jax.Array:
 
 
 def _paddings(
-    x: Placed,
+    x: Sharded,
     windows: Sequence[int],
     strides: Sequence[int] | None,
     padding: Padding,

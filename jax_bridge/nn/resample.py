@@ -1,8 +1,4 @@
-"""Interpolation along dims that are cut.
-
-Decides how the taps of every output are read from a block. The taps are those of JAX's own interpolation
-(`resize`) or of torch's formulas (`interpolate`).
-"""
+"""Interpolation along sharded dims, with the taps of JAX (`resize`) or of torch (`interpolate`)."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_bridge.lower.row_tables import VOID, mine, pick
-from jax_bridge.nn.placed import Placed
-from xshard.nn.resample import Taps, resampled_field, taps
+from jax_bridge.nn.sharded import Sharded
+from xshard.nn.resample import Taps, resampled_frame, taps
 
 
-def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = True) -> Placed:
+def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = True) -> Sharded:
     """`jax.image.resize` of the global array: dims of other lengths, interpolated.
 
     shape: global, of the result. method, antialias: as in `jax.image` (nearest, linear, cubic, lanczos3,
@@ -28,37 +24,36 @@ def resize(x: Placed, shape: Sequence[int], method: str, *, antialias: bool = Tr
     kernel has constant -0.5, not -0.75, nearest takes the centre of a pixel (`nearest-exact`), and taps
     beyond the ends are left out, not clamped.
 
-    >>> from jax_bridge.nn.placed import place
-    >>> larger = jax.pmap(lambda x: resize(place(x, "h/sp"), (8,), "linear"), "sp")
+    >>> larger = jax.pmap(lambda x: resize(Sharded(x, "h/sp"), (8,), "linear"), "sp")
     >>> larger(jnp.ones((1, 4))).block.shape  # one block on one device
     (1, 8)
     """
     changed = {d: n for d, n in enumerate(shape) if n != x.sharding.shape[d]}
     dtype = jnp.result_type(float)
-    found = {d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()}
-    return _resampled(x, found)
+    jax_taps = {d: _jax_taps(x.sharding.shape[d], n, method, antialias, dtype) for d, n in changed.items()}
+    return _resampled(x, jax_taps)
 
 
 def interpolate(
-    x: Placed,
+    x: Sharded,
     shape: Sequence[int],
     mode: str,
     *,
     align_corners: bool = False,
     scale: Sequence[float | None] | None = None,
-) -> Placed:
+) -> Sharded:
     """torch's `interpolate` of the global array: dims of other lengths, interpolated.
 
     shape: global, of the result. mode: nearest, nearest-exact, linear (in two dims bilinear), cubic.
     scale: outputs per input for every dim; None for the ratio of the lengths.
     """
     scales = scale or (None,) * len(shape)
-    found = {
+    torch_taps = {
         d: taps(mode, x.sharding.shape[d], n, align_corners=align_corners, scale=scales[d])
         for d, n in enumerate(shape)
         if n != x.sharding.shape[d] or scales[d] is not None
     }
-    return _resampled(x, found)
+    return _resampled(x, torch_taps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,27 +70,32 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
     return Taps(np.minimum(inputs, last[:, None] - 1), weights)
 
 
-def _resampled(x: Placed, found: dict[int, Taps]) -> Placed:
-    dims, mesh, shape = list(x.layout.dims), x.sharding.mesh, list(x.sharding.shape)
-    dims = [replace(dim, overlap=None) for dim in dims]
-    reads = {
-        d: resampled_field(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some) for d, some in found.items()
+def _resampled(x: Sharded, taps_of: dict[int, Taps]) -> Sharded:
+    """taps_of: the taps of every dim that is interpolated."""
+    mesh, shape = x.sharding.mesh, list(x.sharding.shape)
+    dims = [replace(dim, overlap=None) for dim in x.layout.dims]
+    frames = {
+        d: resampled_frame(dims[d], shape[d], mesh.sizes_of(dims[d].axes), some)
+        for d, some in taps_of.items()
     }
-    fetched = [reads[d].source if d in reads else dim for d, dim in enumerate(dims)]
+    fetched = [frames[d].source if d in frames else dim for d, dim in enumerate(dims)]
     block = x.to(replace(x.layout, dims=tuple(fetched))).block
-    for d, read in reads.items():
-        inputs, weights = found[d]
-        longest = max(stop - start for start, stop in read.outputs)
-        positions = np.full((len(read.outputs), longest, inputs.shape[1]), VOID, np.int64)
+    for d, frame in frames.items():
+        inputs, weights = taps_of[d]
+        longest = max(run.outputs for runs in frame.runs for run in runs)
+        positions = np.full((len(frame.runs), longest, inputs.shape[1]), VOID, np.int64)
         factors = np.zeros(positions.shape, weights.dtype)
-        for part, ((first, _), (start, stop)) in enumerate(zip(read.inputs, read.outputs, strict=True)):
-            positions[part, : stop - start] = inputs[start:stop] - first
-            factors[part, : stop - start] = weights[start:stop]
+        for part, runs in enumerate(frame.runs):
+            for first, _, start, n in runs:
+                positions[part, :n] = inputs[start : start + n] - first
+                factors[part, :n] = weights[start : start + n]
         axes, along = dims[d].axes, [1] * block.ndim
         along[d] = -1
-        picked = (pick(block, d, positions[..., tap], axes) for tap in range(inputs.shape[1]))
+        parts = [pick(block, d, positions[..., tap], axes) for tap in range(inputs.shape[1])]
         if (weights != 1).any():
             shares = (mine(factors[..., tap], axes) for tap in range(inputs.shape[1]))
-            picked = (p * w.astype(p.dtype).reshape(along) for p, w in zip(picked, shares, strict=True))
-        block, dims[d], shape[d] = functools.reduce(operator.add, picked), read.result, read.length
-    return x.remade(block, dims, shape)
+            parts = [
+                part * w.astype(part.dtype).reshape(along) for part, w in zip(parts, shares, strict=True)
+            ]
+        block, dims[d], shape[d] = functools.reduce(operator.add, parts), frame.result, frame.length
+    return x.with_block(block, dims, shape)

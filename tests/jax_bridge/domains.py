@@ -19,7 +19,7 @@ import xshard as xs
 from jax_bridge import nn
 from jax_bridge.testing.stacked import padded, unpadded
 
-Layers = Callable[..., nn.Placed]  # (placed block, *parameters)
+Layers = Callable[..., nn.Sharded]  # (placed block, *parameters)
 
 
 class Results(NamedTuple):
@@ -61,11 +61,11 @@ def on_devices(
     def apply(block, *parameters):
         if mode != "vma":
             parameters = [xj.ops.copy_to(p, source.layout.axes) for p in parameters]
-        return layers(nn.place(block, layout, x.shape), *parameters)
+        return layers(nn.Sharded(block, layout, shape=x.shape), *parameters)
 
     def forward(block, *parameters):
         y = apply(block[0], *parameters)
-        return nn.Placed(y.block[None], y.sharding)
+        return nn.Sharded(y.block[None], y.sharding)
 
     def both(block, cotangent, *parameters):
         y, pull = jax.vjp(lambda *given: apply(*given).block, block[0], *parameters)

@@ -96,7 +96,7 @@ def test_a_plain_halo(name) -> None:
     ys = [np.random.default_rng(d).integers(-4, 5, b.shape).astype(float) for d, b in enumerate(expected)]
 
     def local(x, y):
-        found, pull = jax.vjp(lambda x: nn.place(x, layout, shape).to(target.layout).block, x[0])
+        found, pull = jax.vjp(lambda x: nn.Sharded(x, layout, shape=shape).to(target.layout).block, x[0])
         return found[None], pull(y[0])[0][None]
 
     with jax.enable_x64(True):
@@ -142,7 +142,7 @@ def test_neighbourhood_attention() -> None:
     def layers(x):
         before, after = (str(case[side][0]).replace(" ", "") for side in ("halo_before", "halo_after"))
         wide = x.to(f"b h/sp:halo({before},{after},none) w n f")
-        return nn.Placed(attention(wide.block), wide.sharding).to("b h/sp w n f")
+        return nn.Sharded(attention(wide.block), wide.sharding).to("b h/sp w n f")
 
     # Five columns and heads of width 8 are enough: rows are what is cut.
     b, h, _, n, _ = case["global_shape"]

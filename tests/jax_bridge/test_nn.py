@@ -184,7 +184,9 @@ def test_a_window_that_fits_nowhere_has_no_outputs() -> None:
     from tests.jax_bridge.domains import device_mesh, sharded
 
     def local(x):
-        return nn.conv_general_dilated(nn.place(x, "n c h/sp"), np.ones((1, 1, 9), np.float32), (1,), "VALID")
+        return nn.conv_general_dilated(
+            nn.Sharded(x, "n c h/sp"), np.ones((1, 1, 9), np.float32), (1,), "VALID"
+        )
 
     found = jax.eval_shape(
         sharded(local, device_mesh(xs.Mesh(sp=2)), "sp"), np.ones((2, 1, 1, 4), np.float32)
@@ -240,7 +242,7 @@ def test_whole_numbers_have_a_least_one() -> None:
     from tests.jax_bridge.domains import device_mesh, sharded
 
     def local(x):
-        return nn.max_pool(nn.place(x, "h/sp"), (3,), (1,), ((1, 1),)).block
+        return nn.max_pool(nn.Sharded(x, "h/sp"), (3,), (1,), ((1, 1),)).block
 
     found = sharded(local, device_mesh(xs.Mesh(sp=2)), "sp")(np.arange(-8, 0).reshape(2, 4))
     assert found.ravel().tolist() == [-7, -6, -5, -4, -3, -2, -1, -1]
@@ -390,7 +392,7 @@ def test_moments_of_the_whole(layout) -> None:
     x = np.arange(12, dtype=np.float32)
 
     def local(x):
-        return nn.moments(nn.place(x, "h/sp").to(layout), (0,))
+        return nn.moments(nn.Sharded(x, "h/sp").to(layout), (0,))
 
     mean, variance = sharded(local, device_mesh(xs.Mesh(sp=4)), "sp")(x.reshape(4, 3))
     assert mean.ravel().tolist() == [5.5] * 4
@@ -421,7 +423,7 @@ def test_layers_in_a_row_under_jit_remat_and_scan(check_vma) -> None:
         return x
 
     def local(x, kernels):
-        y = loss(nn.place(x, "n c h/sp"), kernels)
+        y = loss(nn.Sharded(x, "n c h/sp"), kernels)
         return xj.ops.all_reduce(
             (y.owned().block ** 2).sum(), "sp", grad="replicated" if check_vma else "sum"
         )
@@ -472,7 +474,7 @@ def test_forward_mode_and_second_derivatives_go_through_layers(check_vma) -> Non
         return lax.conv_general_dilated(x, kernel, (2,), ((1, 1),))
 
     def local(block):
-        placed = nn.place(block, "n c h/sp", shape)
+        placed = nn.Sharded(block, "n c h/sp", shape=shape)
         return nn.conv_general_dilated(placed, jnp.asarray(kernel), (2,), ((1, 1),)).owned()
 
     def cubes(block):  # a scalar share of every device
@@ -512,7 +514,7 @@ def test_a_block_that_has_its_halo_is_the_input_of_a_layer() -> None:
     kernel = np.ones((1, 1, 3), np.float32)
 
     def local(x, layout):
-        return nn.conv_general_dilated(nn.place(x, layout, (1, 1, 8)), kernel, (1,), "SAME").block
+        return nn.conv_general_dilated(nn.Sharded(x, layout, shape=(1, 1, 8)), kernel, (1,), "SAME").block
 
     mesh = device_mesh(xs.Mesh(sp=2))
     x = np.arange(8, dtype=np.float32)
@@ -535,7 +537,7 @@ def refused(call, layout="n c h/sp", shape=(2, 4, 8)) -> str:
 
     mesh = xs.Mesh(sp=2)
     block = xs.Sharding(xs.Layout.parse(layout), mesh, shape).max_local_shape
-    local = sharded(lambda x: call(nn, nn.place(x, layout, shape)).block, device_mesh(mesh), "sp")
+    local = sharded(lambda x: call(nn, nn.Sharded(x, layout, shape=shape)).block, device_mesh(mesh), "sp")
     try:
         jax.eval_shape(local, np.zeros((2, *block), np.float32))
     except xs.XshardError as error:
@@ -552,7 +554,7 @@ def test_what_is_refused() -> None:
 
     text = refused(conv, "n c/sp h")
     assert "no output rule 'even'" in refused(partial(conv, outputs="even"))
-    assert "features 'c/sp' are cut" in text and "in 'n c/sp h'" in text
+    assert "features 'c/sp' are sharded" in text and "in 'n c/sp h'" in text
     text = refused(partial(conv, boundary="mirror"))
     assert "unknown boundary 'mirror' in\n    'mirror'" in text and "^" in text and "reflect" in text
     assert "a boundary for 'x'" in refused(partial(conv, boundary={"x": "edge"}))
@@ -560,7 +562,7 @@ def test_what_is_refused() -> None:
     assert "boundary edge of 'h' with dilated inputs" in refused(
         partial(conv, boundary="edge", lhs_dilation=(2,))
     )
-    assert "'h/zigzag(sp)' is not cut into intervals" in refused(
+    assert "the parts of 'h/zigzag(sp)' are not intervals" in refused(
         partial(conv, lhs_dilation=(2,)), "n c h/zigzag(sp)"
     )
     assert "4 features 'c' in 3 groups" in refused(lambda nn, x: nn.group_norm(x, 3, feature_dim=1))
@@ -595,7 +597,7 @@ def test_where_a_block_cannot_be_placed() -> None:
         ("h/sp", None, "in 'h/sp'"),
         ("h/zigzag(sp):halo([1,0],[0,1]) w", None, "do not say how long dim 'h' is"),
     ]:
-        local = sharded(partial(nn.place, layout=layout, shape=shape), device_mesh(xs.Mesh(sp=2)), "sp")
+        local = sharded(partial(nn.Sharded, sharding=layout, shape=shape), device_mesh(xs.Mesh(sp=2)), "sp")
         with pytest.raises(xs.XshardError) as caught:
             jax.eval_shape(local, np.zeros((2, 4, 2)))
         assert message in str(caught.value)

@@ -293,11 +293,11 @@ def test_halo_exchange() -> None:
     on_ranks(4, _halo_exchange)
 
 
-def _out_rules() -> None:
+def _outputs() -> None:
     for rule, wanted in (("", [2, 2, 1, 0]), ("balanced", [2, 1, 1, 1]), ("aligned", [2, 1, 2, 0])):
-        found = check_layer(nn.Conv1d(2, 3, 3, 2, 1), (1, 2, 10), "b c h/sp", ROW, out_rule=rule)
+        found = check_layer(nn.Conv1d(2, 3, 3, 2, 1), (1, 2, 10), "b c h/sp", ROW, outputs=rule)
         assert sizes(found, 2) == wanted, rule
 
 
 def test_the_cut_of_the_outputs_is_told() -> None:
-    on_ranks(4, _out_rules)
+    on_ranks(4, _outputs)

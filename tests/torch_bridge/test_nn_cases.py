@@ -24,7 +24,7 @@ import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, scattered, sizes, weights_of
 from xshard import reference
-from xshard.nn.windows import window_layouts
+from xshard.nn.windows import window_frame
 from xshard.notation.overlap import Window
 
 Case = dict[str, Any]
@@ -90,7 +90,7 @@ def module_of(case: Case) -> nn.Module:
 
 def check_module(case: Case) -> None:
     module, mesh = module_of(case), mesh_of(case)
-    options = {"out_rule": case["out_rule"]} if case.get("out_rule") == "aligned" else {}
+    options = {"outputs": case["out_rule"]} if case.get("out_rule") == "aligned" else {}
     found = check_layer(module, shape_of(case), layout_of(case), mesh, **options)
     for i, d in enumerate(case["sharded_dims"]):
         if "out_sizes" in case:
@@ -252,12 +252,15 @@ def test_larger_cases_on_the_reference(name: str) -> None:
     (y * weights_of(y)).sum().backward()
     sharding = xs.Sharding(xs.Layout.parse(layout_of(case)), mesh, shape)
     options = zip(given["k"], given["s"], given["d"], given["p"], strict=True)
-    windows = tuple((d, Window(*numbers)) for d, numbers in enumerate(options, 2))
-    found = window_layouts(sharding, windows)
-    plan = xs.plan((sharding.layout, found.source), mesh, shape, "float64")
+    dims, results = [*sharding.layout.dims], [*sharding.layout.dims]
+    for d, numbers in enumerate(options, 2):
+        frame = window_frame(dims[d], shape[d], mesh.sizes_of(dims[d].axes), Window(*numbers))
+        dims[d], results[d] = frame.source, frame.result
+    plan = xs.plan((sharding.layout, xs.Layout(tuple(dims))), mesh, shape, "float64")
+    made = xs.Sharding(xs.Layout(tuple(results)), mesh, tuple(y.shape))
     blocks = reference.run(plan, reference.scatter(x.detach().numpy(), sharding.layout, mesh))
-    outputs = reference.scatter(y.detach().numpy(), found.result.layout, mesh)
-    cotangents = reference.scatter(weights_of(y).numpy(), found.result.layout, mesh)
+    outputs = reference.scatter(y.detach().numpy(), made.layout, mesh)
+    cotangents = reference.scatter(weights_of(y).numpy(), made.layout, mesh)
     of_weight, of_blocks = torch.zeros_like(module.weight), []
     convolve = F.conv2d if len(shape) == 4 else F.conv3d
     for block, output, cotangent in zip(blocks, outputs, cotangents, strict=True):
@@ -272,4 +275,4 @@ def test_larger_cases_on_the_reference(name: str) -> None:
     assert (torch.from_numpy(of_x) - x.grad).abs().max() <= TOLERANCE
     assert (of_weight - module.weight.grad).abs().max() <= TOLERANCE
     for i, d in enumerate(case["sharded_dims"]):
-        assert sizes(found.result, d) == case["out_sizes"][i]
+        assert sizes(made, d) == case["out_sizes"][i]

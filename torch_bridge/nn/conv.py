@@ -1,14 +1,10 @@
-"""Convolutions of blocks, plain and transposed, equal to those of the whole array.
-
-Decides which rows travel (those that a device's outputs read), and what torch computes then: a convolution
-of the block, without padding along cut dims.
-"""
+"""Convolutions of blocks, plain and transposed, equal to those of the unsharded array."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,13 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement, check_whole
-from torch_bridge.nn.window import Ints, Piece, by_pieces, checked_windows, no_outputs, pieces_of
-from xshard import XshardError
-from xshard.errors import ShapeError
-from xshard.nn.receptive_fields import ReceptiveField, transposed_field
-from xshard.nn.windows import WindowLayouts, output_pieces
+from torch_bridge.nn.window import Geometry, Ints, apply_windows, geometry_of, no_outputs, window_frames
+from xshard.errors import ShapeError, XshardError
+from xshard.nn.windows import OutputRun, transposed_frame
 from xshard.notation.overlap import Boundary, Window
-from xshard.notation.parser import Dim
 
 Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
 
@@ -35,7 +28,10 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution without its weights: one number, or one pair of paddings, per spatial dim."""
+    """A convolution without its weights: one number, or one pair of paddings, per spatial dim.
+
+    outputs: how the outputs are sharded: like the input (empty), `balanced` or `aligned`.
+    """
 
     kernel: Ints
     stride: Ints
@@ -43,48 +39,7 @@ class Convolution:
     dilation: Ints
     groups: int = 1
     padding_mode: str = "zeros"
-    out_rule: str = ""
-
-    def windows(self, placement: Placement) -> tuple[tuple[int, Window], ...]:
-        """The window over every spatial dim, which are the last ones."""
-        boundary = Boundary(BOUNDARIES[self.padding_mode])
-        first = len(placement.shape) - len(self.kernel)
-        return tuple(
-            (first + i, Window(k, s, d, p, self.out_rule, boundary, boundary))
-            for i, (k, s, d, p) in enumerate(
-                zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
-            )
-        )
-
-    def padded(self, block: Tensor, placement: Placement) -> Tensor:
-        """The block padded along the spatial dims that are whole."""
-        first = len(placement.shape) - len(self.kernel)
-        pads = [(0, 0) if placement.cuts(first + i) else pair for i, pair in enumerate(self.padding)]
-        flat = list(itertools.chain.from_iterable(reversed(pads)))
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return F.pad(block, flat, mode=mode) if any(flat) else block
-
-    def __call__(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of rows that include the padding."""
-        rank = len(self.kernel)
-        return _CONV[rank - 1](block, weight, bias, self.stride, 0, self.dilation, self.groups)
-
-
-@dataclass(frozen=True)
-class ConvGeometry:
-    """One convolution of one array, as one process computes it.
-
-    pieces: per cut dim, its runs of rows and outputs.
-    """
-
-    windowed: WindowLayouts
-    placement: Placement
-    pieces: tuple[tuple[int, tuple[Piece, ...]], ...]
-
-    @property
-    def computes(self) -> bool:
-        """Whether this process has any outputs."""
-        return all(any(n for _, n in found) for _, found in self.pieces)
+    outputs: str = ""
 
 
 def conv(
@@ -92,52 +47,51 @@ def conv(
 ) -> tuple[Tensor, Placement]:
     """A block `(..., c, *spatial)` -> the block of the convolution's outputs, and its placement.
 
-    weight, bias: whole, as in the ordinary layer; their gradients are summed over the axes that cut the
-    array. Raises, on all processes alike and before anything is sent, NotationError for channels that are
-    cut, ShapeError for channels or outputs that do not fit.
+    weight, bias: unsharded, as in the ordinary layer; their gradients are summed over the axes that shard the
+    array. All processes raise, before anything is sent, NotationError for sharded channels, ShapeError for
+    channels or outputs that do not fit.
     """
-    geometry = conv_geometry(placement, convolution, weight.shape)
-    weight_, bias_ = placement.copied(weight, bias)
-    block = placement.moved(x, geometry.windowed.source)
-    assert weight_ is not None
-    if not geometry.computes:
-        return no_outputs(geometry.placement.local_shape, block, weight_, bias_), geometry.placement
-    y = by_pieces(
-        convolution.padded(block, placement), dict(geometry.pieces), lambda b: convolution(b, weight_, bias_)
+    rank = len(convolution.kernel)
+    # The exchange brings the padding of sharded dims; torch pads the others.
+    pads = [
+        (0, 0) if placement.cuts(d) else pair for d, pair in enumerate(convolution.padding, x.ndim - rank)
+    ]
+    flat = list(itertools.chain.from_iterable(reversed(pads)))
+    mode = "constant" if convolution.padding_mode == "zeros" else convolution.padding_mode
+
+    def convolve(rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
+        padded = F.pad(rows, flat, mode=mode) if any(flat) else rows
+        options = convolution.stride, 0, convolution.dilation, convolution.groups
+        return _CONV[rank - 1](padded, weight, bias, *options)
+
+    return apply_windows(
+        x, placement, _conv_geometry(placement, convolution, weight.shape), convolve, weight, bias
     )
-    return y, geometry.placement
 
 
 @lru_cache(maxsize=4096)
-def conv_geometry(placement: Placement, convolution: Convolution, weight_shape: torch.Size) -> ConvGeometry:
-    """Everything about a convolution that follows from shapes. Raises NotationError, ShapeError."""
-    channels = len(placement.shape) - len(convolution.kernel) - 1
-    check_channels(placement, channels, weight_shape[1] * convolution.groups)
-    windows = convolution.windows(placement)
-    _check_padding(placement, convolution)
-    found, device = checked_windows(placement, windows), placement.processes.device
-    own = tuple(
-        (d, pieces_of(output_pieces(placement.sharding, d, w, device), w))
-        for d, w in windows
-        if placement.cuts(d)
-    )
-    return ConvGeometry(found, placement.of(found.result).with_length(channels, weight_shape[0]), own)
-
-
-def _check_padding(placement: Placement, convolution: Convolution) -> None:
-    """Raise ShapeError where torch would, also if this process has nothing to pad."""
+def _conv_geometry(placement: Placement, convolution: Convolution, weight_shape: torch.Size) -> Geometry:
+    rank = len(convolution.kernel)
+    check_channels(placement, len(placement.shape) - rank - 1, weight_shape[1] * convolution.groups)
+    # Raise where torch would, on processes with nothing to pad too.
     most = {"circular": 0, "reflect": -1}.get(convolution.padding_mode)
-    for n, pair in zip(placement.shape[-len(convolution.padding) :], convolution.padding, strict=True):
+    for n, pair in zip(placement.shape[-rank:], convolution.padding, strict=True):
         if most is not None and max(pair) > n + most:
             raise ShapeError(
                 f"{convolution.padding_mode} padding {max(pair)} of {n} rows",
                 text=str(placement.layout),
                 hint=f"at most {n + most}",
             )
+    boundary = Boundary(BOUNDARIES[convolution.padding_mode])
+    numbers = zip(
+        convolution.kernel, convolution.stride, convolution.dilation, convolution.padding, strict=True
+    )
+    windows = [Window(*some, convolution.outputs, boundary, boundary) for some in numbers]
+    return geometry_of(placement, window_frames(placement, windows), weight_shape[0])
 
 
 def check_channels(placement: Placement, dim: int, channels: int) -> None:
-    """Raise NotationError if the channels are cut, ShapeError if their number is wrong."""
+    """Raise NotationError if the channels are sharded, ShapeError if their number is wrong."""
     if dim < 0:
         raise ShapeError(
             f"a block with {len(placement.shape)} dims", text=str(placement.layout), hint="as in b c h w"
@@ -163,54 +117,45 @@ def conv_transpose(
 ) -> tuple[Tensor, Placement]:
     """A block `(..., c, *spatial)` -> the block of the transposed convolution's outputs, as in `conv`."""
     rank = weight.ndim - 2
-    channels = len(placement.shape) - rank - 1
-    check_channels(placement, channels, weight.shape[0])
-    reads = _transposed_reads(placement, tuple(weight.shape[2:]), stride, padding, output_padding, dilation)
-    first, device, sharding = channels + 1, placement.processes.device, placement.sharding
-    dims, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
-    for d, found in reads.items():
-        dims[d], results[d], shape[d] = found.source, found.result, found.length
-    shape[channels] = weight.shape[1] * groups
-    result = placement.remade(results, shape)
-    weight_, bias_ = placement.copied(weight, bias)
-    assert weight_ is not None
-    block = placement.moved(x, replace(placement.layout, dims=tuple(dims)))
-    if 0 in result.local_shape or 0 in block.shape:
-        y = no_outputs([0], block, weight_).sum().expand(result.local_shape)  # rows that no input reaches
-    else:
-        # Whole dims are cropped like cut ones, from the outputs of all their inputs.
-        full = _CONV_TRANSPOSE[rank - 1](block, weight_, None, stride, 0, 0, groups, dilation)
-        crop: list[int] = []
-        for i in reversed(range(rank)):
-            at = sharding.dim_device(first + i, device)
-            (start, _), (begin, end) = reads[first + i].inputs[at], reads[first + i].outputs[at]
-            offset = begin + padding[i] - start * stride[i]
-            crop += [-offset, end - begin + offset - full.shape[first + i]]
-        y = F.pad(full, crop)
-    if bias_ is not None:
-        y = y + bias_.view(-1, *(1,) * rank)
-    return y, result
+    windows = tuple(zip(weight.shape[2:], stride, dilation, padding, output_padding, strict=True))
+    transposed = _transposed_geometry(placement, windows, weight.shape, groups)
+
+    def spread(rows: Tensor, runs: Sequence[OutputRun], weight: Tensor, bias: Tensor | None) -> Tensor:
+        if 0 in rows.shape:  # outputs that no input reaches
+            y = no_outputs([0], rows, weight).sum().expand(transposed.result.local_shape)
+        else:
+            full = _CONV_TRANSPOSE[rank - 1](rows, weight, None, stride, 0, 0, groups, dilation)
+            crop: list[int] = []
+            for run, (_, s, _, p, _), n in reversed([*zip(runs, windows, full.shape[-rank:], strict=True)]):
+                offset = run.start + p - run.first * s
+                crop += [-offset, run.outputs + offset - n]
+            y = F.pad(full, crop)
+        return y if bias is None else y + bias.view(-1, *(1,) * rank)
+
+    return apply_windows(x, placement, transposed, spread, weight, bias)
 
 
 @lru_cache(maxsize=4096)
-def _transposed_reads(
-    placement: Placement, kernel: Ints, stride: Ints, padding: Ints, output_padding: Ints, dilation: Ints
-) -> dict[int, ReceptiveField]:
-    first, found = len(placement.shape) - len(kernel), {}
-    options = zip(kernel, stride, padding, output_padding, dilation, strict=True)
-    for i, (k, s, p, extra, d) in enumerate(options):
-        if not 0 <= extra < max(s, d):
+def _transposed_geometry(
+    placement: Placement, windows: tuple[Ints, ...], weight_shape: torch.Size, groups: int
+) -> Geometry:
+    """windows: kernel, stride, dilation, padding and output padding of every spatial dim."""
+    first, frames = len(placement.shape) - len(windows), []
+    check_channels(placement, first - 1, weight_shape[0])
+    for d, (k, s, dilation, p, extra) in enumerate(windows, first):
+        if not 0 <= extra < max(s, dilation):
             raise ShapeError(
-                f"output_padding {extra} with stride {s} and dilation {d}", hint="less than one of them"
+                f"output_padding {extra} with stride {s} and dilation {dilation}",
+                hint="output_padding must be smaller than stride or dilation",
             )
-        dim: Dim = placement.layout.dims[first + i]
-        length, sizes = placement.shape[first + i], placement.sharding.mesh.sizes_of(dim.axes)
-        found[first + i] = transposed_field(dim, length, sizes, k=k, s=s, d=d, p=p, extra=extra)
-        if found[first + i].length < 1:
+        dim, length = placement.layout.dims[d], placement.shape[d]
+        sizes = placement.sharding.mesh.sizes_of(dim.axes)
+        frames.append(transposed_frame(dim, length, sizes, k=k, s=s, d=dilation, p=p, extra=extra))
+        if frames[-1].length < 1:
             raise ShapeError(
                 f"no output: {length} rows of dim {dim.name!r}, padding {p}", text=str(placement.layout)
             )
-    return found
+    return geometry_of(placement, frames, weight_shape[1] * groups)
 
 
 def padding_pairs(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> Pairs:

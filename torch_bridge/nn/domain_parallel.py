@@ -51,7 +51,7 @@ def domain_parallel(
     layout: Layout | str,
     *,
     shape: Sequence[int | None] | None = None,
-    out_rule: str = "",
+    outputs: str = "",
     sum_gradients: bool = True,
     converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
 ) -> nn.Module:
@@ -63,7 +63,7 @@ def domain_parallel(
 
     layout: of every input tensor with as many dims, as in "b c h/sp w"; other inputs are whole. shape: its
     global shape, where blocks differ in size; None for a length: the block's, times the number of
-    parts. out_rule: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
+    parts. outputs: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
     of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
     share. converters: of modules of these classes, which are not looked into: what they return works on a
     block as it is, and leaves cut dims as long as they are.
@@ -102,7 +102,7 @@ def domain_parallel(
         if converter is not None:
             new = Converted(converter(module), path)
         elif layer is not None:
-            options = {"out_rule": out_rule} if "out_rule" in layer.options else {}
+            options = {"outputs": outputs} if "outputs" in layer.options else {}
             new = layer.from_module(module, mesh, layout, path=path, **options)
             new.follows = True
         else:

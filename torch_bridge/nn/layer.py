@@ -62,7 +62,7 @@ class Layer:
         Parameters and buffers are the module's own: one optimiser, one state dict. Gradients of parameters
         are summed over all axes that cut the array. layout: of the input, as in "b c h/sp w". shape: the
         input's global shape, where blocks differ in size; None for a length: the block's, times the
-        number of parts. path: the layer's name in errors. out_rule (convolutions, pools): how outputs are
+        number of parts. path: the layer's name in errors. outputs (convolutions, pools): how outputs are
         cut: "" like the input, "balanced" or "aligned".
 
         Raises XshardError for a module of another kind, and for one that has no exact form.

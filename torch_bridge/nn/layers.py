@@ -30,11 +30,11 @@ def _each(value: Any, rank: int) -> tuple[Any, ...]:
 
 def _pool(layer: Layer, rank: int, dilation: Any = 1) -> Pool:
     kernel, stride, padding = (_each(v, rank) for v in (layer.kernel_size, layer.stride, layer.padding))
-    return Pool(kernel, stride, padding, _each(dilation, rank), layer.ceil_mode, layer.out_rule)
+    return Pool(kernel, stride, padding, _each(dilation, rank), layer.ceil_mode, layer.outputs)
 
 
 class _Conv(Layer):
-    options: ClassVar = {"out_rule": ""}
+    options: ClassVar = {"outputs": ""}
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         convolution = Convolution(
@@ -44,7 +44,7 @@ class _Conv(Layer):
             self.dilation,
             self.groups,
             self.padding_mode,
-            self.out_rule,
+            self.outputs,
         )
         return conv(x, placement, self.weight, self.bias, convolution)
 
@@ -125,7 +125,7 @@ class _OverSpace(Layer):
 
 
 class _MaxPool(_OverSpace):
-    options: ClassVar = {"out_rule": ""}
+    options: ClassVar = {"outputs": ""}
 
     def check(self) -> None:
         if self.return_indices:
@@ -148,7 +148,7 @@ class MaxPool3d(_MaxPool, nn.MaxPool3d, rank=3):
 
 
 class _AvgPool(_OverSpace):
-    options: ClassVar = {"out_rule": ""}
+    options: ClassVar = {"outputs": ""}
 
     def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
         pool = _pool(self, self.rank)

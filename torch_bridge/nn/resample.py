@@ -1,24 +1,19 @@
-"""Interpolation of blocks, equal to that of the whole array.
-
-Decides that every dim is resampled separately, with some taps per output; where the dim is cut, an exchange
-brings their inputs.
-"""
+"""Interpolation of blocks, equal to that of the unsharded array: one dim after the other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement
-from torch_bridge.nn.window import no_outputs
-from xshard import Layout, XshardError
-from xshard.errors import ShapeError
-from xshard.nn.resample import resampled_field, taps
+from torch_bridge.nn.window import Geometry, Ints, apply_windows, geometry_of
+from xshard.errors import ShapeError, XshardError
+from xshard.nn.resample import Taps, resampled_frame, taps
+from xshard.nn.windows import OutputRun
 
 # torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
 MODES = {
@@ -29,19 +24,6 @@ MODES = {
     "trilinear": (3, "linear"),
     "bicubic": (2, "cubic"),
 }
-
-
-@dataclass(frozen=True)
-class ResampleGeometry:
-    """One interpolation of one array, as one process computes it.
-
-    source: the layout with the rows that it needs. taps: per spatial dim, for each tap of its outputs the
-    rows of the block and their weights.
-    """
-
-    source: Layout
-    placement: Placement
-    taps: tuple[tuple[int, tuple[tuple[Tensor, Tensor], ...]], ...]
 
 
 def interpolate(
@@ -60,8 +42,8 @@ def interpolate(
     Raises XshardError, ShapeError for arguments that torch refuses too.
     """
     rank = len(placement.shape) - 2
-    known, one_dim = MODES.get(mode, (0, ""))
-    if known not in (None, rank):
+    mode_rank, dim_mode = MODES.get(mode, (0, ""))
+    if mode_rank not in (None, rank):
         raise XshardError(f"no interpolation {mode!r} of {rank} dims", hint=f"modes are: {', '.join(MODES)}")
     lengths = placement.shape[2:]
     if (size is None) == (scale_factor is None):
@@ -75,48 +57,56 @@ def interpolate(
         factors = (None,) * rank if recompute_scale_factor else tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
         raise ShapeError(f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim")
-    geometry = _geometry(placement, outputs, factors, one_dim, bool(align_corners), x.dtype, x.device)
-    block = placement.moved(x, geometry.source)
-    if 0 in geometry.placement.local_shape:
-        return no_outputs(geometry.placement.local_shape, block), geometry.placement
-    for d, found in geometry.taps:
-        block = _tapped(block, d, found)
-    return block, geometry.placement
+    resampled, local_taps = _geometry(
+        placement, outputs, factors, dim_mode, bool(align_corners), x.dtype, x.device
+    )
+
+    def interpolated(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
+        for d, some in enumerate(local_taps, 2):
+            rows = _tapped(rows, d, some)
+        return rows
+
+    return apply_windows(x, placement, resampled, interpolated)
+
+
+LocalTaps = tuple[tuple[Tensor, Tensor], ...]  # the rows of the block and their weights, for each tap
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _geometry(
     placement: Placement,
-    outputs: tuple[int, ...],
+    outputs: Ints,
     factors: tuple[float | None, ...],
     mode: str,
     align_corners: bool,
     dtype: torch.dtype,
     tensor_device: torch.device,
-) -> ResampleGeometry:
-    dims, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
-    found: list[tuple[int, tuple[tuple[Tensor, Tensor], ...]]] = []
-    mesh, device = placement.sharding.mesh, placement.processes.device
-    for i, (n, factor) in enumerate(zip(outputs, factors, strict=True)):
-        d = 2 + i
-        every = taps(mode, shape[d], n, align_corners=align_corners, scale=factor)
-        read = resampled_field(dims[d], shape[d], mesh.sizes_of(dims[d].axes), every)
-        at = placement.sharding.dim_device(d, device)
-        (first, _), (start, stop) = read.inputs[at], read.outputs[at]
-        dims[d], results[d], shape[d] = read.source, read.result, n
-        rows = torch.from_numpy(every.inputs[start:stop] - first).to(tensor_device)
-        weights = torch.from_numpy(every.weights[start:stop]).to(tensor_device, dtype)
-        found.append((d, tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))))
-    result = placement.remade(results, shape)
-    return ResampleGeometry(replace(placement.layout, dims=tuple(dims)), result, tuple(found))
+) -> tuple[Geometry, tuple[LocalTaps, ...]]:
+    """The geometry of an interpolation, and the taps of this process's outputs per spatial dim."""
+    global_taps, frames = [], []
+    for dim, length, n, factor in zip(
+        placement.layout.dims[2:], placement.shape[2:], outputs, factors, strict=True
+    ):
+        global_taps.append(taps(mode, length, n, align_corners=align_corners, scale=factor))
+        sizes = placement.sharding.mesh.sizes_of(dim.axes)
+        frames.append(resampled_frame(dim, length, sizes, global_taps[-1]))
+    resampled = geometry_of(placement, frames)
+
+    def local(every: Taps, runs: tuple[OutputRun, ...]) -> LocalTaps:
+        ((first, _, start, n),) = runs or (OutputRun(0, 0, 0, 0),)
+        rows = torch.from_numpy(every.inputs[start : start + n] - first).to(tensor_device)
+        weights = torch.from_numpy(every.weights[start : start + n]).to(tensor_device, dtype)
+        return tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))
+
+    return resampled, tuple(map(local, global_taps, resampled.runs))
 
 
-def _tapped(block: Tensor, d: int, found: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
+def _tapped(block: Tensor, d: int, local_taps: LocalTaps) -> Tensor:
     """Every output of a dim as the weighted sum of its inputs; a single input needs no weight."""
-    parts = [block.index_select(d, rows) for rows, _ in found]
+    parts = [block.index_select(d, rows) for rows, _ in local_taps]
     if len(parts) == 1:
         return parts[0]
     columns = (1,) * (block.ndim - d - 1)
-    weighted = [part * w.view(-1, *columns) for part, (_, w) in zip(parts, found, strict=True)]
+    weighted = [part * w.view(-1, *columns) for part, (_, w) in zip(parts, local_taps, strict=True)]
     return sum(weighted[1:], start=weighted[0])

@@ -1,57 +1,109 @@
-"""The local half of a window op: outputs from the rows that an exchange has brought.
+"""Ops over windows of the last dims of a block: fetch the rows, run torch's op, and place its outputs.
 
-Decides what happens where a device has several runs of outputs, or none.
+The dims and their windows come from `xshard.nn.windows`; here a process takes its own part of each frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from torch_bridge.nn.placed import Placement
+from xshard import Layout
 from xshard.errors import ShapeError
-from xshard.layout.runs import Run
-from xshard.nn.windows import WindowLayouts, window_layouts
+from xshard.nn.windows import Frame, OutputRun, window_frame
 from xshard.notation.overlap import Window
 
 Ints = tuple[int, ...]
-Piece = tuple[int, int]  # a number of rows of the block, and the number of outputs made of them
 
 
-def checked_windows(placement: Placement, windows: Sequence[tuple[int, Window]]) -> WindowLayouts:
-    """The layouts of windows over the last dims of an array. Raises ShapeError if there are no outputs."""
-    found = window_layouts(placement.sharding, windows)
-    if any(found.result.shape[d] < 1 for d, _ in windows):
+@dataclass(frozen=True)
+class Geometry:
+    """An op over windows of the last dims of an array, as one process computes it.
+
+    source: the layout that holds the rows of the outputs. result: the placement of the outputs. runs: this
+    process's runs of outputs along each of the last dims.
+    """
+
+    source: Layout
+    result: Placement
+    runs: tuple[tuple[OutputRun, ...], ...]
+
+
+def geometry_of(placement: Placement, frames: Sequence[Frame], channels: int | None = None) -> Geometry:
+    """The geometry of an op with these frames, for the last dims of the array.
+
+    channels: the number of output channels, if the op changes the dim before the last ones.
+    """
+    sharding, device = placement.sharding, placement.processes.device
+    sources, results, shape = [*placement.layout.dims], [*placement.layout.dims], [*placement.shape]
+    first, runs = len(shape) - len(frames), []
+    for d, frame in enumerate(frames, first):
+        sources[d], results[d], shape[d] = frame.source, frame.result, frame.length
+        runs.append(frame.runs[sharding.dim_device(d, device)])
+    if channels is not None:
+        shape[first - 1] = channels
+    return Geometry(
+        replace(placement.layout, dims=tuple(sources)), placement.remade(results, shape), tuple(runs)
+    )
+
+
+def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
+    """The frames of windows over the last dims; the op itself pads dims that are not sharded.
+
+    Raises ShapeError if there are no outputs.
+    """
+    frames = []
+    for d, window in enumerate(windows, len(placement.shape) - len(windows)):
+        dim = placement.layout.dims[d]
+        frame = window_frame(dim, placement.shape[d], placement.sharding.mesh.sizes_of(dim.axes), window)
+        frames.append(frame if dim.axes else replace(frame, source=dim))
+    if any(frame.length < 1 for frame in frames):
         raise ShapeError(
-            f"no output: kernel {tuple(w.k for _, w in windows)} over {placement.shape[-len(windows) :]}",
+            f"no output: kernel {tuple(w.k for w in windows)} over {placement.shape[-len(windows) :]}",
             text=str(placement.layout),
             hint="a smaller kernel, or more padding",
         )
-    return found
+    return frames
 
 
-def pieces_of(runs: Sequence[Run], window: Window) -> tuple[Piece, ...]:
-    """Runs of outputs along a dim -> for each the number of rows that it needs, and its length."""
-    return tuple(((r.length - 1) * window.s + window.d * (window.k - 1) + 1, r.length) for r in runs)
+def apply_windows(
+    x: Tensor, placement: Placement, geometry: Geometry, op: Callable[..., Tensor], *parameters: Tensor | None
+) -> tuple[Tensor, Placement]:
+    """A block -> the block of the outputs of a window op, and its placement.
+
+    op: computes the outputs of one run per dim, from their rows, the runs and the parameters.
+    parameters: unsharded, as in the ordinary layer; their gradients are summed over the axes that shard the
+    array.
+    """
+    copies = placement.copied(*parameters)
+    block = placement.moved(x, geometry.source)
+    if not all(geometry.runs):
+        return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
+    return _run_by_run(block, geometry.runs, lambda rows, *runs: op(rows, runs, *copies)), geometry.result
 
 
-def by_pieces(block: Tensor, pieces: Mapping[int, Sequence[Piece]], op: Callable[[Tensor], Tensor]) -> Tensor:
-    """The op on every piece of the rows, the outputs concatenated in order."""
-    for d, found in pieces.items():
-        if len(found) > 1:
-            parts = block.split([rows for rows, _ in found], d)
-            return torch.cat(
-                [by_pieces(p, {**pieces, d: (one,)}, op) for p, one in zip(parts, found, strict=True)], d
-            )
-    return op(block)
+def _run_by_run(block: Tensor, runs: Sequence[Sequence[OutputRun]], op: Callable[..., Tensor]) -> Tensor:
+    """The op on the rows of every combination of runs, the outputs concatenated in order."""
+    for d, several in enumerate(runs, -len(runs)):
+        if len(several) > 1:
+            parts = zip(block.split([run.rows for run in several], d), several, strict=True)
+            rest = [*runs]
+            outputs = []
+            for part, run in parts:
+                rest[d] = (run,)
+                outputs.append(_run_by_run(part, rest, op))
+            return torch.cat(outputs, d)
+    return op(block, *(run for (run,) in runs))
 
 
 def no_outputs(shape: Sequence[int], *inputs: Tensor | None) -> Tensor:
     """A tensor without elements that depends on the inputs, with zero gradients.
 
-    A device without outputs takes part in every exchange of the backward pass, in the same order as all
-    others: so its output must depend on the same inputs as theirs.
+    A device without outputs takes part in every exchange of the backward pass, in the order of all others.
+    So its output must depend on the same inputs.
     """
     return torch.cat([x.reshape(-1)[:0] for x in inputs if x is not None]).reshape(shape)

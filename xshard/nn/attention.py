@@ -20,7 +20,7 @@ from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
 from xshard.layout.runs import row_numbers
-from xshard.nn.receptive_fields import receptive_field
+from xshard.nn.windows import interval_frame
 from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
@@ -118,7 +118,7 @@ class Attention:
             raise NotationError("heads in groups, cut by numbers", text=str(queries.layout), hint=way)
         sizes = queries.mesh.sizes_of(dim.axes)
         needs = queries.shape[HEADS], lambda a, b: (a // group, (b - 1) // group + 1)
-        return receptive_field(dim, n, sizes, *needs).source
+        return interval_frame(dim, n, sizes, *needs).source
 
     def heads_read(self, device: int) -> Rows:
         """For every head of queries that a device has, which of its heads of keys it reads."""

@@ -1,7 +1,7 @@
-"""Resampling of one dim: for every output a few taps, each an input and its weight.
+"""Interpolation of one dim: every output is a weighted sum of a few inputs, its taps.
 
-Decides what nearest, linear and cubic interpolation mean, once for both frameworks. The formulas are
-those of torch's `interpolate`, with its half-pixel centres and cubic constant. Knows no framework.
+The formulas of nearest, linear and cubic interpolation equal torch's `interpolate`, with its half-pixel
+centres and its cubic constant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from xshard.errors import XshardError
 from xshard.layout.block_rows import Sizes
-from xshard.nn.receptive_fields import ReceptiveField, receptive_field
+from xshard.nn.windows import Frame, interval_frame
 from xshard.notation.parser import Dim
 
 MODES = ("nearest", "nearest-exact", "linear", "cubic")
@@ -39,16 +39,16 @@ def taps(
     """
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
-    at = np.arange(outputs, dtype=np.float64)
+    output = np.arange(outputs, dtype=np.float64)
     step = length / outputs if scale is None else 1 / scale
     if mode.startswith("nearest"):
         shift = 0.5 if mode == "nearest-exact" else 0.0
-        nearest = np.minimum(np.floor((at + shift) * step).astype(np.int64), length - 1)
+        nearest = np.minimum(np.floor((output + shift) * step).astype(np.int64), length - 1)
         return Taps(nearest[:, None], np.ones((outputs, 1)))
     if align_corners:
-        centre = at * ((length - 1) / (outputs - 1) if outputs > 1 else 0.0)
+        centre = output * ((length - 1) / (outputs - 1) if outputs > 1 else 0.0)
     else:
-        centre = (at + 0.5) * step - 0.5
+        centre = (output + 0.5) * step - 0.5
     if mode == "linear":
         centre = np.maximum(centre, 0.0)
         first = np.minimum(np.floor(centre).astype(np.int64), length - 1)
@@ -64,14 +64,14 @@ def taps(
     )
 
 
-def resampled_field(dim: Dim, length: int, sizes: Sizes, found: Taps) -> ReceptiveField:
-    """The receptive field of taps; the outputs are cut like the dim. Raises as `receptive_field` does."""
+def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Frame:
+    """The frame of an interpolation; outputs are sharded like the dim. Raises as `interval_frame` does."""
 
-    def needs(start: int, stop: int) -> tuple[int, int]:
-        inputs = found.inputs[start:stop]
+    def reads(start: int, stop: int) -> tuple[int, int]:
+        inputs = resampling.inputs[start:stop]
         return int(inputs.min()), int(inputs.max()) + 1
 
-    return receptive_field(dim, length, sizes, len(found.inputs), needs)
+    return interval_frame(dim, length, sizes, len(resampling.inputs), reads)
 
 
 def _cubic_near(x: NDArray[np.float64]) -> NDArray[np.float64]:

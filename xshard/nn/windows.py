@@ -1,75 +1,177 @@
-"""Windows over several dims: the layout that blocks must hold, and the sharding of the outputs.
+"""Ops over windows of sharded dims: the rows that every part reads, and the outputs that it computes.
 
-Decides how convolutions and pools become layouts with `window` overlaps, and the divisors of average pools.
-`xshard/layout/block_rows.py` knows windows over one dim; transposed windows and resampling are in
-`receptive_fields.py` and `resample.py`.
+A `Frame` describes one dim of a convolution, of its transpose, of a pool or of an interpolation. A bridge
+fetches the rows as a redistribution and runs its framework's op on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
-from xshard.layout import Layout, Sharding
-from xshard.layout.block_rows import output_dim, window_outputs
-from xshard.layout.runs import Run, Runs, unrolled
-from xshard.notation.overlap import Window
+from xshard.layout.block_rows import Sizes, output_dim, window_outputs
+from xshard.layout.partition import all_owned_rows
+from xshard.layout.runs import Runs, n_rows, unrolled
+from xshard.notation.overlap import Boundary, Halo, Window
+from xshard.notation.parser import SIZES, Dim, Shard
 
-Windows = tuple[tuple[int, Window], ...]  # (index of a dim, the window over it)
+Interval = tuple[int, int]  # start, stop
+NeededRows = Callable[[int, int], Interval]  # outputs [start, stop) -> the rows [first, last) that they read
+NO_ROWS = Boundary("none")
+
+
+class OutputRun(NamedTuple):
+    """Consecutive outputs of one part, and the rows that they read.
+
+    first: global number of the first row; numbers outside the array are rows of the boundary. rows: how many
+    rows. start, outputs: global number of the first output, and how many outputs.
+    """
+
+    first: int
+    rows: int
+    start: int
+    outputs: int
 
 
 @dataclass(frozen=True)
-class WindowLayouts:
-    """The two ends of an op whose outputs read windows of some dims.
+class Frame:
+    """One dim of an op over windows.
 
-    source: the layout that blocks must hold: cut dims with their windows, uncut dims as they are.
-    result: the outputs; dims without a window are those of the input.
+    source: the input dim with the overlap that blocks must hold. result, length: the output dim and its
+    global length. runs: the runs of outputs of every part, row-major; the part's block holds the rows of each
+    run in turn.
     """
 
-    source: Layout
-    result: Sharding
+    source: Dim
+    result: Dim
+    length: int
+    runs: tuple[tuple[OutputRun, ...], ...]
 
 
 @lru_cache(maxsize=4096)
-def window_layouts(sharding: Sharding, windows: Windows) -> WindowLayouts:
-    """The sharding of the input and the windows -> the layout to read and the sharding of the outputs.
+def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
+    """The frame of a convolution or a pool.
 
-    Raises ShapeError if a cut dim overlaps already, or no layout can express how the outputs are cut.
+    sizes: sizes of the mesh axes that shard the dim. base: dilation of the rows, with the boundary's value
+    between them. Dilated rows and negative padding need a constant boundary.
+    Raises ShapeError if no layout can express how the outputs are sharded, or if rows are dilated or cropped
+    and the parts of the dim are not intervals.
 
-    >>> from xshard import Mesh
-    >>> found = window_layouts(
-    ...     Sharding(Layout.parse("h/sp w"), Mesh(sp=2), (14, 9)), ((0, Window(k=3, s=2, p=1)),)
-    ... )
-    >>> str(found.source), str(found.result.layout), found.result.shape
-    ('h/sp:window(k=3,s=2,p=1) w', 'h/sp w', (7, 9))
+    >>> frame = window_frame(Dim("h", (Shard(("sp",)),)), 14, (2,), Window(k=3, s=2, p=1))
+    >>> str(frame.source), str(frame.result), frame.length
+    ('h/sp:window(k=3,s=2,p=1)', 'h/sp', 7)
+    >>> frame.runs[1]
+    (OutputRun(first=7, rows=7, start=4, outputs=3),)
     """
-    source, result, shape = list(sharding.layout.dims), list(sharding.layout.dims), list(sharding.shape)
-    for d, window in windows:
-        shape[d] = window.output_length(sharding.shape[d])
-        dim = source[d]
-        if dim.axes:
-            if dim.overlap is not None:
-                raise ShapeError(f"'{dim}' overlaps already", hint="redistribute to the dim without it first")
-            source[d] = replace(dim, overlap=window)
-            sizes = sharding.mesh.sizes_of(dim.axes)
-            result[d], shape[d] = output_dim(source[d], sharding.shape[d], sizes)
-    layout = sharding.layout
-    made = Sharding(replace(layout, dims=tuple(result)), sharding.mesh, tuple(shape))
-    return WindowLayouts(replace(layout, dims=tuple(source)), made)
+    before, after = window.padding
+    span = window.d * (window.k - 1) + 1
+    if base > 1 or min(before, after) < 0:
+        rows = (length - 1) * base + 1 if length else 0
+        outputs = max(0, (rows + before + after - span) // window.s + 1)
+        reads = _tap_rows(span, window.s, base, before)
+        return interval_frame(dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before)
+    source = replace(dim, overlap=window)
+    result, outputs = output_dim(source, length, sizes)
+    runs = tuple(
+        tuple(
+            OutputRun(
+                run.start * window.s - before, (run.length - 1) * window.s + span, run.start, run.length
+            )
+            for run in unrolled(window_outputs(source, window, length, sizes, coords))
+            if run.length
+        )
+        for coords in itertools.product(*map(range, sizes))
+    )
+    return Frame(source, result, outputs, runs)
 
 
-def output_pieces(sharding: Sharding, d: int, window: Window, device: int) -> Runs:
-    """The intervals of outputs that a device computes; its block holds the rows for each in turn."""
-    dim = replace(sharding.layout.dims[d], overlap=window)
-    mesh = sharding.mesh
-    coords = [mesh.coords(device)[mesh.position(axis)] for axis in dim.axes]
-    found = window_outputs(dim, window, sharding.shape[d], mesh.sizes_of(dim.axes), coords)
-    return tuple(run for run in unrolled(found) if run.length)
+@lru_cache(maxsize=4096)
+def transposed_frame(
+    dim: Dim, length: int, sizes: Sizes, *, k: int, s: int = 1, d: int = 1, p: int = 0, extra: int = 0
+) -> Frame:
+    """The frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`.
+
+    extra: rows added at the end of the output (torch's output_padding). Raises as `interval_frame` does.
+
+    >>> frame = transposed_frame(Dim("h", (Shard(("sp",)),)), 8, (2,), k=3, s=2, p=1, extra=1)
+    >>> str(frame.source), frame.runs[1]
+    ('h/sp:halo([0,0],[1,0],none)', (OutputRun(first=4, rows=4, start=8, outputs=8),))
+    """
+    span = d * (k - 1) + 1
+    outputs = max(0, (length - 1) * s - 2 * p + span + extra) if length else 0
+    return interval_frame(dim, length, sizes, outputs, _tap_rows(span, 1, s, span - 1 - p))
+
+
+def interval_frame(
+    dim: Dim,
+    length: int,
+    sizes: Sizes,
+    outputs: int,
+    reads: NeededRows,
+    *,
+    rule: str = "",
+    beyond: Boundary = NO_ROWS,
+) -> Frame:
+    """The frame of an op in which the outputs of every part read one interval of rows.
+
+    outputs: the number of outputs. rule: how outputs are sharded: like the rows, or aligned if the rows have
+    given sizes (empty); `balanced`; or `aligned`: a part has the same share of the outputs as of the rows.
+    beyond: the boundary at both ends of the array; without rows there, intervals end with the array.
+    Raises ShapeError if the parts of the dim are not intervals.
+    """
+    owned = all_owned_rows(dim, length, sizes)
+    if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
+        raise ShapeError(
+            f"the parts of '{dim}' are not intervals",
+            hint="redistribute to contiguous parts first, as in h/sp",
+        )
+    mine = _intervals(owned)
+    result = _result_dim(dim, length, outputs, mine, rule)
+    lo, hi, runs = [], [], []
+    for (own, end), (start, stop) in zip(
+        mine, _intervals(all_owned_rows(result, outputs, sizes)), strict=True
+    ):
+        first, last = reads(start, stop) if start < stop else (own, own)
+        if beyond == NO_ROWS:
+            first, last = min(max(first, 0), length), min(max(last, 0), length)
+        last = max(first, last)
+        lo.append(own - first)
+        hi.append(last - end)
+        runs.append((OutputRun(first, last - first, start, stop - start),) if start < stop else ())
+    source = Dim(dim.name, dim.shards, Halo(tuple(lo), tuple(hi), beyond, beyond))
+    return Frame(source, result, outputs, tuple(runs))
+
+
+def _tap_rows(span: int, s: int, base: int, before: int) -> NeededRows:
+    """Output o reads the positions from `o * s - before`, `span` of them; row i is position `i * base`."""
+
+    def reads(start: int, stop: int) -> Interval:
+        return -((before - start * s) // base), ((stop - 1) * s - before + span - 1) // base + 1
+
+    return reads
+
+
+def _result_dim(dim: Dim, length: int, outputs: int, owned: list[Interval], rule: str) -> Dim:
+    if rule == "balanced" and dim.axes:
+        return Dim(dim.name, (Shard(dim.axes, rule),))
+    if not dim.axes or (rule != "aligned" and not any(shard.order == SIZES for shard in dim.shards)):
+        return Dim(dim.name, dim.shards)
+    stops = [math.ceil(stop * outputs / length) if length else 0 for _, stop in owned]
+    lengths = tuple(stop - start for start, stop in itertools.pairwise((0, *stops)))
+    return Dim(dim.name, (Shard(dim.axes, SIZES, lengths),))
+
+
+def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
+    """The intervals of contiguous parts; an empty part stands at the end of the parts before it."""
+    return list(itertools.pairwise(itertools.accumulate(map(n_rows, parts), initial=0)))
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
@@ -88,18 +190,17 @@ def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
 
 
 def pool_counts(
-    length: int, window: Window, runs: Sequence[Run], *, padding: int, include_pad: bool
+    length: int, window: Window, outputs: Sequence[int], *, padding: int, include_pad: bool
 ) -> NDArray[np.int64]:
     """The number of rows by which each output of an average pool is divided, counted as torch does.
 
-    runs: the outputs. padding: rows after the array that count as padding; rows that `ceil_mode` reads
-    beyond them never count.
+    outputs: global numbers of the outputs. padding: rows after the array that count as padding; rows that
+    `ceil_mode` reads beyond them never count.
 
-    >>> pool_counts(5, Window(k=3, s=2, p=1), (Run(0, 3),), padding=1, include_pad=False).tolist()
+    >>> pool_counts(5, Window(k=3, s=2, p=1), range(3), padding=1, include_pad=False).tolist()
     [2, 3, 2]
     """
-    number = np.concatenate([np.arange(r.start, r.start + r.length) for r in runs] or [np.zeros(0, np.int64)])
-    first = number * window.s - window.padding[0]
+    first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
     if not include_pad:
         first, last = np.maximum(first, 0), np.minimum(last, length)

@@ -1,4 +1,4 @@
-"""Receptive fields of transposed and dilated windows and of resampling, against torch on one device."""
+"""Frames of transposed and dilated windows and of resampling, against torch on one device."""
 
 import itertools
 
@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import xshard as xs
-from xshard.nn.receptive_fields import dilated_field, transposed_field
-from xshard.nn.resample import resampled_field, taps
-from xshard.nn.windows import pool_window
-from xshard.notation.overlap import Window
+from xshard.nn.resample import resampled_frame, taps
+from xshard.nn.windows import pool_window, transposed_frame, window_frame
+from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim, Shard
 
 
@@ -50,42 +49,43 @@ def test_an_unknown_mode_is_refused():
 )
 def test_a_transposed_convolution_reads_what_its_outputs_need(k, s, d, p, extra, length, shard):
     n = 3 if shard.numbers else 4
-    found = transposed_field(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
+    found = transposed_frame(Dim("h", (shard,)), length, (n,), k=k, s=s, d=d, p=p, extra=extra)
     x = torch.arange(1.0, length + 1, dtype=torch.float64)
     weight = torch.arange(1.0, k + 1, dtype=torch.float64)[None, None]
     whole = torch.conv_transpose1d(x[None, None], weight, None, s, p, extra, 1, d).flatten()
     assert len(whole) == found.length
     blocks = xs.reference.scatter(x.numpy(), str(found.source), xs.Mesh(sp=n))
-    for block, (first, last), (start, stop) in zip(blocks, found.inputs, found.outputs, strict=True):
-        assert block.tolist() == x[first:last].tolist()
-        if start == stop:
-            continue
-        local = np.zeros(stop - start)
-        for i, value in enumerate(block, first):
-            for j in range(k):
-                o = i * s - p + d * j
-                if start <= o < stop:
-                    local[o - start] += value * weight[0, 0, j]
-        assert local.tolist() == whole[start:stop].tolist()
+    for block, runs in zip(blocks, found.runs, strict=True):
+        assert len(block) == sum(run.rows for run in runs)
+        for first, rows, start, n in runs:
+            assert block.tolist() == x[first : first + rows].tolist()
+            stop = start + n
+            local = np.zeros(n)
+            for i, value in enumerate(block, first):
+                for j in range(k):
+                    o = i * s - p + d * j
+                    if start <= o < stop:
+                        local[o - start] += value * weight[0, 0, j]
+            assert local.tolist() == whole[start:stop].tolist()
     if shard.numbers:  # an output belongs to the owner of its first input
-        assert next(stop for _, stop in found.outputs) == -(-3 * found.length // 7)
+        assert found.runs[0][0].outputs == -(-3 * found.length // 7)
     else:
-        assert max(last - first for first, last in found.inputs) < length  # no more than needed
+        assert max(run.rows for runs in found.runs for run in runs) < length  # no more than needed
 
 
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 def test_resampled_blocks_hold_every_tap(mode):
     found = taps(mode, 17, 24)
-    shape = resampled_field(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
-    for (first, last), (start, stop) in zip(shape.inputs, shape.outputs, strict=True):
-        inputs = found.inputs[start:stop]
-        assert (inputs.min(), inputs.max() + 1) == (first, last)
-    assert [b for _, b in shape.outputs] == [5, 10, 15, 20, 24]
+    shape = resampled_frame(Dim("h", (Shard(("sp",), "balanced"),)), 17, (5,), found)
+    for ((first, rows, start, n),) in shape.runs:
+        inputs = found.inputs[start : start + n]
+        assert (inputs.min(), inputs.max() + 1) == (first, first + rows)
+    assert [run.outputs for (run,) in shape.runs] == [5, 5, 5, 5, 4]
 
 
 def test_parts_that_are_no_intervals_are_refused():
-    with pytest.raises(xs.errors.ShapeError, match="not cut into intervals"):
-        transposed_field(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
+    with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
+        transposed_frame(Dim("h", (Shard(("sp",), "zigzag"),)), 8, (2,), k=3)
 
 
 @pytest.mark.parametrize("out", ["", "balanced", "aligned"])
@@ -106,18 +106,22 @@ def test_parts_that_are_no_intervals_are_refused():
 def test_a_window_over_dilated_rows_reads_what_it_covers(k, s, d, base, p, length, shard, out):
     """Blocks hold the rows from the first to the last tap of their outputs, and fill beyond the ends."""
     n = len(shard.numbers) or 4
-    dim = Dim("h", (shard,))
+    dim, fill = Dim("h", (shard,)), Boundary("constant", 77.0)
+    window = Window(k, s, d, p, out, fill, fill)
     if shard.order == "zigzag":
-        with pytest.raises(xs.errors.ShapeError, match="not cut into intervals"):
-            dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, out=out)
+        with pytest.raises(xs.errors.ShapeError, match="are not intervals"):
+            window_frame(dim, length, (n,), window, base)
         return
-    found = dilated_field(dim, length, (n,), k=k, s=s, d=d, base=base, p=p, fill=77.0, out=out)
+    found = window_frame(dim, length, (n,), window, base)
     outputs = np.arange(((length - 1) * base + 1 + sum(p) - d * (k - 1) - 1) // s + 1)
     assert found.length == len(outputs)
-    assert [o for start, stop in found.outputs for o in range(start, stop)] == outputs.tolist()
+    made = [run.start + i for runs in found.runs for run in runs for i in range(run.outputs)]
+    assert made == outputs.tolist()
     blocks = xs.reference.scatter(np.arange(length), str(found.source), xs.Mesh(sp=n))
-    for block, (start, stop) in zip(blocks, found.outputs, strict=True):
-        taps = [o * s - p[0] + d * j for o in range(start, stop) for j in (0, k - 1)]
+    for block, runs in zip(blocks, found.runs, strict=True):
+        taps = [
+            (run.start + i) * s - p[0] + d * j for run in runs for i in range(run.outputs) for j in (0, k - 1)
+        ]
         rows = range(-(-min(taps) // base), max(taps) // base + 1) if taps else ()
         assert block.tolist() == [i if 0 <= i < length else 77 for i in rows]
 
