@@ -6,7 +6,8 @@ Rooms beside the names below:
 `testing` equivalence tests (imported by name).
 """
 
-from xshard import errors, reference
+from xshard import errors as errors
+from xshard import reference
 from xshard.contractions.plan import ContractionPlan
 from xshard.cost.machine import use_profile
 from xshard.cost.model import Link, Profile
@@ -30,7 +31,6 @@ __all__ = [
     "Rules",
     "Sharding",
     "XshardError",
-    "errors",
     "load_profile",
     "plan",
     "reference",

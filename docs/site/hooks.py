@@ -24,9 +24,17 @@ API = (
     "xshard.state.files",
     "xshard.testing",
     "torch_bridge",
+    "torch_bridge.dtensor",
+    "torch_bridge.errors",
+    "torch_bridge.live",
     "torch_bridge.nn",
+    "torch_bridge.ops",
+    "torch_bridge.testing",
     "jax_bridge",
     "jax_bridge.nn",
+    "jax_bridge.ops",
+    "jax_bridge.specs",
+    "jax_bridge.torch_interop",
 )
 # A block of code that is a cell: what it prints and shows stands below it.
 CELL = re.compile(r"^```python\n# picture\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -233,11 +233,11 @@ KINDS = {  # of the steps of a backward plan, by README's word for a gradient
 
 
 def test_the_table_of_named_operations_says_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's: the expression is the one that the operation writes, the gradient is the backward plan."""
+    """The page has the expression that the operation writes, and the gradient of its backward plan."""
     monkeypatch.setattr("torch_bridge.ops.redistribute", lambda x, expression, mesh, **_: expression)
     values = {"x": X, "mesh": MESH, "axis": "tp", "dim": 0, "split_dim": 1, "concat_dim": 0, "width": 1}
-    readme = (Path(xt.__file__).parents[1] / "README.md").read_text()
-    rows = re.findall(r"^\| `(\w+)`(?:, `grad=\"(\w+)\"`)? \| `(.+->.+)` \| (.+) \|$", readme, re.M)
+    page = (Path(xt.__file__).parents[1] / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`(?:, `grad=\"(\w+)\"`)? \| `(.+->.+)` \| (.+) \|$", page, re.M)
     for name, grad, expression, gradient in rows:
         operation = getattr(xt.ops, name)
         given = {k: v for k, v in values.items() if k in inspect.signature(operation).parameters}

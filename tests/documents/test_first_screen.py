@@ -1,0 +1,105 @@
+"""The README's figure and numbers are those of the plan and of the recorded benchmarks."""
+
+import json
+import math
+import re
+import runpy
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def recorded(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def claim(name, statement):
+    return next(c["measured"] for c in recorded(name)["claims"] if c["statement"] == statement)
+
+
+def transfers():
+    """DTensor's seconds over ours, for each transfer."""
+    medians = [
+        {way: statistics.median(seconds) for way, seconds in row["seconds"].items()}
+        for row in recorded("state")["transfers"]
+    ]
+    return [row["DTensor"] / row["xshard"] for row in medians]
+
+
+def steps():
+    """The peer's seconds of a training step over ours, for each way to keep parameters."""
+    rows = {(row["parameters"], row["way"] == "rules"): row["step_s"] for row in recorded("models")["steps"]}
+    return [rows[kept, False] / rows[kept, True] for kept in ("copies", "gathered")]
+
+
+BOUND = "received bytes of the busiest device over the lower bound, planned for bandwidth: worst case"
+# The rows of docs/benchmarks.md in their order: what the file says for the mean, and for the worst case.
+MEASURED = [
+    (
+        claim("torch_redistribute", "run time, DTensor / ours: geometric mean"),
+        claim("torch_redistribute", "run time, DTensor / ours: worst"),
+    ),
+    (claim("torch_redistribute", "DTensor's host time / ours, forward: geometric mean"), None),
+    (
+        claim("torch_redistribute", "run time, by hand / ours: geometric mean"),
+        claim("torch_redistribute", "run time, by hand / ours: worst"),
+    ),
+    (
+        1 / claim("jax_reshard", "received bytes / XLA's: geometric mean"),
+        1 / claim("jax_reshard", "received bytes / XLA's: worst"),
+    ),
+    (
+        claim("jax_reshard", "XLA's run time / ours: geometric mean"),
+        claim("jax_reshard", "XLA's run time / ours: worst"),
+    ),
+    (claim("einsum", "forward+backward: XLA's received bytes / ours, geometric mean"), None),
+    (
+        claim("einsum", "XLA's run time / ours: geometric mean"),
+        claim("einsum", "XLA's run time / ours: worst"),
+    ),
+    (claim("nodes", "DTensor / ours: geometric mean"), None),
+    (claim("nodes", "JAX: XLA / ours: geometric mean"), None),
+    (math.prod(transfers()) ** 0.5, min(transfers())),
+    (claim("state", "orbax / ours"), None),
+    (math.prod(steps()) ** 0.5, min(steps())),
+    (claim("planner", BOUND), None),
+]
+
+
+def rows(document, columns):
+    text = (ROOT / document).read_text()
+    lines = re.findall(r"^\| (.+) \|$", text, re.M)
+    return [
+        cells
+        for line in lines
+        if len(cells := re.split(r" ?(?<!\\)\| ?", line)) == columns and "---" not in line
+    ]
+
+
+def test_the_benchmarks_page_shows_what_was_recorded():
+    _, *table = rows("docs/benchmarks.md", 6)
+    assert len(table) == len(MEASURED)
+    for cells, (mean, worst) in zip(table, MEASURED, strict=True):
+        assert float(cells[2]) == pytest.approx(mean, abs=0.005), cells[0]
+        if worst is not None:
+            assert float(cells[3]) == pytest.approx(worst, abs=0.005), cells[0]
+
+
+def test_the_readme_shows_at_most_eight_of_them():
+    shown = {float(cells[2]) for cells in rows("README.md", 3) if re.fullmatch(r"[\d.]+", cells[2])}
+    assert 4 <= len(shown) <= 8
+    assert shown <= {round(mean, 2) for mean, _ in MEASURED}
+
+
+def test_the_figure_is_drawn_from_the_plan():
+    figure = runpy.run_path(str(ROOT / "docs/site/figure.py"))["figure"]()
+    assert (ROOT / "docs/images/move.svg").read_text() == figure
+    assert "prefers-color-scheme: dark" in figure
+
+
+def test_the_glossary_is_short_and_sorted():
+    words = [cells[0] for cells in rows("docs/glossary.md", 2)][1:]
+    assert len(words) <= 40 and words == sorted(words)
