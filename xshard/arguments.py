@@ -1,7 +1,4 @@
-"""Arguments as users write them -> plain values: whole numbers, shapes, bytes, and names.
-
-Decides which kinds of value stand for each other, and what an error shows and suggests. Knows no layout.
-"""
+"""Arguments as users write them -> plain values: whole numbers, shapes, bytes, and names."""
 
 from __future__ import annotations
 

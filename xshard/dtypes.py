@@ -1,8 +1,4 @@
-"""Dtypes by name: their size, their precision and the operations that they allow.
-
-Decides which reductions a dtype allows. Knows the names that numpy, torch and JAX share
-("bfloat16", "float8_e4m3fn"), and none of their objects.
-"""
+"""Dtypes by their shared names: sizes, precision and allowed operations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The errors of this package, one class per kind of mistake, and the form of their messages.
-
-Decides the form of every message: the broken rule, the user's own text with a caret under the
-part at fault, and a way to put it right. Knows nothing of layouts or plans.
-"""
+"""The errors of this package, one class per kind of mistake, and the form of their messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The named operations of the bridges (all_gather, halo, ...) as text of expressions.
-
-Decides how their arguments become dims, cuts and tags, once for both bridges. Knows no mesh, no plan and
-no framework.
-"""
+"""The named operations of both bridges (all_gather, halo, ...) as text of expressions."""
 
 from __future__ import annotations
 

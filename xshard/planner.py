@@ -1,7 +1,6 @@
-"""The planner: `plan`, the cheapest steps between two layouts on one mesh or two, or of a contraction.
+"""The planner: `plan` finds the cheapest steps of a move or a contraction.
 
-Decides what the arguments mean and refuses those that do not fit; `search` finds the steps. Sees names
-and shapes, never data; the same input gives the same plan in every process.
+It sees names and shapes, never data; the same input gives the same plan in every process.
 """
 
 from __future__ import annotations

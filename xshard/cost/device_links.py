@@ -1,8 +1,4 @@
-"""Which link connects devices by their numbers, for meshes that do not begin at device 0.
-
-Decides what a profile's nodes mean for devices of two meshes; a `Profile` alone knows the axes of
-one mesh whose devices are 0, 1, 2, ...
-"""
+"""Links between devices by their numbers, for meshes that do not begin at device 0."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which machine a plan is priced for where nobody says: `profile="auto"`.
-
-Decides what overrides what, and which profile a kind of device has. Bridges tell the kind, and how many
-devices a node has.
-"""
+"""The machine for `profile="auto"`: what overrides what, and the profile of a kind of device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What a step costs: elements -> bytes -> seconds, under an alpha-beta model of the machine.
+"""The cost of a step: elements -> bytes -> seconds, under an alpha-beta model of the machine.
 
-Decides the model; the constants are data (`profiles/*.json`, each with its source). A step
-pays a launch, one latency per message and its received bytes at the speed of the slowest
-axis it crosses, and memory bandwidth for what it packs locally.
+A step pays a launch, one latency per message, its received bytes at the speed of the slowest axis it crosses,
+and memory bandwidth for local packing. The constants are data (`profiles/*.json`, each with its source).
 """
 
 from __future__ import annotations

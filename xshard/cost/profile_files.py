@@ -1,7 +1,4 @@
-"""Profiles by name: the shipped ones, and files.
-
-Decides what a name means, and what a file of constants must have; `Profile` judges the constants.
-"""
+"""Profiles by name: the shipped ones, and files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which rows a block holds under an overlap, and where they come from.
-
-Decides what halos, windows and boundaries mean, by interval algebra on one dim. `partition.py` decides
-ownership without overlaps; `providers.py` decides which of several holders sends a row.
-"""
+"""The rows that a block holds under a halo or window, and where they come from, on one dim."""
 
 from __future__ import annotations
 

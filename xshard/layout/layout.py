@@ -1,8 +1,4 @@
-"""A layout: where every element of a global array lives on a mesh of named axes.
-
-Decides what makes a layout well-formed, its canonical text and its dual. Knows no shape; a
-layout of one shape on one mesh is a `Sharding`.
-"""
+"""A layout: where every element of a global array lives on a mesh of named axes, for any shape."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A mesh of devices: ordered named axes with sizes.
-
-Decides how a device number and its coordinates relate (row-major, first axis slowest) and
-which devices form a group. Knows nothing of arrays.
-"""
+"""A mesh of devices: ordered named axes with sizes; device numbers run row-major over them."""
 
 from __future__ import annotations
 

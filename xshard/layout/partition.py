@@ -1,8 +1,4 @@
-"""Which rows of a dim each device owns under the dim's cuts.
-
-Decides how a cut divides a length (torch.chunk's ceil rule, balanced, zigzag, cyclic, segments, given sizes
-or intervals), how cuts nest and which numbers fit. Knows one dim at a time: no overlaps, no tags.
-"""
+"""The rows that each device owns: how a dim is sharded, in every order, without overlaps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which device provides a row that several devices hold, and which rows each device wants.
 
-Decides that the owner provides a row if it holds it, that a device keeps the rows it has, and that
-every contribution to a fold is sent. Lists of rows are runs; FILL replaces rows that are left out, so that
-local positions stay the same.
+The owner provides a row if it holds it; a device keeps the rows it has; every contribution to a fold is
+sent. Lists of rows are runs, in which FILL replaces rows that are left out, so that local positions stay.
 """
 
 from __future__ import annotations

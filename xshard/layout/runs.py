@@ -1,8 +1,4 @@
-"""Runs: lists of rows of one dim, and interval algebra on them.
-
-Decides how rows are written down, intersected and merged without listing them one by one. Ownership,
-overlaps, traffic, bounds and pictures are computed from runs. Knows no cuts, tags or layouts.
-"""
+"""Runs: lists of rows of one dim, and interval algebra on them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A sharding: one layout applied to one array shape on one mesh.
 
-Decides local shapes, who holds which rows, and when two layouts mean the same. Steps, the planner
-and the bridges take indices from here and compute none of their own. Knows no steps and no costs.
+Steps, the planner and the bridges take all indices from here.
 """
 
 from __future__ import annotations

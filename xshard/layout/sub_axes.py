@@ -1,8 +1,4 @@
-"""A mesh with some axes split into sub-axes; devices and their order are unchanged.
-
-Decides the names of sub-axes and what a layout becomes on them, and the common refinement of two
-meshes. Does not know which splits are worth it: that is decided in `xshard/search/sub_axis_paths.py`.
-"""
+"""A mesh with some axes split into sub-axes, and the coarsest mesh that refines two others."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Whether the cuts and overlaps of a layout fit a shape on a mesh, and whether layouts have the same dims.
-
-Decides which given sizes, widths per part, poles and boundaries of empty dims are refused. `layout.py`
-checks the names of axes.
-"""
+"""Checks that a layout fits a shape on a mesh, and that two layouts have the same dims."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Overlaps: rows that a block holds beyond its own, as values that print as text.
-
-Decides how halos, windows and their boundaries are written. Which rows they mean is decided in
-`xshard/layout/block_rows.py`.
-"""
+"""Overlaps: rows that a block holds beyond its own, as values that print as text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The grammar of overlaps: the text after the colon of a dim.
-
-Decides how tokens become the values of `overlap.py`; `parser.py` has the grammar around it.
-"""
+"""The grammar of overlaps: the text after the colon of a dim."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The notation: text <-> the values it stands for.
-
-Decides the grammar (docs/notation.md) and the canonical spelling. Knows no mesh and no
-shape: it reads `b s/zigzag(cp) c`; `xshard/layout/` decides what that means.
-"""
+"""The notation (docs/notation.md): text <-> dims, shards and tags, and the canonical spelling."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tokens of the notation, read one ahead, and errors that mark the token at fault.
-
-Decides what a token is. Knows no grammar.
-"""
+"""Tokens of the notation, read one ahead, and errors that mark the wrong token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Why a plan won: the alternatives that were weighed, priced by the same model.
-
-Decides how the alternatives of `search.alternatives` are priced and shown beside the plan, and how the
-reason is put into words.
-"""
+"""Why a plan won: its alternatives, priced by the same model."""
 
 from __future__ import annotations
 

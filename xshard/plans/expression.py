@@ -1,7 +1,4 @@
-"""What a user writes as an expression -> both layouts, and the check of a block against its layout.
-
-Decides what counts as an expression, and which part of its text an error marks. Knows no framework.
-"""
+"""Expressions as users write them -> both layouts, and the check of a block against its layout."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A maximum is not linear, but its derivatives are made of redistributions that are: bring the
 result back to every addend, compare, count the winners, then bring the cotangent back or add up the
-tangents. Decides those four plans; the reference, torch and JAX run them and multiply.
+tangents.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A plan: the steps from one sharding to another, on one mesh or two, checked, priced and printable.
 
-Decides what makes a plan right: every step's result is inferred, and the last must mean the
-destination; and which of the ways that `search` and `transfer_search` find becomes the plan.
-It is above 300 lines because a plan finds the plan of its gradient: `find_plan` cannot be elsewhere.
+The file is above 300 lines because a plan finds the plan of its gradient: `find_plan` cannot be elsewhere.
 """
 
 from __future__ import annotations

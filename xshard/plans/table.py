@@ -1,7 +1,4 @@
-"""A plan as the rows of a table, in text: what every step leads to and costs.
-
-Decides the columns and the words around them. Who prints them aligns or colours them.
-"""
+"""A plan as the rows of a table: every step, its result and its price."""
 
 from __future__ import annotations
 

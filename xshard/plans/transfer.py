@@ -1,8 +1,7 @@
 """Transfer: devices of one mesh send the devices of another the boxes that these lack.
 
-Decides which device sends which box to which. A device keeps what it already holds; of the replicas
-that could send a box, the one that is done first does. It is a step, but not in `steps`: who is done
-first depends on the machine. Knows two shardings and their devices, and nothing of the plan around it.
+A device keeps the boxes that it holds; among replicas the sender is the one that is done first. It is a step,
+but not in `steps`: who is done first depends on the machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which of the ways between two meshes becomes the plan.
-
-Decides what counts: predicted seconds first; of plans that take about as long, what crosses between nodes;
-then the plainest. Makes no plan itself: `plan`, which asks, hands in how one is made.
-"""
+"""The choice among the paths between two meshes: seconds, then traffic between nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ways to get from one mesh to another by a transfer.
+"""The paths from one mesh to another by a transfer.
 
-Decides which ways are weighed: addends are reduced before they are sent, or where they arrive; devices
-that are to hold the same receive all of it, or a part each that they then gather. Knows no plan.
+Addends are reduced before they are sent, or where they arrive. Devices that will hold the same rows receive
+all of them, or a part each that they then gather.
 """
 
 from __future__ import annotations

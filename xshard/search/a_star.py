@@ -1,7 +1,6 @@
-"""The search: the cheapest path of moves from one layout to another.
+"""A* search for the cheapest path of moves from one layout to another.
 
-Decides in which order states are settled (A*, cheapest first) and which path is the best: fewest seconds,
-then the least memory, then the plainest. The moves come from `successors`, their cost from `move_costs`.
+The best path takes the fewest seconds; among equals, it holds the least memory, then it is the plainest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Other ways to do what a plan does, to compare its steps with.
-
-Decides which alternatives a reader sees beside the plan: the direct exchange; the best path of collectives
-alone; all-gather and slice, which every framework can do; and, if the plan splits an axis, the best path on
-whole axes.
-"""
+"""Alternatives to the steps of a plan, for comparison."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What all searches of moves of one shape on one mesh share: links, and exchanges between even cuts.
+"""Links and exchanges between even shards, shared by all searches for one shape on one mesh.
 
-Decides nothing: the formulas are those of the exchange, each asked once. Axes are numbered as in the mesh,
-those of size 1 left out; here a dim is cut by whole axes, each in contiguous blocks.
+Axes are numbered as in the mesh, without axes of size 1.
 """
 
 from __future__ import annotations

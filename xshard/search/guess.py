@@ -1,6 +1,6 @@
-"""What the best path between two layouts costs, roughly: a few ways that are written down, none searched for.
+"""An estimate of the best path between two layouts: the cheapest of a few fixed paths.
 
-Decides these ways. The guess is no bound, and leads to no plan: it tells which paths are worth searching.
+It is not a bound, and does not lead to a plan: it tells which paths are worth a search.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a move of the search costs, and which step it stands for.
-
-Decides nothing: the formulas are those of the steps, called with the numbers of a `Space`.
-"""
+"""The cost of a move of the search, and its step. The formulas are those in `xshard.steps`."""
 
 from __future__ import annotations
 

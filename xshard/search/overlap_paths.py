@@ -1,8 +1,8 @@
-"""Paths between layouts that overlap: around what `search` finds between layouts that do not.
+"""Paths between layouts with overlaps, around the path that `Search` finds without them.
 
-Decides the few ways there are. A dim that overlaps alike at both ends is left as it is, like one of another
-length. Every other overlap is given up first and made last, one dim after the other: so neighbours exchange
-two messages per axis, and corners travel by way of the sides. Or one exchange does it all.
+A dim with the same overlap on both sides stays as it is. Other overlaps are dropped first and rebuilt last,
+one dim at a time: neighbours exchange two messages per axis, and corners travel via the sides. One direct
+exchange is the alternative.
 """
 
 from __future__ import annotations

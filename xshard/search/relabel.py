@@ -1,6 +1,5 @@
-"""Which device takes which place in the destination's mesh, so that less moves.
+"""The permutation of the destination's devices that moves the fewest elements.
 
-Decides the permutation, exactly; prices decide whether it is used, in `plans.plan`.
 The idea is COSTA's (arXiv 2106.06601).
 """
 

@@ -1,8 +1,4 @@
-"""A request: what a plan is asked for, as one value that planning is cached by.
-
-Decides which requests follow from one: its gradient's, its tangent's, a batch's, the one on a common mesh.
-Knows no step.
-"""
+"""A request: the arguments of a plan as one value, by which plans are cached."""
 
 from __future__ import annotations
 

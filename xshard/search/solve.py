@@ -1,7 +1,4 @@
-"""The cheapest steps between two shardings: the search, with copies, scales and overlaps around it.
-
-Decides between which layouts a redistribution is defined, and where copies and scales go. Knows no plan.
-"""
+"""The cheapest steps between two shardings: the search, with copies, scales and overlaps around it."""
 
 from __future__ import annotations
 

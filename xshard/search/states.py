@@ -1,8 +1,4 @@
-"""The search space: layouts as small tuples of numbers, priced without building them.
-
-Decides how a layout in normal form is encoded (`State`), how large its blocks are and what a
-move between two states costs. The formulas are those of the steps. Knows no strategy.
-"""
+"""The search space: layouts as small tuples of numbers, priced without building them."""
 
 from __future__ import annotations
 

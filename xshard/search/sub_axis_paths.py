@@ -1,9 +1,9 @@
 """Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest.
 
-Decides where splitting axes pays. If cut `x` of 4 is to become cut `y` of 2, two blocks under `x` are one
-block under `y`: half of `x` may stand for `y`, and only the other half is gathered, where on whole axes all
-of `x` is gathered. Such a path is written down, not searched for: every dim is cut into the least common
-multiple of its parts at both ends, by axes that are free at one end and at the other.
+If shards over `x` of 4 become shards over `y` of 2, two blocks under `x` are one block under `y`. Half of `x`
+may stand for `y`, so that only the other half is gathered instead of all of `x`. Such a path is constructed,
+not searched for: every dim is sharded into the least common multiple of its parts on both sides, by axes that
+are free on one side.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which moves are worth trying from one state on the way to another.
+"""The moves worth trying from one state on the way to another.
 
-Decides the planner's step set. A plan touches the axes whose role differs between the two ends; the others
-are pinned, so that devices along them do not wait for each other. The exceptions are idle replicas that can
-take shares: of what must cross a slower link than theirs, and of a reduction.
+A plan uses the axes whose role differs between the two layouts; the others are pinned, so that devices along
+them do not wait for each other. Idle replicas may take shares of a reduction, and of transfers over a link
+slower than theirs.
 
-On small meshes the set is complete: over these axes, every collective over every group, every slice,
-permutation and exchange between any two states. On large ones it is directed: an axis moves only to where
-the goal wants it or out of the way. The exchange straight to the goal is there from every state.
+On small meshes the set is complete: every collective over every group of these axes, every slice, permutation
+and exchange between any two states. On large ones it is directed: an axis moves only to where the goal wants
+it or out of the way. Every state has the exchange straight to the goal.
 """
 
 from __future__ import annotations

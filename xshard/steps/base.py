@@ -1,7 +1,6 @@
 """Step: frozen data with an effect on a sharding, a traffic and a numpy rule.
 
-Decides what all steps have in common. A step is one collective or one local move between two shardings in
-normal form (`Sharding.normal`). Knows no plan, no seconds and no framework.
+A step is one collective or one local move between two shardings in normal form (`Sharding.normal`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""AllGather and Slice: a cut becomes replicas by communication, replicas become a cut for free.
-
-Duals: the adjoint of an all-gather into replicas is a slice, and the reverse.
-"""
+"""AllGather and Slice, which are dual: shards become replicas, replicas become shards."""
 
 from __future__ import annotations
 

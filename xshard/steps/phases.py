@@ -1,8 +1,7 @@
 """Collectives over links of several speeds, as phases: one collective for every kind of link.
 
-Decides who meets in which phase, so that a slow link carries every byte once: it gathers first, while blocks
-are small, and reduces last, when pieces are. Backends make one ring of all devices, whose links to other
-nodes carry nearly everything. Prices count phases too (`Hop`). Knows no layouts.
+A slow link carries every byte once: it gathers first, while blocks are small, and reduces last, when pieces
+are small. Backends make one ring of all devices, whose links to other nodes carry nearly everything.
 """
 
 from __future__ import annotations

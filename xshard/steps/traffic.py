@@ -1,8 +1,4 @@
-"""The traffic of a step: elements that travel over links, and copies made locally.
-
-Decides how traffic is counted: per link, along axes, for the busiest device. Knows neither seconds nor
-bytes, which `xshard/cost/` derives, nor any particular step.
-"""
+"""The traffic of a step on the busiest device: elements over links, and elements copied locally."""
 
 from __future__ import annotations
 

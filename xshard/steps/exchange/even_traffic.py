@@ -1,8 +1,7 @@
-"""The traffic of an exchange between even contiguous cuts, from the digits of row numbers.
+"""The traffic of an exchange between even contiguous shards, in closed form.
 
-Decides what such an exchange moves over every level of links, in closed form: no cost grows with the
-number of devices. A block is the set of rows whose digits at its cuts equal the device's coordinates, so
-the intersection of two blocks is a product over digits. Knows no shardings and no messages.
+A block is the set of rows whose digits equal the device's coordinates, so the intersection of two blocks is a
+product over digits, and the work does not grow with the number of devices.
 """
 
 from __future__ import annotations

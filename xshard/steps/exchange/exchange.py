@@ -1,8 +1,8 @@
 """Exchange: every device sends every other device exactly the boxes that it lacks. The general step.
 
 It leads between any two layouts in one round with the fewest bytes received, and adds where a sum
-ends; structured collectives are cheaper where latency or hardware support decides. Its adjoint is
-the exchange between the dual layouts.
+ends. Structured collectives are cheaper where latency or hardware support matters. Its adjoint is the
+exchange between the dual layouts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The messages of an exchange: which box of which block every device takes from every other.
-
-Decides senders, receivers, boxes and signs, the same on every device, and the rows that are filled
-locally. Knows no transport and no costs.
-"""
+"""The messages of an exchange: the box that every device takes from every other, and fills."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Near senders of an exchange: of several replicas, one in the receiver's node sends.
+"""Node-local senders of an exchange: of several replicas, one in the receiver's node sends.
 
-Decides the senders if nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node). The
-plain choice, a replica that differs from the receiver only along the cuts, may then be in another node
-while a replica that differs along more axes is in the receiver's. Elsewhere the plain choice is as near.
+This matters if nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node). A replica that
+differs from the receiver only along the sharding axes may then be in another node, while a replica that
+differs along more axes is in the receiver's node.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Views: the parts of a block inside the array and beyond its poles.
 
-Decides how a dim with poles and the dim that is rolled by half its length depend on each other. Within
-a view the rows of each dim are independent of the other dims, so that boxes are products again.
+A pole ties a dim to the dim that it rolls by half its length. Within a view the rows of each dim are
+independent of the other dims, so that boxes are products again.
 """
 
 from __future__ import annotations

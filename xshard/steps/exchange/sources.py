@@ -1,7 +1,7 @@
 """The sources of the rows of one dim: which device sends them to which, between two shardings.
 
-Decides the sender of every row: the receiver itself if it has the row, else the device that provides
-it; contributions to a fold come from every device that has one. Knows one dim at a time.
+The sender is the receiver itself if it has the row, else the device that provides it. Contributions to a
+fold come from every device that has one.
 """
 
 from __future__ import annotations

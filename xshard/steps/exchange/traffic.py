@@ -1,8 +1,4 @@
-"""The traffic of an exchange: how much every device takes from how many senders, by interval algebra.
-
-Decides the traffic over links of several speeds: in closed form between even contiguous cuts, else with
-arrays that broadcast over the mesh. Lists no messages and knows no seconds.
-"""
+"""The traffic of an exchange between any shardings, over links of several speeds."""
 
 from __future__ import annotations
 
