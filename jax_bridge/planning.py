@@ -35,7 +35,7 @@ NotLayout = PartitionSpec | NamedSharding  # what JAX's own functions take in it
 
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:
-    """The names and sizes of a mesh's axes. Raises MeshError for what is no mesh."""
+    """The names and sizes of a mesh's axes. Raises MeshError for what is not a mesh."""
     return mesh if isinstance(mesh, Mesh) else Mesh(dict(jax_mesh(mesh).shape))
 
 
@@ -43,7 +43,7 @@ def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
     """A mesh of JAX, as it is. Raises MeshError for anything else."""
     if isinstance(mesh, JaxMesh | AbstractMesh):
         return mesh
-    why = "has no devices" if isinstance(mesh, Mesh) else "is no mesh"
+    why = "has no devices" if isinstance(mesh, Mesh) else "is not a mesh"
     raise MeshError(f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing where JAX knows the mesh")
 
 

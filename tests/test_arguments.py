@@ -62,7 +62,7 @@ def test_a_dtype_has_one_name():
     assert [xs.plan(*ASK, name).dtype for name in ("f4", "half", "i8")] == ["float32", "float16", "int64"]
 
 
-NO_MESH, NO_SHAPE = " is no mesh\n  write ", " is no sequence of lengths\n  as in shape="
+NO_MESH, NO_SHAPE = " is not a mesh\n  write ", " is no sequence of lengths\n  as in shape="
 NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
 
 
@@ -101,7 +101,7 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
         (
             lambda: xs.Layout(["b"]),
             xs.errors.NotationError,
-            "['b'] is no tuple of dims\n  write Layout('b s/cp')",
+            "['b'] is not a tuple of dims\n  write Layout('b s/cp')",
         ),
         (lambda: xs.Layout.parse(["b"]), xs.errors.NotationError, "a layout is text, not list"),
         (lambda: xs.Layout.parse(np.ones(99)), xs.errors.NotationError, "a layout is text, not ndarray"),
@@ -111,7 +111,7 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
         (lambda: xs.Layout.parse("b").local_shape(MESH, 8, 0), xs.errors.ShapeError, NO_SHAPE),
         (lambda: ops.halo("cp", (1, 2, 3), "zero"), xs.errors.ShapeError, "(1, 2, 3) is no width of a halo"),
         (lambda: ops.dims((2,), {"n": "cp"}), xs.errors.ShapeError, "no dim 'n' in a block of shape (2,)"),
-        (lambda: ops.tag("sum", MESH), xs.errors.MeshError, "Mesh(cp=4) is no mesh axis"),
+        (lambda: ops.tag("sum", MESH), xs.errors.MeshError, "Mesh(cp=4) is not a mesh axis"),
         (
             lambda: xs.plan(ASK[0], src_mesh=MESH, dst_mesh=MESH, shape=(8, 8), dst_devices=4),
             xs.errors.MeshError,

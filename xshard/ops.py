@@ -87,5 +87,5 @@ def _axis_names(axis: Axes) -> str:
     if isinstance(axis, str):
         return axis
     if not isinstance(axis, list | tuple) or not all(isinstance(name, str) for name in axis):
-        raise MeshError(f"{shown(axis)} is no mesh axis", hint='its name, as in "cp", or several names')
+        raise MeshError(f"{shown(axis)} is not a mesh axis", hint='its name, as in "cp", or several names')
     return ",".join(axis)

@@ -164,7 +164,7 @@ NotationError: 'b | max(tp)' in a contraction in
 NotationError: mesh axis 'tp' is used twice in
     'b d, d/tp f/tp -> b f'
                  ^^
-  an axis cuts one dim or carries one tag
+  an axis shards one dim or carries one tag
 ---
 NotationError: an empty layout in
     'b d, , d f -> b f'

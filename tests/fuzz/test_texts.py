@@ -50,8 +50,8 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
     "1000001 dims": lambda: parse_sizes("," * 10**6),
     "devices are numbers and ranges": lambda: parse_devices(f"0-{10**12}"),
     "no number of bytes": lambda: parse_bytes(DIGITS),
-    "is no scale": lambda: xs.Plan.from_json(PLAN.replace('"1/4"', '"1e999999999"')),
-    "are no whole numbers": lambda: xs.Plan.from_json(
+    "is not a fraction": lambda: xs.Plan.from_json(PLAN.replace('"1/4"', '"1e999999999"')),
+    "is not a whole number": lambda: xs.Plan.from_json(
         PLAN.replace('"split": {}', '"split": {"a": [[0], 1000000000]}')
     ),
     "this is no plan: RecursionError": lambda: xs.Plan.from_json("[" * 100_000),

@@ -132,7 +132,7 @@ def test_errors_come_with_the_leaf_before_anything_moves() -> None:
     ):
         with pytest.raises(xs.errors.DtypeError, match=f"leaf 'x': .*{words}"):
             xj.place({"x": wrong}, {"x": "n"}, mesh())
-    with pytest.raises(xs.errors.MeshError, match="is no mesh"):
+    with pytest.raises(xs.errors.MeshError, match="is not a mesh"):
         xj.place(tree, "...", {"a": 2})
     stored = xj.place(array(6), "n/zigzag(c)", jax.make_mesh((3,), ("c",)))
     with pytest.raises(xs.errors.ShapeError, match="leaf 'x': the rows of the array are stored as 'n/zigzag"):

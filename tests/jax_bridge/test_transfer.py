@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
         ({"w": "i"}, serve, xs.errors.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),
         ({"v": "i o"}, serve, xs.XshardError, "no rule for 1 of 1 names: w"),
         ({"w": "i o"}, serve.abstract_mesh, xs.errors.MeshError, "has no devices"),
-        ({"w": "i o"}, {"tp": 2}, xs.errors.MeshError, "is no mesh"),
+        ({"w": "i o"}, {"tp": 2}, xs.errors.MeshError, "is not a mesh"),
     ):
         with pytest.raises(kind, match=words):
             xj.transfer({"w": w}, rules, mesh)

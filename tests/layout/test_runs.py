@@ -268,7 +268,7 @@ def test_the_longest_block_is_known_without_looking_at_blocks(order):
 @pytest.mark.parametrize("overlap", ["halo(1,0,{0})", "halo([0,0],[0,1],{0})", "window(k=3,p=1,{0})"])
 def test_an_empty_dim_has_no_rows_to_copy(boundary, overlap):
     layout = Layout.parse("h/sp:" + overlap.format(boundary))
-    with pytest.raises(xs.errors.ShapeError, match=f"dim 'h' has no rows that '{boundary}' could copy"):
+    with pytest.raises(xs.errors.ShapeError, match=f"dim 'h' lacks rows that '{boundary}' could copy"):
         xs.Sharding(layout, xs.Mesh(sp=2), (0,))
     assert xs.Sharding(layout, xs.Mesh(sp=2), (2,)).local_shape(0)
     for nothing in ("halo(0,0,periodic)", "halo(1,1)", "halo(-1,0,edge,none)"):

@@ -89,7 +89,7 @@ def test_max_has_no_dual():
     with pytest.raises(xs.errors.LinearityError) as caught:
         _ = Layout.parse("n | max(a)").dual
     assert str(caught.value) == (
-        "'n | max(a)' has no dual: max and min are not linear\n"
+        "'n | max(a)' lacks a dual: max and min are not linear\n"
         "  their gradient goes to the winners; redistribute of either bridge computes it"
     )
 
@@ -106,7 +106,7 @@ def test_ellipsis_stands_for_the_missing_dims():
             "b c",
             3,
             "'b c' has 2 dims, the array has 3\n"
-            "  write one name per dim, or '...' for any number of uncut dims",
+            "  write one name per dim, or '...' for any number of unsharded dims",
         ),
         ("b ... c", 1, "'b ... c' needs at least 2 dims, the array has 1"),
     ],
@@ -136,15 +136,15 @@ NotationError: dim 'n' is named twice in
            ^
   a diagonal is taken before
 ---
-NotationError: '...' stands for uncut dims and cannot be cut in
+NotationError: '...' stands for unsharded dims in
     '.../a'
         ^
-  name the dim to cut it
+  name the dim to shard or widen it
 ---
-NotationError: '...' stands for uncut dims and cannot overlap in
+NotationError: '...' stands for unsharded dims in
     '...:halo(1,1)'
         ^
-  name the dim to widen it
+  name the dim to shard or widen it
 ---
 NotationError: expected a name, found '|' in
     'n/ | sum(a)'
@@ -185,12 +185,12 @@ NotationError: expected a name, found '2' in
 NotationError: mesh axis 'a' is used twice in
     'n/a d/b/a'
              ^
-  an axis cuts one dim or carries one tag
+  an axis shards one dim or carries one tag
 ---
 NotationError: mesh axis 'a' is used twice in
     'n/a | copy(b,a)'
                   ^
-  an axis cuts one dim or carries one tag
+  an axis shards one dim or carries one tag
 ---
 NotationError: max and sum in one layout in 'n | sum(a) max(b)'
   the result depends on their order: reduce one of them first
@@ -311,7 +311,7 @@ NotationError: an empty layout in
 NotationError: mesh axis 'a' is used twice in
     'n/a d -> n/a d/a'
                     ^
-  an axis cuts one dim or carries one tag
+  an axis shards one dim or carries one tag
 ---
 NotationError: dim names differ across the arrow in
     'b s c -> b q c'

@@ -122,7 +122,7 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
             {"shape": (4, 4)},
             xs.errors.ShapeError,
             "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
-            "  write one name per dim, or '...' for any number of uncut dims",
+            "  write one name per dim, or '...' for any number of unsharded dims",
         ),
         ({"shape": (4.0,)}, xs.errors.ShapeError, "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'"),
         (
@@ -254,7 +254,7 @@ SENT = GOOD["steps"][0]
         ({"src_devices": [1, 2, 3]}, "this is no plan: 3 devices for the source"),
         ({"src_devices": None}, "this is no plan: TypeError"),
         ({"steps": [{**SENT, "dst_devices": [1, 2]}]}, "this is no plan: 2 devices for the destination"),
-        ({"steps": [{**SENT, "dst_devices": None}]}, "None are no whole numbers"),
+        ({"steps": [{**SENT, "dst_devices": None}]}, "None is not a list"),
         ({"scale": "2"}, "the steps scale by 1, the plan says 2"),
         ({"shape": [8, -4]}, "this is no plan: shape (8, -4) has -4"),
         ({"profile": "h1000"}, "this is no plan: no profile 'h1000'"),

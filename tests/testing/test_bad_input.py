@@ -36,7 +36,7 @@ REFUSED = {
         xs.errors.NotationError,
         "unknown mesh axis 'cq' in\n    'n/cq d'\n",
     ),
-    "a max has no dual": (
+    "a max lacks a dual": (
         {"layouts": (["n d | max(tp)"], "n d")},
         xs.errors.LinearityError,
         "'n d | max(tp)'",

@@ -367,7 +367,7 @@ PlanError: no overlap 'maybe'
 DtypeError: the plan is for float32, the operands have float64 in 's/tp d, d f/tp -> s f/tp'
   pass the expression, or a plan made for them
 ---
-MeshError: {'tp': 2} is no mesh
+MeshError: {'tp': 2} is not a mesh
   the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it
 ---
 NotationError: a contraction is text, not Tensor

@@ -142,13 +142,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "mesh as text": (
         lambda: xt.redistribute(X, TURN, "tp=4"),
         "MeshError",
-        ("'tp=4' is no mesh", "the expression comes before it"),
+        ("'tp=4' is not a mesh", "the expression comes before it"),
     ),
-    "mesh as a dict": (lambda: xt.redistribute(X, TURN, {"tp": 4}), "MeshError", ("{'tp': 4} is no mesh",)),
+    "mesh as a dict": (
+        lambda: xt.redistribute(X, TURN, {"tp": 4}),
+        "MeshError",
+        ("{'tp': 4} is not a mesh",),
+    ),
     "mesh before the axis": (
         lambda: xt.ops.copy_to(X, MESH, "tp"),  # type: ignore[arg-type]
         "MeshError",
-        ("Mesh(tp=4) is no mesh axis",),
+        ("Mesh(tp=4) is not a mesh axis",),
     ),
     "three sides": (
         lambda: xt.redistribute(X, ("n d", "n d", "n d"), MESH),

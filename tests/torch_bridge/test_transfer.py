@@ -324,7 +324,7 @@ def test_wrong_input():
         ("DtypeError", "int64 has no gradient\n  floats and complex numbers have one"),
         (
             "LinearityError",
-            "'n | max(a)' has no dual: max and min are not linear\n"
+            "'n | max(a)' lacks a dual: max and min are not linear\n"
             "  their gradient goes to the winners; redistribute of either bridge computes it",
         ),
     ]

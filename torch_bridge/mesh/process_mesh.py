@@ -214,7 +214,7 @@ def mesh_of(mesh: MeshLike) -> Mesh:
         return mesh.mesh
     if not isinstance(mesh, DeviceMesh):
         hint = "the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it"
-        raise MeshError(f"{shown(mesh)} is no mesh", hint=hint)
+        raise MeshError(f"{shown(mesh)} is not a mesh", hint=hint)
     if mesh.mesh_dim_names is None:
         raise MeshError(
             f"{mesh!r} has no names for its dims",

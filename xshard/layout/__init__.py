@@ -1,4 +1,4 @@
-"""Where the elements of an array live: meshes, layouts, and shardings, which are both with a shape."""
+"""The place of every element of an array: meshes, layouts, and shardings, which are both with a shape."""
 
 from xshard.layout.layout import Layout
 from xshard.layout.mesh import Mesh

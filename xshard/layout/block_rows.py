@@ -19,8 +19,7 @@ Sizes = tuple[int, ...]
 class RowSpan(NamedTuple):
     """Rows of a block with one origin.
 
-    own: the device owns them. near: another device owns them. before, after: they lie beyond that
-    end of the array, where its boundary decides their values.
+    own: the device owns them. near: another device owns them. before, after: beyond that end of the array.
     """
 
     run: Run
@@ -77,21 +76,21 @@ def window_outputs(
         return cut_nested(n, (Shard(dim.axes, "balanced"),), sizes, coords)
     if not rule:
         return cut_nested(n, dim.shards, sizes, coords)
-    found = []
+    runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
         first, stop = -(-run.start // window.s), -(-(run.start + run.length) // window.s)
         if run.start + run.length == length:
             stop = n  # the last owner also computes the outputs that start beyond the array
         if first < min(stop, n):
-            found.append(Run(first, min(stop, n) - first))
-    return tuple(found)
+            runs.append(Run(first, min(stop, n) - first))
+    return tuple(runs)
 
 
 def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
-    """A dim under a window -> (the dim of the outputs with its cuts, the number of outputs).
+    """A dim under a window -> (the sharded dim of the outputs, the number of outputs).
 
-    length: of the input dim. sizes: of the mesh axes that cut it, in order. The public name is
-    `xshard.output_dim`. Raises ShapeError if the dim has no window, or no layout can express the cuts.
+    length: length of the input dim. sizes: sizes of the mesh axes that shard it, in order.
+    Raises ShapeError if the dim lacks a window, or no layout can express the outputs' sharding.
 
     >>> from xshard import Layout
     >>> from xshard.layout.block_rows import output_dim
@@ -101,7 +100,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     """
     window = unfolded(dim.overlap) if dim.overlap is not None else None
     if not isinstance(window, Window):
-        raise ShapeError(f"'{dim}' has no outputs", hint="windows have outputs, as in h/sp:window(k=3,p=1)")
+        raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
     n = window.output_length(length)
     every = [
         tuple(window_outputs(dim, window, length, sizes, c)) for c in itertools.product(*map(range, sizes))
@@ -122,13 +121,13 @@ def block_fills(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[tuple[
     """Local rows outside the array: (start, stop, value that fills them)."""
     if dim.overlap is None or isinstance(dim.overlap, Fold):
         return ()  # contributions to rows outside the array are dropped
-    overlap, found, at = unfolded(dim.overlap), [], 0
+    overlap, fills, start = unfolded(dim.overlap), [], 0
     for run, origin in all_row_spans(dim, length, sizes)[index]:
         n = run.length * run.repeats
         if run.start == FILL:
-            found.append((at, at + n, float(boundary_at(overlap, origin).value)))
-        at += n
-    return tuple(found)
+            fills.append((start, start + n, float(boundary_at(overlap, origin).value)))
+        start += n
+    return tuple(fills)
 
 
 def meaning(dim: Dim, length: int, sizes: Sizes, index: int) -> tuple[object, ...]:
@@ -157,8 +156,8 @@ def _halo_intervals(
     dim: Dim, halo: Halo, length: int, sizes: Sequence[int], coords: Sequence[int]
 ) -> list[tuple[int, int]]:
     part = 0
-    for n, at in zip(sizes, coords, strict=True):
-        part = part * n + at
+    for n, coord in zip(sizes, coords, strict=True):
+        part = part * n + coord
     lo, hi = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
         return [
@@ -175,16 +174,16 @@ def _spans_between(
 ) -> Iterator[RowSpan]:
     """The rows [start, stop) by origin; beyond the ends of the array the boundaries decide."""
     yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
-    at, end = max(start, 0), min(stop, length)
+    start_here, end = max(start, 0), min(stop, length)
     for run in sorted(unrolled(mine)):
-        first, last = max(run.start, at), min(run.start + run.length, end)
+        first, last = max(run.start, start_here), min(run.start + run.length, end)
         if first < last:
-            if at < first:
-                yield RowSpan(Run(at, first - at), "near")
+            if start_here < first:
+                yield RowSpan(Run(start_here, first - start_here), "near")
             yield RowSpan(Run(first, last - first), "own")
-            at = last
-    if at < end:
-        yield RowSpan(Run(at, end - at), "near")
+            start_here = last
+    if start_here < end:
+        yield RowSpan(Run(start_here, end - start_here), "near")
     yield from (RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after))
 
 
@@ -208,13 +207,13 @@ def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
     """Rows start..stop of a walk up the array; if period > length, it comes back down."""
     runs: list[Run] = []
     while start < stop:
-        at = start % period
-        if at < length:
-            n = min(stop - start, length - at)
-            runs.append(Run(at, n))
+        position = start % period
+        if position < length:
+            n = min(stop - start, length - position)
+            runs.append(Run(position, n))
         else:
-            n = min(stop - start, period - at)
+            n = min(stop - start, period - position)
             # One below the last climbed row for `reflect` (period 2L-2), that row itself for `pole` (2L).
-            runs.append(Run(period - at - (period == 2 * length), 1, n, -1))
+            runs.append(Run(period - position - (period == 2 * length), 1, n, -1))
         start += n
     return runs

@@ -26,11 +26,10 @@ NONLINEAR = ("max", "min")
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout(Pictured):
-    """The dims of an array with their cuts, and the tags of mesh axes that cut no dim.
+    """The dims of an array with their shards, and the tags of other mesh axes; `Layout(text)` parses.
 
-    Axes without a name here hold replicas. Tags are merged and sorted (sum, mean, max, min, copy; axes by
-    name), so that equal layouts are equal values.
-    `Layout(text)` reads the notation. Raises NotationError if an axis or a dim name is used twice.
+    Axes that are not named hold replicas. Tags are merged and sorted (sum, mean, max, min, copy; axes by
+    name), so that equal layouts are equal values. Raises NotationError if an axis or a dim is named twice.
 
     >>> layout = Layout("n/tp d | sum(dp)")
     >>> layout, str(layout.dual)
@@ -45,7 +44,7 @@ class Layout(Pictured):
             parsed = Layout.parse(dims)
             dims, tags = parsed.dims, parsed.tags
         if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
-            raise NotationError(f"{shown(dims)} is no tuple of dims", hint="write Layout('b s/cp')")
+            raise NotationError(f"{shown(dims)} is not a tuple of dims", hint="write Layout('b s/cp')")
         check_form(dims, tags)
         merged = {kind: sorted(a for k, axes in tags if k == kind for a in axes) for kind in parser.TAGS}
         object.__setattr__(self, "dims", dims)
@@ -81,7 +80,7 @@ class Layout(Pictured):
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that the layout names, cuts first."""
+        """Every axis that the layout names, shards first."""
         return tuple(a for dim in self.dims for a in dim.axes) + tuple(
             a for _, axes in self.tags for a in axes
         )
@@ -91,7 +90,7 @@ class Layout(Pictured):
         return tuple(a for kind, axes in self.tags if kind in kinds for a in axes)
 
     def role(self, axis: str) -> tuple[object, ...]:
-        """Use of an axis: `(dim, cuts down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
+        """Use of an axis: `(dim, shards down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
         for dim in self.dims:
             for i, shard in enumerate(dim.shards):
                 if axis in shard.axes:
@@ -115,7 +114,7 @@ class Layout(Pictured):
         """
         if not self.is_linear:
             raise LinearityError(
-                f"'{self}' has no dual: max and min are not linear",
+                f"'{self}' lacks a dual: max and min are not linear",
                 hint="their gradient goes to the winners; redistribute of either bridge computes it",
             )
         swapped = {"sum": "copy", "mean": "copy", "copy": "sum"}
@@ -134,26 +133,26 @@ class Layout(Pictured):
         return self if names == self.names else replace(self, dims=tuple(map(self.dim, names)))
 
     def named(self, names: Sequence[str]) -> Layout:
-        """The same with other names for the dims, in turn."""
+        """The layout with these names for its dims."""
         dims = zip(self.dims, names, strict=True)
         return replace(self, dims=tuple(replace(dim, name=name) for dim, name in dims))
 
     def resolved(self, ndim: int) -> Layout:
         """The layout with `...` replaced by dims `_0`, `_1`, ... for an array of `ndim` dims."""
-        whole = ndim - len(self.dims)
+        missing = ndim - len(self.dims)
         if ELLIPSIS not in self.names:
-            if whole:
+            if missing:
                 raise ShapeError(
                     f"'{self}' has {len(self.dims)} dims, the array has {ndim}",
-                    hint="write one name per dim, or '...' for any number of uncut dims",
+                    hint="write one name per dim, or '...' for any number of unsharded dims",
                 )
             return self
-        whole += 1
-        if whole < 0:
+        missing += 1
+        if missing < 0:
             raise ShapeError(f"'{self}' needs at least {len(self.dims) - 1} dims, the array has {ndim}")
-        at = self.names.index(ELLIPSIS)
-        anonymous = tuple(Dim(f"_{i}") for i in range(whole))
-        return replace(self, dims=self.dims[:at] + anonymous + self.dims[at + 1 :])
+        position = self.names.index(ELLIPSIS)
+        anonymous = tuple(Dim(f"_{i}") for i in range(missing))
+        return replace(self, dims=self.dims[:position] + anonymous + self.dims[position + 1 :])
 
     def local_shape(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[int, ...]:
         """Global shape -> shape of the block of one device.
@@ -178,17 +177,17 @@ class Layout(Pictured):
         [2, 3, 4, 5, -1]
         """
         shape = lengths_of(shape)
-        at = self.resolved(len(shape)).dim_index(dim)
-        return row_numbers(self._held(mesh, shape, device)[at])
+        index = self.resolved(len(shape)).dim_index(dim)
+        return row_numbers(self._held(mesh, shape, device)[index])
 
     def dim_index(self, dim: int | str) -> int:
         """Name or index, which may count from the end -> index of the dim. Raises ShapeError."""
-        found = range(len(self.dims))
+        indices = range(len(self.dims))
         if isinstance(dim, str) and dim in self.names:
             return self.names.index(dim)
-        at = whole_number(dim)
-        if at is not None and -len(found) <= at < len(found):
-            return found[at]
+        number = whole_number(dim)
+        if number is not None and -len(indices) <= number < len(indices):
+            return indices[number]
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
@@ -211,33 +210,33 @@ def parse_expression(text: str) -> tuple[Layout, Layout]:
 
 
 def parse_signature(text: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """`"layout, layout -> layout"` -> the layouts of arguments, and those of results. Raises NotationError.
+    """`"layout, layout -> layout"` -> the layouts of arguments and of results. Raises NotationError.
 
     >>> [[str(layout) for layout in side] for side in parse_signature("n d, d f/tp -> n f/tp, ()")]
     [['n d', 'd f/tp'], ['n f/tp', '()']]
     """
-    given, made = parser.parse_signature(text)
-    for parsed, span in zip((*given, *made), parser.text_spans(text).layouts, strict=True):
+    arguments, results = parser.parse_signature(text)
+    for parsed, span in zip((*arguments, *results), parser.text_spans(text).layouts, strict=True):
         check_form(*parsed, text, slice(*span))
-    return tuple(Layout(*parsed) for parsed in given), tuple(Layout(*parsed) for parsed in made)
+    return tuple(Layout(*parsed) for parsed in arguments), tuple(Layout(*parsed) for parsed in results)
 
 
 def check_form(dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)) -> None:
     """Raise NotationError if an axis or a dim is used twice, or max or min meets another reduction.
 
-    text, side: the text that the error marks, and the part of it that has these dims and tags.
+    text: the text that the error marks. side: the part of it with these dims and tags.
     """
     axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
     if len(set(axes)) != len(axes):
         axis = Counter(axes).most_common(1)[0][0]
         text = parser.write(dims, tags) if text is None else text
         where = range(len(text))[side]
-        found = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]
+        spans = [span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where]
         raise NotationError(
             f"mesh axis {axis!r} is used twice",
             text=text,
-            span=found[1],
-            hint="an axis cuts one dim or carries one tag",
+            span=spans[1],
+            hint="an axis shards one dim or carries one tag",
         )
     if len({dim.name for dim in dims}) != len(dims):
         raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
@@ -255,16 +254,16 @@ def check_axes(
 ) -> None:
     """Raise NotationError for an axis that the mesh does not have; the error marks it in `text`.
 
-    where: what the error calls the mesh. at: the number of the place in the text where the axis is marked.
+    where: name of the mesh in the error. at: index of the axis among its occurrences in the text.
     """
     for axis in layout.axes:
         if axis not in mesh.axes:
             text = str(layout) if text is None else text
-            found = [span for name, span in parser.text_spans(text).axes if name == axis]
+            spans = [span for name, span in parser.text_spans(text).axes if name == axis]
             raise NotationError(
                 f"unknown mesh axis {axis!r}",
                 text=text,
-                span=found[at] if found else None,
+                span=spans[at] if spans else None,
                 hint=f"{where} has: {mesh.describe()}",
             )
 
@@ -302,11 +301,11 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
 
 def _linear(dims: tuple[Dim, ...], *, turned: bool) -> tuple[Dim, ...]:
     """The dims with zeros for constants; turned: an overlap becomes its fold, and a fold its overlap."""
-    found = []
+    linear = []
     for dim in dims:
         if dim.overlap is not None:
             of = dim.overlap.of if isinstance(dim.overlap, Fold) else dim.overlap
-            made = replace(of, before=of.before.linear, after=of.after.linear)
-            dim = replace(dim, overlap=Fold(made) if isinstance(dim.overlap, Fold) != turned else made)
-        found.append(dim)
-    return tuple(found)
+            overlap = replace(of, before=of.before.linear, after=of.after.linear)
+            dim = replace(dim, overlap=Fold(overlap) if isinstance(dim.overlap, Fold) != turned else overlap)
+        linear.append(dim)
+    return tuple(linear)

@@ -27,8 +27,8 @@ def global_shape(
 ) -> tuple[int, ...]:
     """Shape of a block -> global shape.
 
-    The length of a dim is the known one; of several, the one whose largest block has this many rows. Without
-    a known length, the numbers of the sharding give it, as in `sizes(cp,2,3)`, or all blocks are equal.
+    The length of a dim is the known one; among several, the one that makes a largest block of this many rows.
+    Without a known length, the numbers of the shards give it, as in `sizes(cp,2,3)`, or all blocks are equal.
     text: the user's expression. Raises ShapeError, which marks the dim, if its length remains unknown.
 
     >>> layout = Layout("b/dp s/sizes(cp,2,3) h/sp:halo(1,1)")

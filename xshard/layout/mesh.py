@@ -21,7 +21,7 @@ AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 class Mesh(Pictured):
     """Ordered named axes with sizes; device numbers run row-major over them.
 
-    Raises MeshError for malformed axis names and for sizes that are no whole number >= 1.
+    Raises MeshError for malformed axis names and for sizes other than whole numbers >= 1.
 
     >>> mesh = Mesh(dp=2, cp=4)
     >>> mesh.n_devices, mesh.coords(5), mesh.groups(("dp",))[1]
@@ -37,14 +37,12 @@ class Mesh(Pictured):
         if axes is not None and not isinstance(axes, Mapping):
             raise _no_mesh(axes)
         pairs = {**(axes or {}), **named}
-        for name, given in pairs.items():
+        for name, value in pairs.items():
             if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
-                raise MeshError(
-                    f"{name!r} is no axis name", hint="a name has letters, digits and '_', no digit first"
-                )
-            size = whole_number(given)
+                raise MeshError(f"axis name {name!r}", hint="letters, digits and '_', without a digit first")
+            size = whole_number(value)
             if size is None or size < 1:
-                raise MeshError(f"axis {name!r} has size {given!r}", hint="a size is a whole number >= 1")
+                raise MeshError(f"axis {name!r} has size {value!r}", hint="a size is a whole number >= 1")
             pairs[name] = size
         if len(pairs) > MOST_AXES or math.prod(tuple(pairs.values())) > MOST_DEVICES:
             why = f"a mesh of {len(pairs)} axes and {shown(math.prod(pairs.values()))} devices"
@@ -63,13 +61,12 @@ class Mesh(Pictured):
             raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
         for part in parts:
             name, _, number = (p.strip() for p in part.partition("="))
-            at, size = text.index(part), parse_number(number)
+            start, size = text.index(part), parse_number(number)
+            span = start, start + len(part)
             if size is None:
-                raise MeshError(
-                    "an axis reads NAME=SIZE", text=text, span=(at, at + len(part)), hint="as in dp=2,cp=4"
-                )
+                raise MeshError("an axis reads NAME=SIZE", text=text, span=span, hint="as in dp=2,cp=4")
             if name in pairs:
-                raise MeshError(f"axis {name!r} is named twice", text=text, span=(at, at + len(part)))
+                raise MeshError(f"axis {name!r} is named twice", text=text, span=span)
             pairs[name] = size
         return cls(pairs)
 
@@ -93,10 +90,10 @@ class Mesh(Pictured):
 
     def position(self, axis: str) -> int:
         """Index of an axis in the mesh's order."""
-        at = self._positions.get(axis)
-        if at is None:
+        index = self._positions.get(axis)
+        if index is None:
             raise MeshError(f"unknown mesh axis {axis!r}", hint=f"the mesh has: {self.describe()}")
-        return at
+        return index
 
     @cached_property
     def _positions(self) -> dict[str, int]:
@@ -134,17 +131,17 @@ class Mesh(Pictured):
         """Position of a device within its group along `axes`, the first axis slowest."""
         coords, number = self.coords(device), 0
         for axis in axes:
-            at = self.position(axis)
-            number = number * self.sizes[at] + coords[at]
+            position = self.position(axis)
+            number = number * self.sizes[position] + coords[position]
         return number
 
     def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The devices that differ from `device` only along `axes`, itself included, ordered by `index`."""
         base = list(self.coords(device))
-        at = [self.position(a) for a in axes]
+        positions = [self.position(a) for a in axes]
         members = []
-        for combo in itertools.product(*(range(self.sizes[i]) for i in at)):
-            for i, c in zip(at, combo, strict=True):
+        for combo in itertools.product(*(range(self.sizes[i]) for i in positions)):
+            for i, c in zip(positions, combo, strict=True):
                 base[i] = c
             members.append(self.device(base))
         return tuple(members)
@@ -159,18 +156,18 @@ class Mesh(Pictured):
 
 
 def check_mesh(mesh: object) -> None:
-    """Raise MeshError for what is no mesh."""
+    """Raise MeshError unless it is a Mesh."""
     if not isinstance(mesh, Mesh):
         raise _no_mesh(mesh)
 
 
-def _no_mesh(found: object) -> MeshError:
-    way = "Mesh(dp=2, cp=4)"
-    if isinstance(found, str) and "=" in found:
-        way = f"Mesh.parse({found!r})"
-    elif isinstance(found, Mapping):
-        way = f"Mesh({found!r})"
-    return MeshError(f"{shown(found)} is no mesh", hint=f"write {way}")
+def _no_mesh(value: object) -> MeshError:
+    example = "Mesh(dp=2, cp=4)"
+    if isinstance(value, str) and "=" in value:
+        example = f"Mesh.parse({value!r})"
+    elif isinstance(value, Mapping):
+        example = f"Mesh({value!r})"
+    return MeshError(f"{shown(value)} is not a mesh", hint=f"write {example}")
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from xshard.notation.parser import INTERVALS, SEGMENTS, SIZES, Dim, Shard
 
 
 def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
-    """Positions of `range(length)` in part `index` of `n`, in the order of the part.
+    """Positions of `range(length)` in part `index` of `n`, in local order.
 
     >>> cut(8, Shard(("cp",), "zigzag"), 2, 0)
     (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
@@ -21,8 +21,8 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
     if n == 1:  # one part is one interval in every order, so that an overlap widens it only once
         return interval(0, length)
     if order == SIZES:
-        ends = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
-        return interval(ends[index], ends[index + 1])
+        stops = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
+        return interval(stops[index], stops[index + 1])
     if order == INTERVALS:
         return tuple(itertools.chain(*(interval(a, b) for a, b in interval_pairs(numbers[index]))))
     if order == "balanced":
@@ -43,47 +43,48 @@ def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
 
 
 def cut_nested(length: int, shards: Sequence[Shard], sizes: Sequence[int], coords: Sequence[int]) -> Runs:
-    """Positions of `range(length)` that one device keeps after every cut in turn.
+    """Positions of `range(length)` that one device keeps after all shards in turn.
 
     sizes, coords: one number per axis, in the order of the shards.
     """
     runs = interval(0, length)
-    at = 0
+    first = 0
     for shard in shards:
         n, index = 1, 0
-        for size_, coord in zip(sizes[at : at + len(shard.axes)], coords[at:], strict=False):
+        for size_, coord in zip(sizes[first : first + len(shard.axes)], coords[first:], strict=False):
             n, index = n * size_, index * size_ + coord
-        at += len(shard.axes)
+        first += len(shard.axes)
         parts = cut(n_rows(runs), shard, n, index)
         runs = tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
     return runs
 
 
 def rows_in_numbers(shard: Shard) -> int | None:
-    """How many rows a cut divides, where its numbers say it: sizes, intervals, or lengths of documents."""
+    """The number of rows that sizes, intervals or documents add up to; None without such numbers."""
     if not shard.numbers or shard.order == "cyclic":
         return None
     return sum(n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers)
 
 
 def misfit(dim: Dim, length: int, sizes: Sequence[int]) -> tuple[Shard, str] | None:
-    """The first cut whose numbers do not fit the rows that it cuts, with the reason; None if all fit."""
-    at = 0
+    """The first shard with numbers that do not fit its rows, with the reason; None if all fit."""
+    first = 0
     for i, shard in enumerate(dim.shards):
         outer = Dim(dim.name, dim.shards[:i])
-        n, at = math.prod(sizes[at : at + len(shard.axes)]), at + len(shard.axes)
+        n, first = math.prod(sizes[first : first + len(shard.axes)]), first + len(shard.axes)
         if not shard.numbers or shard.order == "cyclic":
             continue
         if shard.order in (SIZES, INTERVALS) and len(shard.numbers) != n:
             return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
         for rows in {n_rows(runs) for runs in all_owned_rows(outer, length, tuple(sizes[: len(outer.axes)]))}:
             if shard.order == INTERVALS:
-                found = [p for part in shard.numbers for p in interval_pairs(part)]
-                covered = sorted(found)
-                ends = [0, *(b for _, b in covered)]
-                if [a for a, _ in covered] != ends[:-1] or ends[-1] != rows or any(a > b for a, b in covered):
+                pairs = [p for part in shard.numbers for p in interval_pairs(part)]
+                covered = sorted(pairs)
+                bounds = [0, *(b for _, b in covered)]
+                gaps = [a for a, _ in covered] != bounds[:-1] or bounds[-1] != rows
+                if gaps or any(a > b for a, b in covered):
                     return shard, f"'{shard}' does not hold each of the {rows} rows once"
-                if n == 1 and found != covered:
+                if n == 1 and pairs != covered:
                     return shard, f"'{shard}' has one part, which must hold its rows in order"
             elif (total := rows_in_numbers(shard)) != rows:
                 return shard, f"'{shard}' adds up to {total} rows, not {rows}"
@@ -117,11 +118,11 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     >>> block_length(Dim("n", (Shard(("a",)), Shard(("b",), "zigzag"))), 24, (3, 2))
     (4, True)
     """
-    left, at = length, 0
+    left, first = length, 0
     even: bool | None = True  # None: the blocks of all devices must be compared
     for shard in dim.shards:
-        n = math.prod(sizes[at : at + len(shard.axes)])
-        at += len(shard.axes)
+        n = math.prod(sizes[first : first + len(shard.axes)])
+        first += len(shard.axes)
         if shard.numbers or (shard.order == "zigzag" and left % (2 * n)):
             even = None
             break

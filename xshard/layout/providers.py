@@ -22,7 +22,7 @@ Numbers = NDArray[np.int64]
 
 _RANK = {"own": 0, "near": 1, "before": 2, "after": 2}
 
-# Side of a pole: rows that do not come from beyond one; else "before" or "after", the end they come from.
+# The side of rows that do not come from beyond a pole; others have "before" or "after".
 STRAIGHT = "straight"
 
 
@@ -32,15 +32,14 @@ def wanted_rows(
 ) -> tuple[Runs, ...]:
     """For every index, the rows that it must receive; FILL elsewhere.
 
-    Of a fold, only the provider of a row receives it; on other devices the row contributes nothing.
-    side: STRAIGHT, or the end (`before`, `after`) whose pole the rows come from. shift: added to every row,
-    modulo `length`.
+    In a fold, only the provider of a row receives it; on other devices the row contributes nothing.
+    side: STRAIGHT, or the end (`before`, `after`) with the pole. shift: added to rows, modulo `length`.
     """
     if isinstance(dim.overlap, Fold):
-        found = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
+        blocks = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
     else:
-        found = _on_side(dim, length, sizes, side)
-    return shifted(found, shift, length)
+        blocks = _on_side(dim, length, sizes, side)
+    return shifted(blocks, shift, length)
 
 
 @lru_cache(maxsize=4096)
@@ -49,8 +48,8 @@ def offered_rows(
 ) -> tuple[tuple[Runs, ...], ...]:
     """For every index, the rows that it offers to other devices, as lists of distinct rows.
 
-    Each row is offered once, by its provider; of a fold every contribution is offered, and the second
-    contribution to a row is in a second list.
+    Each row is offered once, by its provider; a fold offers every contribution, the second one to a row in a
+    second list.
     """
     if not isinstance(dim.overlap, Fold):
         once = shifted(provided_rows(dim, length, sizes), shift, length)
@@ -61,7 +60,7 @@ def offered_rows(
 @lru_cache(maxsize=4096)
 def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[Runs, ...]:
     """For every index, the rows that it has, each once; its own rows come before copies."""
-    found = []
+    blocks = []
     for all_ in all_row_spans(dim, length, sizes):
         rows = np.concatenate([row_numbers((s.run,)) for s in all_] or [np.zeros(0, np.int64)])
         rank = np.concatenate([np.full(n_rows((s.run,)), _RANK[s.origin]) for s in all_] or [rows])
@@ -71,8 +70,8 @@ def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> tuple[R
         _, first = np.unique(rows[order], return_index=True)
         keep = np.zeros(len(rows), bool)
         keep[order[first]] = True
-        found.append(as_runs(np.where(keep, rows, FILL)))
-    return shifted(tuple(found), shift, length)
+        blocks.append(as_runs(np.where(keep, rows, FILL)))
+    return shifted(tuple(blocks), shift, length)
 
 
 @lru_cache(maxsize=4096)
@@ -86,15 +85,15 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     free[FILL] = False  # index -1: the last element stands for FILL
     for rank in sorted(set(_RANK.values())):
         for all_, result in zip(blocks, results, strict=True):
-            at = 0
+            start = 0
             for span in all_:
                 n = n_rows((span.run,))
                 if _RANK[span.origin] == rank and not is_flipped(span, dim):
                     rows = row_numbers((span.run,))
                     rows = np.where(free[rows] & _first_of_each(rows), rows, FILL)
                     free[rows] = False
-                    result[at : at + n] = rows
-                at += n
+                    result[start : start + n] = rows
+                start += n
     return tuple(map(as_runs, results))
 
 
@@ -141,12 +140,12 @@ def _on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> tuple[Runs, ...]
 
 def _layers(runs: Runs) -> tuple[Runs, ...]:
     """Lists of distinct rows that together are all the rows; FILL elsewhere."""
-    rows, found = row_numbers(runs), []
+    rows, layers = row_numbers(runs), []
     while (rows != FILL).any():
         now = np.where(_first_of_each(rows), rows, FILL)
-        found.append(as_runs(now))
+        layers.append(as_runs(now))
         rows = np.where(now == FILL, rows, FILL)
-    return tuple(found)
+    return tuple(layers)
 
 
 def _first_of_each(rows: Numbers) -> NDArray[np.bool_]:

@@ -82,17 +82,17 @@ def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
 @lru_cache(maxsize=4096)
 def extents(blocks: tuple[Runs, ...]) -> Intervals:
     """For every block, the smallest [start, stop) that contains all its rows; [0, 0) if it has none."""
-    found = np.zeros((len(blocks), 2), np.int64)
-    for at, runs in enumerate(blocks):
-        ends = [
+    ranges = np.zeros((len(blocks), 2), np.int64)
+    for i, runs in enumerate(blocks):
+        spans = [
             (start, start + run.length)
             for run in runs
             if run.start != FILL and run.length and run.repeats
             for start in (run.start, run.start + run.stride * (run.repeats - 1))
         ]
-        if ends:
-            found[at] = min(a for a, _ in ends), max(b for _, b in ends)
-    return found
+        if spans:
+            ranges[i] = min(a for a, _ in spans), max(b for _, b in spans)
+    return ranges
 
 
 @lru_cache(maxsize=65536)
@@ -128,8 +128,8 @@ def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
     """Rows (src, dst, length) of an array -> segments, merged where adjacent."""
     if len(rows) == 0:
         return ()
-    ends = rows[:-1, :2] + rows[:-1, 2:]
-    joins = np.concatenate([[True], (ends != rows[1:, :2]).any(axis=1)])
+    stops = rows[:-1, :2] + rows[:-1, 2:]
+    joins = np.concatenate([[True], (stops != rows[1:, :2]).any(axis=1)])
     heads = np.flatnonzero(joins)
     lengths = np.add.reduceat(rows[:, 2], heads)
     return tuple(
@@ -140,11 +140,11 @@ def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
 
 def _positions(runs: Runs) -> NDArray[np.int64]:
     """Local position of every interval that `as_intervals(runs)` lists."""
-    at, parts = 0, []
+    start, parts = 0, []
     for run in runs:
         if run.start != FILL and run.length > 0:
-            parts.append(at + run.length * np.arange(run.repeats, dtype=np.int64))
-        at += run.length * run.repeats
+            parts.append(start + run.length * np.arange(run.repeats, dtype=np.int64))
+        start += run.length * run.repeats
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
@@ -155,8 +155,8 @@ def interval(start: int, stop: int) -> Runs:
 
 def interval_pairs(part: Width) -> list[tuple[int, int]]:
     """(start, stop, start, stop, ...) -> pairs (start, stop)."""
-    ends = part if isinstance(part, tuple) else ()
-    return list(zip(ends[::2], ends[1::2], strict=False))
+    bounds = part if isinstance(part, tuple) else ()
+    return list(zip(bounds[::2], bounds[1::2], strict=False))
 
 
 def merge_adjacent(runs: Iterable[Run]) -> Runs:
@@ -200,10 +200,10 @@ def select(runs: Runs, part: Run) -> Runs:
 def _slice(runs: Runs, start: int, stop: int) -> Runs:
     """The rows of `runs` at local positions [start, stop)."""
     taken: list[Run] = []
-    at = 0
+    offset = 0
     for run in runs:
-        lo, hi = max(start - at, 0), min(stop - at, run.length * run.repeats)
-        at += run.length * run.repeats
+        lo, hi = max(start - offset, 0), min(stop - offset, run.length * run.repeats)
+        offset += run.length * run.repeats
         if lo >= hi:
             continue
         if run.repeats == 1:

@@ -86,14 +86,14 @@ def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
 
 def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
     taken = set(base.axes)
-    found: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
+    sub_axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
         names = [f"{axis}_{i}" for i in range(len(sizes))]
         while taken & set(names):  # the mesh has an axis of that name
             names = [f"{name}_" for name in names]
         taken |= set(names)
-        found[axis] = tuple(names)
-    return found
+        sub_axes[axis] = tuple(names)
+    return sub_axes
 
 
 # Axis -> its factor axes, the slowest first; none for an axis of size 1.
@@ -102,7 +102,7 @@ Factors = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class Refinement:
-    """A mesh whose axes are factors of the axes of two others; device numbers are the same on all three."""
+    """A mesh that splits the axes of two others; device numbers are the same on all three."""
 
     mesh: Mesh
     src: Factors
@@ -134,19 +134,19 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     if src_mesh.n_devices != dst_mesh.n_devices:
         return None
     sides = _axis_ranges(src_mesh), _axis_ranges(dst_mesh)
-    ends = sorted({end for spans in sides for _, _, end in spans} | {1})
-    if any(later % earlier for earlier, later in itertools.pairwise(ends)):
+    bounds = sorted({end for spans in sides for _, _, end in spans} | {1})
+    if any(later % earlier for earlier, later in itertools.pairwise(bounds)):
         return None
     sizes: dict[str, int] = {}
     factors: tuple[dict[str, tuple[str, ...]], ...] = ({}, {})
-    for start, end in itertools.pairwise(ends):
+    for start, end in itertools.pairwise(bounds):
         owners = [next(a for a, first, last in spans if first <= start and end <= last) for spans in sides]
         name = "_".join(dict.fromkeys(owners))
         while name in sizes:  # `a_b` and `c` meet `a` and `b_c`
             name += "_"
         sizes[name] = end // start
-        for axis, found in zip(owners, factors, strict=True):
-            found[axis] = (*found.get(axis, ()), name)
+        for axis, factor_names in zip(owners, factors, strict=True):
+            factor_names[axis] = (*factor_names.get(axis, ()), name)
     return Refinement(
         Mesh(sizes),
         tuple((axis, factors[0].get(axis, ())) for axis in src_mesh.axes),
@@ -156,9 +156,9 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
 
 def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:
     """Every axis longer than 1, with the product of the sizes before it, and of those up to it."""
-    parts, found = 1, []
+    parts, ranges = 1, []
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1:
-            found.append((axis, parts, parts * size))
+            ranges.append((axis, parts, parts * size))
         parts *= size
-    return found
+    return ranges

@@ -14,11 +14,11 @@ from xshard.notation.parser import ARROW, INTERVALS, SEGMENTS, SIZES, Dim, text_
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
     """Raise ShapeError or NotationError if a dim of this length cannot have its cuts or its overlap."""
-    for at, (dim, length) in enumerate(zip(dims, shape, strict=True)):
-        found = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
-        if found is not None:
+    for i, (dim, length) in enumerate(zip(dims, shape, strict=True)):
+        reason = misfit(dim, length, mesh.sizes_of(dim.axes)) if any(s.numbers for s in dim.shards) else None
+        if reason is not None:
             raise ShapeError(
-                found[1],
+                reason[1],
                 text=str(dim),
                 hint=f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}",
             )
@@ -33,19 +33,16 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
                 reaches_out = any(n > 0 for n in ((width,) if isinstance(width, int) else width))
                 if not length and reaches_out and end.fill is None and end.kind != "none":
                     raise ShapeError(
-                        f"dim {dim.name!r} has no rows that '{end.kind}' could copy",
+                        f"dim {dim.name!r} lacks rows that '{end.kind}' could copy",
                         text=str(dim),
                         hint="an empty dim has zero, constant(c) or none beyond its ends",
                     )
                 if end.kind == "pole":
-                    rolled_dim(dims, at, end, shape)
+                    rolled_dim(dims, i, end, shape)
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
-    """Index of the dim that is rolled by half its length beyond a pole: the named dim, or the next one.
-
-    None if none is named and there is no next dim: the array has no longitudes.
-    """
+    """Index of the dim that a pole rolls by half its length: the named dim, else the next one, if any."""
     names = [dim.name for dim in dims]
     text = str(dims[at])
     if pole.dim and pole.dim not in names:
@@ -54,20 +51,20 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
         )
     if not pole.dim and at + 1 == len(names):
         return None
-    found = names.index(pole.dim) if pole.dim else at + 1
-    if found == at:
+    rolled = names.index(pole.dim) if pole.dim else at + 1
+    if rolled == at:
         raise NotationError(
             f"dim {names[at]!r} has the pole and cannot be the dim that is rolled",
             text=text,
             hint="pole(w) names the longitude; without a name the next dim is rolled",
         )
-    if shape[found] % 2:
+    if shape[rolled] % 2:
         raise ShapeError(
-            f"dim {names[found]!r} is rolled by half its length beyond a pole, but has {shape[found]} rows",
+            f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {shape[rolled]} rows",
             text=text,
             hint="the number of longitudes must be even",
         )
-    return found
+    return rolled
 
 
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
@@ -86,7 +83,7 @@ def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
 
 
 def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
-    """Raise ShapeError where outputs are to be cut like the dim, whose numbers say how many rows it has."""
+    """Raise ShapeError if outputs should be sharded like the dim, with numbers that fit its rows only."""
     n = window.output_length(length)
     if window.out or any(shard.order == SIZES for shard in dim.shards):
         return
@@ -115,15 +112,15 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
             "(the same names, in any order; einsum sums dims)",
         )
     for dim, span in spans.full_dims:
-        ends = () if dim.overlap is None else (unfolded(dim.overlap).before, unfolded(dim.overlap).after)
-        if any(end.kind == "pole" and not end.dim for end in ends):
+        boundaries = ends_of(dim.overlap) if dim.overlap else ()
+        if any(end.kind == "pole" and not end.dim for end in boundaries):
             raise NotationError(
                 "a pole rolls the next dim, and the order of dims changes",
                 text=text,
                 span=span,
                 hint="name the dim, as in pole(w)",
             )
-    fills = {dim.name: found for dim in dst if (found := _fills(dim))}
+    fills = {dim.name: values for dim in dst if (values := _fills(dim))}
     turned = [name for name in left if name in fills] != [name for name in right if name in fills]
     if turned and len(set().union(*fills.values())) > 1:
         raise NotationError(
@@ -134,7 +131,7 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
 
 
 def _fills(dim: Dim) -> set[float]:
-    """The constants that stand beyond the ends of a dim; none in a fold, which drops what is there."""
+    """The constants beyond the ends of a dim; a fold drops these rows."""
     if dim.overlap is None or isinstance(dim.overlap, Fold):
         return set()
     return {end.fill for end in (dim.overlap.before, dim.overlap.after) if end.fill is not None}

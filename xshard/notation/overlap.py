@@ -14,8 +14,8 @@ Width = int | tuple[int, ...]  # a number of rows, the same for every part of th
 class Boundary:
     """The rule for rows beyond an end of the array.
 
-    value: the fill of `constant`. dim, sign: for `pole`, the dim that is rolled by half its length
-    (empty: the next dim), and the factor that multiplies rows from beyond the pole.
+    value: the fill of `constant`. dim: the dim that a `pole` rolls by half its length (empty: the next dim).
+    sign: the factor of rows from beyond the pole.
     """
 
     kind: str = "zero"
@@ -25,7 +25,8 @@ class Boundary:
 
     def __str__(self) -> str:
         if self.kind == "constant" and self.value:
-            return f"constant({_number_text(self.value)})"
+            value = self.value
+            return f"constant({int(value) if value.is_integer() and abs(value) < 1e16 else value!r})"
         arguments = [self.dim] * bool(self.dim) + ["-1"] * (self.sign < 0)
         return f"{self.kind}({','.join(arguments)})" if arguments else self.kind
 
@@ -68,8 +69,8 @@ class Halo:
 class Window:
     """The rows that a device reads for its outputs of a k-wide, s-strided, d-dilated, p-padded window op.
 
-    p: rows of padding at both ends, or (before, after). out: how the outputs are cut: like the dim
-    (empty), `balanced`, or `aligned`: output i belongs to the owner of row `s * i`.
+    p: rows of padding at both ends, or (before, after). out: the sharding of outputs: as the dim (empty),
+    `balanced`, or `aligned`: output i belongs to the owner of row `s * i`.
     """
 
     k: int
@@ -131,7 +132,3 @@ def _boundary_text(overlap: Halo | Window) -> str:
 def bracketed(value: str | Width) -> str:
     """A number as it is; several numbers in brackets."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-
-
-def _number_text(value: float) -> str:
-    return str(int(value)) if value.is_integer() and abs(value) < 1e16 else repr(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xshard.arguments import did_you_mean
 from xshard.errors import Span
 from xshard.notation.overlap import (
@@ -33,7 +35,7 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         return _window(scanner)
     if kind == "fold":
         scanner.expect("(")
-        if scanner.value == "fold":  # before it is read: a text may have thousands, one in the other
+        if scanner.value == "fold":  # refused before it is read: a text may nest thousands
             raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x: write x")
         inner = parse_overlap(scanner)
         assert not isinstance(inner, Fold)
@@ -52,37 +54,32 @@ def _halo(scanner: Scanner) -> Halo:
         raise scanner.error(
             f"{len(lo)} widths before and {len(hi)} after", span, "as many widths on both sides"
         )
-    ends = _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
+    boundaries = _boundaries(scanner) if scanner.take(",") else (ZERO, ZERO)
     scanner.expect(")")
-    return Halo(lo, hi, *ends)
+    return Halo(lo, hi, *boundaries)
 
 
 def _window(scanner: Scanner) -> Window:
-    start = scanner.span
-    widths: dict[str, int] = {}
-    padding: int | tuple[int, ...] = 0
-    given: set[str] = set()
-    out = ""
-    ends = (ZERO, ZERO)
+    start, options = scanner.span, dict[str, Any]()
     scanner.expect("(")
     while True:
         span = scanner.span
         name = scanner.expect("name", hint="as in window(k=3,s=2,p=1)")
         if not scanner.take("="):
             before = _boundary(scanner, name, span)
-            ends = before, _next_boundary(scanner) if scanner.take(",") else before
+            after = _next_boundary(scanner) if scanner.take(",") else before
+            options |= {"before": before, "after": after}
             break
-        if name not in (*_SMALLEST, "out") or name in given:
+        if name not in (*_SMALLEST, "out") or name in options:
             raise scanner.error(f"unknown or repeated window option {name!r}", span, _OPTIONS)
-        given.add(name)
         span = scanner.span
         if name == "out":
-            out = scanner.expect("name")
+            options[name] = out = scanner.expect("name")
             if out not in OUTPUT_RULES:
                 known = f"rules are: {', '.join(OUTPUT_RULES)}"
                 raise scanner.error(f"unknown output rule {out!r}", span, known)
         elif name == "p":
-            padding = parse_width(scanner)
+            options[name] = padding = parse_width(scanner)
             if isinstance(padding, tuple) and len(padding) != 2:
                 raise scanner.error(
                     f"window padding p has {len(padding)} numbers", span, "as in p=1 or p=[1,2]"
@@ -90,15 +87,15 @@ def _window(scanner: Scanner) -> Window:
             if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
                 raise scanner.error(f"window p={padding} is negative", span, _LIMITS)
         else:
-            widths[name] = scanner.integer()
-            if widths[name] < _SMALLEST[name]:
-                raise scanner.error(f"window {name}={widths[name]} is too small", span, _LIMITS)
+            options[name] = n = scanner.integer()
+            if n < _SMALLEST[name]:
+                raise scanner.error(f"window {name}={n} is too small", span, _LIMITS)
         if not scanner.take(","):
             break
     scanner.expect(")")
-    if "k" not in widths:
+    if "k" not in options:
         raise scanner.error("a window needs its width k", start, "as in window(k=3)")
-    return Window(**widths, p=padding, out=out, before=ends[0], after=ends[1])
+    return Window(**options)
 
 
 def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
@@ -139,18 +136,18 @@ def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
     if kind == "constant":
         if scanner.kind not in ("int", "number"):
             raise scanner.error(f"expected a number, found '{scanner.value}'", hint="as in constant(1.5)")
-        found = Boundary(kind, value=float(scanner.value))
+        boundary = Boundary(kind, value=float(scanner.value))
         scanner.advance()
     elif kind == "pole":
-        found = _pole(scanner)
+        boundary = _pole(scanner)
     else:
         raise scanner.error(f"{kind} takes no argument", hint="only constant(1.5) and pole(w,-1) do")
     scanner.expect(")")
-    return found
+    return boundary
 
 
 def _pole(scanner: Scanner) -> Boundary:
-    dim, sign = "", 1
+    dim = ""
     if scanner.kind == "name":
         dim = scanner.expect("name")
         if not scanner.take(","):

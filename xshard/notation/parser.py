@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, Span, XshardError
@@ -23,11 +24,11 @@ ARROW = "->"
 
 @dataclass(frozen=True)
 class Shard:
-    """One cut of a dim over mesh axes taken as one; the first axis is the slowest.
+    """One sharding of a dim over mesh axes taken as one; the first axis is the slowest.
 
-    numbers: for `cyclic` the rows dealt out together; for `zigzag` the lengths of documents, each
-    cut on its own; for `segments`, which is written `block`, the same, but in contiguous parts; for
-    `sizes` the rows of every part; for `intervals` the (start, stop, start, stop, ...) of every part.
+    numbers: for `cyclic`, the rows dealt out together; for `zigzag`, the lengths of documents, each sharded
+    alone; for `segments` (written `block`), the same in contiguous parts; for `sizes`, the rows of every
+    part; for `intervals`, the (start, stop, start, stop, ...) of every part.
     """
 
     axes: tuple[str, ...]
@@ -43,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Dim:
-    """One array dim: its name, its cuts (outermost first), its overlap."""
+    """One array dim: its name, its shards (outermost first), its overlap."""
 
     name: str
     shards: tuple[Shard, ...] = ()
@@ -55,7 +56,7 @@ class Dim:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that cuts this dim, outermost first."""
+        """Every mesh axis that shards this dim, outermost first."""
         return tuple(axis for shard in self.shards for axis in shard.axes)
 
 
@@ -63,21 +64,17 @@ Tags = tuple[tuple[str, tuple[str, ...]], ...]
 Parsed = tuple[tuple[Dim, ...], Tags]
 
 
-@dataclass(frozen=True)
-class TextSpans:
-    """Positions in a text, in reading order: of dim names, of axis names, and of full dims.
+class TextSpans(NamedTuple):
+    """Positions of layouts, names and full dims in a text, in reading order."""
 
-    A full dim is its name with its cuts and its overlap. layouts: of every layout, operands first.
-    """
-
-    layouts: tuple[Span, ...]
-    dims: tuple[tuple[str, Span], ...]
-    axes: tuple[tuple[str, Span], ...]
-    full_dims: tuple[tuple[Dim, Span], ...]
+    layouts: list[Span]
+    dims: list[tuple[str, Span]]
+    axes: list[tuple[str, Span]]
+    full_dims: list[tuple[Dim, Span]]
 
 
 def check_text(what: str, text: object, hint: str | None = None) -> None:
-    """Raise NotationError for what is no text."""
+    """Raise NotationError unless `text` is a str. what: the subject of the error."""
     if not isinstance(text, str):
         raise NotationError(f"{what} is text, not {type(text).__name__}", hint=hint)
 
@@ -116,21 +113,20 @@ def parse_operands(text: str) -> tuple[tuple[Parsed, ...], Parsed]:
 def parse_signature(text: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...]]:
     """Text of `layout, layout -> layout, layout` -> arguments, results. Raises NotationError."""
     parser = _Parser(text)
-    given = parser.operands()
+    arguments = parser.operands()
     parser.expect(ARROW, hint="the layouts of a function read: layout, layout -> layout")
-    made = parser.operands()
+    results = parser.operands()
     parser.expect("end")
-    return given, made
+    return arguments, results
 
 
 def text_spans(text: str) -> TextSpans:
-    """Where layouts, dims and axes stand in a text that parses, so that later errors can mark them."""
+    """The positions that later errors mark, in a text that parses."""
     parser = _Parser(text)
     parser.operands()
     if parser.take(ARROW) and parser.kind != "end":
         parser.operands()
-    layouts, dims, axes = parser.layout_spans, parser.dim_spans, parser.axis_spans
-    return TextSpans(tuple(layouts), tuple(dims), tuple(axes), tuple(parser.whole_spans))
+    return parser.spans
 
 
 @contextmanager
@@ -178,25 +174,21 @@ _NUMBERS = {
 
 
 class _Parser(Scanner):
-    """Recursive descent over the grammar; remembers where names stand in the text."""
+    """Recursive descent over the grammar, which records the positions of names."""
 
     def __init__(self, text: str) -> None:
-        self.start = 0  # of the layout that is read
-        self.names: set[str] = set()  # of its dims
-        self.layout_spans: list[Span] = []
-        self.dim_spans: list[tuple[str, Span]] = []
-        self.axis_spans: list[tuple[str, Span]] = []
-        self.whole_spans: list[tuple[Dim, Span]] = []
+        self.names: set[str] = set()  # the dims of this layout
+        self.spans = TextSpans([], [], [], [])
         super().__init__(text)
 
     def operands(self) -> tuple[Parsed, ...]:
-        found = [self.layout()]
+        layouts = [self.layout()]
         while self.take(","):
-            found.append(self.layout())
-        return tuple(found)
+            layouts.append(self.layout())
+        return tuple(layouts)
 
     def layout(self) -> Parsed:
-        self.start, self.names = self.span[0], set()
+        start, self.names = self.span[0], set()
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS):
             dims.append(self.dim())
@@ -210,7 +202,7 @@ class _Parser(Scanner):
                 tags.append(self.tag())
         elif not dims and not is_scalar and self.kind in ("end", ARROW, ","):
             raise self.error("an empty layout", hint="a scalar is written ()")
-        self.layout_spans.append((self.start, self.end))
+        self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
 
     def dim(self) -> Dim:
@@ -219,25 +211,14 @@ class _Parser(Scanner):
         if name in self.names:
             raise self.error(f"dim {name!r} is named twice", span, "a diagonal is taken before")
         self.names.add(name)
-        self.dim_spans.append((name, span))
+        self.spans.dims.append((name, span))
         shards: list[Shard] = []
-        while self.kind == "/":
-            if name == ELLIPSIS:
-                raise self.error(
-                    "'...' stands for uncut dims and cannot be cut", hint="name the dim to cut it"
-                )
-            self.advance()
+        if name == ELLIPSIS and self.kind in ("/", ":"):
+            raise self.error("'...' stands for unsharded dims", hint="name the dim to shard or widen it")
+        while self.take("/"):
             shards.append(self.shard())
-        overlaps: Overlap | None = None
-        if self.kind == ":":
-            if name == ELLIPSIS:
-                raise self.error(
-                    "'...' stands for uncut dims and cannot overlap", hint="name the dim to widen it"
-                )
-            self.advance()
-            overlaps = parse_overlap(self)
-        dim = Dim(name, tuple(shards), overlaps)
-        self.whole_spans.append((dim, (span[0], self.end)))
+        dim = Dim(name, tuple(shards), parse_overlap(self) if self.take(":") else None)
+        self.spans.full_dims.append((dim, (span[0], self.end)))
         return dim
 
     def shard(self) -> Shard:
@@ -246,7 +227,7 @@ class _Parser(Scanner):
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
         if self.kind != "(":
-            self.axis_spans.append((name, span))
+            self.spans.axes.append((name, span))
             return Shard((name,))
         if name not in (*ORDERS, SIZES, INTERVALS):
             known = ", ".join((*ORDERS, SIZES, INTERVALS))
@@ -262,12 +243,12 @@ class _Parser(Scanner):
             if self.kind == "name" and not numbers:
                 axes.append(self.axis())
                 continue
-            at = self.span
+            number_span = self.span
             numbers.append(parse_width(self))
             if isinstance(numbers[-1], tuple) != (order == INTERVALS):
-                raise self.error(f"'{bracketed(numbers[-1])}' in {order}", at, _NUMBERS[order])
+                raise self.error(f"'{bracketed(numbers[-1])}' in {order}", number_span, _NUMBERS[order])
             if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
-                raise self.error(f"a number below 0: {bracketed(numbers[-1])}", at, _NUMBERS[order])
+                raise self.error(f"a number below 0: {bracketed(numbers[-1])}", number_span, _NUMBERS[order])
         self.expect(")")
         most = {"balanced": 0, "cyclic": 1}.get(order, len(numbers))
         least = int(order in (SIZES, INTERVALS))
@@ -282,7 +263,7 @@ class _Parser(Scanner):
     def axis(self) -> str:
         span = self.span
         name = self.expect("name")
-        self.axis_spans.append((name, span))
+        self.spans.axes.append((name, span))
         return name
 
     def tag(self) -> tuple[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ _TOKEN = re.compile(
     r"|(?P<int>-?\d+)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[/():,=|\[\]]))",
     re.ASCII,
 )
-_MEANT = {  # characters of other notations -> what is written here
+_MEANT = {  # characters of other notations -> a hint
     "→⟶⇒➔>-–—−": "did you mean '->'? an expression reads: layout -> layout",
     "*×·+": "axes taken as one are listed, as in s/(dp,cp)",
 }
@@ -40,9 +40,9 @@ class Scanner:
             rest = self.text[self.at :]
             start = self.at + len(rest) - len(rest.lstrip())
             if rest.strip():
-                found = self.text[start]
-                hint = next((hint for marks, hint in _MEANT.items() if found in marks), None)
-                raise self.error(f"unexpected character {found!r}", (start, start + 1), hint)
+                char = self.text[start]
+                hint = next((hint for marks, hint in _MEANT.items() if char in marks), None)
+                raise self.error(f"unexpected character {char!r}", (start, start + 1), hint)
             self.kind, self.value, self.span = "end", "", (len(self.text), len(self.text) + 1)
             return
         group = str(match.lastgroup)
@@ -63,8 +63,8 @@ class Scanner:
     def expect(self, kind: str, hint: str | None = None) -> str:
         if self.kind != kind:
             wanted = _EXPECTED.get(kind, f"'{kind}'")
-            found = "the end" if self.kind == "end" else f"'{self.value}'"
-            raise self.error(f"expected {wanted}, found {found}", hint=hint)
+            actual = "the end" if self.kind == "end" else f"'{self.value}'"
+            raise self.error(f"expected {wanted}, found {actual}", hint=hint)
         value = self.value
         self.advance()
         return value
