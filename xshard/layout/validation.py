@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.mesh import Mesh
 from xshard.layout.partition import misfit
-from xshard.notation.overlap import Boundary, Fold, Halo, Window, unfolded
+from xshard.notation.overlap import Boundary, Fold, Halo, Window, ends_of, unfolded
 from xshard.notation.parser import ARROW, INTERVALS, SEGMENTS, SIZES, Dim, text_spans
 
 
