@@ -254,7 +254,7 @@ SENT = GOOD["steps"][0]
         ({"src_devices": [1, 2, 3]}, "this is no plan: 3 devices for the source"),
         ({"src_devices": None}, "this is no plan: TypeError"),
         ({"steps": [{**SENT, "dst_devices": [1, 2]}]}, "this is no plan: 2 devices for the destination"),
-        ({"steps": [{**SENT, "dst_devices": None}]}, "None is not a list"),
+        ({"steps": [{**SENT, "dst_devices": None}]}, "this is no plan: None is not a list"),
         ({"scale": "2"}, "the steps scale by 1, the plan says 2"),
         ({"shape": [8, -4]}, "this is no plan: shape (8, -4) has -4"),
         ({"profile": "h1000"}, "this is no plan: no profile 'h1000'"),
