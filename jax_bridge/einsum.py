@@ -1,15 +1,15 @@
 """A planned contraction of blocks: its moves, and `jnp.einsum` on what every device then has.
 
 Decides how a contraction is carried out inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)`. Its
-derivatives are those of the moves and of `jnp.einsum`; a gradient that is planned in a place of its own is
-contracted there. Padding is zero after a move, so it adds nothing to a sum.
+derivatives are those of the moves and of `jnp.einsum`. Padding is zero after a
+move, so it adds nothing to a sum.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import add
@@ -20,10 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jax_bridge.autodiff.product import multiplied
-from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
 from jax_bridge.redistribution import carry_out
 from xshard import ContractionPlan, Layout, Mesh, Plan, Profile, planner
@@ -56,9 +54,8 @@ def plan_for(
 
 
 def axes_of(plan: ContractionPlan) -> tuple[str, ...]:
-    """The axes that the plan makes use of, also for gradients in places of their own."""
-    apart = (own.parts[0] for part in plan.parts for own in part.gradients if own)
-    moves = (move for part in (*plan.parts, *apart) for move in (*part.moves, part.result))
+    """The axes that the plan makes use of."""
+    moves = (move for part in plan.parts for move in (*part.moves, part.result))
     return tuple(dict.fromkeys(axis for move in moves for axis in move.axes))
 
 
@@ -126,23 +123,11 @@ def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:
     return carry_out(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
 
 
-def _part(
-    part: Part,
-    given: list[jax.Array],
-    here: Mesh,
-    product: Product,
-    text: str,
-    first: jax.Array | None = None,
-) -> jax.Array:
-    """The blocks that a part takes, under the layouts where they are -> the block of its result.
-
-    first: the first of them where it is contracted, if it is there already.
-    """
+def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text: str) -> jax.Array:
+    """The blocks that a part takes, under the layouts where they are -> the block of its result."""
     ring, moved = part.ring, partial(_moved, here=here, text=text)
 
     def used(i: int, x: jax.Array) -> Any:
-        if i == 0 and first is not None:
-            return first
         if ring is None or i != ring.operand:
             return moved(x, part.moves[i])
         blocks = jnp.split(moved(x, ring.rest), ring.pieces, part.moves[i].dst.dim_index(ring.dim))
@@ -163,12 +148,7 @@ def _part(
         kept = ring.dim in part.result.src.names
         return moved(_together(blocks, part.result.src, ring) if kept else reduce(add, blocks), part.result)
 
-    if all(own is None for own in part.gradients):
-        return result(*map(used, range(len(given)), given))
-    # What one operand varies along, the result does, and so does every gradient.
-    unnamed = frozenset[str]().union(*map(varying_axes, given)).difference(here.axes)
-    given = [as_varying(x, unnamed) for x in given]
-    return _with_own_gradients(part, result, here, product)(given, list(map(used, range(len(given)), given)))
+    return result(*map(used, range(len(given)), given))
 
 
 def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array:
@@ -211,62 +191,3 @@ def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
 def _starts(ring: Ring, rows: int) -> list[jax.Array]:
     """The row at which each piece begins that a device contracts."""
     return [piece * rows for piece in ring.order(lax.axis_index(ring.axis))]
-
-
-def _with_own_gradients(
-    part: Part, result: Callable[..., jax.Array], here: Mesh, product: Product
-) -> Callable[[list[jax.Array], list[Any]], jax.Array]:
-    """The operands as they are given, and as they are used -> the result.
-
-    Where a gradient has a plan of its own, the tangent of that operand, as it is given, takes the transpose
-    of this plan; so its cotangent takes the plan itself, in every mode of differentiation.
-    """
-
-    def whole(j: int, x: Any) -> jax.Array:
-        return _together(x, part.moves[j].dst, part.ring) if part.ring and isinstance(x, list) else x
-
-    @jax.custom_jvp
-    def contracted(_: list[jax.Array], used: list[Any]) -> jax.Array:
-        return result(*used)
-
-    @partial(contracted.defjvp, symbolic_zeros=True)
-    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        given, used = primals
-        along = [i for i in part.shared if not _is_zero(tangents[1][i])]
-
-        def shared(*some: Any) -> jax.Array:
-            replaced = dict(zip(along, some, strict=True))
-            return result(*(replaced.get(i, x) for i, x in enumerate(used)))
-
-        y, tangent = jax.jvp(shared, [used[i] for i in along], [tangents[1][i] for i in along])
-        owns = {
-            i: own for i, own in enumerate(part.gradients) if own is not None and not _is_zero(tangents[0][i])
-        }
-
-        def pulled(cotangent: jax.Array) -> list[jax.Array]:
-            travelled: dict[Layout, jax.Array] = {}  # where several take it to one place, it travels once
-            found = []
-            for i, own in owns.items():
-                [alone], rest = own.parts, (j for j in range(len(given)) if j != i)
-                pairs = zip(rest, part.as_used(i), strict=True)
-                others = [whole(j, used[j]) if as_used else given[j] for j, as_used in pairs]
-                to = alone.moves[0]
-                at, moves = cotangent, [to] if to.src == part.result.dst.dual else [part.result.backward, to]
-                for move in moves:
-                    if move.dst not in travelled:
-                        travelled[move.dst] = _moved(at, move, here, own.text)
-                    at = travelled[move.dst]
-                made = _part(alone, [cotangent, *others], here, product, own.text, travelled[to.dst])
-                found.append(made.astype(given[i].dtype))
-            return found
-
-        if owns:
-            tangent += jax.linear_transpose(pulled, y)([tangents[0][i] for i in owns])[0]
-        return y, tangent
-
-    return contracted
-
-
-def _is_zero(tangent: Any) -> bool:
-    """True if there is no tangent, also of an operand that is a list of blocks."""
-    return type(jax.tree.leaves(tangent)[0]) is SymbolicZero

@@ -57,7 +57,7 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
-    flops_limit: int | tuple[int, int] | None = None,
+    flops_limit: int | None = None,
     objective: str | None = None,
     overlap: str = NEVER,
 ) -> ContractionPlan: ...
@@ -75,7 +75,7 @@ def plan(
     relabel: bool = False,
     profile: str | Path | Profile = "h100",
     memory_limit: int | str | None = None,
-    flops_limit: int | tuple[int, int] | None = None,
+    flops_limit: int | None = None,
     objective: str | None = None,
     overlap: str = NEVER,
 ) -> Plan | ContractionPlan:
@@ -83,10 +83,10 @@ def plan(
 
     A contraction, `"layout, layout -> layout"`, sums the dims that the result lacks; its plan says where it
     is computed. sizes: the length of every dim, by name; or shape: the global shape of every operand.
-    flops_limit: floating point operations that no device may exceed for the result; a pair: for the result,
-    and for gradients in places of their own. overlap: whether a gather may run while its parts are
-    contracted, and a reduce-scatter while its addends are (`contractions.ring`): "never", "auto", where it
-    is predicted to save a tenth of the seconds, or "always", where it can be.
+    flops_limit: floating point operations that no device may exceed for the result.
+    overlap: whether a gather may run while its parts are contracted, and a reduce-scatter while its addends
+    are (`contractions.ring`): "never", "auto", where it is predicted to save a tenth of the seconds, or
+    "always", where it can be.
 
     dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for: a name that is
     shipped, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto", see `xshard.use_profile`.
@@ -155,7 +155,7 @@ def plan_contraction(
     dtype: object,
     profile: str | Path | Profile,
     memory_limit: int | None,
-    flops_limit: int | tuple[int, int] | None,
+    flops_limit: int | None,
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
@@ -223,11 +223,9 @@ def _plan_between(
 
 
 def _operations(limit: Any) -> Any:
-    """A limit of operations, or a pair of them. Raises PlanError."""
-    pair = limit if isinstance(limit, tuple) and len(limit) == 2 else (limit,)
-    if limit is not None and not all(isinstance(n, Real) for n in pair):
-        hint = "a number of operations, or a pair: for the result, and for gradients in places of their own"
-        raise PlanError(f"flops_limit is {shown(limit)}", hint=hint)
+    """A limit of operations. Raises PlanError."""
+    if limit is not None and not isinstance(limit, Real):
+        raise PlanError(f"flops_limit is {shown(limit)}", hint="a number of floating point operations")
     return limit
 
 

@@ -147,16 +147,15 @@ Operand = list[Block]  # its blocks
 
 def _contracted(
     plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]]
-) -> tuple[Operand, list[tuple[list[Operand], list[Operand]]]]:
-    """The result, and for every part its operands as they came and as they were contracted."""
+) -> tuple[Operand, list[list[Operand]]]:
+    """The result, and for every part its operands as they were contracted."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     left = [checked_blocks(x, move.source) for x, move in zip(operands, plan.moves, strict=True)]
     held = []
     for part in plan.parts:
-        came = [left[i] for i in part.takes]
-        used = [run(move, x) for move, x in zip(part.moves, came, strict=True)]
-        held.append((came, used))
+        used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
+        held.append(used)
         names = [move.dst.names for move in part.moves]
         made = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
         left = [x for i, x in enumerate(left) if i not in part.takes] + [made]
@@ -168,25 +167,20 @@ def _pulled(
 ) -> list[Operand]:
     """The cotangents of all operands: those of every part, the last part first."""
     held, left = _contracted(plan, operands)[1], [list(map(np.asarray, cotangents))]
-    for part, (came, used) in zip(reversed(plan.parts), reversed(held), strict=True):
-        found = dict(zip(part.takes, _gradients(part, came, used, left.pop()), strict=True))
+    for part, used in zip(reversed(plan.parts), reversed(held), strict=True):
+        found = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
         rest = iter(left)
         left = [found[i] if i in found else next(rest) for i in range(len(found) + len(left))]
     return left
 
 
-def _gradients(part: Part, came: list[Operand], used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
-    """The cotangents of a part's operands, each where the plan has it contracted."""
-    shared = run(part.result.backward, cotangent) if part.needs_cotangent else []
-    for i, (own, move) in enumerate(zip(part.gradients, part.moves, strict=True)):
-        others = [j for j in range(len(used)) if j != i]
-        if own is None:
-            rest = [(part.result.src.names, shared), *((part.moves[j].dst.names, used[j]) for j in others)]
-            yield run(move.backward, contract_gradient(rest, move.dst.names, used[i]))
-        else:
-            pairs = zip(others, part.as_used(i), strict=True)
-            start = shared if own.moves[0].src == part.result.src.dual else cotangent
-            yield run(own, start, *(used[j] if as_used else came[j] for j, as_used in pairs))
+def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
+    """The cotangents of a part's operands, which are contracted where the operands were."""
+    local_result = part.result.src.names, run(part.result.backward, cotangent)
+    operands = list(zip([move.dst.names for move in part.moves], used, strict=True))
+    for i, (move, (names, blocks)) in enumerate(zip(part.moves, operands, strict=True)):
+        others = [local_result, *operands[:i], *operands[i + 1 :]]
+        yield run(move.backward, contract_gradient(others, names, blocks))
 
 
 def contract_gradient(

@@ -55,7 +55,7 @@ class Case:
         return self.share if len(self.contraction.operands) <= 2 else 0.0
 
     def plan(
-        self, objective: str, flops_limit: tuple[int, int] | None, profile: str | xs.Profile = "bandwidth"
+        self, objective: str, flops_limit: int | None, profile: str | xs.Profile = "bandwidth"
     ) -> xs.ContractionPlan:
         """Our plan."""
         return xs.plan(

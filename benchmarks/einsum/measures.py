@@ -32,7 +32,9 @@ def planned(case: Case, peers: Mapping[str, Row]) -> Row:
         "dtype": case.dtype,
         "flops_limits": limits,
         "ours": {
-            peer: {objective: _facts(case.plan(objective, limit), objective) for objective in (FORWARD, BOTH)}
+            peer: {
+                objective: _facts(case.plan(objective, limit[0]), objective) for objective in (FORWARD, BOTH)
+            }
             for peer, limit in limits.items()
         },
         "peers": dict(peers),
@@ -40,7 +42,7 @@ def planned(case: Case, peers: Mapping[str, Row]) -> Row:
 
 
 def beside_xla(case: Case, xla: Row) -> tuple[int, int]:
-    """XLA's operations, forward and backward, as limits for ours."""
+    """XLA's operations, forward and backward: the first limits ours, `claims` judges both."""
     return _limits(case, case.least_flops, xla)
 
 
@@ -64,7 +66,7 @@ def _facts(plan: xs.ContractionPlan, objective: str) -> Row:
 def cold_s(case: Case, flops_limit: tuple[int, int]) -> dict[str, float]:
     """Seconds to plan with every cache of the package empty, by objective."""
     return {
-        objective: quickest(lambda objective=objective: case.plan(objective, flops_limit), clear_caches)
+        objective: quickest(lambda objective=objective: case.plan(objective, flops_limit[0]), clear_caches)
         for objective in (FORWARD, BOTH)
     }
 

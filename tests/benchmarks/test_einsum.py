@@ -54,7 +54,7 @@ def test_cases_are_even_and_peers_know_all_of_them() -> None:
 def judged(
     ours: int = 64, backward_flops: int = 8, cold: float = 0.01, cached: float = 1e-6, faster: float = 2
 ):
-    """The claims about one case, beside an XLA and a plain planner that receive 256 bytes."""
+    """The claims about two cases alike, beside an XLA and a plain planner that receive 256 bytes."""
     plan = {"received_bytes": ours, "flops": 4, "backward_flops": backward_flops}
     theirs: dict[str, Any] = {"received_bytes": {"forward": 256, BOTH: 256}}
     row = {
@@ -64,7 +64,7 @@ def judged(
         "flops_limits": {"xla": (4, 8), "plain": (4, 8)},
         "cold_s": {"forward": cold, BOTH: cold},
     }
-    return claims.judge([row], cached, [{"case": "one", "faster": faster}])
+    return claims.judge([row, row], cached, [{"case": "one", "faster": faster}])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import xshard as xs
 from xshard.contractions.expression import contraction
 
 Case = tuple[str, Mapping[str, int], Mapping[str, int], str]
@@ -96,19 +95,3 @@ CASES: tuple[Case, ...] = (
     _case("gradients_share_the_cotangent", TP4, "b d/tp, f d -> b f/tp", b=8, d=8, f=4),
     _case("batched_rows", SQUARE, "b/x s d, b/x d -> s b/y"),
 )
-
-ONWARD: Case = ("onward", SQUARE, {"a": 8, "b": 8, "c": 4}, "a b/x, c b/x -> a/x c/y")
-
-
-def onward() -> xs.ContractionPlan:
-    """One gradient is contracted where the operands are; the cotangent goes on from there to the place of the
-    other."""
-    _, mesh, sizes, expression = ONWARD
-    share = 2 * 8 * 8 * 4 // 4
-    limits = {"profile": "bandwidth", "flops_limit": (share, 3 * share)}
-    plan = xs.plan(expression, xs.Mesh(mesh), sizes=sizes, dtype="float64", **limits)
-    (own, none), [part] = plan.parts[0].gradients, plan.parts
-    assert none is None and own.moves[0].src == part.result.src.dual != part.result.dst.dual
-    gathered = 8 * 2 * 8  # from a/x c/y to a c/y, then to a c; the second gradient is gathered along y
-    assert plan.backward_bytes_received == gathered // 2 + gathered + gathered // 2
-    return plan

@@ -246,10 +246,8 @@ MOVES = {
     "exchange-untyped": ("n/b d/a -> n/a d/b", P("b", "a"), P("a", "b"), False),
     "gather": ("n/a d -> n d", P("a"), P(), True),
     "gather-untyped": ("n/a d -> n d | copy(a)", P("a"), P(), False),
-    # Products with the identity. The gradient of the first is contracted in a place of its own, which is a
-    # rule; through `jet` JAX takes no function with a rule, and with types no product with a constant.
+    # A product with the identity.
     "einsum": ("n/b d, d f/a -> n/a f", P("b"), P("a"), True),
-    "einsum-untyped": ("n/a d, d f/a -> n f/a", P("a"), P(None, "a"), False),
 }
 # Every device has a loss of its own there, of its own copy: their gradients add up.
 ADD_UP = ("grad_inside", "grad_inside_of_jit", "vjp_inside")
@@ -285,8 +283,7 @@ RULED = ("all-to-all", "gather-untyped")
 @pytest.mark.parametrize(
     ("move", "ad", "name"),
     [(move, "linear", name) for move, name in LINEAR]
-    + [("einsum", "linear", name) for name in ROWS if name != "taylor_series"]
-    + [("einsum-untyped", "linear", "taylor_series")]
+    + [("einsum", "linear", name) for name in ROWS]
     + [(move, "custom_vjp", name) for move in RULED for name in REVERSE],
 )
 @in_jax

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.contractions.local import LocalContraction
-from torch_bridge.contractions.part import Move, OwnGradient, PartExecutable, Stages
+from torch_bridge.contractions.part import Move, PartExecutable, Stages
 from torch_bridge.contractions.rounds import Rounds
 from torch_bridge.lower.executable import Executable
 from torch_bridge.lower.rules import lower
@@ -62,45 +62,35 @@ class Lowering:
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """The executable of a plan."""
         named = replace(self, text=plan.text)
-        parts = [
-            named._in_rounds(named._part(part, (self.travels,) * len(part.takes), self.travels), part.ring)
-            for part in plan.parts
-        ]
+        parts = [named._in_rounds(named._part(part), part.ring) for part in plan.parts]
         inner = (replace(part, is_last=False) for part in parts[:-1])
         return ContractionExecutable(plan, self, (*inner, parts[-1]))
 
-    def _part(self, part: Part, travel: Sequence[CommDtype], result: CommDtype) -> PartExecutable:
-        """travel, result: in which dtypes operands and result travel, forward and back."""
+    def _part(self, part: Part) -> PartExecutable:
         return PartExecutable(
             part.takes,
-            tuple(self._move(*each, lends=True) for each in zip(part.moves, travel, strict=True)),
+            tuple(self._move(move, lends=True) for move in part.moves),
             LocalContraction.of(part, self.processes.device),
-            self._move(part.result, result),
-            tuple(None if own is None else self._own(part, i, own) for i, own in enumerate(part.gradients)),
+            self._move(part.result),
         )
 
     def _in_rounds(self, made: PartExecutable, ring: Ring | None) -> PartExecutable:
         """With its rounds; none if blocks travel in another dtype, in which sums would not be added."""
         if ring is None or self.travels != (self.block, self.block):
             return made
-        rest = self._move(ring.rest, self.travels, lends=ring.operand is not None)
-        rotation = self._move(ring.rotation, self.travels)
+        rest = self._move(ring.rest, lends=ring.operand is not None)
+        rotation = self._move(ring.rotation)
         moves = tuple(rest if i == ring.operand else move for i, move in enumerate(made.moves))
         result = rest if ring.operand is None else made.result
         return replace(made, in_rounds=Stages(moves, Rounds.of(made.local, ring, rotation), result))
 
-    def _own(self, part: Part, i: int, gradient: ContractionPlan) -> OwnGradient:
-        as_used, back = part.as_used(i), CommDtype(self.travels.backward, self.travels.forward)
-        own = self._part(gradient.parts[0], (back, *(self.travels for _ in as_used)), back)
-        return OwnGradient(own.moves[0], replace(own, moves=(None, *own.moves[1:])), as_used)
-
-    def _move(self, plan: Plan, travels: CommDtype, *, lends: bool = False) -> Move:
+    def _move(self, plan: Plan, *, lends: bool = False) -> Move:
         if not plan.steps:
             return None
-        forward = travels.forward if plan.bytes_received else self.block  # what is not sent is not cast
+        forward = self.travels.forward if plan.bytes_received else self.block  # what is not sent is not cast
         if plan.dtype != (name := dtypes.name_of(forward)):
             plan = find_plan(replace(plan.request, dtype=name, memory_limit=None))
-        made = self.lower(plan, self.processes, self.tensor_device).casting(self.block, travels.backward)
+        made = self.lower(plan, self.processes, self.tensor_device).casting(self.block, self.travels.backward)
         made = replace(made, lends=lends, whole=self.text)
         if self.differentiated:
             made.plan_gradient()

@@ -48,7 +48,7 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     for name, place in zip(names, ends.seeds(), strict=True):
         at = found_at(ends, place, prices, plan.objective, stays=False)
         moves, result = tuple(map(prices.plan, at.moves)), prices.plan(at.result)
-        other = replace(part, moves=moves, result=result, gradients=(None,) * len(moves))
+        other = replace(part, moves=moves, result=result)
         if all(other.moves != known.parts[0].moves for _, known in found):
             found.append((name, replace(plan, parts=(other,), memory_limit=None)))
     return found

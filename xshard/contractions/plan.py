@@ -2,7 +2,7 @@
 
 Decides what makes it right: what devices get is the type of what they contract, and the moves lead from
 where the operands are to where the result is to be. Every gradient of a local contraction is a contraction
-again, in the same place, unless it has a plan of its own.
+again, in the same place.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ class Part:
     """One local contraction, with the moves before it and after it.
 
     takes: which operands, counted among those that are left; the result goes behind them.
-    gradients: for every operand taken, its gradient as a contraction of the cotangent with the other
-    operands, if that has a place of its own; None where it is contracted where the operands were.
     ring: how a move and the contraction run at the same time, in rounds; None: one after the other.
     """
 
     takes: tuple[int, ...]
     moves: tuple[Plan, ...]
     result: Plan
-    gradients: tuple[ContractionPlan | None, ...]
     ring: Ring | None = None
 
     @property
@@ -82,53 +79,26 @@ class Part:
 
     @cached_property
     def work(self) -> float:
-        """Predicted seconds of the local contraction, and of each gradient where the operands were."""
+        """Predicted seconds of the local contraction, and of each gradient."""
         ends = *self.used, self.result.source
         times = accesses([end.layout.names for end in ends])
         touched = sum(n * end.max_local_size for n, end in zip(times, ends, strict=True))
         return self.result.profile.work(self.flops, touched, self.result.dtype)
 
-    @cached_property
-    def shared(self) -> tuple[int, ...]:
-        """The operands whose gradients are contracted where the operands were."""
-        return tuple(i for i, own in enumerate(self.gradients) if own is None)
-
-    @cached_property
-    def needs_cotangent(self) -> bool:
-        """Whether the cotangent is moved to where the result is contracted, for gradients there or on its way
-        to the place of another."""
-        owns = (own.moves[0] for own in self.gradients if own)
-        return bool(self.shared) or any(move.src == self.result.src.dual for move in owns)
-
-    @cached_property
+    @property
     def pulled(self) -> tuple[Plan, ...]:
-        """The moves of the backward pass; the cotangent travels once to every place."""
-        cotangents = [self.result.backward] if self.needs_cotangent else []
-        rest = [self.moves[i].backward for i in self.shared]
-        for own in filter(None, self.gradients):
-            cotangent, *others = own.moves
-            cotangents.append(cotangent)
-            rest += [*others, own.result]
-        return (*{move.dst: move for move in reversed(cotangents)}.values(), *rest)  # the first goes
+        """The moves of the backward pass."""
+        return (self.result.backward, *(move.backward for move in self.moves))
 
-    @cached_property
+    @property
     def backward_flops(self) -> int:
         """Floating point operations of the busiest device for all gradients."""
-        return sum(self.flops if own is None else own.flops for own in self.gradients)
+        return self.flops * len(self.moves)
 
     @property
     def backward_seconds(self) -> float:
         """Predicted seconds of all gradients."""
-        work = sum(self.work if own is None else own.parts[0].work for own in self.gradients)
-        return work + sum(move.cost for move in self.pulled)
-
-    def as_used(self, i: int) -> tuple[bool, ...]:
-        """Of the gradient of operand `i` in a place of its own: for each of the other operands, whether it is
-        taken where it was used, else where it was given."""
-        own, others = self.gradients[i], (move for j, move in enumerate(self.moves) if j != i)
-        assert own is not None
-        pairs = zip(own.contraction.operands[1:], others, strict=True)
-        return tuple(layout != move.src for layout, move in pairs)
+        return self.work * len(self.moves) + sum(move.cost for move in self.pulled)
 
 
 @dataclass(frozen=True, repr=False)
@@ -282,8 +252,7 @@ def _from_values(values: dict[str, Any]) -> ContractionPlan:
 
 
 def _part_from_values(values: dict[str, Any]) -> Part:
-    gradients, wanted = tuple(own and _from_values(own) for own in values["gradients"]), values["ring"]
-    part = Part(**{**values, "gradients": gradients, "ring": None})
+    part, wanted = Part(**{**values, "ring": None}), values["ring"]
     found = [ring for ring in rings(part) if wanted == ring.key]
     if wanted and not found:
         raise PlanError(f"no part of '{part.local}' can be a ring of {wanted}")

@@ -38,7 +38,6 @@ def _part_to_plain(part: Part) -> dict[str, Any]:
         "takes": list(part.takes),
         "moves": [plan_to_plain(move) for move in part.moves],
         "result": plan_to_plain(part.result),
-        "gradients": [own and to_plain(own) for own in part.gradients],
         "ring": part.ring and list(part.ring.key),
     }
 
@@ -59,7 +58,6 @@ def from_plain(data: dict[str, Any], profile: Profile | str | None) -> dict[str,
                 "takes": tuple(part["takes"]),
                 "moves": tuple(Plan.from_plain(move, machine) for move in part["moves"]),
                 "result": Plan.from_plain(part["result"], machine),
-                "gradients": [own and from_plain(own, machine) for own in part["gradients"]],
                 "ring": part["ring"] and tuple(part["ring"]),
             }
             for part in data["parts"]

@@ -1,6 +1,6 @@
-"""The cheapest plan of a contraction: its place, the places of its gradients, and the order of its pairs.
+"""The cheapest plan of a contraction: its place, and the order of its pairs.
 
-Decides which gradients get a place of their own, and which orders of pairs are weighed: all of them up to
+Decides which orders of pairs are weighed: all of them up to
 four operands, then the one that numpy finds for whole arrays.
 """
 
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xshard.contractions.expression import Contraction, contraction
+from xshard.contractions.expression import Contraction
 from xshard.contractions.places import Ends, Place
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.prices import GUESS, Move, Prices
+from xshard.contractions.prices import GUESS, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
 from xshard.contractions.search import SLACK, Found, best_places, found_at
 from xshard.cost.model import Profile
@@ -27,7 +27,6 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
-from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
 RING_SHARE = 0.9  # of its seconds in turn, at most, that a part in rounds has to take: predictions err
@@ -47,7 +46,7 @@ class ContractionRequest:
     dtype: str
     profile: Profile
     memory_limit: int | None
-    flops_limit: int | tuple[int, int] | None
+    flops_limit: int | None
     objective: str
     overlap: str = NEVER
 
@@ -117,9 +116,6 @@ class _Solver:
         self.request, self.ends = request, request.ends
         self.prices = Prices(request.mesh, request.dtype, request.profile)
         self.best: list[float] = []  # seconds of whole ways pair by pair
-        limit = request.flops_limit
-        self.forward_limit: int | None = limit[0] if isinstance(limit, tuple) else limit
-        self.backward_limit: int | None = limit[1] if isinstance(limit, tuple) else None
 
     def plans(self) -> Iterator[ContractionPlan]:
         """Plans, the cheapest first."""
@@ -127,25 +123,19 @@ class _Solver:
             yield from map(self._plan, self._in_pairs())
             return
         none, takes = _Way(0.0, 0, self.ends.operands, ()), tuple(range(len(self.ends.operands)))
-        plans = (self._plan(none.then(takes, self.ends, found)) for found in self._places(self.ends))
-        if self.request.objective == BOTH and (first := next(plans, None)):
-            # With gradients in places of their own, the best place of the forward pass may be the best.
-            found = next(self._places(self.ends, objective=FORWARD))
-            if first.moves != tuple(map(self.prices.plan, found.moves)):
-                first = min(first, self._plan(none.then(takes, self.ends, found)), key=lambda plan: plan.cost)
-            yield first
-        yield from plans
+        for found in self._places(self.ends):
+            yield self._plan(none.then(takes, self.ends, found))
 
-    def _places(self, ends: Ends, *, objective: str | None = None, **options: Any) -> Iterator[Found]:
-        options = {"flops_limit": self.forward_limit, **options}
-        return best_places(ends, self.prices, objective or self.request.objective, **options)
+    def _places(self, ends: Ends, **options: Any) -> Iterator[Found]:
+        options = {"flops_limit": self.request.flops_limit, **options}
+        return best_places(ends, self.prices, self.request.objective, **options)
 
     def _in_pairs(self) -> list[_Way]:
         """The best ways to contract pair by pair: found by bounds of their moves, ranked by prices."""
         together = next(self._places(self.ends, flops_limit=None, level=GUESS)).place
         ways = [way for order in _orders(self.ends) for way in self._in_order(order, together)]
-        if self.forward_limit is not None:
-            ways = [way for way in ways if way.flops <= self.forward_limit]
+        if self.request.flops_limit is not None:
+            ways = [way for way in ways if way.flops <= self.request.flops_limit]
         finalists: list[tuple[float, int, _Way]] = []
         for n, way in enumerate(sorted(ways, key=lambda way: way.seconds)[:WIDTH]):
             least = finalists[0][0] if finalists else math.inf
@@ -169,7 +159,7 @@ class _Solver:
     def _longer(self, way: _Way, takes: tuple[int, ...], order: Order) -> Iterator[_Way]:
         """A way with one more contraction, in each of its best places."""
         pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
-        limit = self.forward_limit
+        limit = self.request.flops_limit
         if limit is not None:
             limit -= way.flops + sum(self._even_flops(order)[len(way.steps) + 1 :])
         # A whole way has to be among the best of all orders.
@@ -202,16 +192,12 @@ class _Solver:
 
     def _plan(self, way: _Way) -> ContractionPlan:
         r = self.request
-        parts = tuple(self._part(step, step.found.flops / max(1, way.flops)) for step in way.steps)
+        parts = tuple(map(self._part, way.steps))
         return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
 
-    def _part(self, step: _Step, share: float) -> Part:
-        """share: of the operations of all parts."""
+    def _part(self, step: _Step) -> Part:
         moves, result = tuple(map(self.prices.plan, step.found.moves)), self.prices.plan(step.found.result)
-        part = Part(step.takes, moves, result, (None,) * len(moves))
-        if self.request.objective == BOTH:
-            part = self._with_gradients(part, step, self.backward_limit and int(self.backward_limit * share))
-        return self._in_rounds(part)
+        return self._in_rounds(Part(step.takes, moves, result))
 
     def _in_rounds(self, part: Part) -> Part:
         """The part in the ring in which it takes the fewest seconds, if that is wanted."""
@@ -221,101 +207,6 @@ class _Solver:
         best = min(ways, key=lambda way: way.seconds, default=part)
         gains = best.seconds < RING_SHARE * part.seconds
         return best if gains or self.request.overlap == ALWAYS else part
-
-    def _with_gradients(self, part: Part, step: _Step, limit: int | None) -> Part:
-        """The part with gradients in other places, if all gradients together are cheaper so.
-
-        limit: operations of all gradients; where the operands were they may do more.
-        """
-        most = limit and max(limit, part.backward_flops)
-        share = (
-            step.ends.flops(step.ends.idle) // self.request.mesh.n_devices
-        )  # what each gradient takes, at least
-        single = most and most - share * (len(part.moves) - 1)
-        moving = [part.result.backward.cost + move.backward.cost for move in part.moves]
-        # A dearer one may be worth its while to another gradient, which needs the cotangent there too.
-        own = [
-            self._own_gradient(step, i, part.backward_seconds, single)
-            if seconds and self._may_move(step, i)
-            else None
-            for i, seconds in enumerate(moving)
-        ]
-        ways = [[None, one] for one in own]
-        if self.request.overlap == NEVER and part.result.backward.bytes_received:
-            for way in ways:
-                way += [
-                    self._onward(part, one) for one in way if one and one.moves[0].dst != part.result.src.dual
-                ]
-        if len(own) == 2:
-            for i, one in enumerate(own):
-                if one is not None and self._may_move(step, 1 - i):
-                    ways[1 - i].append(self._beside(step, i, one))
-
-        def cost(made: Part) -> tuple[float, int]:
-            flops = made.backward_flops
-            too_many = most is not None and flops > most
-            return (math.inf if too_many else round(made.backward_seconds, 15)), flops
-
-        choices = itertools.product(*map(dict.fromkeys, ways))
-        return min((replace(part, gradients=plans) for plans in choices), key=cost)  # of equals the first
-
-    def _may_move(self, step: _Step, i: int) -> bool:
-        """Whether the gradient of operand `i` may be a contraction elsewhere."""
-        ends = step.ends
-        others = (ends.result, *(end for j, end in enumerate(ends.operands) if j != i))
-        known = {name for end in others for name in end.layout.names}
-        # A mean has the dual of a sum: its scale would be lost, which moves carry, or counted twice where the
-        # result of another's mean is a sum.
-        has_scale = any(end.layout.tagged("mean") for end in (*ends.operands, ends.result))
-        return not has_scale and known.issuperset(ends.operands[i].layout.names)
-
-    def _beside(self, step: _Step, i: int, own: ContractionPlan) -> ContractionPlan:
-        """Of two operands, the gradient of the other one where that of operand `i` is: `own`."""
-        [part], j = own.parts, 1 - i
-        operand, used = step.ends.operands[j], part.result.src.dual
-        at = step.found.moves[i]
-        sources = [self.prices.plan(Move(src, used, at.shape)) for src in dict.fromkeys((at.src, at.dst))]
-        move = min(sources, key=lambda plan: plan.cost)
-        back = self.prices.plan(Move(part.moves[1].dst.dual, operand.layout.dual, operand.shape))
-        text = f"{part.moves[0].src}, {move.src} -> {back.dst}"
-        shapes = own.shapes[0], at.shape
-        parts = (Part((0, 1), (part.moves[0], move), back, (None, None)),)
-        return replace(own, contraction=contraction(text), shapes=shapes, parts=parts)
-
-    def _onward(self, part: Part, own: ContractionPlan) -> ContractionPlan:
-        """The same gradient, but the cotangent comes from where the result is contracted."""
-        [alone], src, rest = own.parts, part.result.src.dual, own.contraction.operands[1:]
-        move = self.prices.plan(Move(src, alone.moves[0].dst, own.shapes[0]))
-        text = f"{', '.join(map(str, (src, *rest)))} -> {own.contraction.result}"
-        parts = (replace(alone, moves=(move, *alone.moves[1:])),)
-        return replace(own, contraction=contraction(text), parts=parts)
-
-    def _own_gradient(self, step: _Step, i: int, below: float, limit: int | None) -> ContractionPlan | None:
-        """The gradient of operand `i` as a contraction of its own, if it takes fewer seconds than `below`.
-
-        limit: of its operations.
-        """
-        ends, moves = step.ends, step.found.moves
-        operand, cotangent = ends.operands[i], ends.result.with_layout(step.found.result.dst.dual)
-        rest = [j for j in range(len(ends.operands)) if j != i]
-        best: _Way | None = None
-        # The other operands are still where they were given, and where they were used.
-        for layouts in itertools.product(*(dict.fromkeys((moves[j].src, moves[j].dst)) for j in rest)):
-            others = [ends.operands[j].with_layout(layout) for j, layout in zip(rest, layouts, strict=True)]
-            own = Ends((cotangent, *others), operand.with_layout(operand.layout.dual))
-            places = self._places(own, objective=FORWARD, flops_limit=limit, below=below, level=GUESS)
-            found = next(places, None)
-            if found is not None and (seconds := found.priced(self.prices)) < below:
-                below = seconds
-                best = _Way(0.0, 0, own.operands, ()).then(tuple(range(len(own.operands))), own, found)
-        if best is None:
-            return None
-        own = best.steps[0].ends
-        text = f"{', '.join(str(end.layout) for end in own.operands)} -> {own.result.layout}"
-        shapes = tuple(end.shape for end in own.operands)
-        given = contraction(text), self.request.mesh, shapes, self.request.dtype
-        limits = self.request.profile, None, None, FORWARD
-        return _Solver(ContractionRequest(*given, *limits))._plan(best)
 
 
 def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> Place:

@@ -48,8 +48,6 @@ def total(plan: ContractionPlan) -> str:
     lines[0] += f", peak {format_bytes(plan.peak_bytes)}"
     if plan.objective == BOTH:
         lines += [_pass("backward", plan.backward_bytes_received, plan.backward_flops, plan.backward_cost)]
-        apart = [own for part in plan.parts for own in part.gradients if own]
-        lines += [f"  gradient in a place of its own: {own.local}" for own in apart]
     return "\n".join([*lines, f"priced for {plan.profile.name}"])
 
 
