@@ -60,9 +60,9 @@ $(BIN)/mypy
 $(BIN)/lint-imports
 endef
 
-check: $(DEV) ## lint, and the tests that load no framework and start no process: under 90 seconds
+check: $(DEV) ## lint, and quick tests that load no framework and start no process: under 100 seconds
 	$(LINT)
-	$(BIN)/pytest -n $(WORKERS) --without torch,jax,interpreters $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --quick $(ARGS)
 
 test: $(DEV) ## all tests, then lint
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
