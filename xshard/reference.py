@@ -23,7 +23,7 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block
 from xshard.steps.exchange.messages import fill_boxes
-from xshard.steps.exchange.poles import View, views
+from xshard.steps.exchange.pole_views import View, views
 from xshard.steps.retag import Scale
 
 

@@ -34,23 +34,27 @@ GOOD = {
 }
 
 
+def seconds_of(kind, traffic, itemsize):
+    return MACHINE.fabric(MESH).seconds(kind, traffic, itemsize)
+
+
 def test_a_step_pays_its_launch_its_messages_its_bytes_and_its_copies():
     traffic = Traffic(5000, 700, (Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)))
     over_dp = 1 * 1e-5 + 1000 * 2 / 1e9
     over_tp = 3 * 1e-6 + 4000 * 2 / 1e11
     copied = 700 * 2 / 1e12
-    assert math.isclose(MACHINE.seconds("all_gather", traffic, 2, MESH), 2e-5 + over_dp + over_tp + copied)
-    assert math.isclose(MACHINE.seconds("exchange", traffic, 2, MESH), 3e-5 + over_dp + over_tp + copied)
+    assert math.isclose(seconds_of("all_gather", traffic, 2), 2e-5 + over_dp + over_tp + copied)
+    assert math.isclose(seconds_of("exchange", traffic, 2), 3e-5 + over_dp + over_tp + copied)
 
 
 def test_an_exchange_in_rounds_starts_one_for_every_message_and_leaves_in_place_what_is_kept():
-    rounds = replace(MACHINE, rounds=True)
+    by_rounds = replace(MACHINE, rounds=True).fabric(MESH).seconds
     traffic = Traffic(5000, 700, (Hop("dp", 1000, 1, 0), Hop("tp", 4000, 3, 1)), kept=100)
-    more = rounds.seconds("exchange", traffic, 2, MESH) - MACHINE.seconds("exchange", traffic, 2, MESH)
+    more = by_rounds("exchange", traffic, 2) - seconds_of("exchange", traffic, 2)
     assert math.isclose(more, 3 * 3e-5 - 100 * 2 / 1e12)
-    assert rounds.seconds("exchange", Traffic(copied=700, kept=100), 2, MESH) == 3e-5 + 600 * 2 / 1e12
+    assert by_rounds("exchange", Traffic(copied=700, kept=100), 2) == 3e-5 + 600 * 2 / 1e12
     other = Traffic(5000, 700, traffic.hops)
-    assert rounds.seconds("all_gather", other, 2, MESH) == MACHINE.seconds("all_gather", other, 2, MESH)
+    assert by_rounds("all_gather", other, 2) == seconds_of("all_gather", other, 2)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_devices_that_receive_alone_have_the_port_of_their_node_to_themselves(ex
         step = Permute(plan.dst)
         block = plan.source.max_local_size
         traffic = step.traffic(plan.source, nodes.link_spans(mesh))
-        seconds = nodes.seconds("permute", traffic, 1, mesh)
+        seconds = nodes.fabric(mesh).seconds("permute", traffic, 1)
         assert math.isclose(seconds, part * block / 1e6), topology
         crosses = np.array(
             [
@@ -83,7 +87,7 @@ def test_devices_that_receive_alone_have_the_port_of_their_node_to_themselves(ex
 
 
 def test_a_local_step_pays_its_copies_only():
-    assert MACHINE.seconds("slice", Traffic(copied=700), 2, MESH) == 700 * 2 / 1e12
+    assert seconds_of("slice", Traffic(copied=700), 2) == 700 * 2 / 1e12
 
 
 def test_levels_are_links_the_slowest_first():
@@ -171,7 +175,7 @@ def test_a_profile_from_a_file(tmp_path):
         ("[]", "is malformed: "),
         (
             json.dumps({k: v for k, v in GOOD.items() if k != "default"}),
-            "has no link for axes that it does not name",
+            "lacks a link for axes that it does not name",
         ),
         (json.dumps({**GOOD, "default": {"latency_s": 0.0}}), "is malformed: "),
         (json.dumps({**GOOD, "default": {"latency_s": 0.0, "bytes_per_s": -1}}), "no such link"),

@@ -219,7 +219,7 @@ def edited(**changes):
             "Slice does not have the fields ['x']",
         ),
         (edited(steps=[{"step": "slice", "cuts": [["n", ["b c | sum(a)"]]]}]), "does not shard a dim"),
-        (edited(steps=[{"step": "exchange", "to": "n d", "node_devices": 0}]), "0 devices are no node"),
+        (edited(steps=[{"step": "exchange", "to": "n d", "node_devices": 0}]), "0 devices in a node"),
         (edited(steps=7), "this is no plan: TypeError"),
         (edited(after=GOOD["after"][:-1]), "the plan says its steps lead to"),
         (

@@ -19,7 +19,7 @@ from xshard.cost.model import Profile
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.plan import Plan, find_plan
-from xshard.search.guess import guess
+from xshard.search.estimate import estimate
 from xshard.search.request import Request
 from xshard.search.solve import without_copies
 from xshard.search.states import Space, State
@@ -89,11 +89,11 @@ class Prices:
             ends = [Sharding(layout, self.mesh, leg.shape) for layout in (move.src, move.dst)]
             start_end, goal_end = (without_copies(end.with_layout(end.normal)) for end in ends)
             space = Space(start_end, goal_end, self.dtype, self.profile)
-            return guess(space, space.start_state, space.goal_state)
+            return estimate(space, space.start_state, space.goal_state)
         key = leg.shape, start, goal
         found = self._guesses.get(key)
         if found is None:
-            found = self._guesses[key] = guess(self._space(leg.shape), start, goal)
+            found = self._guesses[key] = estimate(self._space(leg.shape), start, goal)
         return found
 
     def _space(self, shape: tuple[int, ...]) -> Space:

@@ -22,9 +22,9 @@ from xshard.steps.exchange.traffic import begun_axes, ended_axes, link_cuts, rec
 def received_elements(src: Sharding, dst: Sharding) -> int:
     """Fewest elements the busiest device must receive between two shardings in normal form.
 
-    Without a reduction: what its destination block holds beyond its source block; where a sum
-    begins any device of the sum may contribute an element, so there it is their mean. Where a
-    reduction ends it receives at least the mean over all devices.
+    Without a reduction: the elements of its destination block that its source block lacks. If a sum begins,
+    any device of the sum may contribute an element, so the bound is their mean. If a reduction ends, the
+    busiest device receives at least the mean over all devices.
     """
     mesh, begins = dst.mesh, begun_axes(src.layout, dst.layout)
     if ended_axes(src.layout, dst.layout):
@@ -40,20 +40,19 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
 def total_elements(src: Sharding, dst: Sharding) -> int:
     """Fewest elements that all devices together must receive between two shardings in normal form.
 
-    Without a reduction: what each device lacks. Where a reduction of n addends ends in m copies, every
-    element takes n-1 + m-1 messages: n-1 until some device has the whole reduction, and one more to
-    every other owner, each of which is complete later. One more again where no owner of the element
-    holds an addend of it: then either the first to complete is no owner, or it had all n addends
-    sent. All that once for every addend of the sums that stay.
+    Without a reduction: the elements that each device lacks. If a reduction of n addends ends in m copies, an
+    element takes n-1 + m-1 messages: n-1 until some device has the whole reduction, and one to every other
+    owner, which is complete later. It takes one more if none of its owners holds an addend: then either the
+    first to complete is not an owner, or it received all n addends. Every sum that stays multiplies that.
     """
-    mesh, ends, begins = dst.mesh, ended_axes(src.layout, dst.layout), begun_axes(src.layout, dst.layout)
-    if not ends:
+    mesh, ended, begins = dst.mesh, ended_axes(src.layout, dst.layout), begun_axes(src.layout, dst.layout)
+    if not ended:
         return int(_lacking(src, dst).sum())
     sums = dst.layout.tagged("sum", "max", "min")
     cut = [a for dim in dst.layout.dims for a in dim.axes]
     copies = mesh.n_devices // mesh.size(*cut, *sums)
     whole = _reached(src, dst) if _overlap(src, dst) else math.prod(dst.shape)
-    messages = reduction_messages(whole, mesh.size(*ends), copies)
+    messages = reduction_messages(whole, mesh.size(*ended), copies)
     if not begins:
         messages += max(0, whole - _met(src, dst))
     return messages * mesh.size(*(a for a in sums if a not in begins))
@@ -70,13 +69,13 @@ def reduction_messages(elements: int, addends: int, copies: int) -> int:
 def least_received(elements: int, n_devices: int, addends: int, copies: int, kept: int = 1) -> int:
     """`reduction_messages` of the mean device, as a bound for the busiest one.
 
-    kept: the number of sums that stay, each of which is moved.
+    kept: the number of sums that stay and are moved.
     """
     return -(-reduction_messages(elements, addends, copies) * kept // n_devices)
 
 
 def _lacking(src: Sharding, dst: Sharding) -> np.ndarray:
-    """What every device needs and does not have, as an array over the mesh."""
+    """Elements that every device needs and does not have, as an array over the mesh."""
     mesh = dst.mesh
     lacking = received_from(src, dst, ()).elements - received_from(src, dst, mesh.axes).elements
     return np.broadcast_to(lacking, mesh.sizes)
@@ -89,7 +88,7 @@ def _overlap(*ends: Sharding) -> bool:
 def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
     """`received_elements` with every element counted once, however often a block repeats its row.
 
-    Rows that come from beyond a pole are not counted, nor what begins to be a sum: that may stay anywhere.
+    Rows from beyond a pole and elements of a new sum, which may stay anywhere, are not counted.
     """
     mesh = dst.mesh
     if begun_axes(src.layout, dst.layout):
@@ -106,11 +105,11 @@ def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
 
 def _reached(src: Sharding, dst: Sharding) -> int:
     """Elements that some device has at both ends."""
-    found = 1
+    n = 1
     for d in range(len(src.shape)):
         here, there = (np.concatenate(_distinct(end.holders(d))) for end in (src, dst))
-        found *= len(np.intersect1d(here, there))
-    return found
+        n *= len(np.intersect1d(here, there))
+    return n
 
 
 def _needed_rows(
@@ -177,10 +176,10 @@ def received_elements_between(
 ) -> int:
     """Fewest elements that the busiest device must receive, whatever the plan. Normal forms.
 
-    What a device's new block holds beyond its old one; along a new sum, where any device may
-    contribute an element, the mean. Of n addends, more than one, no device has the total before
-    it receives; an element that ends in m blocks takes n-1 + m-1 messages, one more where the
-    devices are disjoint, of which the busiest device receives at least the mean.
+    The elements of a device's new block that its old one lacks; along a new sum, to which any device may
+    contribute, their mean. With n > 1 addends, no device has the total before it receives: an element that
+    ends in m blocks takes n-1 + m-1 messages, one more if the devices are disjoint. The busiest device
+    receives at least the mean.
     """
     addends, sums = source.mesh.size(*source.layout.tagged(*REDUCERS)), target.layout.tagged(*REDUCERS)
     disjoint = not {*src_devices} & {*dst_devices}
@@ -203,10 +202,10 @@ def lacking_elements(
 ) -> NDArray[np.int64]:
     """Elements that every device of the target needs and does not have; along a new sum, that all of them do.
 
-    Normal forms. Of n addends, more than one, no device has the total. Devices that are not first along a new
-    sum need nothing of their own.
+    Normal forms. With several addends, no device has the total. Only the first device along a new sum needs
+    elements.
     """
-    positions = {device: at for at, device in enumerate(src_devices)}
+    positions = {device: i for i, device in enumerate(src_devices)}
     shared = shared_elements(source, target)
     needed = np.array([math.prod(target.local_shape(d)) for d in range(target.mesh.n_devices)], np.int64)
     held = np.array([shared[positions[d], j] if d in positions else 0 for j, d in enumerate(dst_devices)])
@@ -221,7 +220,7 @@ def lacking_elements(
 
 
 def _block_of(sharding: Sharding, device: int) -> tuple[object, ...]:
-    """Which addend a device holds, and which rows of it."""
+    """The number of a device's addend, and its rows."""
     sums = sorted(sharding.normal.tagged(*REDUCERS), key=sharding.mesh.position)
     rows = (sharding.held(d, device) for d in range(len(sharding.shape)))
     return sharding.mesh.index(device, sums), *rows

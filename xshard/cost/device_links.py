@@ -11,7 +11,7 @@ from xshard.layout.sub_axes import Refinement
 
 
 def link_between(profile: Profile, a: int, b: int) -> Link:
-    """The link between two devices: that inside a node, or that across nodes."""
+    """The link between two devices: inside a node, or across nodes."""
     if profile.across is None or profile.node_devices is None:
         return profile.default
     return profile.default if a // profile.node_devices == b // profile.node_devices else profile.across

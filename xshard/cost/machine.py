@@ -18,17 +18,17 @@ from xshard.cost.profile_files import load_profile
 AUTO, DEFAULT = "auto", "h100"
 VARIABLE = "XSHARD_PROFILE"
 
-# What the name of a kind of device contains -> its profile; the first that fits. "gloo" and "host" are CPUs.
+# A part of the name of a kind of device -> its profile; the first match counts. "gloo" and "host" are CPUs.
 KINDS = (
     *(("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"), ("A100", "a100")),
     *(("MI300X", "mi300x"), ("TPU v5 lite", "tpu_v5e"), ("TPU v5e", "tpu_v5e"), ("TPU v5", "tpu_v5p")),
     *(("TPU v6 lite", "tpu_v6e"), ("TPU v6e", "tpu_v6e"), ("gloo", "gloo"), ("host", "host")),
 )
 
-# What tells a process how many are on its node: torchrun and Ray, DeepSpeed, Open MPI, Intel MPI and MPICH.
+# Number of processes on a node: torchrun and Ray, DeepSpeed, Open MPI, Intel MPI and MPICH.
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
-RACKS = ("gb200",)  # whose nodes are larger than the hosts that a launcher knows
+RACKS = ("gb200",)  # their nodes are larger than the hosts of a launcher
 
 _USED: ContextVar[str | Path | Profile | None] = ContextVar("xshard_profile", default=None)
 
@@ -53,14 +53,14 @@ def use_profile(profile: str | Path | Profile) -> Iterator[Profile]:
 
 
 def asked_for(profile: str | Path | Profile) -> str | Path | Profile:
-    """The profile itself, or for "auto" that of `use_profile`, if any: quick, since every call asks."""
+    """The profile itself, or for "auto" the one of `use_profile`, if any."""
     return profile if profile != AUTO else _USED.get() or AUTO
 
 
 def node_processes(n: int) -> int | None:
-    """How many of a job's `n` processes share a node, as the launcher says; of nodes that differ the divisor.
+    """How many of a job's `n` processes share a node, by the launcher; a divisor for unequal nodes.
 
-    None if it says nothing, or lists the nodes of another number of processes: those of a program's parent.
+    None without such variables, or if they are for another number of processes (a program's parent).
 
     >>> from unittest import mock
     >>> with mock.patch.dict("os.environ", {"SLURM_STEP_TASKS_PER_NODE": "4(x2),6"}, clear=True):
@@ -106,13 +106,13 @@ def _machine_of(kind: str, node_devices: int | None) -> Profile:
             f"`xshard calibrate` measures one; {VARIABLE} or xshard.use_profile names it",
             stacklevel=3,
         )
-    found = load_profile(name or DEFAULT)
-    if node_devices in (None, found.node_devices) or found.across is None or name in RACKS:
-        return found
-    return load_profile(f"{found.name}:{node_devices}")
+    profile = load_profile(name or DEFAULT)
+    if node_devices in (None, profile.node_devices) or profile.across is None or name in RACKS:
+        return profile
+    return load_profile(f"{profile.name}:{node_devices}")
 
 
 def without_devices(profile: str | Path | Profile) -> str | Path | Profile:
-    """The profile itself, or for "auto", where no device is known, what overrides it, else DEFAULT."""
+    """The profile itself; for "auto", without a known device, the overriding one, else DEFAULT."""
     asked = asked_for(profile)
     return os.environ.get(VARIABLE) or DEFAULT if asked == AUTO else asked

@@ -20,17 +20,17 @@ from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans
 
-DIRECT = ("all_to_all", "permute", "exchange")  # kinds whose messages go from any device to any other
+DIRECT = ("all_to_all", "permute", "exchange")  # kinds with messages from any device to any other
 TOPOLOGIES = ("switch", "ring", "port")
-FREE = ("retag", "transpose")  # kinds of local steps whose result is a view
+FREE = ("retag", "transpose")  # kinds of local steps that return a view
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the devices along one axis: seconds per message, bytes per second and device.
+    """The link between the devices along one axis: seconds per message, bytes per second and device.
 
-    topology: on a "switch" every device reaches every other alike; on a "ring" (an axis of a
+    topology: on a "switch" all devices are equally near; on a "ring" (an axis of a
     torus, both ways) what is not passed on to a neighbour travels a quarter of it on average; a "port" is
     shared by the devices of a node, and where only some of them receive, they have it to themselves.
     """
@@ -66,11 +66,11 @@ class Profile:
     inside: for axes named there, how many consecutive positions share a node, if not all do.
     launch_s: seconds to start a collective, by the kind of step ("other" for kinds not named).
     copy_bytes_per_s: local packing speed.
-    flops_per_s: floating point operations per second of one device in matrix products, by dtype; a dtype
-    that is not named has those of float32.
-    disk: what the devices of a node read their files through, all together; None if nothing is known of it.
-    rounds: whether an exchange runs as one permutation per message, each with its own launch; what a device
-    keeps is then not packed.
+    flops_per_s: floating point operations per second of one device in matrix products, by dtype; other
+    dtypes have the rate of float32.
+    disk: the link over which the devices of a node read files, shared by them; None if unknown.
+    rounds: an exchange runs as one permutation per message, each with its own launch; elements that stay on
+    their device are then not packed.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Profile:
         return replace(self, axes=links, inside=partly)
 
     def link(self, axis: str, mesh: Mesh) -> Link:
-        """What connects all devices of a mesh along an axis: the link across nodes if they are in several."""
+        """The link of all devices of a mesh along an axis: the one across nodes if they are in several."""
         whole = mesh.origin(axis)
         named, partly = dict(self.axes).get(whole), whole in dict(self.inside)
         if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
@@ -132,11 +132,11 @@ class Profile:
 
         Nodes divide the axis where they are whole runs of the positions of the axes after it.
         """
-        at, whole, nodes = mesh.position(axis), mesh.origin(axis), self.node_devices
-        n, after = mesh.sizes[at], mesh.sizes[at + 1 :]
+        position, whole, nodes = mesh.position(axis), mesh.origin(axis), self.node_devices
+        n, after = mesh.sizes[position], mesh.sizes[position + 1 :]
         if whole in dict(self.inside):
             nodes = dict(self.inside)[whole]
-            after = mesh.sizes_of([a for a in mesh.axes[at + 1 :] if mesh.origin(a) == whole])
+            after = mesh.sizes_of([a for a in mesh.axes[position + 1 :] if mesh.origin(a) == whole])
         elif self.across is None or nodes is None or whole in dict(self.axes) or mesh.n_devices <= nodes:
             return n
         stride = math.prod(after)
@@ -184,12 +184,8 @@ class Profile:
         """The links of a mesh."""
         return _fabric(self, mesh)
 
-    def seconds(self, kind: str, traffic: Traffic, itemsize: int, mesh: Mesh) -> float:
-        """Predicted time of a step of a kind on the busiest device."""
-        return self.fabric(mesh).seconds(kind, traffic, itemsize)
-
     def link_spans(self, mesh: Mesh) -> LinkSpans:
-        """What each kind of link connects along the axes of a mesh, the slowest first."""
+        """The spans of each kind of link along the axes of a mesh, the slowest first."""
         return self.fabric(mesh).spans
 
     def to_json(self) -> str:
@@ -215,7 +211,7 @@ class Profile:
 class Fabric:
     """A profile on one mesh: which links there are and what they connect.
 
-    links: by level, the slowest first. spans: what they connect along the axes, in the same order.
+    links: one link per level, the slowest first. spans: their spans along the axes, in the same order.
     """
 
     profile: Profile
@@ -236,7 +232,7 @@ class Fabric:
         return total
 
     def link(self, hop: Hop) -> Link:
-        """What a hop takes: that of its level, or the only one, where senders are near without nodes."""
+        """The link of a hop: the one of its level, or the only one for node-local senders without nodes."""
         return self.links[min(hop.level, len(self.links) - 1)]
 
     def between_nodes(self, traffic: Traffic) -> int:
@@ -270,28 +266,28 @@ class Fabric:
 
 @lru_cache(maxsize=256)
 def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
-    found: list[tuple[Link, str, int, int]] = []
+    pieces: list[tuple[Link, str, int, int]] = []
     for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
         link, inside = profile.link(axis, mesh), profile._inside(axis, mesh)
         if inside in (1, n):
-            found.append((link, axis, n, 1))
+            pieces.append((link, axis, n, 1))
         else:
-            found += [(link, axis, n // inside, inside), (profile.default, axis, inside, 1)]
+            pieces += [(link, axis, n // inside, inside), (profile.default, axis, inside, 1)]
     # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
     near = [profile.default] if profile.splits_groups(mesh) else []
-    links = sorted({*near, *(link for link, *_ in found)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
+    links = sorted({*near, *(link for link, *_ in pieces)}, key=lambda x: (x.bytes_per_s, -x.latency_s))
     spans = [
         LinkSpan(
             axis, size, links.index(link), stride, "" if mesh.origin(axis) == axis else mesh.origin(axis)
         )
-        for link, axis, size, stride in found
+        for link, axis, size, stride in pieces
     ]
     return Fabric(profile, mesh, tuple(links), tuple(sorted(spans, key=lambda span: span.level)))
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one step costs: seconds, bytes received by the busiest device, most bytes it holds at once."""
+    """The price of a step: seconds, bytes received by the busiest device, most bytes it holds at once."""
 
     seconds: float
     received_bytes: int
@@ -303,8 +299,8 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     fabric = profile.fabric(before.mesh)
     traffic = step.traffic(before, fabric.spans)
     buffer = traffic.copied if traffic.hops else 0
-    made = 0 if step.kind in FREE else after.max_local_size
-    held = before.max_local_size + made + buffer
+    result = 0 if step.kind in FREE else after.max_local_size
+    held = before.max_local_size + result + buffer
     seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held * itemsize)
 

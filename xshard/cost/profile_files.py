@@ -45,12 +45,12 @@ def _load(name: str) -> Profile:
 
 
 def profile_of(name: str, text: str) -> Profile:
-    """Text of `Profile.to_json` -> the profile; name: what errors call it. Raises ProfileError."""
+    """Text of `Profile.to_json` -> the profile; name: its name in errors. Raises ProfileError."""
     try:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):
             raise ProfileError(
-                f"profile {name!r} has no link for axes that it does not name",
+                f"profile {name!r} lacks a link for axes that it does not name",
                 hint='give "default", as in {"latency_s": 3e-6, "bytes_per_s": 4e11}',
             )
         return Profile(
@@ -69,5 +69,5 @@ def profile_of(name: str, text: str) -> Profile:
         )
     except ProfileError:
         raise
-    except Exception as error:  # it may have anything in the place of anything
+    except Exception as error:  # a file may have any value in any place
         raise ProfileError(f"profile {name!r} is malformed: {error}") from None

@@ -78,7 +78,7 @@ def _verdict(plan: Plan, ways: Sequence[Alternative]) -> str:
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
     others = [w for w in ways[1:] if w.plan is not None and w.plan.steps != plan.steps]
-    swelling = [w for w in others if w.plan is not None and w.plan.swells]
+    swelling = [w for w in others if w.plan is not None and w.plan.exceeds_endpoints]
     allowed = [w for w in others if w not in swelling]
     return "\n".join([_against_best(plan, allowed), *(_too_large(plan, w) for w in swelling)])
 

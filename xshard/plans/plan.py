@@ -246,7 +246,7 @@ class Plan(Pictured):
         return sum(hop.messages for traffic in traffics for hop in traffic.hops)
 
     @property
-    def swells(self) -> bool:
+    def exceeds_endpoints(self) -> bool:
         """Whether a block on the way is larger than the blocks of both ends."""
         largest = max(self.source.max_local_size, self.target.max_local_size)
         return any(stage.after.max_local_size > largest for stage in self.stages)

@@ -45,7 +45,7 @@ class Step(ABC):
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """The traffic of the step in elements; `xshard/cost/` turns it into seconds.
 
-        spans: the links along every axis, the slowest first; without them all links are alike.
+        spans: the links along every axis, the slowest first; without them all links are equal.
         """
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
@@ -116,12 +116,12 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
 
     Collectives move equal pieces; `Exchange` moves uneven ones.
     """
-    at = sharding.dim_index(dim)
-    d = sharding.layout.dims[at]
+    index = sharding.dim_index(dim)
+    d = sharding.layout.dims[index]
     outer = d.shards[: -len(shards)] if d.shards[-len(shards) :] == shards else d.shards
     for cut_by in (outer, outer + shards):
         whole = replace(d, shards=cut_by)
-        if not block_length(whole, sharding.shape[at], sharding.mesh.sizes_of(whole.axes))[1]:
+        if not block_length(whole, sharding.shape[index], sharding.mesh.sizes_of(whole.axes))[1]:
             raise PlanError(f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly")
 
 

@@ -24,8 +24,8 @@ class Permute(Step):
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
-        kept, made = (without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after))
-        if kept != made:
+        sums, sums_after = (without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after))
+        if sums != sums_after:
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
         if before.even_cuts is None or after.even_cuts is None:
             senders(before, after)  # raises where blocks differ
@@ -50,9 +50,9 @@ class Permute(Step):
 
 
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Traffic of a permutation of blocks of `block` elements; moved: axes whose role changes.
+    """Traffic of a permutation of blocks of `block` elements. moved: the axes with another role afterwards.
 
-    Where nearer axes say from how far a block comes, as many come from every place, one of them here.
+    If the nearer axes determine the distance of the sender, blocks come from all distances equally often.
     """
     if not moved:
         return Traffic()
@@ -63,21 +63,21 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
 
 @lru_cache(maxsize=1024)
 def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """For every device, the device whose block it gets; the two differ only along axes whose role changes.
+    """For every device, the sender of its block: both differ only along axes that change their role.
 
     Raises PlanError unless the two shardings have the same blocks, one for one.
     """
     mesh = before.mesh
     still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
-    have: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    want: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device, (given, taken) in enumerate(zip(_block_keys(before), _block_keys(after), strict=True)):
+    holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    receivers: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for device, (held, wanted) in enumerate(zip(_block_keys(before), _block_keys(after), strict=True)):
         here = mesh.index(device, still)
-        have[here, *given].append(device)
-        want[here, *taken].append(device)
+        holders[here, *held].append(device)
+        receivers[here, *wanted].append(device)
     result = [-1] * mesh.n_devices
-    for key, takers in want.items():
-        givers = have.get(key, [])
+    for key, takers in receivers.items():
+        givers = holders.get(key, [])
         if len(givers) != len(takers):
             raise PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
         stay = set(takers) & set(givers)
@@ -88,7 +88,7 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
 
 
 def _block_keys(sharding: Sharding) -> Iterator[tuple[object, ...]]:
-    """What identifies every device's block: its rows along every dim, and which addend of a sum it is."""
+    """Keys of every device's block: its rows along every dim, and its number among the addends of a sum."""
     partial = sharding.layout.tagged("sum", "max", "min")
     holders = [sharding.holders(d) for d in range(len(sharding.shape))]
     for device in range(sharding.mesh.n_devices):

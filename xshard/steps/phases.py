@@ -1,7 +1,7 @@
 """Collectives over links of several speeds, as phases: one collective for every kind of link.
 
 A slow link carries every byte once: it gathers first, while blocks are small, and reduces last, when pieces
-are small. Backends make one ring of all devices, whose links to other nodes carry nearly everything.
+are small. Backends make one ring of all devices: its links to other nodes carry nearly everything.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xshard.steps.traffic import LinkSpans
 class Phases:
     """The groups of a collective along some axes of a mesh.
 
-    levels: what each kind of link connects along them, the fastest first. numbers: of every device, in whose
-    order those of a group follow each other.
+    levels: the spans of each kind of link along the axes, the fastest first.
+    numbers: device numbers, by which groups are sorted.
     """
 
     mesh: Mesh
@@ -29,7 +29,7 @@ class Phases:
 
     @classmethod
     def along(cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]) -> Phases:
-        """spans: what links connect along all axes of the mesh, the slowest first."""
+        """spans: the spans of all axes of the mesh, the slowest first."""
         known = reversed([span for span in spans if span.axis in axes and span.size > 1])
         levels = tuple(tuple(level) for _, level in groupby(known, key=lambda span: span.level))
         return cls(mesh, tuple(axes), levels, numbers)
@@ -48,13 +48,13 @@ class Phases:
     def reached(self, device: int, level: int = 0) -> tuple[int, ...]:
         """The devices that a device reaches by the links of a level and slower ones, by levels.
 
-        In this order their blocks lie beside each other, gathered or before they are scattered.
+        Blocks are concatenated in this order.
         """
         if level == len(self.levels):
             return (device,)
         return tuple(d for near in self.members(device, level) for d in self.reached(near, level + 1))
 
     def _place(self, device: int, left_out: int) -> list[int]:
-        """Where a device is along the spans of all levels but one."""
-        spans = (s for level, found in enumerate(self.levels) if level != left_out for s in found)
+        """Coordinates of a device along the spans of all levels but one."""
+        spans = (s for level, spans in enumerate(self.levels) if level != left_out for s in spans)
         return [self.mesh.index(device, (s.axis,)) // s.stride % s.size for s in spans]

@@ -15,8 +15,8 @@ from xshard.layout import Mesh
 class LinkSpan(NamedTuple):
     """The positions along an axis that one kind of link connects: all, or some if nodes end half-way.
 
-    level: speed of the link, 0 for the slowest. size: number of positions. stride: their distance along
-    the axis. origin: the axis that contains `axis`, if that is a sub-axis.
+    level: speed of the link, 0 for the slowest. size: number of positions. stride: their distance along the
+    axis. origin: the axis that contains the sub-axis `axis`.
     """
 
     axis: str
@@ -32,8 +32,8 @@ LinkSpans = tuple[LinkSpan, ...]  # usually of all axes of a mesh, the slowest f
 class Hop(NamedTuple):
     """One phase of a step: elements and messages received over links of one level, along one axis.
 
-    received: by the busiest device. slack: how many fewer the devices near it receive on average, that is,
-    those which links of this level do not divide.
+    received: elements that the busiest device receives. slack: how many fewer its neighbors, within links of
+    this level, receive on average.
     """
 
     axis: str
@@ -45,7 +45,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step demands of the machine, in elements, on its busiest device.
+    """The demands of a step on its busiest device, in elements.
 
     received: elements that arrive from other devices.
     copied: elements packed or unpacked locally, in addition to those that the collective moves.
@@ -60,7 +60,7 @@ class Traffic:
 
 
 class PairTraffic(NamedTuple):
-    """What one device sends another in a step, in elements; an addend counts as often as it travels."""
+    """Elements that one device sends another in a step; an addend counts as often as it is sent."""
 
     src: int
     dst: int
@@ -84,8 +84,8 @@ def rings(group: LinkSpans) -> LinkSpans:
     """The spans, with the sub-axes of one axis on one level merged: together they are one ring."""
     if not any(span.origin for span in group):
         return group
-    found = []
+    merged = []
     for _, alike in groupby(group, key=lambda span: (span.origin or span.axis, span.level)):
         spans = tuple(alike)
-        found.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
-    return tuple(found)
+        merged.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
+    return tuple(merged)

@@ -15,7 +15,7 @@ from xshard.steps.traffic import LinkSpans, Traffic
 class Transpose(Step):
     """The last dims in another order: a view of every block.
 
-    names: of the last dims, in their new order; dims before them stay.
+    names: names of the last dims, in their new order; dims before them stay.
     """
 
     kind: ClassVar[str] = "transpose"

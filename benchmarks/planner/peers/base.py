@@ -113,7 +113,7 @@ def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile:
         traffics.append(step.traffic(here, spans))
         here = step.after(here)
     each = [
-        profile.seconds(step.kind, traffic, itemsize, before.mesh)
+        profile.fabric(before.mesh).seconds(step.kind, traffic, itemsize)
         for step, traffic in zip(steps, traffics, strict=True)
     ]
     if len(steps) == 1:

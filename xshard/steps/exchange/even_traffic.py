@@ -53,17 +53,17 @@ def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
     Two digits of one span are equal or disjoint, so that each is a coordinate of its own.
     """
-    found: list[Digit] = []
+    row_digits: list[Digit] = []
     split: set[LinkSpan] = set()
     for cuts in zip(src, dst, strict=True):
         of_dim = _dim_digits(*cuts)
         if of_dim is None:
             return None
-        found += of_dim[0]
+        row_digits += of_dim[0]
         split |= of_dim[1]
     # A span that cuts at one end only has every digit once.
-    both = split and split & {d.src.span for d in found if d.src} & {d.dst.span for d in found if d.dst}
-    return _apart(found, both) if both else tuple(found)
+    both = {d.src.span for d in row_digits if d.src} & {d.dst.span for d in row_digits if d.dst} & split
+    return _apart(row_digits, both) if both else tuple(row_digits)
 
 
 @lru_cache(maxsize=16384)
@@ -72,7 +72,7 @@ def _dim_digits(
 ) -> tuple[tuple[Digit, ...], set[LinkSpan]] | None:
     """The digits of one dim, and the spans that are split into several digits."""
     split: set[LinkSpan] = set()
-    found: list[Digit] = []
+    row_digits: list[Digit] = []
     ours, theirs = (
         [LinkDigit(span, 1, span.size) for span in src],
         [LinkDigit(span, 1, span.size) for span in dst],
@@ -86,22 +86,22 @@ def _dim_digits(
             if coord.size > size:
                 left.insert(0, coord.after(size))
                 split.add(coord.span)
-        found.append(Digit(size, one.before(size), other.before(size)))
-    found += [Digit(coord.size, coord, None) for coord in ours]
-    found += [Digit(coord.size, None, coord) for coord in theirs]
-    return tuple(found), split
+        row_digits.append(Digit(size, one.before(size), other.before(size)))
+    row_digits += [Digit(coord.size, coord, None) for coord in ours]
+    row_digits += [Digit(coord.size, None, coord) for coord in theirs]
+    return tuple(row_digits), split
 
 
-def _apart(found: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
+def _apart(row_digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
     """The digits split further, until digits of these spans are equal or disjoint."""
     while True:
         marks: dict[LinkSpan, set[int]] = {span: set() for span in spans}
-        for _, src, dst in found:
+        for _, src, dst in row_digits:
             for coord in (src, dst):
                 if coord is not None and coord.span in spans:
                     marks[coord.span].update((coord.outer, coord.outer * coord.size))
         finer: list[Digit] = []
-        for digit in found:
+        for digit in row_digits:
             size = digit.size
             for coord in (digit.src, digit.dst):
                 if coord is not None and coord.span in spans:
@@ -109,9 +109,9 @@ def _apart(found: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | 
             if not size or digit.size % size:
                 return None
             finer += digit.cut(size) if size < digit.size else (digit,)
-        if len(finer) == len(found):
+        if len(finer) == len(row_digits):
             return tuple(finer)
-        found = finer
+        row_digits = finer
 
 
 def _first_mark(coord: LinkDigit, marks: set[int]) -> int:
@@ -149,8 +149,8 @@ def digit_traffic(
 
     addends: the spans along which a sum ends. None if the cuts do not divide each other.
     """
-    found = digits(src, dst)
-    if found is None:
+    row_digits = digits(src, dst)
+    if row_digits is None:
         return None
     free: dict[int, int] = {}  # per level, the number of senders that differ only there
     pairs: list[tuple[int, LinkDigit, LinkDigit]] = []
@@ -163,7 +163,7 @@ def digit_traffic(
     for span in addends:
         elements, senders = elements * span.size, senders * span.size
         free[span.level] = free.get(span.level, 1) * span.size
-    for size, before, after in found:
+    for size, before, after in row_digits:
         if before == after:
             continue
         if after is not None:
@@ -179,15 +179,15 @@ def digit_traffic(
             free[level] = free.get(level, 1) * size
     whole, equal, differs = elements, _Equal(), False
     hops = []
-    # Level by level: from here on the sender also shares the receiver's coordinates along its spans.
+    # From each level on, the sender also shares the receiver's coordinates along its spans.
     for level in sorted({span.level for span in moving}):
-        joined = [after for at, before, after in pairs if at == level and equal.join(before, after)]
+        joined = [b for pair_level, a, b in pairs if pair_level == level and equal.join(a, b)]
         news, nearby = bool(joined), all(after.span.level > level for after in joined)
         nearer, fewer = elements // free.get(level, 1), senders // free.get(level, 1)
         received, messages = (elements, senders) if news else (elements - nearer, senders - fewer)
         if received:
             longest = max((span.size, span.axis) for span in moving if span.level == level)[1]
-            # Devices whose own digits are those of the senders are in every node, or make whole nodes.
+            # Devices with the senders' digits are in every node, or make whole nodes.
             slack = nearer // math.prod(after.size for after in joined) if news and nearby else 0
             hops.append(Hop(longest, received, messages, level, slack))
         elements, senders, differs = nearer, fewer, differs or news
@@ -200,13 +200,13 @@ def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
 
     0 if the cuts do not divide each other, because the number is then unknown.
     """
-    found = digits(src, dst)
-    if found is None:
+    row_digits = digits(src, dst)
+    if row_digits is None:
         return 0
     far = [span for cut in dst for span in cut if span.level == 0]
     need = math.prod(shape) // math.prod(span.size for span in far)
     have = need
-    for digit in found:
+    for digit in row_digits:
         if digit.src and digit.src.span.level == 0 and digit.src != digit.dst:
             if digit.dst and digit.dst.span.level == 0:
                 return need  # some nodes have only other values of this digit than they need
@@ -216,13 +216,13 @@ def node_lack(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int:
 
 def met_elements(shape: Sequence[int], src: LinkCuts, dst: LinkCuts) -> int | None:
     """Elements that some device holds at both ends. None if the cuts do not divide each other."""
-    found = digits(src, dst)
-    if found is None:
+    row_digits = digits(src, dst)
+    if row_digits is None:
         return None
     # A span that cuts at different digits before and after keeps only rows in which these are equal.
-    before = {digit.src: i for i, digit in enumerate(found) if digit.src}
+    before = {digit.src: i for i, digit in enumerate(row_digits) if digit.src}
     met, equal = math.prod(shape), _Equal()
-    for i, digit in enumerate(found):
+    for i, digit in enumerate(row_digits):
         if digit.dst in before and equal.join(before[digit.dst], i):
             met //= digit.size
     return met

@@ -17,16 +17,16 @@ from xshard.layout import Layout, Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import fill_boxes, messages_to
-from xshard.steps.exchange.near_senders import near_traffic
-from xshard.steps.exchange.poles import carried_dims, views
+from xshard.steps.exchange.node_senders import node_local_traffic
+from xshard.steps.exchange.pole_views import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 
 def negates_addends(before: Sharding, after: Sharding) -> bool:
-    """Whether a max or min ends while a pole negates rows: the max of -x is not that of x, negated."""
-    ends = set(before.layout.tagged("max", "min")) - set(after.layout.tagged("max", "min"))
-    return bool(ends) and any(view.sign < 0 for view in views(after, carried_dims(before, after)))
+    """Whether a max or min ends while a pole negates rows: max(-x) is not -max(x)."""
+    ended = set(before.layout.tagged("max", "min")) - set(after.layout.tagged("max", "min"))
+    return bool(ended) and any(view.sign < 0 for view in views(after, carried_dims(before, after)))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Exchange(Step):
 
     def __post_init__(self) -> None:
         if self.node_devices is not None and self.node_devices < 1:
-            raise PlanError(f"{self.node_devices} devices are no node", hint="a node has 1 device or more")
+            raise PlanError(f"{self.node_devices} devices in a node", hint="a node has 1 device or more")
 
     def after(self, before: Sharding) -> Sharding:
         after = before.with_layout(self.to)
@@ -61,7 +61,7 @@ class Exchange(Step):
         kinds = {kind for kind, _ in before.layout.tags if kind != "copy"}
         new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
         if new or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds:
-            raise PlanError(f"'{before.layout}' has no max or min that '{self.to}' could keep")
+            raise PlanError(f"'{before.layout}' lacks the max or min of '{self.to}'")
         if negates_addends(before, after):
             raise PlanError(
                 f"a pole of '{self.to}' negates rows whose {self.op(before)} is still to be taken"
@@ -71,17 +71,17 @@ class Exchange(Step):
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         after = before.with_layout(self.to)
         if self.node_devices is not None:
-            return near_traffic(before, after, self.node_devices)
+            return node_local_traffic(before, after, self.node_devices)
         return exchange_traffic(before, after, spans)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         after = before.with_layout(self.to)
-        found = (
+        messages = (
             message
             for device in range(before.mesh.n_devices)
             for message in messages_to(before, after, device, self.node_devices)
         )
-        return tuple(PairTraffic(m.src, m.dst, m.size) for m in found if m.src != m.dst)
+        return tuple(PairTraffic(m.src, m.dst, m.size) for m in messages if m.src != m.dst)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = before.with_layout(self.to)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.steps.exchange.near_senders import block_holders, near_senders
+from xshard.steps.exchange.node_senders import block_holders, node_local_senders
 from xshard.steps.exchange.sources import dim_ends, sources, view_pairs
 from xshard.steps.exchange.traffic import begun_axes, cut_axes, ended_axes
 
@@ -52,15 +52,15 @@ def messages_to(
 ) -> tuple[Message, ...]:
     """The messages that a device receives (from itself too), ordered by sender.
 
-    A sender differs from the receiver only along axes that cut the source or whose sum ends, so
-    replicas share the work, and a device takes rows that it has from itself. With `node_devices` a
-    replica in the receiver's node replaces a sender outside it.
+    A sender differs from the receiver only along axes that shard the source or end a sum, so replicas share
+    the work, and a device takes rows that it has from itself. With `node_devices` a replica in the
+    receiver's node replaces a sender outside it.
     """
     plain = _messages_to(before, after, device)
     if node_devices is None:
         return plain
     blocks = block_holders(before, node_devices).block_of
-    near = near_senders(before, after, node_devices)
+    near = node_local_senders(before, after, node_devices)
     chosen = (m._replace(src=near.get((int(blocks[m.src]), device), m.src)) for m in plain)
     return tuple(sorted(chosen, key=lambda m: m.src))
 
@@ -69,11 +69,11 @@ def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> tuple[Message, ...]:
     """The messages that a device sends (to itself too), ordered by receiver."""
-    mesh, ends = before.mesh, ended_axes(before.layout, after.layout)
-    moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ends]
+    mesh, ended = before.mesh, ended_axes(before.layout, after.layout)
+    moving = [a for a in mesh.axes if a in cut_axes(before.layout) or a in ended]
     receivers = mesh.group(device, moving if node_devices is None else mesh.axes)
-    found = (m for r in receivers for m in messages_to(before, after, r, node_devices))
-    return tuple(m for m in found if m.src == device)
+    messages = (m for r in receivers for m in messages_to(before, after, r, node_devices))
+    return tuple(m for m in messages if m.src == device)
 
 
 def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
@@ -84,11 +84,11 @@ def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
 
 def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
     """Rows outside the array that a device fills itself: (dim, start, stop, value), in order of writing."""
-    found: list[tuple[int, int, int, float]] = []
+    boxes: list[tuple[int, int, int, float]] = []
     for d, dim in enumerate(after.layout.dims):
         sizes = after.mesh.sizes_of(dim.axes)
-        found += [(d, *fill) for fill in block_fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
-    return tuple(found)
+        boxes += [(d, *fill) for fill in block_fills(dim, after.shape[d], sizes, after.dim_device(d, device))]
+    return tuple(boxes)
 
 
 @lru_cache(maxsize=8192)
@@ -99,17 +99,17 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
     cut = cut_axes(src)
     if any(coords[mesh.position(a)] for a in begins if a not in cut):
         return ()  # only the first device along the new sum contributes
-    found = []
+    messages = []
     for mine, theirs in view_pairs(before, after):
         per_dim = []
         for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
             sizes = mesh.sizes_of(a.dim.axes)
-            at = before.dim_device(d, device), after.dim_device(d, device)
+            indices = before.dim_device(d, device), after.dim_device(d, device)
             places, once = list(_indices(sizes)), any(axis in begins for axis in a.dim.axes)
             per_dim.append(
                 [
                     (places[s.sender], s.segments)
-                    for s in sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *at, once)
+                    for s in sources(a, b, before.shape[d], sizes, mesh.sizes_of(b.dim.axes), *indices, once)
                     if all(
                         coords[mesh.position(axis)] == c
                         for axis, c in zip(a.dim.axes, places[s.sender], strict=True)
@@ -126,8 +126,8 @@ def _messages_to(before: Sharding, after: Sharding, device: int) -> tuple[Messag
                     for axis, c in zip(dim.axes, place, strict=True):
                         sender[mesh.position(axis)] = c
                 box = tuple(segments for _, segments in combo)
-                found.append(Message(mesh.device(sender), device, box, mine.sign * theirs.sign))
-    return tuple(sorted(found, key=lambda m: m.src))
+                messages.append(Message(mesh.device(sender), device, box, mine.sign * theirs.sign))
+    return tuple(sorted(messages, key=lambda m: m.src))
 
 
 def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -21,13 +21,13 @@ from xshard.layout.providers import STRAIGHT, offered_rows, rows_at_hand, wanted
 from xshard.layout.runs import Runs, Segment, common_segments, extents, n_rows
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
-from xshard.steps.exchange.poles import View, carried_dims, views
+from xshard.steps.exchange.pole_views import View, carried_dims, views
 
-CARRIED = "carried"  # side of a dim whose rows all stay where they are
+CARRIED = "carried"  # side of a dim with rows that all stay on their device
 
 
 class DimEnd(NamedTuple):
-    """One dim at one end of a move: its rows on one side of a pole, with `shift` added."""
+    """One dim before or after a move: its rows on one side of a pole, with `shift` added."""
 
     dim: Dim
     side: str = STRAIGHT

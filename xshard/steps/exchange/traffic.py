@@ -19,7 +19,7 @@ from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_firs
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """Traffic of an exchange whose senders differ from the receiver only along cuts and ended sums."""
+    """Traffic of an exchange with senders that differ from the receiver only along shards and ended sums."""
     even = even_traffic(before, after, spans)
     return counted_traffic(before, after, spans) if even is None else even
 
@@ -52,7 +52,7 @@ def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traf
 def _on_span_axes(
     before: Sharding, after: Sharding, spans: LinkSpans
 ) -> tuple[Sharding, Sharding, list[tuple[int, dict[str, str]]]]:
-    """Both shardings on a mesh whose axes are the spans; and per level, the name of a span -> its axis."""
+    """Both shardings on a mesh that has the spans as axes; and per level, the name of a span -> its axis."""
     mesh = before.mesh
     if not spans:
         return before, after, [(0, {a: a for a in mesh.axes})]
@@ -64,8 +64,8 @@ def _on_span_axes(
             name += "_"
         names[span] = name
     levels = [
-        (level, {names[span]: span.axis for span in at})
-        for level, at in groupby(spans, key=lambda span: span.level)
+        (level, {names[span]: span.axis for span in level_spans})
+        for level, level_spans in groupby(spans, key=lambda span: span.level)
     ]
     if len(names) == len(mesh.axes):
         return before, after, levels
@@ -85,7 +85,7 @@ def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
 
 
 def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """Axes whose sum, max or min ends between the layouts."""
+    """Axes with a sum, max or min that ends between the layouts."""
     kinds = ("sum", "max", "min")
     return tuple(a for kind in kinds for a in src.tagged(kind) if a not in dst.tagged(kind))
 
@@ -150,7 +150,9 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
         elements, senders = elements + boxes, senders + parts
     for axis in begins:
         if axis not in cut_axes(src):
-            first = _spread(np.eye(1, mesh.size(axis), dtype=np.int64)[0], (axis,), mesh)
+            # Only the first device along a new sum receives.
+            first = np.eye(1, mesh.size(axis), dtype=np.int64)
+            first = first.reshape([-1 if a == axis else 1 for a in mesh.axes])
             elements, senders = elements * first, senders * first
     return Received(elements, senders)
 
@@ -176,7 +178,7 @@ def _received_of_dim(
     over = tuple(len(dst_sizes) + i for i, a in enumerate(src.axes) if a not in fixed)
     left = [mesh.position(a) for a in (*dst.axes, *(a for a in src.axes if a in fixed))]
     shape = [n if i in left else 1 for i, n in enumerate(mesh.sizes)]
-    # An axis at both ends is summed on its diagonal, where receiver and sender share the index.
+    # An axis on both sides is summed on its diagonal: receiver and sender share the index.
     elements, senders = (
         np.einsum(table, left, sorted(set(left))).reshape(shape)
         for table in (shared.sum(axis=over), (shared > 0).sum(axis=over))
@@ -188,14 +190,7 @@ def rows_in_common(src: tuple[Runs, ...], dst: tuple[Runs, ...]) -> NDArray[np.i
     """Number of rows that every block of `dst` (first index) shares with every block of `src`."""
     if all(len(runs) == 1 and runs[0].repeats == 1 and runs[0].start >= 0 for runs in (*src, *dst)):
         a, b = (np.array([(r.start, r.start + r.length) for (r,) in side]) for side in (src, dst))
-        ends: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
-        shared: NDArray[np.int64] = np.maximum(ends - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
+        stops: NDArray[np.int64] = np.minimum(b[:, None, 1], a[None, :, 1])
+        shared: NDArray[np.int64] = np.maximum(stops - np.maximum(b[:, None, 0], a[None, :, 0]), 0)
         return shared
     return np.array([[sum(s.length for s in common_segments(a, b)) for a in src] for b in dst])
-
-
-def _spread(table: NDArray[np.int64], axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:
-    """A table over some axes, shaped to broadcast over the whole mesh."""
-    order = sorted(range(len(axes)), key=lambda i: mesh.position(axes[i]))
-    shape = [mesh.size(a) if a in axes else 1 for a in mesh.axes]
-    return np.transpose(np.reshape(table, mesh.sizes_of(axes)), order).reshape(shape)

@@ -47,7 +47,7 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     options = [
         (STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in range(len(dims))
     ]
-    found = []
+    result = []
     for sides in itertools.product(*options):
         shifts, sign = [0] * len(dims), 1
         for d, side in enumerate(sides):
@@ -56,8 +56,8 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
                 if rolled is not None:
                     shifts[rolled] = (shifts[rolled] + shape[rolled] // 2) % max(shape[rolled], 1)
                 sign *= factor
-        found.append(View(sides, tuple(shifts), sign))
-    return tuple(found)
+        result.append(View(sides, tuple(shifts), sign))
+    return tuple(result)
 
 
 def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:

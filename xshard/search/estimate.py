@@ -19,7 +19,7 @@ from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
 Axes = Sequence[int]
 
 
-def guess(space: Space, state: State, goal: State) -> float:
+def estimate(space: Space, state: State, goal: State) -> float:
     """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
     if state == goal:
         return 0.0

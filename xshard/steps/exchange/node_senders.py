@@ -1,4 +1,4 @@
-"""Node-local senders of an exchange: of several replicas, one in the receiver's node sends.
+"""Node-local senders of an exchange: among several replicas, one in the receiver's node sends.
 
 This matters if nodes end in the middle of groups of devices (3 x 6 devices, 8 to a node). A replica that
 differs from the receiver only along the sharding axes may then be in another node, while a replica that
@@ -20,7 +20,7 @@ from xshard.notation.parser import Dim
 from xshard.steps.exchange.traffic import rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
-# Largest mesh for which near senders are considered: they are chosen by comparing all pairs of devices.
+# Largest mesh for which node-local senders are considered: the choice compares all pairs of devices.
 MAX_PAIRED = 512
 
 
@@ -75,30 +75,29 @@ def _positions_along(mesh: Mesh, axes: tuple[str, ...]) -> NDArray[np.int64]:
     numbers = np.arange(mesh.n_devices).reshape(mesh.sizes)
     places = np.zeros_like(numbers)
     for axis in axes:
-        at = mesh.position(axis)
-        coords = np.arange(mesh.sizes[at]).reshape([-1 if i == at else 1 for i in range(len(mesh.sizes))])
-        places = places * mesh.sizes[at] + coords
+        coords = np.arange(mesh.size(axis)).reshape([-1 if a == axis else 1 for a in mesh.axes])
+        places = places * mesh.size(axis) + coords
     return places.reshape(-1)
 
 
-def near_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Traffic of an exchange with near senders: level 0 between nodes, level 1 inside them."""
+def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
+    """Traffic of an exchange with node-local senders: level 0 between nodes, level 1 inside them."""
     elements, have = needed_elements(before, after, node_devices), block_holders(before, node_devices)
     wanted = elements.sum(axis=0)
     elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
     arrives, hops = elements.sum(axis=0), []
-    for level, at in enumerate((np.where(have.near, 0, elements), np.where(have.near, elements, 0))):
-        by_device = at.sum(axis=0)
+    for level, table in enumerate((np.where(have.near, 0, elements), np.where(have.near, elements, 0))):
+        by_device = table.sum(axis=0)
         if received := int(by_device.max()):
             nodes = np.arange(len(by_device)) // node_devices
             slack = received - int(np.bincount(nodes, by_device).max() / node_devices)
-            hops.append(Hop(before.mesh.axes[0], received, int((at > 0).sum(axis=0).max()), level, slack))
+            hops.append(Hop(before.mesh.axes[0], received, int((table > 0).sum(axis=0).max()), level, slack))
     copied = 2 * int(wanted.max())
     return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
 
 
 @lru_cache(maxsize=1024)
-def near_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
+def node_local_senders(before: Sharding, after: Sharding, node_devices: int) -> dict[tuple[int, int], int]:
     """(block, receiver) -> the holder in the receiver's node with the least to send, if there is one.
 
     Messages that must cross nodes keep the plain choice, which is balanced.
