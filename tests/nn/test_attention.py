@@ -8,11 +8,11 @@ import pytest
 from tests.attention import MASKS, ORDERS, ROW, Case, Mask
 from xshard import Layout, Sharding
 from xshard.errors import NotationError
-from xshard.nn.attention import ALL, CAUSAL, Attention, attention, order, pieces
+from xshard.nn.attention import ALL, CAUSAL, Attention, attention, dim_order, tiles
 
 
 def given(case: Case, mask: Mask, how: str) -> Attention:
-    names = order(Layout.parse(case.layout), "s", "h")
+    names = dim_order(Layout.parse(case.layout), "s", "h")
     lengths = dict(zip(Layout.parse(case.layout).names, case.shape, strict=True))
     q = Sharding(Layout.parse(case.layout).in_order(names), case.mesh, tuple(lengths[n] for n in names))
     k = Sharding(q.layout, case.mesh, (*q.shape[:-3], case.heads[1], *q.shape[-2:]))
@@ -29,23 +29,23 @@ def test_pieces_hold_all_scores_that_a_mask_keeps(name: str, how: str) -> None:
             assert np.array_equal(rows, found.q.layout.positions(found.q.mesh, found.q.shape, -2, device))
             for turn in range(found.rounds):
                 keys = found.key_rows(device, turn)
-                wanted, mine = found.sees(rows[:, None], keys), np.zeros((len(rows), len(keys)), bool)
-                for piece in pieces(found, device, turn):
-                    part = wanted[piece.q, piece.k]
-                    if piece.kind == ALL:
+                wanted, mine = found.visible(rows[:, None], keys), np.zeros((len(rows), len(keys)), bool)
+                for tile in tiles(found, device, turn):
+                    part = wanted[tile.q, tile.k]
+                    if tile.kind == ALL:
                         assert part.all()
-                    if piece.kind == CAUSAL:
+                    if tile.kind == CAUSAL:
                         n, m = part.shape
                         assert np.array_equal(part, np.tri(n, m, m - n, dtype=bool))
-                    assert not mine[piece.q, piece.k].any()
-                    mine[piece.q, piece.k] = part
+                    assert not mine[tile.q, tile.k].any()
+                    mine[tile.q, tile.k] = part
                 assert np.array_equal(mine, wanted)
                 seen.append(wanted.sum(1))
-            assert (np.sum(seen, 0) == found.sees(rows[:, None], np.arange(19)).sum(1)).all()
+            assert (np.sum(seen, 0) == found.visible(rows[:, None], np.arange(19)).sum(1)).all()
 
 
 def test_grouped_heads_that_are_cut_by_numbers_have_no_layout() -> None:
     q, k = (Layout.parse(text) for text in ("h/sizes(cp,3,1,1,1) s k", "h s k"))
     found = attention(Sharding(q, ROW, (6, 4, 2)), *2 * (Sharding(k, ROW, (3, 4, 2)),), "gather")
-    with pytest.raises(NotationError, match="heads in groups, cut by numbers"):
+    with pytest.raises(NotationError, match="heads in groups, sharded by numbers"):
         _ = found.keys

@@ -14,7 +14,7 @@ import torch_bridge as xt
 from tests.attention import MASKS, ORDERS, ROW, Case, Mask, one_device, problem
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
 from torch_bridge.testing.byte_counter import Meter
-from xshard.nn.attention import WAYS
+from xshard.nn.attention import METHODS
 
 
 def test_every_order_way_and_mask_is_that_of_one_device() -> None:
@@ -24,11 +24,11 @@ def test_every_order_way_and_mask_is_that_of_one_device() -> None:
 
 def _orders() -> None:
     for i, (name, case) in enumerate(ORDERS.items()):
-        for j, how in enumerate(WAYS):
+        for j, how in enumerate(METHODS):
             mask = MASKS[(i + 2 * j) % 5]
             assert difference(case, mask, how) < 1e-12, (name, how, mask)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        for how in (*WAYS, "auto"):
+        for how in (*METHODS, "auto"):
             case, mask = ORDERS["zigzag, fewer heads of keys than devices"], Mask(True, has_documents=True)
             assert difference(case, mask, how, dtype) < most, (dtype, how)
 
@@ -58,7 +58,7 @@ def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, documents: Any =
         documents = torch.from_numpy(case.blocks(documents, "bs")[dist.get_rank()])
     options = {"kv_layout": case.kv_layout, "shape": case.shape, "kv_heads": case.heads[1], "how": how}
     asked = {"causal": mask.causal, "window": mask.window, "documents": documents}
-    return xt.nn.attention(*blocks, case.mesh, case.layout, **options, **asked)
+    return xt.nn.attention(*blocks, case.layout, case.mesh, **options, **asked)
 
 
 def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
@@ -88,24 +88,24 @@ def _others() -> None:
     whole = [mine(case, x).detach() for x in given[:3]]
     one_row = torch.from_numpy(case.blocks(np.arange(19) // 6, "s")[dist.get_rank()])
     assert torch.equal(
-        xt.nn.attention(*whole, ROW, case.layout, documents=one_row, shape=case.shape),
-        xt.nn.attention(*whole, ROW, case.layout, documents=one_row.expand(2, -1), shape=case.shape),
+        xt.nn.attention(*whole, case.layout, ROW, documents=one_row, shape=case.shape),
+        xt.nn.attention(*whole, case.layout, ROW, documents=one_row.expand(2, -1), shape=case.shape),
     )
     said = [
         error_of(lambda: attended(case, mask, "rings", q, k, v))[1],
         error_of(lambda: attended(case, Mask(window=0), "ring", q, k, v))[1],
-        error_of(lambda: xt.nn.attention(q, k, v, ROW, "b t/cp h k"))[1],
-        error_of(lambda: xt.nn.attention(q, k, v, ROW, "b s h k/cp"))[1],
-        error_of(lambda: xt.nn.attention(q[:, :4, :3], k[:, :4, :2], v[:, :4, :2], ROW, case.layout))[1],
+        error_of(lambda: xt.nn.attention(q, k, v, "b t/cp h k", ROW))[1],
+        error_of(lambda: xt.nn.attention(q, k, v, "b s h k/cp", ROW))[1],
+        error_of(lambda: xt.nn.attention(q[:, :4, :3], k[:, :4, :2], v[:, :4, :2], case.layout, ROW))[1],
         error_of(lambda: attended(case, mask, "ring", q, k[:1], v[:1]))[1],
         error_of(lambda: attended(case, mask, "ring", q, k.float(), v))[1],
         error_of(lambda: torch.func.grad(lambda q: attended(case, mask, "ring", q, k, v).sum())(q))[1],
     ]
     parts = [
-        "no way how='rings'",
+        "unknown how='rings'",
         "window=0",
         "no dim 's'",
-        "the width of heads is cut",
+        "the width of heads is sharded",
         "3 heads of queries, 2 of keys",
     ]
     parts += ["the block has shape (1,", "keys torch.float32", "a ring under torch.func"]

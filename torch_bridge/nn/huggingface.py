@@ -95,7 +95,7 @@ def register_attention(
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT
         y = attention(
-            q, k, v, mesh, layout, how=how, documents=documents, window=sliding_window, scale=scaling,
+            q, k, v, layout, mesh, how=how, documents=documents, window=sliding_window, scale=scaling,
             causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
             shape=shape, sequence=sequence, heads=heads, profile=profile,
         )  # fmt: skip

@@ -14,13 +14,13 @@ from functools import lru_cache
 from xshard import dtypes
 from xshard.contractions.prices import Move, Prices
 from xshard.cost.model import Profile
-from xshard.nn.attention import AUTO, HEADS, RING, SEQUENCE, WAYS, WIDTH, Attention
+from xshard.nn.attention import AUTO, HEADS, METHODS, RING, SEQUENCE, WIDTH, Attention
 
 BACKWARD = 2.5  # operations of the backward pass for each of the forward pass: scores are computed again
 
 
 @lru_cache(maxsize=4096)
-def chosen(given: Attention, dtype: str, profile: Profile, ways: tuple[str, ...] = WAYS) -> Attention:
+def chosen(given: Attention, dtype: str, profile: Profile, ways: tuple[str, ...] = METHODS) -> Attention:
     """The attention in the way that it is asked for, or in the cheapest of some.
 
     >>> from xshard import Layout, Mesh, Sharding, load_profile
@@ -44,8 +44,8 @@ def seconds(given: Attention, dtype: str, profile: Profile) -> float:
     if given.how != RING or given.rounds == 1:
         return moving + (1 + BACKWARD) * work
     *batch, heads, _, width = given.keys.max_local_shape
-    shape = math.prod(batch), heads, len(given.devices) * given.block_rows, width
-    once, precise = prices.plan(Move(*given.passed_on(), shape)).cost, max(1.0, 4 / dtypes.itemsize(dtype))
+    layouts, shape = given.rotation((math.prod(batch), heads, given.block_rows, width))
+    once, precise = prices.plan(Move(*layouts, shape)).cost, max(1.0, 4 / dtypes.itemsize(dtype))
     rounds, round_work = given.rounds, work / given.rounds
     forward = round_work + (rounds - 1) * max(round_work, once)
     # The blocks travel again, and their gradients beside them, as wide as sums are.

@@ -1,17 +1,18 @@
-"""Attention over a sequence that is cut: what every device reads, and which scores of it are not empty.
+"""Attention over a sharded sequence: the moves around it, and the scores that every device computes.
 
-Decides the layouts of three ways to compute it. `gather`: a device has its own queries and all keys and
-values. `ulysses`: it has all rows of some heads. `ring`: it has its own queries, and in every round the keys
-and values of another device. Which rows a device has, and so every mask, comes from positions, whatever the
-order of the sequence is called. Knows no framework; dims are in the order (*batch, heads, sequence, width).
+Three methods: `gather` brings all keys and values to a device's own queries; `ulysses` shards heads instead
+of the sequence; `ring` passes blocks of keys and values from device to device. Masks follow from the
+positions of rows, so the sequence may be sharded in any order. Dims are in the order (*batch, heads,
+sequence, width).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +25,18 @@ from xshard.nn.windows import interval_frame
 from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
-GATHER, ULYSSES, RING = WAYS = "gather", "ulysses", "ring"
+GATHER, ULYSSES, RING = METHODS = "gather", "ulysses", "ring"
 HEADS, SEQUENCE, WIDTH = -3, -2, -1
-ALL, CAUSAL, SOME = "all", "causal", "some"  # of a piece: which scores are not empty
-MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one piece: many small products are slow
+ALL, CAUSAL, SOME = "all", "causal", "some"  # kinds of tiles
+MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 Rows = NDArray[np.int64]
 
 
-class Piece(NamedTuple):
-    """Local rows of queries and of keys, and which scores between them are not empty.
+class Tile(NamedTuple):
+    """Local rows of queries and of keys, and which scores between them count.
 
-    kind: `all`; `causal`: a key for each query, up to the last, so that the last query sees all keys; `some`.
+    kind: `all`; `causal`: the last query sees all keys, and each query before it one key less; `some`.
     """
 
     q: slice
@@ -45,15 +46,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of cut arrays.
+    """An attention of sharded arrays, by one method.
 
-    q: where queries are. kv: where keys are, with the values beside them: as wide as both. wide: how wide
-    values are. how: one of `WAYS`. causal: a query sees no key after it. window: it sees keys fewer than so
-    many rows away.
+    q: sharding of the queries. kv: sharding of the keys with the values beside them, as wide as both.
+    value_width: width of the values. how: one of `METHODS`. causal: a query sees no later key. window: a
+    query sees only keys less than `window` rows away.
 
     >>> from xshard import Mesh
-    >>> cut = Layout.parse("b h s/zigzag(cp) k")
-    >>> q, kv = (Sharding(cut, Mesh(cp=4), shape) for shape in [(1, 6, 64, 8), (1, 2, 64, 16)])
+    >>> layout = Layout.parse("b h s/zigzag(cp) k")
+    >>> q, kv = (Sharding(layout, Mesh(cp=4), shape) for shape in [(1, 6, 64, 8), (1, 2, 64, 16)])
     >>> ulysses = Attention(q, kv, 8, "ulysses", causal=True)
     >>> str(ulysses.queries.layout), str(ulysses.keys.layout)
     ('b h/balanced(cp) s k', 'b h/balanced(cp):halo([0,1,1,1],[0,0,0,0],none) s k')
@@ -63,19 +64,19 @@ class Attention:
 
     q: Sharding
     kv: Sharding
-    wide: int
+    value_width: int
     how: str
     causal: bool = False
     window: int | None = None
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut the sequence."""
+        """The mesh axes that shard the sequence."""
         return self.q.layout.dims[SEQUENCE].axes
 
     @cached_property
     def queries(self) -> Sharding:
-        """Where queries are used."""
+        """The sharding under which queries are used."""
         dims = list(self.q.layout.dims)
         if self.how == ULYSSES and self.axes:
             dims[HEADS] = replace(dims[HEADS], shards=(*dims[HEADS].shards, Shard(self.axes, "balanced")))
@@ -84,44 +85,44 @@ class Attention:
 
     @cached_property
     def keys(self) -> Sharding:
-        """Where keys and values are used; in a ring, in its first round."""
-        dims = [*self.queries.layout.dims[:HEADS], self._read_heads(), *self.queries.layout.dims[SEQUENCE:]]
+        """The sharding under which keys and values are used; in a ring, in its first round."""
+        dims = [*self.queries.layout.dims[:HEADS], self._key_heads(), *self.queries.layout.dims[SEQUENCE:]]
         if self.how != RING:
             dims[SEQUENCE] = Dim(dims[SEQUENCE].name)
-        cut = {axis for dim in dims for axis in dim.axes}
-        copies = tuple(axis for axis in self.queries.layout.axes if axis not in cut)
+        sharding_axes = {axis for dim in dims for axis in dim.axes}
+        copies = tuple(axis for axis in self.queries.layout.axes if axis not in sharding_axes)
         return self.kv.with_layout(Layout(tuple(dims), (("copy", copies),) if copies else ()))
 
     @property
     def result(self) -> Sharding:
-        """Where the result is computed."""
-        return replace(self.queries, shape=(*self.q.shape[:WIDTH], self.wide))
+        """The sharding under which the result is computed."""
+        return replace(self.queries, shape=(*self.q.shape[:WIDTH], self.value_width))
 
     @property
     def target(self) -> Sharding:
-        """Where the result ends: under the layout of the queries."""
+        """The sharding of the returned result: under the layout of the queries."""
         return self.result.with_layout(self.q.layout)
 
     @property
     def group(self) -> int:
-        """How many heads of queries share a head of keys."""
+        """The number of heads of queries that share a head of keys."""
         return self.q.shape[HEADS] // self.kv.shape[HEADS]
 
-    def _read_heads(self) -> Dim:
-        """The heads of keys that the heads of queries of every part share, as an overlap."""
+    def _key_heads(self) -> Dim:
+        """The heads of keys that each part's heads of queries read, as an overlap."""
         queries, n, group = self.queries, self.kv.shape[HEADS], self.group
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
         if any(shard.numbers for shard in dim.shards):
-            way = f"as in {dim.name}/balanced({','.join(dim.axes)})"
-            raise NotationError("heads in groups, cut by numbers", text=str(queries.layout), hint=way)
+            hint = f"as in {dim.name}/balanced({','.join(dim.axes)})"
+            raise NotationError("heads in groups, sharded by numbers", text=str(queries.layout), hint=hint)
         sizes = queries.mesh.sizes_of(dim.axes)
-        needs = queries.shape[HEADS], lambda a, b: (a // group, (b - 1) // group + 1)
-        return interval_frame(dim, n, sizes, *needs).source
+        reads = queries.shape[HEADS], lambda a, b: (a // group, (b - 1) // group + 1)
+        return interval_frame(dim, n, sizes, *reads).source
 
     def heads_read(self, device: int) -> Rows:
-        """For every head of queries that a device has, which of its heads of keys it reads."""
+        """The local head of keys that each of a device's heads of queries reads."""
         q, k = (row_numbers(x.held(len(x.shape) + HEADS, device)) for x in (self.queries, self.keys))
         return np.arange(len(q)) if self.group == 1 else q // self.group - k[:1]
 
@@ -132,7 +133,7 @@ class Attention:
         return row_numbers(self.queries.held(len(self.q.shape) + SEQUENCE, device))
 
     def key_rows(self, device: int, turn: int = 0) -> Rows:
-        """Those of its keys; turn: in which round of a ring, where they come from a device so far back."""
+        """The global numbers of the rows of the keys that a device uses in round `turn` of a ring."""
         if turn:
             ring = self.q.mesh.group(device, self.axes)
             device = ring[(self.q.mesh.index(device, self.axes) - turn) % len(ring)]
@@ -140,65 +141,100 @@ class Attention:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices along the axes that cut the sequence: what they have stands for that of all others."""
+        """One device for every part of the sequence; other devices hold the same rows."""
         return self.q.mesh.group(0, self.axes)
 
     @cached_property
     def rounds(self) -> int:
-        """How many blocks of keys a device sees: later ones are beyond the window of all devices."""
+        """The number of blocks of keys that a device uses; no window reaches later ones."""
         n = len(self.devices) if self.how == RING else 1
         if self.window is None:
             return n
-        return 1 + max(t for t in range(n) if t == 0 or any(pieces(self, d, t) for d in self.devices))
+        return 1 + max(t for t in range(n) if t == 0 or any(tiles(self, d, t) for d in self.devices))
 
-    def sees(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
-        """Rows of queries (n, 1) and of keys (m,) -> (n, m), which scores are not empty; -1 is no row."""
-        seen = (k >= 0) & (q >= 0)
+    def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
+        """Rows of queries (n, 1) and of keys (m,) -> (n, m): scores that count; -1 stands for no row."""
+        visible = (k >= 0) & (q >= 0)
         if self.causal:
-            seen = seen & (k <= q)
+            visible = visible & (k <= q)
         if self.window is not None:
-            seen = seen & (q - k < self.window) & (k - q < self.window)
-        return seen
-
-    # -- the ring ------------------------------------------------------------------------------------------
+            visible = visible & (q - k < self.window) & (k - q < self.window)
+        return visible
 
     @property
     def block_rows(self) -> int:
-        """Rows of every block that travels in a ring: shorter ones are padded."""
+        """The rows of every block that a ring passes on: shorter blocks are padded."""
         return self.q.max_local_shape[SEQUENCE]
 
-    def passed_on(self, by: int = 1) -> tuple[Layout, Layout]:
-        """The layouts between which blocks go to the device `by` further on: of all, side by side.
+    def rotation(
+        self, block_shape: Sequence[int], by: int = 1
+    ) -> tuple[tuple[Layout, Layout], Sequence[int]]:
+        """The layouts and the global shape of a move of every device's block to the device `by` further on.
 
-        The blocks have dims (batch, heads, `block_rows`, width); batch and heads are those of the device.
+        Blocks have dims (batch, heads, `block_rows`, width); batch and heads are the device's own.
         """
-        shards = Shard(self.axes), rotated(self.axes, len(self.devices), self.block_rows, by)
+        n, (batch, heads, rows, width) = len(self.devices), block_shape
+        shards = Shard(self.axes), rotated(self.axes, n, self.block_rows, by)
         before, after = (Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards)
-        return before, after
+        return (before, after), (batch, heads, n * rows, width)
 
 
-def order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class BlockAttention:
+    """One device's part of an attention, in rounds; all blocks are `[batch, heads, rows, width]`.
+
+    A bridge's subclass says how a block is sent.
+    """
+
+    attn: Attention
+    scale: float
+
+    def send(self, block: Any, by: int = 1) -> Callable[[], Any]:
+        """Begin to send a block to the device `by` further on -> wait for the block that arrives."""
+        raise NotImplementedError
+
+    def in_turn(self, kv: Any) -> Iterator[tuple[int, Any]]:
+        """The blocks of all rounds; the next one is sent while one is used."""
+        for turn in range(self.attn.rounds):
+            wait = self.send(kv) if turn + 1 < self.attn.rounds else None
+            yield turn, kv
+            kv = wait() if wait else kv
+
+    def split(self, kv: Any) -> tuple[Any, Any]:
+        """Keys and values of a block of keys with the values beside them."""
+        width = self.attn.value_width
+        return kv[..., :-width], kv[..., -width:]
+
+
+def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
     """The names of the dims in the order (*batch, heads, sequence, width). The width is the last dim.
 
-    Raises NotationError if one of them is missing or the width is cut.
+    Raises NotationError if one of them is missing or the width is sharded.
     """
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
-            where = "the last dim is the width of a head" if name in layout.names else f"no dim {name!r}"
-            raise NotationError(where, text=str(layout), hint=f"{option}= names the dim, as in b s/cp h k")
+            why = "the last dim is the width of a head" if name in layout.names else f"no dim {name!r}"
+            raise NotationError(why, text=str(layout), hint=f"{option}= names the dim, as in b s/cp h k")
     if layout.dims[-1].axes:
-        raise NotationError("the width of heads is cut", text=str(layout), hint="products are sums over it")
+        raise NotationError(
+            "the width of heads is sharded", text=str(layout), hint="products are sums over it"
+        )
     batch = (name for name in layout.names[:-1] if name not in (sequence, heads))
     return (*batch, heads, sequence, layout.names[-1])
+
+
+def key_lengths(q: Sharding, heads: str, kv_heads: int | None) -> dict[str, int | None]:
+    """The global lengths of dims of keys and values that the queries give; the width is the blocks' own."""
+    return {**dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True)), heads: kv_heads}
 
 
 def attention(
     q: Sharding, k: Sharding, v: Sharding, how: str = AUTO, causal: bool = False, window: int | None = None
 ) -> Attention:
-    """An attention of queries, keys and values, all of them in `order`. Raises where they do not fit."""
+    """The attention of queries, keys and values, all of them in `dim_order`. Raises if they do not fit."""
     text = str(k.layout)
-    if how not in (AUTO, *WAYS):
-        raise XshardError(f"no way how={how!r}", hint=f"there are: {', '.join((AUTO, *WAYS))}")
+    if how not in (AUTO, *METHODS):
+        raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
     if window is not None and window < 1:
         raise XshardError(f"window={window}", hint="a query sees itself: 1 or more")
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[SEQUENCE:] != q.shape[SEQUENCE:]:
@@ -215,64 +251,65 @@ def attention(
     return Attention(q, kv, v.shape[WIDTH], how, causal, window)
 
 
-def document_layouts(layout: Layout, names: tuple[str, ...], ndim: int) -> tuple[Layout, Layout]:
-    """The layouts in which documents are given, and used: for each batch, or, of one dim, for all of them.
+def document_move(attn: Attention, layout: Layout, ndim: int) -> tuple[tuple[Layout, Layout], list[int], int]:
+    """The move that unshards the sequence of document numbers: its layouts, the global shape, and that dim.
 
-    names: of the dims of `layout`, in `order`.
+    layout: layout of the queries' blocks, which orders the dims. ndim: 1 for one sequence that all batches
+    share; else there is one for each batch.
     """
+    names = attn.q.layout.names
     kept = names[SEQUENCE:WIDTH] if ndim == 1 else (*names[:HEADS], names[SEQUENCE])
-    given = tuple(dim for dim in layout.dims if dim.name in kept)
-    whole = tuple(Dim(dim.name) if dim.name == names[SEQUENCE] else dim for dim in given)
-    return Layout(given), Layout(whole)
+    sharded = tuple(dim for dim in layout.dims if dim.name in kept)
+    whole = tuple(Dim(dim.name) if dim.name == names[SEQUENCE] else dim for dim in sharded)
+    shape = [attn.q.shape[attn.q.dim_index(dim.name)] for dim in sharded]
+    return (Layout(sharded), Layout(whole)), shape, [dim.name for dim in whole].index(names[SEQUENCE])
 
 
 @lru_cache(maxsize=4096)
-def pieces(given: Attention, device: int, turn: int = 0) -> tuple[Piece, ...]:
-    """The pieces of a device's scores that are not empty, in the order of its queries.
-
-    Runs of rows are clipped to what they see of each other: what a mask empties is not computed.
+def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
+    """The tiles of a device's scores that count, in the order of its queries; masked rows are not computed.
 
     >>> from xshard import Mesh
     >>> q = Sharding(Layout.parse("h s/cp k"), Mesh(cp=2), (1, 8, 8))
-    >>> [(p.q, p.k, p.kind) for p in pieces(attention(q, q, q, "gather", causal=True), 1)]
+    >>> [(t.q, t.k, t.kind) for t in tiles(attention(q, q, q, "gather", causal=True), 1)]
     [(slice(0, 4, None), slice(0, 8, None), 'causal')]
-    >>> pieces(attention(q, q, q, "ring", causal=True), 0, turn=1)  # keys of device 1, all after its queries
+    >>> tiles(attention(q, q, q, "ring", causal=True), 0, turn=1)  # keys of device 1, all after its queries
     ()
     """
-    q, k = given.query_rows(device), given.key_rows(device, turn)
-    found = (_piece(given, q, k, a, b) for a in _runs(q) for b in _runs(k))
-    return tuple(piece for piece in found if piece is not None)
+    q, k = attn.query_rows(device), attn.key_rows(device, turn)
+    candidates = (_tile(attn, q, k, a, b) for a in _runs(q) for b in _runs(k))
+    return tuple(tile for tile in candidates if tile is not None)
 
 
-def splits(given: Attention) -> tuple[int, ...]:
-    """Where runs of rows begin in the blocks of all devices, if those are few and alike; else 0 alone."""
-    starts = {tuple(run.start for run in _runs(given.query_rows(device))) for device in given.devices}
-    return starts.pop() if len(starts) == 1 and given.queries.is_even else (0,)
+def run_starts(attn: Attention) -> tuple[int, ...]:
+    """The starts of runs of rows in the blocks of all devices, if they are few and equal; else 0 alone."""
+    starts = {tuple(run.start for run in _runs(attn.query_rows(device))) for device in attn.devices}
+    return starts.pop() if len(starts) == 1 and attn.queries.is_even else (0,)
 
 
 def _runs(rows: Rows) -> list[slice]:
-    """The intervals of consecutive rows; all rows if there are many."""
+    """The intervals of consecutive rows; all rows as one if there are many."""
     starts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
     if len(starts) > MOST_RUNS + 1:
         return [slice(0, len(rows))]
     return [slice(a, b) for a, b in itertools.pairwise(starts) if a < b]
 
 
-def _piece(given: Attention, q: Rows, k: Rows, mine: slice, theirs: slice) -> Piece | None:
-    """The part of the scores of a run of queries and a run of keys that is not empty."""
-    window = len(q) + int(k.max()) + int(q.max()) + 1 if given.window is None else given.window
-    after = 1 if given.causal else window  # keys are at most so many rows less one after a query
+def _tile(attn: Attention, q: Rows, k: Rows, mine: slice, theirs: slice) -> Tile | None:
+    """The part that counts of the scores of a run of queries and a run of keys."""
+    window = len(q) + int(k.max()) + int(q.max()) + 1 if attn.window is None else attn.window
+    after = 1 if attn.causal else window  # a key is less than `after` rows behind its query
     (a, b), (c, d) = ((int(x[r].min()), int(x[r].max()) + 1) for x, r in ((q, mine), (k, theirs)))
-    if max(c, a - window + 1) >= min(d, b - 1 + after):
+    first, last = max(c, a - window + 1), min(d, b - 1 + after)
+    if first >= last:
         return None
     if b - a != mine.stop - mine.start or d - c != theirs.stop - theirs.start:
-        return Piece(mine, theirs, SOME)  # rows with others between them
-    first, last = max(c, a - window + 1), min(d, b - 1 + after)
+        return Tile(mine, theirs, SOME)  # rows with others between them
     low, high = max(a, first - after + 1), min(b, last - 1 + window)
     rows = slice(mine.start + low - a, mine.start + high - a)
     keys = slice(theirs.start + first - c, theirs.start + last - c)
     if last - low <= after and high - first <= window:
         kind = ALL
     else:
-        kind = CAUSAL if given.causal and last == high and high - first <= window else SOME
-    return Piece(rows, keys, kind)
+        kind = CAUSAL if attn.causal and last == high and high - first <= window else SOME
+    return Tile(rows, keys, kind)

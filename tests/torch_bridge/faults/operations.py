@@ -208,7 +208,7 @@ def _contracted(x: Tensor, mesh: Any, expression: str, shape: tuple[int, ...], i
 
 def _attended(x: Tensor, mesh: Any, layout: str) -> Tensor:
     heads = x[:, :1000].reshape(1, ROWS, -1, 8)
-    return xt.nn.attention(heads, heads, heads, mesh, layout, how="ring")
+    return xt.nn.attention(heads, heads, heads, layout, mesh, how="ring")
 
 
 def _parallel(width: int) -> Run:
