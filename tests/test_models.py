@@ -8,7 +8,7 @@ import pytest
 
 from xshard import Layout, Mesh, models
 from xshard.errors import NotationError, ShapeError
-from xshard.models import Known, arriving_shape, known_inside, rule_of, summed_later, use_of, varying
+from xshard.models import KnownDim, arriving_shape, known_inside, rule_of, summed_later, use_of, varying
 
 MESH = Mesh(dp=2, tp=4)
 
@@ -58,7 +58,7 @@ def test_parameters_are_used_as_copies_where_activations_vary(
     assert use.copied == set(copied.split()) and summed_later([use]) == set(later.split())
     found = use.move(summed_later([use]))
     assert (found and f"{found[0]} -> {found[1]}") == move
-    assert use.apart == set(use.used.axes) - set(inside.split())
+    assert use.unsummed == set(use.used.axes) - set(inside.split())
 
 
 def test_uses_that_differ_sum_later_what_all_of_them_sum() -> None:
@@ -70,7 +70,7 @@ def test_uses_that_differ_sum_later_what_all_of_them_sum() -> None:
 
 def test_lengths_are_known_from_outside() -> None:
     outside = known_inside(rule_of("b s -> b/dp s", MESH), (4, 10), (2, 10), ())
-    assert outside == (Known("b", frozenset({"dp"}), 4, 2), Known("s", frozenset(), 10, 10))
+    assert outside == (KnownDim("b", frozenset({"dp"}), 4, 2), KnownDim("s", frozenset(), 10, 10))
     enters = rule_of("b s c -> b s/tp c", MESH)
     assert arriving_shape(enters, MESH, 0, (2, 10, 6), outside) == (2, 10, 6)
     inside = known_inside(enters, (2, 10, 6), (2, 3, 6), outside)

@@ -1,9 +1,8 @@
-"""Whole models: what the layouts of activations and parameters, given by name, say about gradients.
+"""Whole models: the sums of gradients that follow from layouts of activations and parameters.
 
-Decides along which axes a parameter's gradient is summed, and what that makes of the layout in which the
-parameter is used. Activations vary along the axes that cut, copy or sum in the layout under which they came
-in. By the table of `contractions.types`, a parameter that such an axis does not cut is used as a copy along
-it. Knows no framework and no model.
+Activations vary along the axes that shard, copy or sum in the layout under which they arrive. By the table
+of `contractions.types`, a parameter that such an axis does not shard is used as a copy along it, and its
+gradient is summed over it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from xshard.layout.lengths import global_shape
 from xshard.notation.parser import ARROW, ELLIPSIS
 
 
-class Rule(NamedTuple):
-    """What a rule says of one array: how it arrives, and how it goes on; other axes are left alone."""
+class ActivationRule(NamedTuple):
+    """A rule for one array: its layouts before and after a move; other axes are left alone."""
 
     src: Layout
     dst: Layout
@@ -38,18 +37,18 @@ class Rule(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rule_of(text: str, mesh: Mesh) -> Rule:
-    """`"layout -> layout"`, or one layout: the array is there, and stays. Raises NotationError."""
+def rule_of(text: str, mesh: Mesh) -> ActivationRule:
+    """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError."""
     src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    return Rule(src, dst, text)
+    return ActivationRule(src, dst, text)
 
 
-def varying(outside: Iterable[str], rules: Iterable[Rule]) -> frozenset[str]:
-    """The axes along which activations differ inside a module whose inputs have these rules.
+def varying(outside: Iterable[str], rules: Iterable[ActivationRule]) -> frozenset[str]:
+    """The axes along which activations differ inside a module, by the rules for its inputs.
 
-    outside: those in the enclosing module. An axis that a rule names is as its right side says.
+    outside: the axes along which they differ in the enclosing module; rules decide about axes that they name.
 
     >>> sorted(varying(["dp"], [rule_of("b s/tp c -> b s c | copy(tp)", Mesh(dp=2, tp=2))]))
     ['dp', 'tp']
@@ -59,8 +58,8 @@ def varying(outside: Iterable[str], rules: Iterable[Rule]) -> frozenset[str]:
     return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
 
 
-class Known(NamedTuple):
-    """What is known of a dim inside a module: the axes that cut it, its length, and that of this block."""
+class KnownDim(NamedTuple):
+    """A dim inside a module: the axes that shard it, its global length, and the length of this block."""
 
     name: str
     axes: frozenset[str]
@@ -69,11 +68,11 @@ class Known(NamedTuple):
 
 
 def arriving_shape(
-    rule: Rule, mesh: Mesh, device: int, local_shape: tuple[int, ...], known: Iterable[Known]
+    rule: ActivationRule, mesh: Mesh, device: int, local_shape: tuple[int, ...], known: Iterable[KnownDim]
 ) -> tuple[int, ...]:
-    """The shape of an array, of which a block arrives: whole along the axes of its rule.
+    """The global shape of an array along the axes of its rule, from the block that arrives.
 
-    known: dims of the enclosing module. Of other dims blocks are equally long.
+    known: dims of the enclosing module. Blocks are equally long along other dims.
     Raises ShapeError if the block is not this device's part of such an array.
     """
     layout = rule.src.resolved(len(local_shape))
@@ -95,22 +94,22 @@ def arriving_shape(
 
 
 def known_inside(
-    rule: Rule, shape: Sequence[int], local_shape: Sequence[int], outside: Iterable[Known]
-) -> tuple[Known, ...]:
-    """What is known inside a module. shape: what arrived, whole; local_shape: of the block that goes in."""
-    found = {dim.name: dim for dim in outside}
+    rule: ActivationRule, shape: Sequence[int], local_shape: Sequence[int], outside: Iterable[KnownDim]
+) -> tuple[KnownDim, ...]:
+    """The dims inside a module. shape: global shape on arrival; local_shape: shape of the block after it."""
+    dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
     for dim, rows in zip(rule.dst.resolved(len(shape)).dims, local_shape, strict=True):
-        before = found.get(dim.name)
+        before = dims.get(dim.name)
         axes, length = frozenset(dim.axes), lengths[dim.name]
         if before is not None:
             axes, length = axes | before.axes - set(rule.axes), before.length
-        found[dim.name] = Known(dim.name, axes, length, rows)
-    return tuple(found.values())
+        dims[dim.name] = KnownDim(dim.name, axes, length, rows)
+    return tuple(dims.values())
 
 
-class Use(NamedTuple):
-    """A parameter in one module: how it is stored and used, and along which axes activations vary there."""
+class ParameterUse(NamedTuple):
+    """A parameter in one module: its layouts in storage and in use, and the axes along which inputs vary."""
 
     stored: Layout
     used: Layout
@@ -122,25 +121,25 @@ class Use(NamedTuple):
         return self.varying - set(self.used.axes)
 
     @property
-    def apart(self) -> frozenset[str]:
-        """Axes that cut the parameter where activations are equal: their gradient would not be equal."""
+    def unsummed(self) -> frozenset[str]:
+        """Axes that shard the parameter where activations are equal: the gradients of these would differ."""
         return frozenset(self.used.axes) - self.varying
 
     def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
-        """From where it is stored to how it is used, or None if nothing moves.
+        """The layouts in storage and in use, or None if nothing moves.
 
-        later: axes over which gradients are summed afterwards, with those of other parameters.
+        later: axes over which gradients are summed afterwards, together with those of other parameters.
         """
         now = tuple(sorted(self.copied - later))
         used = replace(self.used, tags=(*self.used.tags, ("copy", now)) if now else self.used.tags)
         return None if used == self.stored else (self.stored, used)
 
 
-def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Use:
-    """`"stored -> used"`, or one layout for both, of a parameter with `ndim` dims.
+def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
+    """Parse `"stored -> used"`, or one layout for both, for a parameter with `ndim` dims.
 
-    What is added to addends is used as addends too: `"o -> o | sum(tp)"`.
-    Raises NotationError for what is no place to keep values in, ShapeError for another number of dims.
+    A parameter that is added to addends is used as addends too: `"o -> o | sum(tp)"`.
+    Raises NotationError for a layout that does not keep values, ShapeError for another number of dims.
 
     >>> use_of("o/dp i -> o i", 2, Mesh(dp=2, tp=2), frozenset(["dp"])).copied
     frozenset({'dp'})
@@ -151,8 +150,8 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Use:
             raise NotationError(
                 f"a parameter is stored and used as values, not as '{layout}'",
                 text=text,
-                hint="cuts, as in 'o/dp i -> o i', and a sum on the right; over which axes its gradient is "
-                "summed is derived",
+                hint="shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
+                "gradient is summed are derived",
             )
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
         raise ShapeError(
@@ -160,13 +159,13 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Use:
             text=text,
             hint="'...' is any number of dims",
         )
-    return Use(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
+    return ParameterUse(rule.src.resolved(ndim), rule.dst.resolved(ndim), varying)
 
 
-def summed_later(uses: Sequence[Use]) -> frozenset[str]:
-    """The axes over which the gradient is summed once, after all uses: all of them sum over these axes.
+def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
+    """The axes over which the gradient is summed once, after all uses, because every use sums over them.
 
-    An axis that cuts the stored parameter is none: its sum ends in blocks.
+    A sum over an axis that shards the stored parameter ends in blocks, and is not made later.
     """
     common = frozenset.intersection(*(use.copied for use in uses))
     return common - set(uses[0].stored.axes)

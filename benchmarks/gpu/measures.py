@@ -20,7 +20,7 @@ import xshard as xs
 from benchmarks import by_turns, torch_calls
 from benchmarks.torch_redistribute.by_hand import all_gather, reduce_scatter
 from benchmarks.torch_redistribute.host import RANKS, nobody
-from torch_bridge.nn import Conv2d
+from torch_bridge.nn import domain_parallel
 
 Row = dict[str, Any]
 CALLS = 20  # between two events
@@ -114,7 +114,7 @@ def layers(shapes: Sequence[tuple[tuple[int, ...], int]], rounds: int) -> list[R
             torch.manual_seed(0)
             ordinary = torch.nn.Conv2d(shape[1], shape[1], kernel, padding=kernel // 2, device="cuda")
             ordinary = ordinary.to(torch.bfloat16)
-            layer = Conv2d.from_module(ordinary, ranks, "b c h/a w")
+            layer = domain_parallel(ordinary, "b c h/a w", ranks)
             x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
             row: Row = {"block": shape, "kernel": kernel, "dtype": "bfloat16"}
             for name, module in (("xshard", layer), ("torch", ordinary)):

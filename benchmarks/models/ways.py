@@ -60,7 +60,7 @@ def rules(model: nn.Module, mesh: DeviceMesh) -> Step:
         "**.{o,down}_proj.weight": "o i/tp",
         "**": "...",
     }
-    return _step(xt.parallelize(model, mesh, parameters, INPUTS, OUTPUTS))
+    return _step(xt.parallelize(model, parameters, INPUTS, mesh, outputs=OUTPUTS))
 
 
 def rules_gathered(model: nn.Module, mesh: DeviceMesh) -> Step:
@@ -69,7 +69,7 @@ def rules_gathered(model: nn.Module, mesh: DeviceMesh) -> Step:
         "**.{o,down}_proj.weight": "o/dp i/tp -> o i/tp",
         "**": "o/dp ... -> o ...",
     }
-    return _step(xt.parallelize(model, mesh, parameters, INPUTS, OUTPUTS, gathers="model.layers.*"))
+    return _step(xt.parallelize(model, parameters, INPUTS, mesh, outputs=OUTPUTS, gathers="model.layers.*"))
 
 
 def by_hand(model: nn.Module, mesh: DeviceMesh) -> Step:

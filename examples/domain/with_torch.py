@@ -114,7 +114,7 @@ def sharded(folder: Path, steps: int) -> None:
     noisy, clean = (torch.tensor(reference.scatter(a, LAYOUT, MESH)[rank]) for a in photographs())
     shape = (2, 3, HEIGHT, WIDTH)
     model = made()
-    parallel = xt.nn.domain_parallel(model, MESH, LAYOUT, shape=shape)
+    parallel = xt.nn.domain_parallel(model, LAYOUT, MESH, shape=shape)
     with torch.no_grad():
         for name, block in (("sharded", parallel(noisy)), ("alone", alone(noisy))):
             image = xt.redistribute(block, f"{LAYOUT} -> n c h w", MESH, shape=shape)

@@ -350,7 +350,7 @@ def _shares(sums: bool) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.LayerNorm([8, 4])).double()
     x = torch.randn(1, 1, 8, 4, dtype=torch.float64)
     _, _, wanted = whole_gradients(copy.deepcopy(model), x)
-    parallel = xt.nn.domain_parallel(model, xs.Mesh(sp=2), "b c h/sp w", sum_gradients=sums)
+    parallel = xt.nn.domain_parallel(model, "b c h/sp w", xs.Mesh(sp=2), sum_gradients=sums)
     y = parallel(x.chunk(2, 2)[dist.get_rank()])
     whole = torch.empty(1, 2, 8, 4, dtype=torch.float64)
     (y * weights_of(whole).chunk(2, 2)[dist.get_rank()]).sum().backward()

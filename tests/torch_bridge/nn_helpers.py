@@ -53,7 +53,7 @@ def check_layer(
     found = [whole_gradients(alone, x) if dist.get_rank() == 0 else None, list(alone.buffers())]
     dist.broadcast_object_list(found)  # computed once: the ranks share two cores
     (y, of_x, of_parameters), buffers = found
-    layer = xt.nn.domain_parallel(module, mesh, layout, shape=shape, **options)
+    layer = xt.nn.domain_parallel(module, layout, mesh, shape=shape, **options)
     block = scattered(x, layout, mesh).requires_grad_()
     mine = layer(block)
     sharding = xt.nn.sharding_of(mine)

@@ -17,6 +17,8 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from tests.torch_bridge.nn_helpers import check_layer, scattered, sizes
+from torch_bridge.nn.conv import Convolution, conv
+from torch_bridge.nn.placed import placed_as
 from xshard import reference
 
 ROW = xs.Mesh(sp=4)
@@ -222,13 +224,13 @@ def _second_order() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 2, 4, 3, dtype=torch.float64)
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64)
-    convolution = xt.nn.Convolution((3, 3), (1, 1), ((1, 1),) * 2, (1, 1), padding_mode="circular")
+    convolution = Convolution((3, 3), (1, 1), ((1, 1),) * 2, (1, 1), padding_mode="circular")
 
     def whole(x: Tensor, weight: Tensor) -> Tensor:
         """Whole in, whole out, so that every rank differentiates the same function."""
         block = xt.redistribute(x, "b c h w -> b c h/sp w", PAIR)
-        placed = xt.nn.placed_as(block, "b c h/sp w", PAIR)
-        y = xt.nn.conv(block, placed, weight, None, convolution)[0]
+        placed = placed_as(block, "b c h/sp w", PAIR)
+        y = conv(block, placed, weight, None, convolution)[0]
         return xt.redistribute(y, "b c h/sp w -> b c h w", PAIR).square()
 
     inputs = (x.requires_grad_(), weight.requires_grad_())

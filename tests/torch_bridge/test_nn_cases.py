@@ -23,6 +23,8 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import on_ranks
 from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, scattered, sizes, weights_of
+from torch_bridge.nn.conv import Convolution, conv
+from torch_bridge.nn.placed import placed_as
 from xshard import reference
 from xshard.nn.windows import window_frame
 from xshard.notation.overlap import Window
@@ -180,10 +182,10 @@ def check_causal(case: Case) -> None:
     y = sum(m * F.conv1d(F.pad(m * x, (k - 1, 0)), weight, groups=shape[1]) for m in masks)
     (y * weights_of(y)).sum().backward()
     block, mine = scattered(x, layout, mesh).requires_grad_(), weight.detach().clone().requires_grad_()
-    placed = xt.nn.placed_as(block, layout, mesh, shape)
-    causal = xt.nn.Convolution((k,), (1,), ((k - 1, 0),), (1,), groups=shape[1])
+    placed = placed_as(block, layout, mesh, shape)
+    causal = Convolution((k,), (1,), ((k - 1, 0),), (1,), groups=shape[1])
     parts = [scattered(m, layout.removeprefix("b c "), mesh) for m in masks]
-    out = sum(m * xt.nn.conv(m * block, placed, mine, None, causal)[0] for m in parts)
+    out = sum(m * conv(m * block, placed, mine, None, causal)[0] for m in parts)
     (out * scattered(weights_of(y), layout, mesh)).sum().backward()
     for found, wanted in (
         (out, scattered(y, layout, mesh)),

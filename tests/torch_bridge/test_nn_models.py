@@ -76,7 +76,7 @@ def _unet() -> None:
         alone.zero_grad()
         model.zero_grad()
         y, of_x, of_parameters = whole_gradients(alone, x, time)
-        parallel = xt.nn.domain_parallel(model, mesh, layout, shape=x.shape)
+        parallel = xt.nn.domain_parallel(model, layout, mesh, shape=x.shape)
         assert parallel.state_dict().keys() == model.state_dict().keys()
         assert all(p is q for p, q in zip(parallel.parameters(), model.parameters(), strict=True))
         block = scattered(x, layout, mesh).requires_grad_()
@@ -129,7 +129,7 @@ class Forgetful(nn.Module):
 
 def _forgets() -> tuple[str, str]:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), Forgetful())
-    parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w", converters={Forgetful: lambda m: m})
+    parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR, converters={Forgetful: lambda m: m})
     return error_of(lambda: parallel(torch.ones(1, 2, 4, 6)))
 
 
@@ -141,7 +141,7 @@ def _checkpoints() -> tuple[str, str]:
     model.checkpoint = lambda *given, **named: torch.utils.checkpoint.checkpoint(
         *given, use_reentrant=False, **named
     )
-    parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w")
+    parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR)
     y = parallel(torch.ones(1, 2, 4, 6, dtype=torch.float64, requires_grad=True))
     assert _forgets()[1].startswith("1: a reentrant checkpoint inside a converted module")
     return error_of(lambda: y.sum().backward())
@@ -180,7 +180,7 @@ def _rows() -> None:
     for layout in ("b c h/sp w", "b c h/sizes(sp,1,7) w", "b c h/zigzag(sp) w"):
         assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
 
-    thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), PAIR, "b c h/sp w")
+    thin = xt.nn.domain_parallel(Code(lambda x: x.squeeze()), "b c h/sp w", PAIR)
     y = thin(torch.ones(1, 2, 1, 6))  # one row of two
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
 
@@ -198,7 +198,7 @@ def _parts() -> None:
         ).double()
         x = torch.randn(1, 2, rows, 6, dtype=torch.float64)
         y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
-        parallel = xt.nn.domain_parallel(model, PAIR, layout, shape=x.shape)
+        parallel = xt.nn.domain_parallel(model, layout, PAIR, shape=x.shape)
 
         def one_by_one(block: Tensor, parallel: nn.Module = parallel) -> Tensor:
             norm = xt.nn.checkpoint(parallel[1], parallel[0](block))
@@ -226,7 +226,7 @@ def _inference() -> None:
     model = nn.Sequential(
         nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.Upsample(scale_factor=2, mode="bilinear")
     )
-    parallel = xt.nn.domain_parallel(model, PAIR, "b c h/sp w")
+    parallel = xt.nn.domain_parallel(model, "b c h/sp w", PAIR)
     with torch.inference_mode():
         parallel(torch.ones(1, 1, 2, 4, dtype=torch.float64))
     check_layer(model, (1, 1, 4, 4), "b c h/sp w", PAIR)
@@ -299,21 +299,21 @@ NO_FUNCTION: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def _refusals() -> dict[str, tuple[str, str]]:
     found = {}
     for name, (model, _) in NO_LAYER.items():
-        found[name] = error_of(lambda model=model: xt.nn.domain_parallel(model(), PAIR, "b c h/sp w"))
+        found[name] = error_of(lambda model=model: xt.nn.domain_parallel(model(), "b c h/sp w", PAIR))
     x = torch.ones(1, 2, 4, 6)
     for name, (function, _) in NO_FUNCTION.items():
-        model = xt.nn.domain_parallel(nn.Sequential(Code(function)), PAIR, "b c h/sp w")
+        model = xt.nn.domain_parallel(nn.Sequential(Code(function)), "b c h/sp w", PAIR)
         found[name] = error_of(lambda model=model: model(x))
-    conv = xt.nn.Conv2d.from_module(nn.Conv2d(2, 2, 9), PAIR, "b c h/sp w")
+    conv = xt.nn.domain_parallel(nn.Conv2d(2, 2, 9), "b c h/sp w", PAIR)
     found["a kernel larger than the array"] = error_of(lambda: conv(x))
     found["channels"] = error_of(lambda: conv(torch.ones(1, 3, 8, 6)))
     wide = nn.Conv2d(2, 2, 3, padding=(1, 7), padding_mode="circular")
-    wide = xt.nn.Conv2d.from_module(wide, PAIR, "b c h/sp w")
+    wide = xt.nn.domain_parallel(wide, "b c h/sp w", PAIR)
     found["padding wider than the array"] = error_of(lambda: wide(x))
-    cut = xt.nn.Conv2d.from_module(nn.Conv2d(4, 2, 3), PAIR, "b c/sp h w")
+    cut = xt.nn.domain_parallel(nn.Conv2d(4, 2, 3), "b c/sp h w", PAIR)
     found["channels that are cut"] = error_of(lambda: cut(x))
     lost = nn.Sequential(Code(lambda x: x.data), nn.Conv2d(2, 2, 3))
-    lost = xt.nn.domain_parallel(lost, PAIR, "b c h/sp w")
+    lost = xt.nn.domain_parallel(lost, "b c h/sp w", PAIR)
     found["a lost record"] = error_of(lambda: lost(x))
     assert still_connected()
     return found

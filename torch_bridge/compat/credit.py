@@ -246,8 +246,8 @@ def convert_to_domain_parallel(
         raise MeshError("no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)")
     parallel = domain_parallel(
         model,
-        domain_of(found),
         layout_text(shard_dim),
+        domain_of(found),
         shape=shape,
         sum_gradients=False,
         converters=custom_converters,

@@ -18,9 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from torch_bridge.compat.credit import HaloExchange, cutting_manager, domain_of, layout_text
-from torch_bridge.nn import layers
 from torch_bridge.nn.conv import Convolution, conv
-from torch_bridge.nn.layer import Layer, same_state
+from torch_bridge.nn.layers import layer_of, same_state
 from torch_bridge.nn.placed import Placement, placed_as, record
 from torch_bridge.nn.resample import interpolate
 from xshard import Layout, XshardError
@@ -32,13 +31,13 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     if manager is None:
         return None
     layout = Layout.parse(layout_text(shard_dim)).resolved(x.ndim)
-    return replace(placed_as(x, layout, domain_of(manager)), copies=False)
+    placement = placed_as(x, layout, domain_of(manager))
+    return replace(placement, shares=placement.axes)
 
 
 class _OfConvolution(nn.Module):
     """A convolution, as `conv`."""
 
-    kind: ClassVar[type[Layer]]
     default_dim: ClassVar[int] = -2
     conv: Any
 
@@ -58,8 +57,8 @@ class _OfConvolution(nn.Module):
         placement = _placement(x, self.shard_dim)
         if placement is None:
             return self.conv(x)
-        layer = self.kind.from_module(self.conv, placement.processes, placement.layout)
-        return layer(record(x.view_as(x), placement))  # type: ignore[operator]
+        layer = layer_of(self.conv, placement.layout, placement.processes)
+        return layer(record(x.view_as(x), placement))
 
 
 class DomainParallelConv2d(_OfConvolution):
@@ -77,25 +76,21 @@ class DomainParallelConv2d(_OfConvolution):
     [[4.0, 6.0], [6.0, 6.0]]
     """
 
-    kind = layers.Conv2d
-
 
 class DomainParallelConv3d(_OfConvolution):
     """A `Conv3d` of blocks `(b, c, t, h, w)`: `conv`, `shard_dim=3`."""
 
-    kind, default_dim = layers.Conv3d, 3
+    default_dim = 3
 
 
 class DomainParallelConvTranspose2d(_OfConvolution):
     """A `ConvTranspose2d` of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`."""
 
-    kind = layers.ConvTranspose2d
-
 
 class DomainParallelConvTranspose3d(_OfConvolution):
     """A `ConvTranspose3d` of blocks `(b, c, t, h, w)`: `conv`, `shard_dim=3`."""
 
-    kind, default_dim = layers.ConvTranspose3d, 3
+    default_dim = 3
 
 
 class DomainParallelPeriodicConv2d(_OfConvolution):
@@ -144,7 +139,7 @@ class DomainParallelGroupNorm(nn.GroupNorm):
         placement = _placement(x, getattr(cutting_manager(None), "shard_dim", -2))
         if placement is None:
             return super().forward(x)
-        layer = layers.GroupNorm.from_module(self, placement.processes, placement.layout)
+        layer = layer_of(self, placement.layout, placement.processes)
         return layer.forward(record(x.view_as(x), placement))  # not called: the hooks are this module's
 
 

@@ -1,6 +1,6 @@
 """A parallel model as tables: where its parameters live, and what a step sends.
 
-Decides the rows; names that differ in numbers alone, as those of layers, share one.
+Names that differ only in numbers, as those of equal layers, share a row.
 """
 
 from __future__ import annotations
@@ -13,49 +13,42 @@ import torch
 from torch import nn
 
 from torch_bridge.mesh.machine import machine
-from torch_bridge.models.parallel import Parallel, parallel_of
-from xshard import Layout, dtypes, load_profile, planner
+from torch_bridge.models.parallel import ParallelModel, parallel_of
+from xshard import Layout, load_profile, planner
+from xshard.dtypes import name_of
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
-from xshard.models import Rule, rule_of
+from xshard.models import ActivationRule, rule_of
 
 PARAMETERS = ("parameter", "", "shape", "stored", "used", "gradient summed over", "block")
 MOVES = ("module", "", "moves", "forward", "backward")
 
 
 def explain(model: nn.Module) -> str:
-    """A parallel model as text: each parameter stored, used and summed, and the bytes that a step receives.
+    """Return a parallel model as tables: its parameters, and the bytes that a step receives.
 
     Bytes are those of the busiest process. Activations have theirs after the first forward pass.
     """
     parallel = parallel_of(model)
-    axes, profile = parallel.setting.axes, machine(parallel.setting.profile)
-    kept = {name: each for each in parallel.kept for name in each.names}
+    axes, profile = parallel.context.axes, machine(parallel.context.profile)
+    by_name = {name: each for each in parallel.parameters for name in each.names}
     parameters, gathers, sums = [], [], []
     for name, use in parallel.uses.items():
-        each = kept[name]
-        x, shape = each.tensor, each.sharding.shape
+        each = by_name[name]
+        x, sharding = each.tensor, each.sharding
         used = "as stored" if use.used == use.stored else _text(use.used)
-        over = " ".join(a for a in axes.axes if a in use.copied) if x.requires_grad else "frozen"
-        parameters.append(
-            (
-                name,
-                str(list(shape)),
-                _text(use.stored),
-                used,
-                over,
-                each.sharding.max_local_size * x.element_size(),
-            )
-        )
+        over = " ".join(axis for axis in axes.axes if axis in use.copied) if x.requires_grad else "frozen"
+        nbytes = sharding.max_local_size * x.element_size()
+        parameters.append((name, str(list(sharding.shape)), _text(use.stored), used, over, nbytes))
         if each.later and name == each.name and x.requires_grad:
-            text = f"n | sum({','.join(a for a in axes.axes if a in each.later)}) -> n"
+            text = f"n | sum({','.join(axis for axis in axes.axes if axis in each.later)}) -> n"
             back = _received(rule_of(text, axes), axes, profile, (x.numel(),), x.dtype, False)[0]
             sums.append(("gradients, in buckets", text, 0, back))
-    for unit in parallel.units:
-        for part in unit.gathered:
+    for hooks in parallel.hooks:
+        for part in hooks.gathered:
             x, rule = part.tensor, rule_of(part.move, axes)
             forward, back = _received(rule, axes, profile, part.shape, x.dtype, x.requires_grad)
-            gathers.append((part.name, _text(part.move), forward, back + (0 if unit.keep else forward)))
+            gathers.append((part.name, _text(part.move), forward, back + (0 if hooks.keep else forward)))
     moves = [*gathers, *_activations(parallel), *sums]
     total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
     rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
@@ -68,26 +61,26 @@ def explain(model: nn.Module) -> str:
     return "\n".join([title, "", align_columns([PARAMETERS, *rows]), "", align_columns([MOVES, *lines])])
 
 
-def _activations(parallel: Parallel) -> Iterable[tuple[Any, ...]]:
-    setting = parallel.setting
-    for unit in parallel.units:
-        for what, each in (("input", unit.inputs), ("output", unit.outputs)):
-            for placed in each:
-                sent: tuple[Any, Any] = (None, None)
-                if placed.last is not None:
-                    sent = _received(placed.rule, setting.axes, machine(setting.profile), *placed.last)
-                if placed.rule.moves:
-                    yield (f"{unit.name or 'the model'}, {what}", placed.rule.text, *sent)
+def _activations(parallel: ParallelModel) -> Iterable[tuple[Any, ...]]:
+    context = parallel.context
+    for hooks in parallel.hooks:
+        for direction, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+            for each in rules:
+                received: tuple[Any, Any] = (None, None)
+                if each.last is not None:
+                    received = _received(each.rule, context.axes, machine(context.profile), *each.last)
+                if each.rule.moves:
+                    yield (f"{hooks.name or 'the model'}, {direction}", each.rule.text, *received)
 
 
 def _received(
-    rule: Rule, axes: Mesh, profile: Any, shape: Sequence[int], dtype: torch.dtype, gradient: bool
+    rule: ActivationRule, axes: Mesh, profile: Any, shape: Sequence[int], dtype: torch.dtype, gradient: bool
 ) -> tuple[int, int]:
     """Bytes that a process receives forward and backward."""
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
     links = load_profile(profile).along(named, axes)
-    plan = planner.plan(rule[:2], mesh, tuple(shape), dtypes.name_of(dtype), profile=links)
+    plan = planner.plan(rule[:2], mesh, tuple(shape), name_of(dtype), profile=links)
     return plan.bytes_received, plan.backward.bytes_received if gradient else 0
 
 
@@ -97,17 +90,15 @@ def _text(layout: Layout | str) -> str:
 
 
 def _grouped(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Rows whose names differ in numbers alone, as one: how many they are comes second; bytes are added."""
-    found: dict[Any, list[tuple[Any, ...]]] = {}
+    """One row for rows with names that differ only in numbers: their number comes second, bytes are added."""
+    groups: dict[Any, list[tuple[Any, ...]]] = {}
     for row in rows:
         key = re.sub(r"\b\d+\b", "*", row[0]), *(x for x in row[1:] if isinstance(x, str))
-        found.setdefault(key, []).append(row)
+        groups.setdefault(key, []).append(row)
     grouped = []
-    for (name, *texts), members in found.items():
-        numbers = zip(*([x for x in row if not isinstance(x, str)] for row in members), strict=True)
-        added = [None if None in column else sum(column) for column in numbers]
-        alone = len(members) == 1
-        grouped.append(
-            (members[0][0] if alone else name, "" if alone else f"x {len(members)}", *texts, *added)
-        )
+    for (name, *texts), members in groups.items():
+        columns = zip(*([x for x in row if not isinstance(x, str)] for row in members), strict=True)
+        totals = [None if None in column else sum(column) for column in columns]
+        first = (members[0][0], "") if len(members) == 1 else (name, f"x {len(members)}")
+        grouped.append((*first, *texts, *totals))
     return grouped

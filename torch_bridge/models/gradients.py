@@ -1,9 +1,9 @@
 """Gradients of a parallel model: summed in buckets while the backward pass goes on.
 
-Decides when gradients travel, and what `.grad` is before, between and after. Each parameter brings the axes
-over which its gradient is summed once, after all its uses (`Kept.later`); other sums were made where it was
-gathered. All processes send the same buckets in the same order: what a process did not use counts as zeros,
-and what none of them used keeps the gradient that it had.
+Each parameter brings the axes over which its gradient is summed once, after all its uses
+(`ShardedParameter.later`); other sums were made where the parameter was gathered. All processes send the same
+buckets in the same order: a parameter that a process did not use counts as zeros, and a parameter that no
+process used keeps the gradient that it had.
 """
 
 from __future__ import annotations
@@ -11,237 +11,243 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
-from torch_bridge.mesh.process_mesh import world
-from torch_bridge.models.parameters import Kept, Setting
-from torch_bridge.planning import executable_of
+from torch_bridge.comm_dtype import comm_dtype_of
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.redistribution import redistribute
 from xshard import XshardError
 
 
 @dataclass(eq=False)
-class Bucket:
-    """Parameters whose gradients travel together. axes: over which they are summed.
+class Gradient:
+    """The gradient of one parameter.
 
-    flagged: with it travels which parameters were used, of these numbers: it is the last of its kind.
+    `.grad` is a sum over processes; or it is `share`, which only this process has, and `earlier` is the sum
+    that it was before. axes: axes of the sum.
     """
 
+    parameter: Tensor
     axes: tuple[str, ...]
-    numbers: list[int]
-    flagged: Sequence[int] = ()
+    share: Tensor | None = None
+    earlier: Tensor | None = None
+
+    def has_share(self) -> bool:
+        """Return whether `.grad` is this process's share; forget a share that somebody else took out."""
+        if self.share is not None and self.parameter.grad is not self.share:
+            self.share = self.earlier = None
+        return self.share is not None
+
+    def set_sum_aside(self) -> None:
+        """Before a share is added to `.grad`: it is None then, or an earlier share."""
+        if not self.has_share() and self.parameter.grad is not None:
+            self.earlier, self.parameter.grad = self.parameter.grad, None
+
+    def take_share(self) -> Tensor | None:
+        """Return this process's share, if there is one, which `.grad` no longer is."""
+        share = self.share if self.has_share() else None
+        if share is not None:
+            self.share = self.parameter.grad = None
+        return share
+
+    def add(self, total: Tensor) -> None:
+        """Make `.grad` the sum of earlier passes and of this one."""
+        earlier = self.parameter.grad if self.earlier is None else self.earlier
+        total = total.view(self.parameter.shape)
+        self.parameter.grad, self.earlier = total if earlier is None else earlier + total, None
+
+    def forget_share(self) -> None:
+        """Make `.grad` the sum of earlier passes."""
+        if self.has_share() or self.earlier is not None:
+            self.parameter.grad = self.earlier
+        self.share = self.earlier = None
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are summed together over the same axes."""
+
+    gradients: list[Gradient]
+
+    @torch.no_grad()
+    def begin(self, context: ParallelContext) -> Callable[[], None]:
+        """Begin to sum the shares -> a function that waits for the sums and adds them to `.grad`.
+
+        After the shares a bucket has a number for each parameter: how many processes used it.
+        """
+        parts, used = [], []
+        for gradient in self.gradients:
+            x, share = gradient.parameter, gradient.take_share()
+            used.append(share is not None)
+            parts.append(torch.zeros_like(x).reshape(-1) if share is None else share.reshape(-1))
+        flat = torch.cat([*parts, parts[0].new_tensor([float(is_used) for is_used in used])])
+        expression = f"n | sum({','.join(self.gradients[0].axes)}) -> n"
+        travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
+        pending = redistribute(
+            flat, expression, context.mesh, profile=context.profile, comm_dtype=travels, async_op=True
+        )
+
+        def end() -> None:
+            *sums, n_used = pending.wait().split([*map(len, parts), len(parts)])
+            for gradient, total, n, is_used in zip(self.gradients, sums, n_used, used, strict=True):
+                if is_used or n > 0:
+                    gradient.add(total)
+
+        return end
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """One backward pass.
+
+    waiting: number of gradients that each bucket lacks. coming: gradients that autograd has computed and not
+    yet added to `.grad`. ready: gradients that it has added. sent: functions that end the sums begun so far.
+    """
+
+    waiting: dict[Bucket, int]
+    coming: set[Gradient] = field(default_factory=set)
+    ready: set[Gradient] = field(default_factory=set)
+    sent: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Gradients:
     """Sums the gradients of parameters in every backward pass, unless `syncs` is False.
 
-    after_first: called once, after the first of them.
+    bucket_bytes: size of a bucket; None is one for all. after_first: called once, after the first pass.
     """
 
-    def __init__(self, setting: Setting, kept: Sequence[Kept], bucket_bytes: int) -> None:
-        self.setting, self.bucket_bytes, self.syncs = setting, bucket_bytes, True
-        self.kept = [each for each in kept if setting.axes.size(*each.later) > 1]
+    def __init__(
+        self, context: ParallelContext, sharded: Sequence[ShardedParameter], bucket_bytes: int | None
+    ) -> None:
+        self.context, self.bucket_bytes, self.syncs = context, bucket_bytes, True
+        self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
         self.after_first: Callable[[], None] | None = None
-        self._attached: list[int] = []
-        self._parameters: list[Tensor] = []
+        self._all: list[Gradient] = []
         self._handles: list[Any] = []
+        self._bucket_of: dict[Gradient, Bucket] = {}
         self._buckets: list[Bucket] = []
-        self._clear()
-
-    def _clear(self) -> None:
-        self._local: dict[int, Tensor] = {}  # gradients that are not yet summed, which .grad is
-        self._before: dict[int, Tensor] = {}  # sums of earlier passes
-        self._begin_pass()
-
-    def _begin_pass(self) -> None:
-        self._is_queued = False
-        self._coming: set[int] = set()
-        self._ready: set[int] = set()
-        self._waiting = [len(bucket.numbers) for bucket in self._buckets]
-        self._next = 0
-        self._sent: list[tuple[Bucket, list[int], Callable[[], Tensor]]] = []
+        self._pass: BackwardPass | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
-        new = Gradients(self.setting, (), self.bucket_bytes)
+        new = Gradients(self.context, (), self.bucket_bytes)
         memo[id(self)] = new
-        new.kept = copy.deepcopy(self.kept, memo)
-        new.attach([copy.deepcopy(each.tensor, memo) for each in self.kept])
+        new.sharded = copy.deepcopy(self.sharded, memo)
+        new._attach([copy.deepcopy(each.tensor, memo) for each in self.sharded])
         return new
 
     @property
     def unsummed(self) -> bool:
         """Whether some gradients are this process's share, from passes inside `no_sync`."""
-        return any(self._share(i) is not None for i in list(self._local))
-
-    def _share(self, i: int) -> Tensor | None:
-        """What .grad has of this process alone; None where it was summed, or is no more."""
-        local = self._local.get(i)
-        if local is not None and self._parameters[i].grad is not local:  # set to None, with what was before
-            del self._local[i]
-            self._before.pop(i, None)
-            return None
-        return local
+        return any(gradient.has_share() for gradient in self._all)
 
     def prepare(self) -> None:
-        """Before a forward pass: forget a backward pass that failed, follow parameters that are new."""
+        """Before a forward pass: undo a backward pass that failed, and follow parameters that are new."""
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, inside a backward pass
-        if self._is_queued:
-            self.forget()
-        now = [each.tensor for each in self.kept]
-        if [id(x) for x in now if x.requires_grad] != self._attached:
-            self.attach(now)
+        self._undo()
+        parameters = [each.tensor for each in self.sharded]
+        if [id(x) for x in parameters if x.requires_grad] != [id(each.parameter) for each in self._all]:
+            self._attach(parameters)
 
-    def forget(self) -> None:
-        """Undo a backward pass that failed: .grad is what was summed before."""
-        for i, gradient in self._before.items():
-            self._parameters[i].grad = gradient
-        self._clear()
+    def _undo(self) -> None:
+        if self._pass is not None:
+            self._pass = None
+            for gradient in self._all:
+                gradient.forget_share()
 
-    def attach(self, parameters: Sequence[Tensor]) -> None:
-        """Follow the gradients of these tensors, one for each of `kept`."""
+    def _attach(self, parameters: Sequence[Tensor]) -> None:
+        """Follow the gradients of these tensors, one for each of `sharded`."""
         for handle in self._handles:
             handle.remove()
-        followed = [(x, each) for x, each in zip(parameters, self.kept, strict=True) if x.requires_grad]
-        self._parameters, self._attached = [x for x, _ in followed], [id(x) for x, _ in followed]
-        self._handles = []
-        for i, x in enumerate(self._parameters):
-            self._handles.append(x.register_hook(partial(self._arrives, i)))
-            self._handles.append(x.register_post_accumulate_grad_hook(partial(self._arrived, i)))
-        self._buckets = self._made([each for _, each in followed])
-        self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.numbers}
-        self._clear()
+        order = self.context.axes.axes
+        self._all = [
+            Gradient(x, tuple(axis for axis in order if axis in each.later))
+            for x, each in zip(parameters, self.sharded, strict=True)
+            if x.requires_grad
+        ]
+        self._handles = [
+            handle
+            for gradient in self._all
+            for handle in (
+                gradient.parameter.register_hook(partial(self._arrives, gradient)),
+                gradient.parameter.register_post_accumulate_grad_hook(partial(self._arrived, gradient)),
+            )
+        ]
+        self._buckets, self._pass = self._grouped(), None
+        self._bucket_of = {gradient: b for b in self._buckets for gradient in b.gradients}
 
-    def _made(self, kept: Sequence[Kept]) -> list[Bucket]:
+    def _grouped(self) -> list[Bucket]:
         """Buckets in the order in which a backward pass fills them: the last parameters come first."""
-        open_: dict[Any, Bucket] = {}
-        filled: dict[Any, int] = {}
-        members: dict[Any, list[int]] = {}
-        done: list[Bucket] = []
-        for i in reversed(range(len(kept))):
-            x, axes = self._parameters[i], kept[i].later
-            key = axes, x.dtype, x.device
-            if key in open_ and filled[key] + x.nbytes > self.bucket_bytes:
-                done.append(open_.pop(key))
-            if key not in open_:
-                open_[key] = Bucket(tuple(a for a in self.setting.axes.axes if a in axes), [])
-                filled[key] = 0
-            open_[key].numbers.append(i)
-            filled[key] += x.nbytes
-            members.setdefault(key, []).append(i)
-        for key, bucket in open_.items():
-            bucket.flagged = members[key]
-        return sorted([*done, *open_.values()], key=lambda bucket: -bucket.numbers[-1])
+        last: dict[Any, list[Gradient]] = {}
+        groups: list[list[Gradient]] = []
+        for gradient in reversed(self._all):
+            x = gradient.parameter
+            key = gradient.axes, x.dtype, x.device
+            nbytes = sum(other.parameter.nbytes for other in last.get(key, ())) + x.nbytes
+            if key not in last or (self.bucket_bytes is not None and nbytes > self.bucket_bytes):
+                groups.append([])
+                last[key] = groups[-1]
+            last[key].append(gradient)
+        return [Bucket(group) for group in sorted(groups, key=lambda group: -self._all.index(group[-1]))]
 
-    def _arrives(self, i: int, gradient: Tensor) -> None:
-        """Before a gradient is added to .grad: what was summed before is set aside."""
-        x = self._parameters[i]
-        if not self._is_queued:
-            self._is_queued = True
+    def _begin(self) -> BackwardPass:
+        self._pass = BackwardPass({bucket: len(bucket.gradients) for bucket in self._buckets})
+        return self._pass
+
+    def _arrives(self, gradient: Gradient, _: Tensor) -> None:
+        """Before a share is added to `.grad`."""
+        if self._pass is None:
+            self._begin().coming.add(gradient)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self._coming.add(i)
-        if self._share(i) is None and x.grad is not None:
-            self._before[i], x.grad = x.grad, None
+        self._pass.coming.add(gradient)
+        gradient.set_sum_aside()
 
-    def _arrived(self, i: int, x: Tensor) -> None:
-        assert x.grad is not None
+    def _arrived(self, gradient: Gradient, x: Tensor) -> None:
+        """After a share has been added to `.grad`: send the buckets that are full."""
+        assert x.grad is not None and self._pass is not None
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself",
                 hint="embedding(sparse=False), backward(create_graph=False)",
             )
-        self._local[i] = x.grad
-        self._coming.discard(i)
-        if not self.syncs or i in self._ready:
+        gradient.share, now = x.grad, self._pass
+        now.coming.discard(gradient)
+        if not self.syncs or gradient in now.ready:
             return
-        self._ready.add(i)
-        self._waiting[self._bucket_of[i]] -= 1
-        while self._next < len(self._buckets) and not self._waiting[self._next]:
-            self._send()
-
-    @torch.no_grad()
-    def _send(self) -> None:
-        """Begin to sum the next bucket."""
-        bucket = self._buckets[self._next]
-        self._next += 1
-        used, parts = [], []
-        for i in bucket.numbers:
-            x, share = self._parameters[i], self._share(i)
-            if share is None:
-                parts.append(torch.zeros(x.numel(), dtype=x.dtype, device=x.device))
-                continue
-            used.append(i)
-            parts.append(share.reshape(-1))
-            del self._local[i]
-            x.grad = None
-        if bucket.flagged:
-            sent = {i for _, numbers, _ in self._sent for i in numbers} | set(used)
-            parts.append(parts[0].new_tensor([float(i in sent) for i in bucket.flagged]))
-        flat = torch.cat(parts)
-        axes = ",".join(bucket.axes)
-        travels = comm_dtype_of(self.setting.comm_dtype, flat.dtype).backward
-        executable = executable_of(
-            f"n | sum({axes}) -> n",
-            self.setting.mesh,
-            tuple(flat.shape),
-            flat.dtype,
-            flat.device,
-            None,
-            self.setting.profile,
-            CommDtype(travels, travels),
-            world(),
-        )
-        self._sent.append((bucket, used, executable.begin(flat)))
+        now.ready.add(gradient)
+        now.waiting[self._bucket_of[gradient]] -= 1
+        while len(now.sent) < len(self._buckets) and not now.waiting[self._buckets[len(now.sent)]]:
+            now.sent.append(self._buckets[len(now.sent)].begin(self.context))
 
     @torch.no_grad()
     def _end(self) -> None:
-        """At the end of the backward pass: send what is left, wait, and put the sums into .grad."""
-        if self._coming:
-            self.forget()
+        """At the end of the backward pass: send the other buckets, wait, and put the sums into `.grad`."""
+        now = self._pass
+        if now is None:
+            return
+        if now.coming:
+            self._undo()
             raise XshardError(
                 "torch.autograd.grad would give each process its share of a parameter's gradient",
                 hint="call backward(), after which .grad is the whole one",
             )
-        if not self.syncs:
-            self._begin_pass()
-            return
-        while True:
-            while self._next < len(self._buckets):
-                self._send()
-            self._receive()
-            self._begin_pass()
-            if not self._local:  # a parameter may get a second share after its bucket has left
+        while self.syncs:
+            for bucket in self._buckets[len(now.sent) :]:
+                now.sent.append(bucket.begin(self.context))
+            for end in now.sent:
+                end()
+            now = self._begin()
+            if not self.unsummed:  # a parameter may get a second share after its bucket has left
                 break
-        if self.after_first is not None:
+        self._pass = None
+        if self.syncs and self.after_first is not None:
             check, self.after_first = self.after_first, None
             check()
-
-    def _receive(self) -> None:
-        absent: list[tuple[int, Tensor]] = []
-        n_used: dict[int, Tensor] = {}
-        for bucket, used, arrive in self._sent:
-            sizes = [self._parameters[i].numel() for i in bucket.numbers]
-            *sums, flags = arrive().split([*sizes, len(bucket.flagged)])
-            n_used.update(zip(bucket.flagged, flags, strict=True))
-            for i, total in zip(bucket.numbers, sums, strict=True):
-                if i in used:
-                    self._put(i, total)
-                else:
-                    absent.append((i, total))
-        for i, total in absent:
-            if n_used[i] > 0:
-                self._put(i, total)
-
-    def _put(self, i: int, total: Tensor) -> None:
-        x = self._parameters[i]
-        before = self._before.pop(i, x.grad)
-        total = total.view(x.shape)
-        x.grad = total if before is None else before + total
 
 
 @contextmanager

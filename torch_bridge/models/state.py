@@ -1,7 +1,4 @@
-"""The state of a parallel model for checkpoints: each block as a part of its whole tensor.
-
-Decides which names and which DTensors a state dict has, and how values of any placement come back.
-"""
+"""The state of a parallel model for checkpoints: each block as a part of its whole tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import from_placements, to_placements
-from torch_bridge.models.parallel import Parallel, parallel_of
-from torch_bridge.models.parameters import Kept
+from torch_bridge.models.parallel import ParallelModel, parallel_of
+from torch_bridge.models.parameters import ShardedParameter
 from xshard import XshardError
 from xshard.errors import PlanError, ShapeError, with_path
 from xshard.state.files.loading import in_both
@@ -25,60 +22,60 @@ from xshard.state.files.loading import in_both
 
 @torch.no_grad()
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state of a parallel model under its own names: a DTensor for each tensor that is cut.
+    """Return the state of a parallel model under its own names: a DTensor for each sharded tensor.
 
     They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
-    `load_state_dict` ends a loading. A block under a layout that no DTensor has, as zigzag, or some uneven
-    ones, is gathered: that tensor is whole, and a copy. All processes call it.
+    `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
+    uneven ones, is gathered: that tensor is whole, and a copy. All processes call it.
     """
-    parallel, found = parallel_of(model), model.state_dict()
-    for each in parallel.kept:
-        cut = _cut(parallel, each) if each.sharding.layout.axes else None
-        found.update((name, cut) for name in each.names if name in found and cut is not None)
-    return found
+    parallel, state = parallel_of(model), model.state_dict()
+    for each in parallel.parameters:
+        if each.sharding.layout.axes:
+            x = _stored(parallel, each)
+            state.update((name, x) for name in each.names if name in state)
+    return state
 
 
 @torch.no_grad()
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Copy values into the blocks of a parallel model: whole tensors, or DTensors under any placements.
 
-    strict: whether every name has to be in both. Raises XshardError for one that is not, and ShapeError.
+    strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
     """
-    parallel = parallel_of(model)
-    known = {name: each for each in parallel.kept for name in each.names}
-    own = model.state_dict()
+    parallel, own = parallel_of(model), model.state_dict()
+    by_name = {name: each for each in parallel.parameters for name in each.names}
     for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
         if name is not None:
-            block = own[name] if name not in known else known[name].tensor
+            each = by_name.get(name)
+            block = own[name] if each is None else each.tensor
             try:
-                given = _block(parallel, known[name], state[name]) if name in known else state[name]
-                if given.shape != block.shape:
-                    raise ShapeError(f"a value of shape {tuple(given.shape)} for {tuple(block.shape)}")
+                value = state[name] if each is None else _block(parallel, each, state[name])
+                if value.shape != block.shape:
+                    raise ShapeError(f"a value of shape {tuple(value.shape)} for {tuple(block.shape)}")
             except XshardError as error:
                 raise with_path(error, name) from None
-            block.copy_(given)
+            block.copy_(value)
 
 
-def _cut(parallel: Parallel, each: Kept) -> Tensor:
-    sharding, setting, block = each.sharding, parallel.setting, each.tensor.detach()
-    mesh = _device_mesh(setting.mesh, block.device.type)
+def _stored(parallel: ParallelModel, each: ShardedParameter) -> Tensor:
+    sharding, context, block = each.sharding, parallel.context, each.tensor.detach()
+    mesh = _device_mesh(context.mesh, block.device.type)
     try:
         to_placements(sharding.layout, mesh, sharding.shape)
     except PlanError:
-        return setting.moved(block, sharding.layout, each.whole, sharding.shape)
+        return context.moved(block, sharding.layout, each.whole, sharding.shape)
     return as_dtensor(block, sharding.layout, mesh, sharding.shape)
 
 
-def _block(parallel: Parallel, each: Kept, given: Tensor) -> Tensor:
-    sharding, setting = each.sharding, parallel.setting
-    if tuple(given.shape) != sharding.shape:
-        raise ShapeError(f"a value of shape {tuple(given.shape)}, not {sharding.shape}")
-    given = given.to(each.tensor.device)
-    if not isinstance(given, DTensor):
-        return each.cut(given, setting)
-    here = from_placements(given.placements, given.device_mesh, given.ndim, sharding.shape)
-    layout = sharding.layout
-    return setting.moved(given.to_local(), here.named(layout.names), layout, sharding.shape)
+def _block(parallel: ParallelModel, each: ShardedParameter, value: Tensor) -> Tensor:
+    layout, shape, context = each.sharding.layout, each.sharding.shape, parallel.context
+    if tuple(value.shape) != shape:
+        raise ShapeError(f"a value of shape {tuple(value.shape)}, not {shape}")
+    value = value.to(each.tensor.device)
+    if not isinstance(value, DTensor):
+        return each.cut(value, context)
+    src = from_placements(value.placements, value.device_mesh, value.ndim, shape).named(layout.names)
+    return context.moved(value.to_local(), src, layout, shape)
 
 
 @lru_cache(maxsize=64)

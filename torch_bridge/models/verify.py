@@ -1,8 +1,4 @@
-"""`verify`: a parallel model means what it means on one device, in its loss and in every gradient.
-
-Decides what runs on one device, a copy without rules, and what of both is compared. What a mismatch tells
-is decided in `xshard.testing`.
-"""
+"""`verify`: the loss and every gradient of a parallel model, compared with those of a copy on one device."""
 
 from __future__ import annotations
 
@@ -18,24 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import alone
-from torch_bridge.models.parallel import ATTRIBUTE, Parallel, parallel_of
+from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parallelize import check_apart
-from torch_bridge.models.parameters import uncut
+from torch_bridge.models.parameters import unsharded
 from torch_bridge.redistribution import redistribute
 from torch_bridge.testing.arrays import array_of
-from xshard import Layout, Sharding, XshardError, dtypes
+from xshard import Layout, Sharding, XshardError
+from xshard.dtypes import name_of
 from xshard.errors import ShapeError, with_path
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+KINDS = ("output", "gradient")
 
 
-class Compared(NamedTuple):
-    """This process's block of the loss, or of a gradient. largest: of the whole array that is wanted."""
+class Wanted(NamedTuple):
+    """This process's block of the loss, or of a gradient, on one device; the largest value of it all."""
 
     kind: str
     name: str
     sharding: Sharding
-    want: Tensor
+    block: Tensor
     largest: float
 
 
@@ -49,27 +47,27 @@ def verify(
 ) -> None:
     """Raise EquivalenceError, on all processes, unless loss and gradients are those of one device.
 
-    All processes of the mesh call it, with what each calls the model with. Every process then runs a copy of
-    the model without its rules, on the whole batch, in which each mesh has this process alone; and the model.
-    The copy takes the memory of the whole model, and of its gradients, on each process.
-    Nothing of the model changes: `.grad`, buffers, and the state of random numbers are as before.
+    All processes of the mesh call it, each with the arguments of its own call of the model. Every process
+    then runs a copy of the model without its rules, on the whole batch, in which each mesh has this process
+    alone; and the model. The copy takes the memory of the whole model, and of its gradients, on each process.
+    The model stays as it is: `.grad`, buffers, and the state of random numbers are as before.
 
-    batch: a mapping of keyword arguments, a tuple, or one argument. A tensor that arrives cut is gathered by
-    the rule for the input of the model; any other has to be the same on all processes.
-    loss: of what the model returns, the whole one: on blocks it ends in a sum or a mean over what cuts
-    them, by `redistribute`. By default the result's `.loss`, or the result itself, a scalar.
-    tol: relative to the largest value of an array; None goes by dtype.
-    original: the model as it was before, where it has been changed beside its rules, as by counting heads
-    of its own. Its values do not matter, and may be on the meta device.
+    batch: a mapping of keyword arguments, a tuple, or one argument. A tensor that arrives sharded is gathered
+    by the rule for the input of the model; any other has to be the same on all processes.
+    loss: function of the model's result that returns the whole loss: on blocks it ends in a sum or a mean
+    over the axes that shard them, by `redistribute`. Default: the result's `.loss`, or the scalar result.
+    tol: tolerance relative to the largest value of an array; None goes by dtype.
+    original: the model as it was before changes beside its rules, as to count its own heads. Its values do
+    not matter, and may be on the meta device.
 
-    Raises XshardError where random numbers are drawn, as for dropout; ReplicaError for a batch that differs.
+    Raises XshardError if random numbers are drawn, as for dropout; ReplicaError for a batch that differs.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
     >>> def trained():
     ...     mesh, model = Mesh(dp=2), torch.nn.Linear(2, 1)
     ...     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
-    ...     xt.parallelize(model, mesh, {"**": "..."}, {"": "b i -> b/dp i"})
+    ...     xt.parallelize(model, {"**": "..."}, {"": "b i -> b/dp i"}, mesh)
     ...     x = torch.arange(8.0).view(4, 2)
     ...     xt.verify(model, x, loss=lambda y: xt.redistribute(y.mean(), "() | mean(dp) -> ()", mesh))
     ...     try:
@@ -83,12 +81,13 @@ def verify(
     if parallel.gradients.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
     call, loss = _call(batch), loss or _own_loss
-    truth, wanted = _on_one_device(model, parallel, _whole(call, parallel), loss, original)
+    wanted = _on_one_device(model, parallel, _whole(call, parallel), loss, original)
     with _unchanged(model, parallel), _same_random_numbers(parallel):
-        found = [_run(model, call, loss).detach()]
-        kept = _with_gradients(parallel)
-        found += [torch.zeros_like(x) if x.grad is None else x.grad for x in (each.tensor for each in kept)]
-    _compare([truth, *wanted], found, parallel, tol)
+        blocks = [_run(model, call, loss).detach()]
+        for each in _with_gradients(parallel):
+            x = each.tensor
+            blocks.append(torch.zeros_like(x) if x.grad is None else x.grad)
+    _compare(wanted, blocks, parallel, tol)
 
 
 def _call(batch: Any) -> Call:
@@ -97,26 +96,25 @@ def _call(batch: Any) -> Call:
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def _whole(call: Call, parallel: Parallel) -> Call:
-    """What the model is called with on one device."""
-    (args, kwargs), setting = call, parallel.setting
-    layouts: dict[Any, Layout] = {}
-    for unit in parallel.units:
-        for placed in unit.inputs if not unit.name else ():
-            layouts[unit.find(placed.place, args, kwargs)] = placed.rule.src
-    found: dict[Any, Any] = {}
-    for at, x in [*enumerate(args), *kwargs.items()]:
-        found[at] = x
+def _whole(call: Call, parallel: ParallelModel) -> Call:
+    """The arguments of the call on one device."""
+    (args, kwargs), context = call, parallel.context
+    arrivals = parallel.arrivals(args, kwargs)
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for key, x in values.items():
         if isinstance(x, Tensor):
-            layout = layouts.get(at, Layout("...")).resolved(x.ndim)
-            ends, name = (layout, uncut(layout)), f"argument {at!r} of the batch"
+            layout, shape = arrivals.get(key, (Layout("..."), None))
+            layout, name = layout.resolved(x.ndim), f"argument {key!r} of the batch"
+            dst = unsharded(layout)
             try:
-                whole = redistribute(x.detach(), ends, setting.mesh, profile=setting.profile)
+                x = redistribute(
+                    x.detach(), (layout, dst), context.mesh, shape=shape, profile=context.profile
+                )
             except XshardError as error:
                 raise with_path(error, name) from error.__cause__
-            setting.compare(whole, Sharding(ends[1], setting.axes, tuple(whole.shape)), name)
-            found[at] = whole
-    return tuple(found[i] for i in range(len(args))), {name: found[name] for name in kwargs}
+            context.compare(x, Sharding(dst, context.axes, tuple(x.shape)), name)
+            values[key] = x
+    return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
 
 
 def _own_loss(result: Any) -> Any:
@@ -128,21 +126,21 @@ def _run(model: nn.Module, call: Call, loss: Callable[[Any], Tensor]) -> Tensor:
     with torch.enable_grad():
         value = loss(model(*call[0], **call[1]))
     if not isinstance(value, Tensor) or value.ndim:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ShapeError(f"the loss is a scalar tensor, not {found}", hint="loss=lambda result: ...")
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
     value.backward()
     return value
 
 
 def _on_one_device(
     model: nn.Module,
-    parallel: Parallel,
+    parallel: ParallelModel,
     call: Call,
     loss: Callable[[Any], Tensor],
     original: nn.Module | None,
-) -> tuple[Compared, list[Compared]]:
-    """The loss and the gradients that are wanted: of each gradient this process's block."""
-    setting = parallel.setting
+) -> list[Wanted]:
+    """The loss of a copy on one device, and this process's block of each of its gradients."""
+    context = parallel.context
     copied, wholes = _copied(model, parallel, original)
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with alone(), eager, _same_random_numbers(parallel) as drawn:
@@ -158,40 +156,40 @@ def _on_one_device(
                 "the model draws random numbers, which are others for blocks than for the whole",
                 hint="model.eval(), or a dropout of 0",
             )
-    truth = Compared("output", "loss", Sharding(Layout("()"), setting.axes, ()), value, value.abs().item())
-    wanted = []
+    wanted = [Wanted("output", "loss", Sharding(Layout("()"), context.axes, ()), value, value.abs().item())]
     for each in _with_gradients(parallel):
         whole = wholes.pop(each.name)
         gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
         largest = gradient.abs().max().item() if gradient.numel() else 0.0
-        wanted.append(Compared("gradient", each.name, each.sharding, each.cut(gradient, setting), largest))
+        wanted.append(Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest))
         whole.grad = None
-    return truth, wanted
+    return wanted
 
 
-def _with_gradients(parallel: Parallel) -> list[Any]:
-    return [each for each in parallel.kept if each.tensor.requires_grad]
+def _with_gradients(parallel: ParallelModel) -> list[Any]:
+    return [each for each in parallel.parameters if each.tensor.requires_grad]
 
 
 def _copied(
-    model: nn.Module, parallel: Parallel, original: nn.Module | None
+    model: nn.Module, parallel: ParallelModel, original: nn.Module | None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A copy without rules, and its parameters and buffers by name; what is not cut shares its memory."""
-    setting, source = parallel.setting, getattr(model, "_orig_mod", model) if original is None else original
+    """A copy without rules, and its tensors by name; replicated parameters share the model's memory."""
+    context, sources = parallel.context, (original, parallel.original, getattr(model, "_orig_mod", model))
+    source = next(module for module in sources if module is not None)
     own = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
     wholes: dict[str, Tensor] = {}
-    memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.units)}
-    for each in parallel.kept:
+    memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks)}
+    for each in parallel.parameters:
         x = whole = each.tensor.detach()
         if each.sharding.layout.axes:
-            whole = setting.moved(x, each.sharding.layout, each.whole, each.sharding.shape)
+            whole = context.moved(x, each.sharding.layout, each.whole, each.sharding.shape)
         is_parameter = isinstance(each.tensor, nn.Parameter)
         wholes[each.name] = whole = (
             nn.Parameter(whole, each.tensor.requires_grad) if is_parameter else whole.clone()
         )
         for name in each.names:
             if name not in own:
-                raise XshardError(f"{name} is in the parallel model, and not in original=")
+                raise XshardError(f"{name} is in the parallel model, and missing in original=")
             memo[id(own[name])] = whole
     copied: nn.Module = copy.deepcopy(source, memo)
     copied.__dict__.pop(ATTRIBUTE, None)
@@ -199,13 +197,13 @@ def _copied(
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
                 owner, function = getattr(hook, "__self__", None), getattr(hook, "func", None)
-                if function is check_apart or any(owner is x for x in (parallel, *parallel.units)):
+                if function is check_apart or any(owner is x for x in (parallel, *parallel.hooks)):
                     del hooks[key]
     return copied, wholes
 
 
 @contextmanager
-def _unchanged(model: nn.Module, parallel: Parallel) -> Iterator[None]:
+def _unchanged(model: nn.Module, parallel: ParallelModel) -> Iterator[None]:
     """Gradients are None inside, and as before afterwards; so are buffers."""
     gradients = [(each.tensor, each.tensor.grad) for each in _with_gradients(parallel)]
     buffers = [
@@ -228,9 +226,9 @@ def _unchanged(model: nn.Module, parallel: Parallel) -> Iterator[None]:
 
 
 @contextmanager
-def _same_random_numbers(parallel: Parallel) -> Iterator[Callable[[], bool]]:
+def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
     """Afterwards random numbers go on as before. Yields whether some have been drawn."""
-    devices = sorted({each.tensor.get_device() for each in parallel.kept if each.tensor.is_cuda})
+    devices = sorted({each.tensor.get_device() for each in parallel.parameters if each.tensor.is_cuda})
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
@@ -241,31 +239,28 @@ def _same_random_numbers(parallel: Parallel) -> Iterator[Callable[[], bool]]:
 
 
 @torch.no_grad()
-def _compare(wanted: list[Compared], found: list[Tensor], parallel: Parallel, tol: float | None) -> None:
-    """Raise EquivalenceError, on all processes, where blocks of some process differ."""
+def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None) -> None:
+    """Raise EquivalenceError, on all processes, if blocks of some process differ."""
     from xshard.testing.mismatch import TOLERANCES, Subject, case_of, located  # slow: the kit
     from xshard.testing.report import EquivalenceError
 
-    axes, processes = parallel.setting.axes, parallel.setting.processes
+    axes, processes = parallel.context.axes, parallel.context.processes
     if tol is None:
-        tol = max(TOLERANCES[dtypes.name_of(x.dtype)] for x in found)
-    most = {
-        kind: max((w.largest for w in wanted if w.kind == kind), default=0.0)
-        for kind in ("output", "gradient")
-    }
-    apart = [
-        not torch.isclose(got.double(), w.want.double(), tol, tol * max(w.largest, most[w.kind] / 100)).all()
-        for w, got in zip(wanted, found, strict=True)
+        tol = max(TOLERANCES[name_of(x.dtype)] for x in blocks)
+    most = {kind: max((w.largest for w in wanted if w.kind == kind), default=0.0) for kind in KINDS}
+    differ = [
+        not torch.isclose(x.double(), w.block.double(), tol, tol * max(w.largest, most[w.kind] / 100)).all()
+        for w, x in zip(wanted, blocks, strict=True)
     ]
-    flags = torch.tensor(apart, dtype=torch.float32, device=found[0].device)
-    flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", parallel.setting.mesh)
+    flags = torch.tensor(differ, dtype=torch.float32, device=blocks[0].device)
+    flags = redistribute(flags, f"n | max({','.join(axes.axes)}) -> n", parallel.context.mesh)
     wrong, group = [], processes.group(axes.axes)
     for i in flags.nonzero().flatten().tolist():
         w = wanted[i]
         answers: list[Any] = [None] * axes.n_devices
-        own = [array_of(x.cpu().contiguous()) for x in (found[i], w.want)]
-        dist.all_gather_object(answers, (processes.device, *own), group.process_group)
-        got, want = zip(*(blocks for _, *blocks in sorted(answers, key=itemgetter(0))), strict=True)
+        pair = [array_of(x.cpu().contiguous()) for x in (blocks[i], w.block)]
+        dist.all_gather_object(answers, (processes.device, *pair), group.process_group)
+        got, want = zip(*(pair for _, *pair in sorted(answers, key=itemgetter(0))), strict=True)
         case = case_of(got, want, w.sharding, tol, most[w.kind], {})
         wrong.append(located(Subject(w.kind, w.name, "torch", axes, "one device"), case))
     if wrong:

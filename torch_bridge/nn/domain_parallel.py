@@ -1,12 +1,12 @@
-"""`domain_parallel`: an ordinary model -> the same model on blocks of cut activations.
+"""`domain_parallel`: an ordinary model -> the same model on blocks of sharded activations.
 
-Decides which modules become layers, which stay because records follow blocks through them, and which are
-refused.
+Modules become layers, or stay because records follow blocks through them, or are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,27 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.nn import layers
+from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
+from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
+from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.nn.custom_module import Converted
-from torch_bridge.nn.layer import Layer, same_state
-from torch_bridge.nn.placed import Placement, placed_as, record, recorded
+from torch_bridge.nn.layers import LAYERS, Layer, layer_of, same_state
+from torch_bridge.nn.placed import COPIES, Placement, placed_as, record, recorded
 from torch_bridge.nn.propagation import Propagation, is_followed
-from torch_bridge.nn.propagation_rules import whole_placement
 from xshard import Layout, XshardError
 from xshard.notation.parser import ELLIPSIS
-
-# The torch class of every layer -> the layer.
-LAYERS: dict[type[nn.Module], Any] = {
-    getattr(nn, name): layer
-    for name, layer in vars(layers).items()
-    if isinstance(layer, type) and issubclass(layer, Layer) and hasattr(nn, name)
-} | {nn.UpsamplingNearest2d: layers.Upsample, nn.UpsamplingBilinear2d: layers.Upsample}
 
 # Modules of torch whose functions `propagation` follows.
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
-    nn.Flatten, nn.Unflatten, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
+    nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
     nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
     nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
     nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
@@ -47,34 +40,36 @@ FOLLOWED = (
 
 def domain_parallel(
     model: nn.Module,
-    mesh: MeshLike,
     layout: Layout | str,
+    mesh: MeshLike,
     *,
     shape: Sequence[int | None] | None = None,
     outputs: str = "",
     sum_gradients: bool = True,
     converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
 ) -> nn.Module:
-    """A model of whole arrays -> the same model of blocks: outputs and gradients are those of the whole.
+    """Return a model of blocks whose outputs and gradients equal those of `model` on whole arrays.
 
     The result shares parameters and buffers with `model`, which is left as it is: one optimiser and one state
-    dict serve both. Every layer that reads neighbours or reduces becomes its counterpart in `xt.nn`; code
-    between them (skip connections, cat along channels, gates) is followed as it runs.
+    dict serve both. Layers that read neighbours or reduce compute on blocks; code between them (skip
+    connections, cat along channels, gates) is followed as it runs.
 
-    layout: of every input tensor with as many dims, as in "b c h/sp w"; other inputs are whole. shape: its
-    global shape, where blocks differ in size; None for a length: the block's, times the number of
-    parts. outputs: of convolutions and pools, as in `from_module`. sum_gradients: whether gradients
-    of what is whole (parameters, other inputs) are summed over the axes of the layout, or stay each process's
-    share. converters: of modules of these classes, which are not looked into: what they return works on a
-    block as it is, and leaves cut dims as long as they are.
-    In the model's code `x.shape` is the block's, and dropout draws separately for every block. Code that
-    checkpoints activations must call `xt.nn.checkpoint`. The outputs' layout and global shape are
+    layout: layout of every input tensor with as many dims, as in "b c h/sp w"; other inputs are replicated.
+    shape: global shape of these inputs, if blocks differ in size; a length of None is the length of the block
+    times the number of parts. outputs: how the outputs of convolutions and pools are sharded: "" like the
+    input, "balanced" or "aligned". sum_gradients: sum gradients of parameters and of replicated inputs over
+    the axes of the layout, all in one collective per dtype; else each process keeps its share.
+    converters: class -> function that converts its modules. The result is called on local blocks, is not
+    inspected, and must keep the length of sharded dims.
+    In the model's code `x.shape` is the shape of the block, and dropout draws separately for every block.
+    Code that checkpoints activations must call `xt.nn.checkpoint`. The outputs' layout and global shape are
     `sharding_of(y)`. A loss over blocks is this process's share: the sum of all shares is the loss.
 
     A part of the result may be called by itself, on outputs of other parts or on blocks under `layout`.
+    `xt.verify`, `xt.grad_norm`, `xt.clip_grad_norm_`, `xt.check_replicas` and `xt.explain` take the result.
 
-    Raises XshardError, with its path in the model, for a module that has no exact form; in the forward pass,
-    for a function that has none.
+    Raises XshardError, with its path in the model, for a module without an exact form; in the forward pass,
+    for a function without one.
 
     >>> import torch, torch_bridge as xt
     >>> from xshard import Mesh
@@ -83,42 +78,44 @@ def domain_parallel(
     ...     model = torch.nn.Sequential(
     ...         torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)
     ...     )
-    ...     parallel = xt.nn.domain_parallel(model, Mesh(sp=2), "b c h/sp w")
+    ...     parallel = xt.nn.domain_parallel(model, "b c h/sp w", Mesh(sp=2))
     ...     x = torch.arange(64.0).view(1, 1, 8, 8)
     ...     y = parallel(x.chunk(2, 2)[torch.distributed.get_rank()])
     ...     return torch.equal(y, model(x).split([2, 1], 2)[torch.distributed.get_rank()])
     >>> xt.testing.run_ranks(2, turn)
     [True, True]
     """
-    layout = Layout.parse(layout)
+    layout, lengths = Layout.parse(layout), None if shape is None else tuple(shape)
     paths: dict[int, str] = {}
-    made: dict[int, nn.Module] = {}
+    swapped: dict[int, nn.Module] = {}
 
-    def swapped(module: nn.Module, path: str) -> nn.Module:
-        if id(module) in made:
-            return made[id(module)]
-        layer = LAYERS.get(type(module))
+    def swap(module: nn.Module, path: str) -> nn.Module:
+        if id(module) in swapped:
+            return swapped[id(module)]
         converter = next((c for kind, c in (converters or {}).items() if isinstance(module, kind)), None)
         if converter is not None:
-            new = Converted(converter(module), path)
-        elif layer is not None:
-            options = {"outputs": outputs} if "outputs" in layer.options else {}
-            new = layer.from_module(module, mesh, layout, path=path, **options)
-            new.follows = True
+            new: nn.Module = Converted(converter(module), path)
+        elif type(module) in LAYERS:
+            new = layer_of(module, layout, mesh, path=path, outputs=outputs, in_model=True)
         else:
             _check_followed(module, path)
             new = same_state(module, type(module))
             inside = f"{path}." if path else ""
             new._modules = {
-                name: child if child is None else swapped(child, inside + name)
+                name: child if child is None else swap(child, inside + name)
                 for name, child in module._modules.items()
             }
             paths[id(new)] = path
-        made[id(module)] = new
+        swapped[id(module)] = new
         return new
 
-    root = swapped(model, "")
-    _Entrance(layout, mesh, None if shape is None else tuple(shape), paths, sum_gradients).attach(root)
+    root = swap(model, "")
+    axes = tuple(axis for axis in process_mesh(mesh).mesh.axes if axis in layout.axes)
+    entrance = _Entrance(layout, mesh, lengths, paths, () if sum_gradients else axes)
+    entrance.attach(root)
+    if sum_gradients:
+        context = ParallelContext(process_mesh(mesh).along(axes))
+        setattr(root, ATTRIBUTE, ParallelModel.of_replicated(root, context, model, entrance.arrivals))
     return root
 
 
@@ -126,15 +123,15 @@ def domain_parallel(
 class _Entrance:
     """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it.
 
-    running: one for each module that is being called.
+    shares: as in `Placement`. running: what ends with each call of a module that is running.
     """
 
     layout: Layout
     mesh: MeshLike
     shape: tuple[int | None, ...] | None
     paths: dict[int, str]
-    sum_gradients: bool
-    running: list[Propagation | None] = field(default_factory=list)
+    shares: tuple[str, ...]
+    running: list[ExitStack] = field(default_factory=list)
 
     def attach(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -142,35 +139,56 @@ class _Entrance:
             module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 
+    def arrivals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        """The layouts and global shapes of the sharded inputs of the model, by position or name."""
+        inputs = {**dict(enumerate(args)), **kwargs}.items()
+        sharded = {key: x for key, x in inputs if isinstance(x, Tensor) and self._is_sharded(x)}
+        placements = {key: self._placed(x, True) for key, x in sharded.items()}
+        return {key: (placement.layout, placement.shape) for key, placement in placements.items()}
+
     def _enter(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         follows, knows = is_followed(), any(map(recorded, inputs))
+        self.running.append(ExitStack())
         # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
         again = not knows and torch._C._current_graph_task_id() != -1
         if (follows and knows) or (not is_model and (follows or again)):
-            self.running.append(None)
             return None
-        blocks = [x for x in inputs if recorded(x) or self._is_cut(x)]
+        blocks = [x for x in inputs if recorded(x) or self._is_sharded(x)]
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
-        like = self._placed(blocks[0], is_model)
+        first = self._placed(blocks[0], is_model)
 
         def known(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             placement = recorded(x)
-            if placement is None and self._is_cut(x):
+            if placement is None and self._is_sharded(x):
                 placement = self._placed(x, is_model)
+            elif placement is None:
+                placement = first.whole(x)
+                (x,) = placement.copied(x)
             # The record is set on an alias: the caller's tensor is left as it is.
-            return record(x.view_as(x), placement or whole_placement(x, like))
+            return record(x.view_as(x), placement)
 
-        args, kwargs = tuple(map(known, args)), {k: known(v) for k, v in kwargs.items()}
-        self.running.append(None if follows else Propagation(self.paths).__enter__())
+        args, kwargs = tuple(map(known, args)), {name: known(x) for name, x in kwargs.items()}
+        self._copy_parameters(module, first)
+        if not follows:
+            self.running[-1].enter_context(Propagation(self.paths))
         return args, kwargs
 
-    def _is_cut(self, x: Tensor) -> bool:
+    def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:
+        """Make copies of all parameters, whose gradients are then summed together, until the module ends."""
+        axes = placement.axes
+        own = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
+        if own and axes != placement.shares:
+            copies = placement.copies_of(own, axes)
+            ready = {(id(p), axes): copy for p, copy in zip(own, copies, strict=True)}
+            self.running[-1].callback(COPIES.reset, COPIES.set(ready))
+
+    def _is_sharded(self, x: Tensor) -> bool:
         """Whether an input has the dims of the layout."""
         rank = len(self.layout.dims)
         return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
@@ -179,12 +197,11 @@ class _Entrance:
         layout, shape = self.layout.resolved(x.ndim), self.shape
         if shape is not None and not is_model:  # a part of the model has other channels
             shape = tuple(n if dim.axes else None for dim, n in zip(layout.dims, shape, strict=True))
-        placement = placed_as(x, layout, self.mesh, shape)
-        return placement if self.sum_gradients else replace(placement, copies=False)
+        return replace(placed_as(x, layout, self.mesh, shape), shares=self.shares)
 
     def _leave(self, *_: Any) -> None:
-        if self.running and (propagation := self.running.pop()) is not None:
-            propagation.__exit__(None, None, None)
+        if self.running:
+            self.running.pop().close()
 
 
 def _check_followed(module: nn.Module, path: str) -> None:

@@ -1,26 +1,119 @@
-"""The layers: each equals the torch class of the same name, with the same parameters, on blocks.
+"""Layers: a torch module of a block, and the function that computes its outputs there.
 
-Decides how the options of torch's modules reach the functions that compute, and which have no exact form.
-Long because it is the table of all layers.
+A layer shares parameters and buffers with the ordinary module, and computes this process's block of what the
+module computes on the whole array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, conv, conv_transpose, padding_pairs
-from torch_bridge.nn.layer import Layer
-from torch_bridge.nn.placed import Placement, check_whole
+from torch_bridge.nn.placed import Placement, check_whole, placed_as, record, recorded
 from torch_bridge.nn.pool import Pool, avg_pool, global_avg_pool, max_pool
 from torch_bridge.nn.resample import interpolate
-from xshard import XshardError
-from xshard.errors import ShapeError
+from xshard import Layout, XshardError
+from xshard.errors import ShapeError, with_path
+
+Outputs = tuple[Tensor, Placement]
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class Form(NamedTuple):
+    """How the modules of a class compute on blocks; `check` raises for options without an exact form."""
+
+    compute: Callable[..., Outputs]
+    check: Callable[[Any], None] = lambda module: None
+
+
+class Layer:
+    """A mixin before the torch class whose outputs a layer computes.
+
+    A layer takes this process's block and returns this process's block of the outputs, with a record of
+    their placement. An input without a record has the layer's `layout`.
+    in_model: the layer is part of a model, where an input without a record is an error.
+    """
+
+    form: Form
+    layout: Layout
+    mesh: MeshLike
+    shape: tuple[int | None, ...] | None
+    path: str
+    outputs: str
+    in_model: bool
+
+    if TYPE_CHECKING:  # the attributes of the torch class
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def forward(self, input: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        try:
+            if self.in_model and recorded(input) is None:
+                raise ShapeError(
+                    f"nothing is known of an input of shape {tuple(input.shape)}",
+                    hint="it comes from a function that cannot be followed, or not from the model's inputs; "
+                    "activations are checkpointed by xt.nn.checkpoint",
+                )
+            placement = placed_as(input, self.layout, self.mesh, self.shape)
+            with torch._C.DisableTorchFunction():  # `propagation` does not look into layers
+                y, result = self.form.compute(self, input, placement, *arguments, **named)
+        except XshardError as error:
+            raise with_path(error, self.path) from None
+        return record(y, result)
+
+    def extra_repr(self) -> str:
+        ordinary = super().extra_repr()  # type: ignore[misc]
+        return f"{ordinary}, '{self.layout}'" if ordinary else f"'{self.layout}'"
+
+
+def layer_of(
+    module: nn.Module,
+    layout: Layout | str,
+    mesh: MeshLike,
+    *,
+    shape: Sequence[int | None] | None = None,
+    path: str = "",
+    outputs: str = "",
+    in_model: bool = False,
+) -> Any:
+    """A module of a class in `LAYERS` -> the layer with its parameters.
+
+    layout: layout of the input, as in "b c h/sp w". path: the name of the layer in errors. The other options
+    are those of `domain_parallel`. Raises XshardError for a module without an exact form.
+    """
+    layer = same_state(module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS))
+    layer.layout, layer.mesh = Layout.parse(layout), mesh
+    layer.shape = None if shape is None else tuple(shape)
+    layer.path, layer.outputs, layer.in_model = path or type(module).__name__, outputs, in_model
+    try:
+        layer.form.check(module)
+    except XshardError as error:
+        raise with_path(error, layer.path) from None
+    return layer
+
+
+def same_state(module: nn.Module, kind: type[Any]) -> Any:
+    """A module of a class that shares the dicts of parameters and buffers of another; its hooks are copies.
+
+    Loading or casting one of the two changes both.
+    """
+    new = object.__new__(kind)
+    new.__dict__.update(module.__dict__)
+    for name in HOOKS:
+        new.__dict__[name] = getattr(module, name).copy()
+    return new
 
 
 def _each(value: Any, rank: int) -> tuple[Any, ...]:
@@ -28,276 +121,153 @@ def _each(value: Any, rank: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,) * rank
 
 
-def _pool(layer: Layer, rank: int, dilation: Any = 1) -> Pool:
-    kernel, stride, padding = (_each(v, rank) for v in (layer.kernel_size, layer.stride, layer.padding))
-    return Pool(kernel, stride, padding, _each(dilation, rank), layer.ceil_mode, layer.outputs)
+def _rank(layer: Any) -> int:
+    """The number of spatial dims, which ends the name of the class."""
+    return int(type(layer).__name__[-2])
 
 
-class _Conv(Layer):
-    options: ClassVar = {"outputs": ""}
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        convolution = Convolution(
-            self.kernel_size,
-            self.stride,
-            padding_pairs(self.padding, self.kernel_size, self.dilation),
-            self.dilation,
-            self.groups,
-            self.padding_mode,
-            self.outputs,
-        )
-        return conv(x, placement, self.weight, self.bias, convolution)
+def _conv(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    padding = padding_pairs(layer.padding, layer.kernel_size, layer.dilation)
+    convolution = Convolution(
+        layer.kernel_size,
+        layer.stride,
+        padding,
+        layer.dilation,
+        layer.groups,
+        layer.padding_mode,
+        layer.outputs,
+    )
+    return conv(x, placement, layer.weight, layer.bias, convolution)
 
 
-class Conv1d(_Conv, nn.Conv1d):
-    """`torch.nn.Conv1d` of blocks `(..., c, l)`."""
+def _conv_transpose(
+    layer: Any, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
+) -> Outputs:
+    options = (layer.stride, layer.padding, layer.dilation, layer.kernel_size)
+    extra = layer.output_padding
+    if output_size is not None:  # a global length
+        rank = len(layer.kernel_size)
+        lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
+        extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, s, p, d, k in lengths)
+    return conv_transpose(
+        x,
+        placement,
+        layer.weight,
+        layer.bias,
+        stride=layer.stride,
+        padding=layer.padding,
+        output_padding=extra,
+        dilation=layer.dilation,
+        groups=layer.groups,
+    )
 
 
-class Conv2d(_Conv, nn.Conv2d):
-    """`torch.nn.Conv2d` of blocks `(..., c, h, w)`.
-
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def turn():
-    ...     conv = torch.nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
-    ...     torch.nn.init.ones_(conv.weight)
-    ...     layer = xt.nn.Conv2d.from_module(conv, Mesh(sp=2), "b c h/sp w")
-    ...     y = layer(torch.ones(1, 1, 3, 2))
-    ...     return y.flatten().tolist(), str(xt.nn.sharding_of(y).layout)
-    >>> xt.testing.run_ranks(2, turn)
-    [([4.0, 6.0], 'b c h/sp w'), ([6.0], 'b c h/sp w')]
-    """
+def _pool(layer: Any, dilation: Any = 1) -> Pool:
+    windows = (_each(v, _rank(layer)) for v in (layer.kernel_size, layer.stride, layer.padding, dilation))
+    return Pool(*windows, layer.ceil_mode, layer.outputs)
 
 
-class Conv3d(_Conv, nn.Conv3d):
-    """`torch.nn.Conv3d` of blocks `(..., c, d, h, w)`."""
+def _max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    return max_pool(x, placement, _pool(layer, layer.dilation))
 
 
-class _ConvTranspose(Layer):
-    def compute(
-        self, x: Tensor, placement: Placement, output_size: Sequence[int] | None = None
-    ) -> tuple[Tensor, Placement]:
-        extra = self.output_padding
-        if output_size is not None:
-            rank = len(self.kernel_size)
-            options = zip(
-                output_size[-rank:],
-                placement.shape[-rank:],
-                self.stride,
-                self.padding,
-                self.dilation,
-                self.kernel_size,
-                strict=True,
-            )
-            extra = tuple(n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, s, p, d, k in options)
-        return conv_transpose(
-            x,
-            placement,
-            self.weight,
-            self.bias,
-            stride=self.stride,
-            padding=self.padding,
-            output_padding=extra,
-            dilation=self.dilation,
-            groups=self.groups,
+def _check_max_pool(module: Any) -> None:
+    if module.return_indices:
+        raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
+
+
+def _avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    divisor = getattr(layer, "divisor_override", None)  # one dim has none
+    return avg_pool(x, placement, _pool(layer), count_include_pad=layer.count_include_pad, divisor=divisor)
+
+
+def _global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    return global_avg_pool(x, placement, _rank(layer))
+
+
+def _check_global_avg_pool(module: Any) -> None:
+    if set(_each(module.output_size, 1)) != {1}:
+        raise XshardError(
+            f"output_size={module.output_size}", hint="for sharded dims, only 1 has an exact form here"
         )
 
 
-class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` of blocks `(..., c, l)`."""
+def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    options = {name: getattr(layer, name) for name in ("align_corners", "recompute_scale_factor")}
+    return interpolate(x, placement, layer.size, layer.scale_factor, layer.mode, **options)
 
 
-class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` of blocks `(..., c, h, w)`; an `output_size` is global."""
+def _group_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    y = norms.group_norm(x, placement, layer.num_groups, layer.weight, layer.bias, layer.eps)
+    return y, placement
 
 
-class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` of blocks `(..., c, d, h, w)`."""
+def _layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    y = norms.layer_norm(x, placement, tuple(layer.normalized_shape), layer.weight, layer.bias, layer.eps)
+    return y, placement
 
 
-class _OverSpace(Layer):
-    """A layer over the last `rank` dims."""
-
-    rank: int
-
-    def __init_subclass__(cls, rank: int = 0) -> None:
-        cls.rank = rank
+def _rms_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    eps, shape = layer.eps, tuple(layer.normalized_shape)
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return norms.layer_norm(x, placement, shape, layer.weight, None, eps, centred=False), placement
 
 
-class _MaxPool(_OverSpace):
-    options: ClassVar = {"outputs": ""}
-
-    def check(self) -> None:
-        if self.return_indices:
-            raise XshardError("return_indices=True", hint="positions in the whole array are not computed")
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        return max_pool(x, placement, _pool(self, self.rank, self.dilation))
+def _instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    layer._check_input_dim(x)
+    if x.ndim == layer._get_no_batch_dim():
+        raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
+    return norms.group_norm(x, placement, x.shape[1], layer.weight, layer.bias, layer.eps), placement
 
 
-class MaxPool1d(_MaxPool, nn.MaxPool1d, rank=1):
-    """`torch.nn.MaxPool1d` of blocks `(..., l)`."""
+def _check_instance_norm(module: Any) -> None:
+    if module.track_running_stats:
+        raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
 
 
-class MaxPool2d(_MaxPool, nn.MaxPool2d, rank=2):
-    """`torch.nn.MaxPool2d` of blocks `(..., h, w)`."""
-
-
-class MaxPool3d(_MaxPool, nn.MaxPool3d, rank=3):
-    """`torch.nn.MaxPool3d` of blocks `(..., d, h, w)`."""
-
-
-class _AvgPool(_OverSpace):
-    options: ClassVar = {"outputs": ""}
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        pool = _pool(self, self.rank)
-        divisor = getattr(self, "divisor_override", None)  # one dim has none
-        return avg_pool(x, placement, pool, count_include_pad=self.count_include_pad, divisor=divisor)
-
-
-class AvgPool1d(_AvgPool, nn.AvgPool1d, rank=1):
-    """`torch.nn.AvgPool1d` of blocks `(..., l)`."""
-
-
-class AvgPool2d(_AvgPool, nn.AvgPool2d, rank=2):
-    """`torch.nn.AvgPool2d` of blocks `(..., h, w)`."""
-
-
-class AvgPool3d(_AvgPool, nn.AvgPool3d, rank=3):
-    """`torch.nn.AvgPool3d` of blocks `(..., d, h, w)`."""
-
-
-class _GlobalAvgPool(_OverSpace):
-    def check(self) -> None:
-        if set(_each(self.output_size, self.rank)) != {1}:
-            raise XshardError(
-                f"output_size={self.output_size}", hint="for cut dims, only 1 has an exact form here"
-            )
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        return global_avg_pool(x, placement, self.rank)
-
-
-class AdaptiveAvgPool1d(_GlobalAvgPool, nn.AdaptiveAvgPool1d, rank=1):
-    """`torch.nn.AdaptiveAvgPool1d(1)` of blocks `(..., l)`: the result is whole."""
-
-
-class AdaptiveAvgPool2d(_GlobalAvgPool, nn.AdaptiveAvgPool2d, rank=2):
-    """`torch.nn.AdaptiveAvgPool2d(1)` of blocks `(..., h, w)`: the result is whole."""
-
-
-class AdaptiveAvgPool3d(_GlobalAvgPool, nn.AdaptiveAvgPool3d, rank=3):
-    """`torch.nn.AdaptiveAvgPool3d(1)` of blocks `(..., d, h, w)`: the result is whole."""
-
-
-class Upsample(Layer, nn.Upsample):
-    """`torch.nn.Upsample` of blocks `(b, c, ...)`, in all its modes; a `size` is global."""
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        return interpolate(
-            x,
-            placement,
-            self.size,
-            self.scale_factor,
-            self.mode,
-            align_corners=self.align_corners,
-            recompute_scale_factor=self.recompute_scale_factor,
+def _batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """All devices have equal running statistics."""
+    check_whole(placement, (1,), "this layer")
+    layer._check_input_dim(x)
+    if placement.shape[1] != layer.num_features:
+        raise ShapeError(
+            f"{placement.shape[1]} channels, the layer has {layer.num_features}", text=str(placement.layout)
         )
+    if not layer.training and layer.running_mean is not None:
+        statistics = layer.running_mean, layer.running_var
+        return norms.fixed_norm(x, placement, statistics, layer.weight, layer.bias, layer.eps), placement
+    y, mean, variance = norms.batch_norm(x, placement, layer.weight, layer.bias, layer.eps)
+    if layer.training and layer.running_mean is not None:
+        layer.num_batches_tracked.add_(1)
+        part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+        layer.running_mean.lerp_(mean.to(layer.running_mean), part)
+        layer.running_var.lerp_(variance.to(layer.running_var), part)
+    return y, placement
 
 
-class GroupNorm(Layer, nn.GroupNorm):
-    """`torch.nn.GroupNorm` of blocks `(b, c, ...)`, with the statistics of the whole array."""
+# Every torch class with a layer -> its form; sizes and `normalized_shape` are those of the whole array.
+FORMS: dict[type[nn.Module], Form] = {
+    nn.GroupNorm: Form(_group_norm),
+    nn.LayerNorm: Form(_layer_norm),
+    nn.RMSNorm: Form(_rms_norm),
+    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), Form(_upsample)),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Form(_conv)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Form(_conv_transpose)),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), Form(_max_pool, _check_max_pool)),
+    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), Form(_avg_pool)),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), Form(_batch_norm)),
+    **dict.fromkeys(
+        (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+        Form(_global_avg_pool, _check_global_avg_pool),
+    ),
+    **dict.fromkeys(
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), Form(_instance_norm, _check_instance_norm)
+    ),
+}
 
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        return norms.group_norm(x, placement, self.num_groups, self.weight, self.bias, self.eps), placement
-
-
-class LayerNorm(Layer, nn.LayerNorm):
-    """`torch.nn.LayerNorm` of blocks; any dim may be cut, and `normalized_shape` is global."""
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        y = norms.layer_norm(x, placement, tuple(self.normalized_shape), self.weight, self.bias, self.eps)
-        return y, placement
-
-
-class RMSNorm(Layer, nn.RMSNorm):  # type: ignore[misc]  # torch names the input x here
-    """`torch.nn.RMSNorm` of blocks; any dim may be cut, and `normalized_shape` is global."""
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        shape = tuple(self.normalized_shape)
-        return norms.layer_norm(x, placement, shape, self.weight, None, eps, centred=False), placement
-
-
-class _InstanceNorm(Layer):
-    def check(self) -> None:
-        if self.track_running_stats:
-            raise XshardError("track_running_stats=True", hint="False: statistics of one sample at a time")
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        self._check_input_dim(x)
-        if x.ndim == self._get_no_batch_dim():
-            raise ShapeError(f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]")
-        return norms.group_norm(x, placement, x.shape[1], self.weight, self.bias, self.eps), placement
-
-
-class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """`torch.nn.InstanceNorm1d` of blocks `(b, c, l)`, with the statistics of the whole array."""
-
-
-class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """`torch.nn.InstanceNorm2d` of blocks `(b, c, h, w)`, with the statistics of the whole array."""
-
-
-class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """`torch.nn.InstanceNorm3d` of blocks `(b, c, d, h, w)`, with the statistics of the whole array."""
-
-
-class _BatchNorm(Layer):
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        check_whole(placement, (1,), "this layer")
-        self._check_input_dim(x)
-        if placement.shape[1] != self.num_features:
-            raise ShapeError(
-                f"{placement.shape[1]} channels, the layer has {self.num_features}",
-                text=str(placement.layout),
-            )
-        if not self.training and self.running_mean is not None:
-            statistics = self.running_mean, self.running_var
-            return norms.fixed_norm(x, placement, statistics, self.weight, self.bias, self.eps), placement
-        y, mean, variance = norms.batch_norm(x, placement, self.weight, self.bias, self.eps)
-        if self.training and self.running_mean is not None:
-            self.num_batches_tracked.add_(1)
-            part = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.to(self.running_mean), part)
-            self.running_var.lerp_(variance.to(self.running_var), part)
-        return y, placement
-
-
-class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` of blocks `(b, c)` or `(b, c, l)`; all devices have equal running statistics."""
-
-
-class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` of blocks `(b, c, h, w)`; all devices have equal running statistics."""
-
-
-class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` of blocks `(b, c, d, h, w)`; all devices have equal running statistics."""
-
-
-class Linear(Layer, nn.Linear):
-    """`torch.nn.Linear` of blocks whose last dim is whole."""
-
-    def compute(self, x: Tensor, placement: Placement) -> tuple[Tensor, Placement]:
-        last = len(placement.shape) - 1
-        check_whole(placement, (last,), "this layer")
-        if placement.shape[last] != self.in_features:
-            raise ShapeError(
-                f"{placement.shape[last]} features, the layer has {self.in_features}",
-                text=str(placement.layout),
-            )
-        weight, bias = placement.copied(self.weight, self.bias)
-        assert weight is not None
-        return F.linear(x, weight, bias), placement.with_length(last, self.out_features)
+LAYERS: dict[type[nn.Module], type[Any]] = {
+    kind: type(kind.__name__, (Layer, kind), {"form": form, "__module__": __name__})
+    for kind, form in FORMS.items()
+}
+globals().update({layer.__name__: layer for layer in LAYERS.values()})  # pickle looks them up by name

@@ -1,40 +1,47 @@
-"""Where a block stands: the record from which a layer knows the global shape of its input.
+"""Placements: the global shape and the layout of a block, recorded as an attribute of its tensor.
 
-Decides how a block and its sharding stay together: the sharding is an attribute of the tensor, set where a
-model is entered and at every layer. It is equal on all processes, so that nothing is sent for it.
+A record is set where a model is entered and at every layer. It is equal on all processes, so nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
-from torch_bridge.ops import copy_to
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
 from xshard.errors import NotationError, ShapeError
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import Dim
+from xshard.ops import tag
 
 _RECORD = "_xshard_placement"
+
+# The copies of parameters made where a model was entered, by id and by the axes of the copies.
+Copies = Mapping[tuple[int, tuple[str, ...]], Tensor]
+COPIES: ContextVar[Copies] = ContextVar("COPIES")
 
 
 @dataclass(frozen=True)
 class Placement:
     """The sharding of a global array, and the processes that hold it.
 
-    copies: whether gradients of parameters are summed over the axes that cut it.
+    shares: axes along which each process keeps its share of the gradient of a parameter; along all others the
+    gradient is summed.
     """
 
     sharding: Sharding
     processes: ProcessMesh
-    copies: bool = True
+    shares: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:  # unpickled as None: the processes end with their program
         return type(None), ()
@@ -48,21 +55,21 @@ class Placement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global, not of the block."""
+        """The global shape."""
         return self.sharding.shape
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut the array, in the order of the mesh."""
-        cut = {axis for dim in self.layout.dims for axis in dim.axes}
-        return tuple(axis for axis in self.sharding.mesh.axes if axis in cut)
+        """The mesh axes that shard the array, in the order of the mesh."""
+        used = {axis for dim in self.layout.dims for axis in dim.axes}
+        return tuple(axis for axis in self.sharding.mesh.axes if axis in used)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.sharding.local_shape(self.processes.device)
 
     def cuts(self, dim: int) -> bool:
-        """Whether an axis of the mesh cuts the dim."""
+        """Whether an axis of the mesh shards the dim."""
         return bool(self.layout.dims[dim].axes)
 
     def of(self, sharding: Sharding) -> Placement:
@@ -70,22 +77,40 @@ class Placement:
         return replace(self, sharding=sharding)
 
     def remade(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-        """The same, by the dims and the lengths of the other array."""
+        """The placement of an array with these dims and lengths."""
         return self.of(Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape)))
 
     def with_length(self, dim: int, length: int) -> Placement:
-        """The same cuts, for another length of a whole dim."""
+        """The same layout, with another length of an unsharded dim."""
         return self.remade(self.layout.dims, (*self.shape[:dim], length, *self.shape[dim + 1 :]))
+
+    def whole(self, x: Tensor) -> Placement:
+        """The placement of a tensor that is replicated on the same processes."""
+        return self.remade([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
 
     def moved(self, x: Tensor, to: Layout) -> Tensor:
         """This process's block under another layout of the same array."""
         return redistribute(x, (self.layout, to), self.processes, shape=self.shape)
 
     def copied(self, *parameters: Tensor | None) -> list[Tensor | None]:
-        """Parameters as copies: their gradients are summed over the axes that cut the array."""
-        if not self.axes or not self.copies:
+        """Parameters as copies along the axes that shard the array: their gradients are addends along these.
+
+        The copies made where the model was entered are taken, if there are any.
+        """
+        axes, ready = self.axes, COPIES.get({})
+        if axes == self.shares or not torch.is_grad_enabled():
             return list(parameters)
-        return [None if p is None else copy_to(p, self.axes, self.processes) for p in parameters]
+        missing = [p for p in parameters if p is not None and p.requires_grad and (id(p), axes) not in ready]
+        if missing:
+            ready = {**ready} | {
+                (id(p), axes): x for p, x in zip(missing, self.copies_of(missing, axes), strict=True)
+            }
+        return [ready.get((id(p), axes), p) for p in parameters]
+
+    def copies_of(self, parameters: Sequence[Tensor], axes: tuple[str, ...]) -> Sequence[Tensor]:
+        """Replicated parameters as copies along the axes: one collective sums the gradients of all."""
+        src, dst = ("..." + (tag("copy", names) if names else "") for names in (self.shares, axes))
+        return redistribute_many(list(parameters), f"{src} -> {dst}", self.processes)
 
 
 def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
@@ -112,7 +137,7 @@ def recorded(x: object) -> Placement | None:
 
 
 def sharding_of(x: Tensor) -> Sharding:
-    """The layout, mesh and global shape of a block that a domain-parallel layer or model returned.
+    """Return the layout, mesh and global shape of a block that a domain-parallel model returned.
 
     Raises ShapeError for any other tensor.
     """

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torch_bridge.nn.placed import Placement, check_whole, placement_of, record, recorded
 from torch_bridge.nn.view_rules import VIEWS, new_dims, view
@@ -159,15 +160,17 @@ def of_whole(func: Function, args: Any, kwargs: Any, placement: Placement, name:
             f"{name}() of a whole tensor in training: devices would draw different numbers",
             hint="use it on blocks, or after the model",
         )
+    if placement.shares:
+        args, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args, kwargs))
     result = func(*args, **kwargs)
     for y in tensors_in((result,)):
-        record(y, whole_placement(y, placement))
+        record(y, placement.whole(y))
     return result
 
 
-def whole_placement(x: Tensor, like: Placement) -> Placement:
-    """The placement of a tensor that every device has whole."""
-    return like.remade([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
+def _used_beside(placement: Placement, x: Tensor) -> Tensor:
+    """A tensor for use with a block; one without a record is a parameter, or a constant."""
+    return x if recorded(x) is not None else placement.copied(x)[0]  # type: ignore[return-value]
 
 
 def _is_random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -210,20 +213,18 @@ def _fitted(x: Any, result: Placement) -> Any:
                     text=str(result.layout),
                     hint="slice it first, or make it an input of the model",
                 )
-        mine: tuple[str, ...] = ()
-    else:
-        to = [
-            replace(aim if n > 1 else Dim(aim.name), name=dim.name)
-            for dim, n, aim in zip(
-                placement.layout.dims, placement.shape, result.layout.dims[offset:], strict=True
-            )
-        ]
-        aim = placement.of(replace(placement.sharding, layout=Layout(tuple(to))))
-        if not placement.sharding.means_the_same_as(aim.sharding):
-            x = record(placement.moved(x, aim.layout), aim)
-        mine = aim.axes
-    missing = tuple(axis for axis in result.axes if axis not in mine)
-    if missing and result.copies and x.requires_grad and torch.is_grad_enabled():
+        return result.copied(x)[0]
+    dims = [
+        replace(aim if n > 1 else Dim(aim.name), name=dim.name)
+        for dim, n, aim in zip(
+            placement.layout.dims, placement.shape, result.layout.dims[offset:], strict=True
+        )
+    ]
+    aim = placement.of(replace(placement.sharding, layout=Layout(tuple(dims))))
+    if not placement.sharding.means_the_same_as(aim.sharding):
+        x = record(placement.moved(x, aim.layout), aim)
+    missing = tuple(axis for axis in result.axes if axis not in aim.axes)
+    if missing and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing, result.processes)
     return x
 

@@ -30,7 +30,7 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
 )
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
-from torch_bridge.models.parameters import Kept, Setting
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from xshard import Layout, Mesh, Rules, Sharding, XshardError
 from xshard.arguments import lengths_of, shown
 from xshard.errors import located
@@ -86,8 +86,8 @@ def leaves_of(
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         parallel, saved = parallel_of(tree), set(tree.state_dict())
-        kept = [each for each in parallel.kept if saved.intersection(each.names)]
-        return {each.name: _kept(each, parallel.setting) for each in kept}, {}
+        kept = [each for each in parallel.parameters if saved.intersection(each.names)]
+        return {each.name: _parameter(each, parallel.context) for each in kept}, {}
     tensors, constants = by_name(tree.state_dict() if isinstance(tree, nn.Module) else tree)
     cut = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     layouts = Rules(WHOLE if rules is None else rules).match(cut, what="tensor")
@@ -182,6 +182,6 @@ def _libc() -> CDLL:
     return CDLL(None)
 
 
-def _kept(each: Kept, setting: Setting) -> Leaf:
+def _parameter(each: ShardedParameter, context: ParallelContext) -> Leaf:
     x = each.tensor.detach()
-    return Leaf(each.names, x, x.dtype, each.sharding, setting.mesh, setting.processes.ranks, each.put)
+    return Leaf(each.names, x, x.dtype, each.sharding, context.mesh, context.processes.ranks, each.put)

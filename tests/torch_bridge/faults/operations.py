@@ -126,11 +126,9 @@ def operations(width: int, timeout_s: float, direction: str) -> Iterator[Operati
     yield Operation("ring attention", partial(_attended, mesh=mesh, layout=layout), block)
     mesh, expression = own_mesh(STEPS["all_gather"])  # whose gradient is a reduce_scatter
     yield Operation("`torch.compile`", _compiled(mesh, expression), block)
-    for overlap in (False, True):
-        mesh, layout = own_mesh("b c h/{a} w")
-        kernel = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
-        layer = xt.nn.Conv2d.from_module(kernel, mesh, layout, overlap=overlap)
-        yield Operation("layers", layer, block[None, None, :1])
+    mesh, layout = own_mesh("b c h/{a} w")
+    layer = xt.nn.domain_parallel(nn.Conv2d(1, 1, (3, 1), padding=(1, 0)), layout, mesh)
+    yield Operation("layers", layer, block[None, None, :1])
     yield Operation("`parallelize`", _parallel(width), block)
     yield Operation("`redistribute_between`", _between, block)
     if direction == "forward":
@@ -216,7 +214,7 @@ def _parallel(width: int) -> Run:
     torch.manual_seed(0)
     mesh, axis = own_mesh("{a}")
     rules = {"weight": f"o/{axis} i -> o i", "bias": "o"}
-    return xt.parallelize(nn.Linear(width, ROWS), mesh, rules, {"": f"b/{axis} i"})
+    return xt.parallelize(nn.Linear(width, ROWS), rules, {"": f"b/{axis} i"}, mesh)
 
 
 WAYS = {"`redistribute`": _plain, "`async_op=True`": _begun, "`redistribute_many`": _many}

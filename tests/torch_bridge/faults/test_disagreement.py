@@ -50,7 +50,7 @@ def _contracted(x: Tensor, text: str, mesh: Any, debug: bool) -> Tensor:
 
 
 def _parallel(mesh: Any, rule: str) -> Tensor:
-    model = xt.parallelize(nn.Linear(8, 8, bias=False), mesh, {"weight": rule}, {"": "..."})
+    model = xt.parallelize(nn.Linear(8, 8, bias=False), {"weight": rule}, {"": "..."}, mesh)
     return model.weight.detach()
 
 

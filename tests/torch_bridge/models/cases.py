@@ -193,7 +193,7 @@ def call(model: Any) -> Tensor:
 
 
 def parallel(case: Case, **options: Any) -> nn.Module:
-    model = xt.parallelize(case.build(), case.mesh, **case.rules, **options)
+    model = xt.parallelize(case.build(), mesh=case.mesh, **case.rules, **options)
     if case.prepare is not None:
         case.prepare(model)
     return model
@@ -220,8 +220,8 @@ def block_of_each(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tens
 
     state = parallel_of(model)
     return {
-        name: each.cut(values[name], state.setting)
-        for each in state.kept
+        name: each.cut(values[name], state.context)
+        for each in state.parameters
         for name in each.names
         if name in values
     }

@@ -126,7 +126,7 @@ def _behaves() -> None:
         model.blocks[0].up.register_forward_hook(
             lambda m, args, y, seen=seen: seen.append(tuple(m.weight.shape))
         )
-        assert xt.parallelize(model, MESH, **rules) is model and model.head.weight is model.embed.weight
+        assert xt.parallelize(model, mesh=MESH, **rules) is model and model.head.weight is model.embed.weight
         assert all(p is before[n] for n, p in model.named_parameters())
         loss = _step(model)
         assert abs(loss - want) < 1e-12 * abs(want) and _off(model) < 1e-12
@@ -185,7 +185,7 @@ def test_gradients_and_what_stays_as_it_was() -> None:
 
 
 def _buckets() -> None:
-    model = xt.parallelize(net(), MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32))
+    model = xt.parallelize(net(), mesh=MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32))
     _step(model)
     assert 1e-12 < _off(model) < 1e-5
     model.zero_grad()
@@ -205,7 +205,7 @@ def _buckets() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x * self.a).sum() + (self.b.sum() if dist.get_rank() == 1 else 0)
 
-    some = xt.parallelize(Some(), xs.Mesh(dp=4), {"**": "..."}, {"": "n/dp"})
+    some = xt.parallelize(Some(), {"**": "..."}, {"": "n/dp"}, xs.Mesh(dp=4))
     for times in (1, 2):
         some(torch.full((2,), 1.0)).backward()
         assert some.a.grad.tolist() == [4.0 * times] * 2 and some.b.grad.tolist() == [1.0 * times] * 2
@@ -218,7 +218,7 @@ def test_buckets_and_parameters_that_some_processes_do_not_use() -> None:
 
 def _state() -> None:
     whole = net().state_dict()
-    model = xt.parallelize(net(), MESH, **RULES)
+    model = xt.parallelize(net(), mesh=MESH, **RULES)
     state = xt.state_dict(model)
     assert list(state) == list(whole) and isinstance(state["blocks.0.up.weight"], DTensor)
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -227,7 +227,7 @@ def _state() -> None:
     other = net()
     for p in other.parameters():
         p.data.zero_()
-    xt.parallelize(other, MESH, **GATHERED)
+    xt.parallelize(other, mesh=MESH, **GATHERED)
     found = xt.state_dict(other)
     dcp.load(found, checkpoint_id=folder[0])  # under another layout
     xt.load_state_dict(other, found)
@@ -238,7 +238,7 @@ def _state() -> None:
     xt.load_state_dict(other, state)  # DTensors under other placements
     assert torch.equal(xt.state_dict(other)["embed.weight"].full_tensor(), whole["embed.weight"])
     zigzag = {"blocks.0.up.weight": "o i/zigzag(tp) -> o i", **RULES["parameters"]}
-    odd = xt.parallelize(net(), MESH, **RULES | {"parameters": zigzag})
+    odd = xt.parallelize(net(), mesh=MESH, **RULES | {"parameters": zigzag})
     assert torch.equal(xt.state_dict(odd)["blocks.0.up.weight"], whole["blocks.0.up.weight"])
     assert "extra is in the model alone" in error_of(lambda: xt.load_state_dict(odd, {}))[1]
 
@@ -253,7 +253,7 @@ def _state() -> None:
         with torch.device("meta"):
             model = net()
         torch.manual_seed(1)
-        xt.parallelize(model, MESH, **RULES, init=how)
+        xt.parallelize(model, mesh=MESH, **RULES, init=how)
         assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
         assert model.head.weight is model.embed.weight
         if how is init:
@@ -275,7 +275,7 @@ def _compiled() -> None:
     whole = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
     inputs = {name: text for name, text in RULES["inputs"].items() if name != "blocks.1"}
     stored = {"**.norm.*": "c/tp -> c"} | RULES["parameters"]
-    xt.parallelize(model, mesh, stored, inputs, RULES["outputs"])
+    xt.parallelize(model, stored, inputs, mesh, outputs=RULES["outputs"])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(ids).square().sum().backward()
     blocks = block_of_each(model, whole)
@@ -290,7 +290,9 @@ def test_compiled_in_one_graph() -> None:
 def _refused() -> list[tuple[str, str]]:
     def make(**changed: Any) -> Callable[[], Any]:
         """The first rule decides: those that change come first."""
-        return lambda: xt.parallelize(net(), MESH, **{k: {**v, **RULES[k], **v} for k, v in changed.items()})
+        return lambda: xt.parallelize(
+            net(), mesh=MESH, **{k: {**v, **RULES[k], **v} for k, v in changed.items()}
+        )
 
     def run(model: nn.Module, x: Any = None) -> Callable[[], Any]:
         return lambda: model(_ids() if x is None else x)
@@ -306,7 +308,7 @@ def _refused() -> list[tuple[str, str]]:
         rules = {k: dict(v) for k, v in RULES.items()}
         del rules["inputs"]["blocks.1"]  # its norm is taken to see whole sequences
         rules["inputs"]["blocks.1.down"] = "b s f | copy(tp)"
-        _step(xt.parallelize(net(), MESH, **rules))
+        _step(xt.parallelize(net(), mesh=MESH, **rules))
 
     def unsummed() -> None:
         model = parallel()
@@ -315,13 +317,13 @@ def _refused() -> list[tuple[str, str]]:
     def graph_alive() -> None:
         model = net()
         y = model(_ids())
-        xt.parallelize(model, MESH, **RULES)
+        xt.parallelize(model, mesh=MESH, **RULES)
         del y
 
     def differing() -> None:
         model = net()
         model.blocks[1].up.weight.data += dist.get_rank()
-        xt.parallelize(model, MESH, **RULES)
+        xt.parallelize(model, mesh=MESH, **RULES)
 
     keep = {"parameters": {}, "inputs": {}, "outputs": {}}
     found = [
@@ -331,8 +333,8 @@ def _refused() -> list[tuple[str, str]]:
         error_of(make(**keep | {"parameters": {"head.weight": "v/tp c"}})),
         error_of(make(**keep | {"parameters": {"head.weight": "v c | sum(tp)"}})),
         error_of(make(**keep | {"parameters": {"**.norm.*": "o/tp i"}})),
-        error_of(lambda: xt.parallelize(net(), MESH, {"**": "..."}, {"blocks.*": "b s c"})),
-        error_of(lambda: xt.parallelize(net(), MESH, {"**.up.weight": "o i"}, {"": "b s"})),
+        error_of(lambda: xt.parallelize(net(), {"**": "..."}, {"blocks.*": "b s c"}, MESH)),
+        error_of(lambda: xt.parallelize(net(), {"**.up.weight": "o i"}, {"": "b s"}, MESH)),
         error_of(run(parallel(inputs={"blocks.1": "b s c"}))),
         error_of(run(parallel(inputs={"embed": "b s c"}))),
         error_of(uncopied),
@@ -341,9 +343,9 @@ def _refused() -> list[tuple[str, str]]:
         error_of(unsummed),
         error_of(lambda: xt.grad_norm(net())),
         error_of(graph_alive),
-        error_of(lambda: xt.parallelize(parallel(), MESH, **RULES)),
+        error_of(lambda: xt.parallelize(parallel(), mesh=MESH, **RULES)),
         error_of(
-            lambda: xt.parallelize(nn.Linear(2, 2), MESH, {"weight": "o i/tp", "**": "..."}, {"": "b i"})
+            lambda: xt.parallelize(nn.Linear(2, 2), {"weight": "o i/tp", "**": "..."}, {"": "b i"}, MESH)
         ),
     ]
     assert still_connected()
@@ -364,15 +366,12 @@ def test_what_cannot_be_right_is_refused() -> None:
         ("XshardError", "no rule for 13 of 15 parameters: extra, embed.weight, "),
         ("ShapeError", "input of blocks.1: the block has shape (2, 4, 6), not (2, 7, 6) in 'b s c'"),
         ("ShapeError", "input of embed: 'b s c' has 3 dims, the array has 2"),
-        (
-            "PlanError",
-            "blocks.0.up.weight is cut over 'tp', and what comes into its module is equal along it",
-        ),
+        ("PlanError", "blocks.0.up.weight is sharded over 'tp', and its module's input is equal along it"),
         (
             "ReplicaError",
             "the gradient of blocks.1.norm.weight: blocks differ along 'tp', where one value is",
         ),
-        ("XshardError", "blocks.1.up.weight is not the same on all processes, before it is cut"),
+        ("XshardError", "blocks.1.up.weight differs between processes, before it is sharded"),
         ("XshardError", "torch.autograd.grad would give each process its share of a parameter's gradient"),
         ("XshardError", "a Net that is not parallel"),
         ("XshardError", "blocks.0.up.weight is part of a graph, which still waits for its backward pass"),
@@ -387,10 +386,10 @@ def test_what_cannot_be_right_is_refused() -> None:
 
 
 def _explained() -> list[Any]:
-    model = xt.parallelize(net(), MESH, **RULES, profile="h100")
+    model = xt.parallelize(net(), mesh=MESH, **RULES, profile="h100")
     tables = [xt.explain(model)]
     _step(model)
-    gathered = xt.parallelize(net(), MESH, **GATHERED, profile="h100")
+    gathered = xt.parallelize(net(), mesh=MESH, **GATHERED, profile="h100")
     with Meter() as meter:
         gathered(_ids())
     return [*tables, xt.explain(model), xt.explain(gathered), sum(meter.received)]

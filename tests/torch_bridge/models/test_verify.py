@@ -44,7 +44,7 @@ def _net(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
 
 
 def _parallel(**changed: Any) -> nn.Module:
-    return xt.parallelize(_net(), MESH, **RULES | changed)
+    return xt.parallelize(_net(), mesh=MESH, **RULES | changed)
 
 
 def _x() -> Tensor:
@@ -118,7 +118,7 @@ def _unchanged() -> None:
 
     # A batch that arrives cut is gathered; gathered parameters, on the meta device before.
     rules = {"parameters": {"calls": "...", "**": "o/dp ... -> o ..."}, "inputs": {"": "b/dp c"}}
-    cut = xt.parallelize(_net(torch.float32), MESH, **rules)
+    cut = xt.parallelize(_net(torch.float32), mesh=MESH, **rules)
     block = xt.redistribute(_x().float(), "b c -> b/dp c", MESH)
     with torch.device("meta"):
         original = Net()
@@ -130,7 +130,7 @@ def _unchanged() -> None:
     ) -> str:
         return error_of(lambda: xt.verify(model, _x() if x is None else x, loss=loss, **options))[1]
 
-    random = xt.parallelize(_net(dropout=0.5), MESH, **RULES)
+    random = xt.parallelize(_net(dropout=0.5), mesh=MESH, **RULES)
     assert "random numbers" in refused(random)
     xt.verify(random.eval(), _x(), loss=_mean)
     assert "differ along 'dp'" in refused(model, _x() + dist.get_rank() // 2)

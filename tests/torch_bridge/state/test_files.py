@@ -70,7 +70,7 @@ def model(device: str) -> nn.Module:
     with torch.device(device):
         layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     inputs, outputs = {"": "b i -> b i | copy(tp)"}, {"2": "b o | sum(tp) -> b o"}
-    return xt.parallelize(layers, Mesh(tp=4), parameters=LAYERS, inputs=inputs, outputs=outputs)
+    return xt.parallelize(layers, LAYERS, inputs, Mesh(tp=4), outputs=outputs)
 
 
 def _from_training_to_serving(folder: str) -> None:

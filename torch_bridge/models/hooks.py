@@ -1,0 +1,238 @@
+"""The hooks of a module that has rules: its inputs and outputs move, and its parameters are gathered.
+
+A parameter that its module uses under another layout than the stored one is gathered for the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.many import redistribute_many
+from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.redistribution import redistribute
+from xshard import XshardError
+from xshard.errors import ShapeError, with_path
+from xshard.models import ActivationRule, KnownDim, arriving_shape, known_inside
+
+Key = str | int | None  # of an argument or of a part of a result; None: the first tensor
+
+
+class GatheredParameter(NamedTuple):
+    """A parameter that modules use under another layout. owners: the modules, and its name in each."""
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    move: str
+    shape: tuple[int, ...]
+
+    @property
+    def tensor(self) -> Any:
+        owner, attribute = self.owners[0]
+        return owner._parameters[attribute]
+
+    def put(self, x: Any) -> None:
+        for owner, attribute in self.owners:
+            owner._parameters[attribute] = x
+
+
+class TensorRule:
+    """A rule for one tensor, and the shape, dtype and gradient that it last had, for `explain`."""
+
+    def __init__(self, key: Key, rule: ActivationRule) -> None:
+        self.key, self.rule = key, rule
+        self.last: tuple[tuple[int, ...], torch.dtype, bool] | None = None
+        self.seen: dict[Any, tuple[tuple[int, ...], tuple[KnownDim, ...]]] = {}
+
+    def move(
+        self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...]
+    ) -> tuple[Tensor, tuple[KnownDim, ...]]:
+        """A block -> the block after its rule, and the dims that are known then."""
+        rule = self.rule
+        if torch.compiler.is_compiling():
+            return self._sent(x, context, None), ()
+        key = x.shape, outside
+        if key in self.seen:
+            shape, known = self.seen[key]
+            return self._sent(x, context, shape), known
+        shape = arriving_shape(rule, context.axes, context.processes.device, tuple(x.shape), outside)
+        y = self._sent(x, context, shape)
+        known = known_inside(rule, shape, y.shape, outside)
+        self.seen[key], self.last = (shape, known), (shape, x.dtype, x.requires_grad)
+        return y, known
+
+    def _sent(self, x: Tensor, context: ParallelContext, shape: tuple[int, ...] | None) -> Tensor:
+        if not self.rule.moves:
+            return x
+        return redistribute(x, self.rule.text, context.mesh, shape=shape, profile=context.profile)
+
+
+@dataclass(eq=False, repr=False)
+class ModuleHooks:
+    """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
+
+    arguments: names of the module's arguments. varying: axes along which activations differ inside. gathers:
+    gather parameters inside. keep: keep gathered parameters until the backward pass.
+    """
+
+    name: str
+    arguments: list[str]
+    context: ParallelContext
+    parent: ModuleHooks | None
+    inputs: Sequence[TensorRule]
+    outputs: Sequence[TensorRule]
+    varying: frozenset[str]
+    gathers: bool
+    gathered: list[GatheredParameter] = field(default_factory=list)
+    keep: bool = True
+    known: tuple[KnownDim, ...] = ()
+    _depth: int = 0
+    _stored: Sequence[Tensor] = ()
+    _saving: Any = None
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    @property
+    def _outside(self) -> tuple[KnownDim, ...]:
+        return self.parent.known if self.parent is not None else ()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self._outside
+        for rule in self.inputs:
+            key = self.argument(rule.key, args, kwargs)
+            if isinstance(key, int):
+                x, known = self._moved(rule, args[key], known, "input")
+                args = (*args[:key], x, *args[key + 1 :])
+            elif key is not None:
+                x, known = self._moved(rule, kwargs[key], known, "input")
+                kwargs = {**kwargs, key: x}
+        self.known = known
+        self._depth += 1
+        if self.gathered and self._depth == 1:
+            self._gather()
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+        if self._depth == 1 and self._stored:
+            for part, x in zip(self.gathered, self._stored, strict=True):
+                part.put(x)
+            self._stored = ()
+            if self._saving is not None:
+                self._saving.__exit__(None, None, None)
+                self._saving = None
+        self._depth = max(self._depth - 1, 0)
+        if result is None:  # an error is on its way
+            return None
+        for rule in self.outputs:
+            result = self._with_output(rule, result)
+        return result
+
+    def _gather(self) -> None:
+        stored = [part.tensor for part in self.gathered]
+        used = _gather_all(stored, self.gathered, self.context)
+        is_saved = torch.is_grad_enabled() and any(x.requires_grad for x in stored)
+        if is_saved and not self.keep and not torch.compiler.is_compiling():
+            self._saving = RegatherOnBackward(stored, used, self.gathered, self.context).hooks()
+            self._saving.__enter__()
+        self._stored = stored
+        for part, x in zip(self.gathered, used, strict=True):
+            part.put(x)
+
+    def _moved(self, rule: TensorRule, x: Any, known: tuple[KnownDim, ...], what: str) -> Any:
+        try:
+            return rule.move(x, self.context, known)
+        except XshardError as error:
+            raise with_path(error, f"{what} of {self.name or 'the model'}") from error.__cause__
+
+    def argument(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+        """Return the position or the name of the argument that a rule is for; None if it is not a tensor."""
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if key is None:
+            first = next((i for i, x in values.items() if isinstance(x, Tensor)), None)
+            if first is None:
+                raise ShapeError(
+                    f"input of {self.name or 'the model'}: none of the arguments is a tensor",
+                    hint='rules for several, or for some that may be absent, go by name: {"labels": "b s"}',
+                )
+            return first
+        name = dict(enumerate(self.arguments)).get(key, "") if isinstance(key, int) else key
+        i = name if name in kwargs else key if isinstance(key, int) else self.arguments.index(key)
+        return i if isinstance(values.get(i), Tensor) else None
+
+    def _with_output(self, rule: TensorRule, result: Any) -> Any:
+        known = self.known if self.inputs else self._outside
+        if isinstance(result, Tensor):
+            return self._moved(rule, result, known, "output")[0]
+        is_named = isinstance(result, Mapping)
+        parts: dict[Any, Any] = dict(result) if is_named else dict(enumerate(result))
+        key = rule.key
+        if key is None:
+            key = next((i for i, x in parts.items() if isinstance(x, Tensor)), None)
+        if not isinstance(parts.get(key), Tensor):
+            return result
+        parts[key] = self._moved(rule, parts[key], known, "output")[0]
+        if is_named:
+            result[key] = parts[key]
+            return result
+        kind = type(result)
+        return kind(*parts.values()) if hasattr(result, "_fields") else kind(parts.values())
+
+
+def _gather_all(
+    stored: Sequence[Tensor], parts: Sequence[GatheredParameter], context: ParallelContext
+) -> list[Tensor]:
+    """Parameters under the layouts in which modules use them, gathered together; differentiable."""
+    options: Any = {"profile": context.profile, "comm_dtype": context.comm_dtype}
+    if torch.compiler.is_compiling():
+        return [
+            redistribute(x, part.move, context.mesh, shape=part.shape, **options)
+            for x, part in zip(stored, parts, strict=True)
+        ]
+    moves, shapes = [part.move for part in parts], [part.shape for part in parts]
+    return redistribute_many(list(stored), moves, context.mesh, shapes=shapes, **options)
+
+
+class RegatherOnBackward:
+    """Gathered parameters that the backward pass gathers again: autograd saves only which one it was.
+
+    The second set lives as long as nodes of the graph that have not run.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[Tensor],
+        used: Sequence[Tensor],
+        parts: Sequence[GatheredParameter],
+        context: ParallelContext,
+    ) -> None:
+        self.stored, self.parts, self.context = stored, parts, context
+        self.versions = [x._version for x in stored]
+        self.storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
+        self.dtypes = [x.dtype for x in used]
+        self.used: list[Tensor] | None = None
+
+    def hooks(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> Any:
+        i = self.storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
+        if i is None or x.dtype != self.dtypes[i]:
+            return x
+        return i, x.shape, x.stride(), x.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.used is None:
+            if self.versions != [x._version for x in self.stored]:
+                raise XshardError("a parameter was written to between its forward and its backward pass")
+            with torch.no_grad():
+                self.used = _gather_all(self.stored, self.parts, self.context)
+        i, *view = packed
+        return self.used[i].as_strided(*view)
