@@ -25,7 +25,7 @@ def test_bytes_are_read(text, n):
 
 @pytest.mark.parametrize("text", ["", "2GB", "two", "-1", "1 2"])
 def test_what_is_no_number_of_bytes(text):
-    with pytest.raises(xs.XshardError, match="no number of bytes"):
+    with pytest.raises(xs.XshardError, match="not a number of bytes"):
         parse_bytes(text)
 
 
@@ -62,7 +62,7 @@ def test_a_dtype_has_one_name():
     assert [xs.plan(*ASK, name).dtype for name in ("f4", "half", "i8")] == ["float32", "float16", "int64"]
 
 
-NO_MESH, NO_SHAPE = " is not a mesh\n  write ", " is no sequence of lengths\n  as in shape="
+NO_MESH, NO_SHAPE = " is not a mesh\n  write ", " is not a sequence of lengths\n  as in shape="
 NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
 
 
@@ -84,7 +84,7 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
         (lambda: xs.plan(*ASK[:2], 8), xs.errors.ShapeError, f"the shape 8{NO_SHAPE}(8,)"),
         (lambda: xs.plan(*ASK[:2], "8,8"), xs.errors.ShapeError, f"the shape '8,8'{NO_SHAPE}"),
         (lambda: xs.plan(*ASK[:2], (True, 8)), xs.errors.ShapeError, "has True, not a length >= 0"),
-        (lambda: xs.plan(*ASK, memory_limit="2GB"), xs.XshardError, "'2GB' is no number of bytes"),
+        (lambda: xs.plan(*ASK, memory_limit="2GB"), xs.XshardError, "'2GB' is not a number of bytes"),
         (
             lambda: xs.plan(*ASK, memory_limit=1.5),
             xs.errors.PlanError,
@@ -109,7 +109,7 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
         (lambda: xs.Sharding("b", "cp=4", (8,)), xs.errors.MeshError, f"'cp=4'{NO_MESH}"),
         (lambda: xs.Layout.parse("b").local_shape("cp=4", (8,), 0), xs.errors.MeshError, NO_MESH),
         (lambda: xs.Layout.parse("b").local_shape(MESH, 8, 0), xs.errors.ShapeError, NO_SHAPE),
-        (lambda: ops.halo("cp", (1, 2, 3), "zero"), xs.errors.ShapeError, "(1, 2, 3) is no width of a halo"),
+        (lambda: ops.halo("cp", (1, 2, 3), "zero"), xs.errors.ShapeError, "a halo of width (1, 2, 3)"),
         (lambda: ops.dims((2,), {"n": "cp"}), xs.errors.ShapeError, "no dim 'n' in a block of shape (2,)"),
         (lambda: ops.tag("sum", MESH), xs.errors.MeshError, "Mesh(cp=4) is not a mesh axis"),
         (

@@ -87,14 +87,14 @@ def test_means_keep_the_dtype(dtype):
 @pytest.mark.parametrize(
     ("tag", "dtype", "message"),
     [
-        ("sum", "bool", "dtype bool has no sum\n  cast to an integer, or use max (any) or min (all)"),
-        ("mean", "bool", "dtype bool has no mean\n  cast to an integer, or use max (any) or min (all)"),
+        ("sum", "bool", "dtype bool lacks a sum\n  cast to an integer, or use max (any) or min (all)"),
+        ("mean", "bool", "dtype bool lacks a mean\n  cast to an integer, or use max (any) or min (all)"),
         (
             "mean",
             "int32",
-            "dtype int32 has no mean\n  the mean of integers need not be an integer: cast, or use sum",
+            "dtype int32 lacks a mean\n  the mean of integers need not be an integer: cast, or use sum",
         ),
-        ("max", "complex64", "dtype complex64 has no max\n  complex numbers have no order"),
+        ("max", "complex64", "dtype complex64 lacks a max\n  complex numbers are not ordered"),
         (
             "sum",
             "float8_e5m2",
@@ -120,7 +120,7 @@ def test_bool_has_any_and_all():
 
 def test_the_dtype_of_the_blocks_decides_what_may_be_reduced():
     plan = xs.plan("n | sum(a) -> n", xs.Mesh(a=2), (4,), "float32")
-    with pytest.raises(xs.errors.DtypeError, match="bool has no sum"):
+    with pytest.raises(xs.errors.DtypeError, match="bool lacks a sum"):
         xs.reference.run(plan, [np.ones(4, bool)] * 2)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from xshard.errors import PlanError, ShapeError, XshardError
 
-MOST_DIGITS = 18  # of a number in a text: what has more fits no 64 bits
-MOST_LIKE = 100  # characters of a word that something may be like
+MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
+MOST_LIKE = 100  # characters of a word that is compared to known ones
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -28,18 +28,18 @@ def whole_number(value: Any) -> int | None:
 def whole_numbers(values: Any) -> tuple[Any, ...] | None:
     """A sequence -> a tuple with whole numbers of any kind as ints, the rest as is; None for no sequence."""
     try:
-        found = None if isinstance(values, str) else tuple(values)
+        items = None if isinstance(values, str) else tuple(values)
     except TypeError:
         return None
-    if found is None or all(type(n) is int for n in found):
-        return found
-    return tuple(n if (number := whole_number(n)) is None else number for n in found)
+    if items is None or all(type(n) is int for n in items):
+        return items
+    return tuple(n if (number := whole_number(n)) is None else number for n in items)
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """A shape -> a tuple with whole numbers of any kind as ints; what is none stays, and is refused later.
+    """A shape -> a tuple with whole numbers of any kind as ints; other values stay and are refused later.
 
-    Raises ShapeError for what is no sequence.
+    Raises ShapeError unless it is a sequence.
 
     >>> import numpy as np
     >>> lengths_of(np.array([8, 4]))
@@ -49,7 +49,7 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     if lengths is None:
         one = whole_number(shape)
         raise ShapeError(
-            f"the shape {shown(shape)} is no sequence of lengths",
+            f"the shape {shown(shape)} is not a sequence of lengths",
             hint=f"as in shape=({8 if one is None else one},)",
         )
     return lengths
@@ -69,7 +69,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     n = -1 if match is None or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
     if not 0 <= n < 2**63:
-        raise XshardError(f"{shown(text)} is no number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
+        raise XshardError(f"{shown(text)} is not a number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB")
     return n
 
 
@@ -87,16 +87,16 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
 
 
 def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:
-    """What a word may mean, as the beginning of a hint; "" where nothing is like it.
+    """The known word closest to another one, as the beginning of a hint; "" if none is close.
 
-    others: names that something has elsewhere -> its name here.
+    others: names in other systems -> names here.
 
     >>> did_you_mean("psum", ["sum", "mean"], {"psum": "sum"}) + "tags are: sum, mean"
     "did you mean 'sum'? tags are: sum, mean"
     """
     close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else ()
-    found = (others or {}).get(word.lower()) or next(iter(close), None)
-    return f"did you mean {found!r}? " if found else ""
+    meant = (others or {}).get(word.lower()) or next(iter(close), None)
+    return f"did you mean {meant!r}? " if meant else ""
 
 
 def shown(value: object) -> str:

@@ -61,7 +61,7 @@ def itemsize(name: str) -> int:
     if name in _EXTENDED:
         return _EXTENDED[name]
     try:
-        # Of other texts numpy reads records, and Python expressions.
+        # numpy would read other texts as records or Python expressions.
         dtype = np.dtype(name if name not in _ELSEWHERE and _NAME.fullmatch(name) else object)
     except TypeError:
         dtype = np.dtype(object)
@@ -88,25 +88,25 @@ def check_reduction(name: str, op: str) -> None:
         )
     kind = "f" if name in _EXTENDED else np.dtype(name).kind
     if op in ("sum", "mean") and kind == "b":
-        raise DtypeError(f"dtype bool has no {op}", hint="cast to an integer, or use max (any) or min (all)")
+        raise DtypeError(f"dtype bool lacks a {op}", hint="cast to an integer, or use max (any) or min (all)")
     if op == "mean" and kind in "iu":
         raise DtypeError(
-            f"dtype {name} has no mean", hint="the mean of integers need not be an integer: cast, or use sum"
+            f"dtype {name} lacks a mean", hint="the mean of integers need not be an integer: cast, or use sum"
         )
     if op in ("max", "min") and kind == "c":
-        raise DtypeError(f"dtype {name} has no {op}", hint="complex numbers have no order")
+        raise DtypeError(f"dtype {name} lacks a {op}", hint="complex numbers are not ordered")
 
 
 def check_value(name: str, value: float) -> None:
     """Raise DtypeError if the dtype cannot represent the value."""
     if name in _FOUR_BITS and value:
-        raise DtypeError(f"dtype {name} has no value {value}", hint="only zeros are written in 4 bits: cast")
+        raise DtypeError(f"dtype {name} cannot hold {value}", hint="only zeros are written in 4 bits: cast")
     if name in _EXTENDED or np.dtype(name).kind in "fc":
         return
     low, high = (0, 1) if name == "bool" else (np.iinfo(name).min, np.iinfo(name).max)
     if not (float(value).is_integer() and low <= value <= high):
         raise DtypeError(
-            f"dtype {name} has no value {value}", hint=f"its values are whole numbers from {low} to {high}"
+            f"dtype {name} cannot hold {value}", hint=f"its values are whole numbers from {low} to {high}"
         )
 
 
@@ -115,7 +115,7 @@ def check_signed(name: str) -> None:
     if name in _ONLY_MOVED:
         raise DtypeError(f"dtype {name} cannot be negated", hint="it can only be moved: cast first")
     if name not in _EXTENDED and np.dtype(name).kind in "bu":
-        raise DtypeError(f"dtype {name} has no negative values", hint="cast to a signed dtype")
+        raise DtypeError(f"dtype {name} lacks negative values", hint="cast to a signed dtype")
 
 
 def n_bytes(shape: Sequence[int], name: str) -> int:

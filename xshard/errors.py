@@ -16,7 +16,7 @@ class XshardError(ValueError):
 
     reason: one line, the rule that was broken and both values.
     text, span: the user's text and the part of it to mark.
-    hint: what exists, or what would be right.
+    hint: an existing or a correct alternative.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class XshardError(ValueError):
         elif self.span is None:
             lines = [f"{self.reason} in '{self.text}'"]
         else:
-            # On a line of its own: what stands before the reason (the class with or without its module, a
-            # rank) differs from traceback to traceback. A tab or a line break would move the caret.
+            # The text has its own line because prefixes of the reason (class, module, rank) differ between
+            # tracebacks. A tab or a line break would move the caret.
             start, stop = self.span
             text = re.sub(r"\s", " ", self.text)
             lines = [f"{self.reason} in", f"    '{text}'", " " * (5 + start) + "^" * max(1, stop - start)]
@@ -94,4 +94,4 @@ class ProfileError(XshardError):
 
 
 class ReplicaError(XshardError):
-    """Blocks differ along an axis whose devices hold one value, according to the layout."""
+    """Blocks differ along an axis that holds one value, according to the layout."""

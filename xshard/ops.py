@@ -21,10 +21,10 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     'd0 d1/tp'
     """
     names = [f"d{d}" for d in range(len(shape))]
-    for given, cut in (shards or {}).items():
-        dim = whole_number(given)
+    for key, cut in (shards or {}).items():
+        dim = whole_number(key)
         if dim is None or not -len(shape) <= dim < len(shape):
-            raise ShapeError(f"no dim {shown(given)} in a block of shape {tuple(shape)}")
+            raise ShapeError(f"no dim {shown(key)} in a block of shape {tuple(shape)}")
         names[dim] += f"/{cut}"
     return " ".join(names) or "()"
 
@@ -42,20 +42,15 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     >>> halo("sp", (1, (2, 0)), "periodic")
     'sp:halo(1,[2,0],periodic)'
     """
-    ends = whole_numbers(width) if whole_number(width) is None else (width, width)
-    if ends is None or len(ends) != 2:
-        raise ShapeError(
-            f"{shown(width)} is no width of a halo", hint="rows at both ends, or (before, after)"
-        )
-    lo, hi = ends
+    widths = whole_numbers(width) if whole_number(width) is None else (width, width)
+    if widths is None or len(widths) != 2:
+        raise ShapeError(f"a halo of width {shown(width)}", hint="rows at both ends, or (before, after)")
+    lo, hi = widths
     return f"{sharded(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
 
 
 def gradient_tag(axis: Axes, grad: str) -> str:
-    """The tag of values that every device has: `copy` if their gradients are summed, none for replicas.
-
-    Raises XshardError for an unknown `grad`.
-    """
+    """The tag of values on every device: `copy` if gradients are summed, else "". Raises XshardError."""
     if grad not in ("sum", "replicated"):
         raise XshardError(
             f"unknown grad={grad!r}",
@@ -65,10 +60,10 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 
 
 def tag(kind: str, axis: Axes) -> str:
-    """A tag as text, with the bar before it. Raises XshardError for what is no text."""
+    """A tag as text, with the bar before it. Raises XshardError unless `kind` is text."""
     if not isinstance(kind, str):
         raise XshardError(
-            f"the operation {shown(kind)} is no text", hint='it is "sum", "mean", "max" or "min"'
+            f"the operation {shown(kind)} is not text", hint='it is "sum", "mean", "max" or "min"'
         )
     return f" | {kind}({_axis_names(axis)})"
 
@@ -79,7 +74,7 @@ def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
         return rows
     widths = whole_numbers(width)
     if not widths:
-        raise ShapeError(f"{shown(width)} is no number of rows", hint="one number, or one per part")
+        raise ShapeError(f"{shown(width)} is not a number of rows", hint="one number, or one per part")
     return widths
 
 

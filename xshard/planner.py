@@ -79,32 +79,31 @@ def plan(
     objective: str | None = None,
     overlap: str = NEVER,
 ) -> Plan | ContractionPlan:
-    """`"layout -> layout"` for an array of global `shape`, or a contraction of several -> the cheapest plan.
+    """The cheapest plan of a move, `"layout -> layout"`, or of a contraction, `"layout, layout -> layout"`.
 
-    A contraction, `"layout, layout -> layout"`, sums the dims that the result lacks; its plan says where it
-    is computed. sizes: the length of every dim, by name; or shape: the global shape of every operand.
-    flops_limit: floating point operations that no device may exceed for the result.
+    A contraction sums the dims that the result lacks; its plan chooses where it is computed.
+
+    shape: the global shape; for a contraction, the shape of every operand, unless `sizes` has the length of
+    every dim by name. dtype: a name or a dtype of numpy, torch or JAX.
+    profile: the machine: a shipped name, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto"
+    (`xshard.use_profile`). memory_limit: bytes that no device may exceed, as a number or as "2GiB".
+    objective: "forward" (default of a move) plans the move; its gradient is planned when it is needed.
+    "forward+backward" (default of a contraction) plans both now: `cost` is their sum, which decides
+    everything that they share, and both obey the limit of a move.
+
+    src_mesh, dst_mesh: the meshes of the left and the right layout, instead of `mesh`.
+    src_devices, dst_devices: the number of every device, in the order of its mesh; by default 0, 1, 2, ...,
+    so that two meshes share devices. relabel: the same devices may change places in the destination's mesh,
+    so that less moves; the plan's `dst_devices` has the new order.
+    Over the same devices in the same order the plan is on the coarsest mesh that refines both; if there is
+    none, or over other devices, one of its steps is a `Transfer`.
+
+    flops_limit: floating point operations that no device may exceed for a contraction.
     overlap: whether a gather may run while its parts are contracted, and a reduce-scatter while its addends
-    are (`contractions.ring`): "never", "auto", where it is predicted to save a tenth of the seconds, or
-    "always", where it can be.
+    are: "never", "auto" (if that is predicted to save a tenth of the seconds) or "always" (if possible).
 
-    dtype: a name or a dtype of numpy, torch or JAX. profile: the machine it is priced for: a name that is
-    shipped, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto", see `xshard.use_profile`.
-    memory_limit: bytes that no device may exceed at any moment, as a number or as "2GiB".
-    objective: "forward", the default for a move, plans the move; its gradient is planned on its own when it
-    is asked for. "forward+backward", the default for a contraction, plans both now: `cost` is the seconds of
-    both, for a move both obey the limit, and what they share (how devices are relabelled, where a contraction
-    is computed) is decided by the sum.
-
-    src_mesh, dst_mesh, instead of `mesh`: the left layout is on the one, the right on the other.
-    src_devices, dst_devices: the number of every device, in the order of its mesh; 0, 1, 2, ... by default,
-    so that two meshes share the devices of the smaller. relabel: over one set of devices, these may change
-    places in the destination's mesh, so that less moves; the plan's `dst_devices` says how.
-    Over the same devices in the same order the plan is on the coarsest mesh that refines both, whose
-    axes it prints; where there is none, and over other devices, one of its steps is a `Transfer`.
-
-    Raises MeshError, NotationError, ShapeError, DtypeError; PlanError where no plan fits the limit;
-    LinearityError for the gradient of a max or min, which is no plan.
+    Raises MeshError, NotationError, ShapeError, DtypeError; PlanError if no plan fits the limit;
+    LinearityError for the gradient of a max or min.
 
     >>> p = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))
     >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
@@ -119,9 +118,9 @@ def plan(
     'transfer, 3 messages'
     """
     expression, profile = as_expression(expression), without_devices(profile)
-    for given in (mesh, src_mesh, dst_mesh):
-        if given is not None:
-            check_mesh(given)
+    for each in (mesh, src_mesh, dst_mesh):
+        if each is not None:
+            check_mesh(each)
     two = src_mesh, dst_mesh, src_devices, dst_devices
     if is_contraction(expression):
         if mesh is None or relabel or two != (None,) * 4:
@@ -133,7 +132,7 @@ def plan(
             expression, mesh, named, shapes, dtype, profile, *limits, objective or BOTH, overlap
         )
     if sizes is not None or flops_limit is not None:
-        sides(expression)  # what is wrong with the text comes first
+        sides(expression)  # errors in the text come first
         hint = "shape= is the shape of the array"
         raise ShapeError("sizes and flops_limit are for contractions", hint=hint)
     options = dtype, profile, limit_of(memory_limit), objective or FORWARD
@@ -163,17 +162,17 @@ def plan_contraction(
 
     objective: None for what can be asked of the dtype: whole numbers have no gradients.
     """
-    given, name = contraction(text), name_of(dtype)
+    parsed, name = contraction(text), name_of(dtype)
     objective = objective or (BOTH if precision(name) else FORWARD)
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
-    for layout in (*given.operands, given.result):
+    for layout in (*parsed.operands, parsed.result):
         check_axes(layout, mesh, text)
-    ends = given, mesh, shapes_of(given, None if sizes is None else dict(sizes), shapes)
+    operands = parsed, mesh, shapes_of(parsed, None if sizes is None else dict(sizes), shapes)
     machine = name, load_profile(profile)
-    request = ContractionRequest(*ends, *machine, memory_limit, flops_limit, objective, overlap)
+    request = ContractionRequest(*operands, *machine, memory_limit, flops_limit, objective, overlap)
     with mark_errors(text):
         _ = request.ends  # a wrong shape is found before the cache of plans is asked
     return find_contraction(request)
@@ -214,9 +213,9 @@ def _plan_between(
             "relabel=True is for two meshes over the same devices",
             hint=f"the source has {device_ranges(givers)}, the destination {device_ranges(takers)}",
         )
-    ends = src, dst, *meshes, givers, takers
+    endpoints = src, dst, *meshes, givers, takers
     name, machine = name_of(dtype), load_profile(profile)
-    request = Request(*ends, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
+    request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
     with mark_errors(text):
         _ = request.source, request.target  # a wrong shape is found before the cache of plans is asked
     return find_plan(request, objective)

@@ -49,7 +49,7 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
     "a length is a whole number": lambda: parse_shape(DIGITS),
     "1000001 dims": lambda: parse_sizes("," * 10**6),
     "devices are numbers and ranges": lambda: parse_devices(f"0-{10**12}"),
-    "no number of bytes": lambda: parse_bytes(DIGITS),
+    "not a number of bytes": lambda: parse_bytes(DIGITS),
     "is not a fraction": lambda: xs.Plan.from_json(PLAN.replace('"1/4"', '"1e999999999"')),
     "is not a whole number": lambda: xs.Plan.from_json(
         PLAN.replace('"split": {}', '"split": {"a": [[0], 1000000000]}')

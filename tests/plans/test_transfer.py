@@ -19,8 +19,7 @@ from tests.two_meshes import TWO_MESHES, assert_right, crossing, crossings, plan
 from xshard.cost.bounds import shared_elements
 from xshard.plans.plan import _made
 from xshard.plans.transfer import Transfer
-from xshard.plans.transfer_choice import cheapest
-from xshard.plans.transfer_search import transfer_ways
+from xshard.plans.transfer_search import cheapest, transfer_paths
 from xshard.search.request import Request
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +41,7 @@ def test_every_way_that_is_weighed_is_right(move, profile, seed):
     best = cheapest(request, _made, relabel=False)
     x = oracle.random_blocks(src, meshes[0], shape, np.random.default_rng(seed), UNIT)
     value = oracle.gather(x, src, meshes[0], shape)
-    for way in transfer_ways(request):
+    for way in transfer_paths(request):
         plan = _made(request, *way)
         result = xs.reference.run(plan, x)
         assert np.array_equal(oracle.gather(result, dst, meshes[1], shape), value)

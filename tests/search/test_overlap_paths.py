@@ -361,10 +361,10 @@ def test_what_cannot_be_is_refused_when_it_is_planned(expression, message):
 @pytest.mark.parametrize(
     ("dtype", "expression", "message"),
     [
-        ("int32", "h -> h:halo(1,1,constant(-inf))", "int32 has no value -inf"),
-        ("uint8", "h -> h:halo(1,1,constant(-1))", "uint8 has no value -1"),
-        ("uint8", "h -> h:halo(1,1,pole(-1))", "uint8 has no negative values"),
-        ("bool", "h:fold(halo(1,1)) -> h", "bool has no sum"),
+        ("int32", "h -> h:halo(1,1,constant(-inf))", "int32 cannot hold -inf"),
+        ("uint8", "h -> h:halo(1,1,constant(-1))", "uint8 cannot hold -1"),
+        ("uint8", "h -> h:halo(1,1,pole(-1))", "uint8 lacks negative values"),
+        ("bool", "h:fold(halo(1,1)) -> h", "bool lacks a sum"),
     ],
 )
 def test_what_a_dtype_cannot_hold(dtype, expression, message):

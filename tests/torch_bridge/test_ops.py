@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "dtype": (
         lambda: xt.redistribute(X.bool(), "n d | sum(tp) -> n d", MESH),
         "DtypeError",
-        ("dtype bool has no sum", "cast to an integer"),
+        ("dtype bool lacks a sum", "cast to an integer"),
     ),
     "dtype that only moves": (
         lambda: xt.ops.all_reduce(X.to(torch.uint16), "tp", MESH, grad="sum"),
@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "shape that is a number": (
         lambda: xt.redistribute(X, TURN, MESH, shape=8),
         "ShapeError",
-        ("the shape 8 is no sequence of lengths\n  as in shape=(8,)",),
+        ("the shape 8 is not a sequence of lengths\n  as in shape=(8,)",),
     ),
     "operation": (
         lambda: xt.ops.all_reduce(X, "tp", MESH, op="psum", grad="sum"),
@@ -172,12 +172,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "operation of torch": (
         lambda: xt.ops.reduce_scatter(X, 0, "tp", MESH, op=dist.ReduceOp.AVG),  # type: ignore[arg-type]
         "XshardError",
-        ("is no text\n  it is",),
+        ("is not text\n  it is",),
     ),
     "width of a halo": (
         lambda: xt.ops.halo_exchange(X, 1.5, 0, "tp", MESH),  # type: ignore[arg-type]
         "ShapeError",
-        ("1.5 is no width of a halo",),
+        ("a halo of width 1.5",),
     ),
     "tensor for placements": (
         lambda: xt.redistribute_dtensor(X, []),  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def test_other_dtypes_move_as_bytes() -> None:
     on_ranks(4, _eight_bits)
     for said in on_ranks(4, _bits):
         assert [kind for kind, _ in said] == ["DtypeError"] * 2
-        assert "int4 cannot be reduced" in said[0][1] and "int4 has no value 7" in said[1][1]
+        assert "int4 cannot be reduced" in said[0][1] and "int4 cannot hold 7" in said[1][1]
 
 
 def _begun() -> None:

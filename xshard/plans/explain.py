@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes, format_seconds
-from xshard.search.alternatives import alternative_steps
+from xshard.layout import Sharding
+from xshard.layout.sub_axes import Split
+from xshard.search import overlap_paths
+from xshard.search.a_star import Search
+from xshard.search.overlap_paths import overlaps
 from xshard.search.solve import with_copies, with_scale, without_copies
+from xshard.search.states import Space
+from xshard.steps import AllGather, AllReduce, Mask, Slice, Step
+from xshard.steps.base import DimCut
+from xshard.steps.exchange.traffic import begun_axes, ended_axes
 
 if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which explains itself by this
@@ -46,16 +56,58 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     target = plan.target.in_order(plan.source.layout.names)
     start, goal = (s.with_layout(s.normal) for s in (plan.source, target))
     last = plan.steps[-1:] if target is not plan.target else ()  # the transposition
-    ends = without_copies(start), without_copies(goal)
-    ways = alternative_steps(*ends, plan.dtype, plan.request.machine, plan.split)
-    found: list[Alternative] = [Alternative("the plan", plan)]
+    endpoints = without_copies(start), without_copies(goal)
+    ways = _alternative_steps(*endpoints, plan.dtype, plan.request.machine, plan.split)
+    options: list[Alternative] = [Alternative("the plan", plan)]
     for name, steps in ways.items():
         try:
             scaled = with_scale(with_copies(steps(), start, goal), plan.scale, start, goal)
-            found.append(Alternative(name, replace(plan, steps=(*scaled, *last), split=())))
+            options.append(Alternative(name, replace(plan, steps=(*scaled, *last), split=())))
         except PlanError as error:
-            found.append(Alternative(name, None, error.reason))
-    return tuple(found)
+            options.append(Alternative(name, None, error.reason))
+    return tuple(options)
+
+
+def _alternative_steps(
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
+) -> dict[str, Callable[[], Sequence[Step]]]:
+    """Every alternative by name, as a function that makes its steps, or raises PlanError. Normal forms.
+
+    split: the axes that the plan splits.
+    """
+    if overlaps(start) or overlaps(goal):
+        made = overlap_paths.ways(start, goal, dtype, profile)
+        return {name: functools.partial(tuple[Step, ...], steps) for name, steps in made.items()}
+    space = Space(start, goal, dtype, profile)
+    whole = {"whole axes": Search(space, None).best_path} if split else {}
+    return {
+        **whole,
+        "direct exchange": lambda: (space.exchange(goal.layout),),
+        "collectives alone": Search(space, None, exchanges=False).best_path,
+        "all-gather and slice": lambda: _gather_and_slice(start, goal),
+    }
+
+
+def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
+    """Reduce sums that end, gather every dim to the common shards, slice to the goal. Normal forms."""
+    src, dst = start.layout, goal.layout
+    steps: list[Step] = []
+    for kind, axes in src.tags:
+        over = tuple(a for a in axes if a in ended_axes(src, dst))
+        if over:
+            steps.append(AllReduce(over, kind))
+    slices: list[DimCut] = []
+    for here, there in zip(src.dims, dst.dims, strict=True):
+        n = 0
+        while n < min(len(here.shards), len(there.shards)) and here.shards[n] == there.shards[n]:
+            n += 1
+        if here.shards[n:]:
+            steps.append(AllGather(here.name, here.shards[n:]))
+        if there.shards[n:]:
+            slices.append((there.name, there.shards[n:]))
+    begins = begun_axes(src, dst)
+    sliced = (Slice(tuple(slices)),) if slices else ()
+    return (*steps, *sliced, *((Mask(begins),) if begins else ()))
 
 
 def explain(plan: Plan) -> str:

@@ -27,10 +27,7 @@ Expression = LayoutPair | Plan
 
 
 def as_expression(expression: Any) -> Any:
-    """An expression as a key of caches: a list of both sides becomes a pair.
-
-    Raises NotationError for what is no expression.
-    """
+    """An expression as a key of caches: a list of both sides becomes a pair. Raises NotationError."""
     if isinstance(expression, str | Plan | Sides):
         return expression
     if isinstance(expression, list | tuple) and len(expression) == 2:
@@ -80,8 +77,8 @@ def check_block(
 ) -> None:
     """Raise ShapeError, marking the first wrong dim, if a block does not have the shape its layout gives it.
 
-    what: whose block it is. names: of its dims. inferred: whether the array's shape was inferred from it.
-    start: where its layout begins in the text.
+    what: name of the block in the error. names: names of its dims. inferred: the array's shape was inferred
+    from the block. start: position of the block's layout in the text.
     """
     if local_shape == expected:
         return
@@ -92,5 +89,5 @@ def check_block(
         f"{what} has shape {local_shape}, not {expected}",
         text=text,
         span=where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None,
-        hint=hint + ("; where blocks differ in size, pass shape= (the global shape)" if inferred else ""),
+        hint=hint + ("; if blocks differ in size, pass shape= (the global shape)" if inferred else ""),
     )

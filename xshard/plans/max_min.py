@@ -23,8 +23,8 @@ class MaxMinPlans:
     With `won = (x == result(y))`, the gradient is `cotangent(g) * won / count(won)` and the tangent
     `tangent(t * won / count(won))`.
 
-    result: the output, as a copy beside every addend. count: the number of winners, likewise.
-    cotangent: the output's cotangent, beside every addend. tangent: the sum of addends, where the output is.
+    result: the output, as a copy beside every addend. count: the number of winners, beside every addend.
+    cotangent: the output's cotangent, beside every addend. tangent: the sum of addends, beside the output.
     """
 
     result: Plan
@@ -35,9 +35,9 @@ class MaxMinPlans:
 
 @lru_cache(maxsize=1024)
 def max_min_plans(plan: Plan) -> MaxMinPlans:
-    """The plans for the gradient of a plan whose source is a `max` or `min`.
+    """The plans for the gradient of a plan with a `max` or `min` as its source.
 
-    Raises LinearityError where the destination is a max or min too: its addends have no common value.
+    Raises LinearityError if the destination is a max or min too: its addends have no common value.
     """
     if not plan.dst.is_linear:
         raise LinearityError(

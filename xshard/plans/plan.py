@@ -27,8 +27,7 @@ from xshard.plans import table
 from xshard.plans.explain import explain
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
-from xshard.plans.transfer_choice import cheapest
-from xshard.plans.transfer_search import transfer_ways
+from xshard.plans.transfer_search import cheapest, transfer_paths
 from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Devices, Request, device_numbers, target_of
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
@@ -49,14 +48,14 @@ class Plan(Pictured):
 
     `dst` is on the mesh to which the steps' `Transfer` leads, if there is one, else on `mesh` too.
 
-    scale: the constant that the steps multiply by: 1/n where a mean over n ends.
+    scale: the constant that the steps multiply by: 1/n if a mean over n ends.
     profile: the machine it is priced for; plans for two machines with the same steps differ.
     memory_limit: bytes that no device may exceed at any moment, forward or backward.
     objective: with "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
     split: axes of `mesh` that the steps split, with the sizes of their parts: `x` of 4 into `x_0` and `x_1`
-    of 2, which steps and stages name. Devices and blocks are those of `mesh` all the same.
+    of 2, which steps and stages name. Devices and blocks remain the same.
     devices: the number of every device of `mesh`, in its order; 0, 1, 2, ... by default.
-    Raises PlanError where the steps do not lead from `src` to `dst`, MeshError for devices that do not fit.
+    Raises PlanError if the steps do not lead from `src` to `dst`, MeshError for devices that do not fit.
 
     >>> from xshard import plan
     >>> p = plan("n/a -> n/b", src_mesh=Mesh(a=2), dst_mesh=Mesh(b=4), dst_devices=range(2, 6), shape=(8,))
@@ -100,9 +99,9 @@ class Plan(Pictured):
                 raise PlanError(f"backward: {error.reason}", hint=error.hint) from None
 
     def _check_split(self) -> None:
-        for at in (sharding for stage in self.stages for sharding in stage[1:]):
-            for part in at.layout.tagged(*REDUCERS):
-                if (axis := at.mesh.origin(part)) != part:
+        for sharding in (sharding for stage in self.stages for sharding in stage[1:]):
+            for part in sharding.layout.tagged(*REDUCERS):
+                if (axis := sharding.mesh.origin(part)) != part:
                     raise PlanError(
                         f"axis {axis!r} is divided and holds addends", hint="reduce along whole axes"
                     )
@@ -110,10 +109,10 @@ class Plan(Pictured):
     @cached_property
     def transfer(self) -> Transfer | None:
         """The step that leads to another mesh, or other devices; None for a plan on one mesh."""
-        found = [step for step in self.steps if isinstance(step, Transfer)]
-        if len(found) > 1:
-            raise PlanError(f"{len(found)} transfers in one plan", hint="make a plan for each")
-        return found[0] if found else None
+        transfers = [step for step in self.steps if isinstance(step, Transfer)]
+        if len(transfers) > 1:
+            raise PlanError(f"{len(transfers)} transfers in one plan", hint="make a plan for each")
+        return transfers[0] if transfers else None
 
     @property
     def src_mesh(self) -> Mesh:
@@ -138,17 +137,17 @@ class Plan(Pictured):
 
     @cached_property
     def source(self) -> Sharding:
-        """Where the plan starts."""
+        """The sharding at the start."""
         return Sharding(self.src, self.mesh, self.shape)
 
     @cached_property
     def target(self) -> Sharding:
-        """Where the plan ends."""
+        """The sharding at the end."""
         return target_of(self.source, self.dst, self.dst_mesh)
 
     @cached_property
     def steps_mesh(self) -> Mesh:
-        """The mesh whose axes the first steps name: `mesh`, with the axes of `split` split."""
+        """The mesh with the axes that the first steps name: `mesh`, with the axes of `split` split."""
         return SubAxisMesh(self.mesh, self.split) if self.split else self.mesh
 
     @cached_property
@@ -159,32 +158,32 @@ class Plan(Pictured):
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Every step with the shardings around it."""
-        here, found = self._start, []
+        here, stages = self._start, []
         for step in self.steps:
             after = step.after(here)
-            found.append(Stage(step, here, after))
+            stages.append(Stage(step, here, after))
             here = after
-        return tuple(found)
+        return tuple(stages)
 
     def part(self, stages: Sequence[Stage]) -> Plan:
         """Some of its stages, all on one mesh, as a plan of their own."""
         first, steps = stages[0].before, tuple(stage.step for stage in stages)
         scale = math.prod((step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1))
-        ends = first.layout, stages[-1].after.layout, first.mesh
-        return Plan(*ends, first.shape, self.dtype, steps, scale, self.profile)
+        endpoints = first.layout, stages[-1].after.layout, first.mesh
+        return Plan(*endpoints, first.shape, self.dtype, steps, scale, self.profile)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes that the layouts name, and those whose replicas the steps make use of."""
-        passed = (at.mesh.origin(a) for _, _, at in self.stages for a in at.layout.axes)
+        """The axes that the layouts name, and axes with replicas that the steps use."""
+        passed = (after.mesh.origin(a) for _, _, after in self.stages for a in after.layout.axes)
         return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes, *passed)))
 
     @cached_property
     def request(self) -> Request:
-        """What the plan answers."""
+        """The request for this plan."""
         takers = self.transfer.dst_devices if self.transfer else self.devices
-        ends = self.src, self.dst, self.mesh, self.dst_mesh, self.devices, takers
-        return Request(*ends, self.shape, self.dtype, self.profile, self.scale, self.memory_limit)
+        endpoints = self.src, self.dst, self.mesh, self.dst_mesh, self.devices, takers
+        return Request(*endpoints, self.shape, self.dtype, self.profile, self.scale, self.memory_limit)
 
     @property
     def itemsize(self) -> int:
@@ -192,11 +191,11 @@ class Plan(Pictured):
 
     @cached_property
     def prices(self) -> tuple[Price, ...]:
-        """What every step costs."""
+        """The price of every step."""
         return tuple(map(self.price_of, range(len(self.steps))))
 
     def price_of(self, at: int) -> Price:
-        """What the step of this number costs, without the price of the others."""
+        """The price of one step, computed alone."""
         step, before, after = self.stages[at]
         if isinstance(step, Transfer):
             return step.price(self.itemsize)
@@ -223,14 +222,14 @@ class Plan(Pictured):
     @property
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment: input, output, buffers."""
-        ends = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
-        return max((p.peak_bytes for p in self.prices), default=ends)
+        largest = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
+        return max((p.peak_bytes for p in self.prices), default=largest)
 
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
-        ends = self.source, self.target.in_order(self.source.layout.names)
-        src, dst = (sharding.with_layout(sharding.normal) for sharding in ends)
+        endpoints = self.source, self.target.in_order(self.source.layout.names)
+        src, dst = (sharding.with_layout(sharding.normal) for sharding in endpoints)
         if self.transfer is None:
             return bounds.received_elements(src, dst) * self.itemsize
         devices = self.src_devices, self.dst_devices
@@ -247,7 +246,7 @@ class Plan(Pictured):
 
     @property
     def exceeds_endpoints(self) -> bool:
-        """Whether a block on the way is larger than the blocks of both ends."""
+        """Whether an intermediate block is larger than the blocks at the start and at the end."""
         largest = max(self.source.max_local_size, self.target.max_local_size)
         return any(stage.after.max_local_size > largest for stage in self.stages)
 
@@ -266,9 +265,9 @@ class Plan(Pictured):
         return table.text(self)
 
     def __repr__(self) -> str:
-        given = f"'{self.src} -> {self.dst}', {self.mesh!r}, {self.shape}, {self.dtype!r}"
+        arguments = f"'{self.src} -> {self.dst}', {self.mesh!r}, {self.shape}, {self.dtype!r}"
         to = f", dst_mesh={self.dst_mesh!r}" if self.transfer else ""
-        return f"Plan({given}{to}, steps={', '.join(map(str, self.steps))!r})"
+        return f"Plan({arguments}{to}, steps={', '.join(map(str, self.steps))!r})"
 
     def explain(self) -> str:
         """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won.
@@ -285,7 +284,7 @@ class Plan(Pictured):
     def from_json(cls, text: str, profile: Profile | str | None = None) -> Plan:
         """Text of `to_json` -> the plan, checked again. Raises PlanError for malformed or wrong text.
 
-        profile: the machine to price it for, where the text names one that is not shipped.
+        profile: the machine to price it for, if the text names one that is not shipped.
         """
         with reading_plan():
             return cls.from_plain(json.loads(text), profile)
@@ -302,7 +301,7 @@ class Plan(Pictured):
 
 
 def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
-    """The same sharding on `mesh`, whose axes may be parts of those of the sharding's own."""
+    """The same sharding on `mesh`, which may split axes of the sharding's mesh."""
     if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
         return mesh.factored(sharding)
     return sharding
@@ -325,37 +324,38 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         return replace(inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose))
     may_move = request.relabel and not request.dst.tagged(*NONLINEAR)
     try:
-        found = aimed(_as_numbered(request, by_transfer))
+        plan = aimed(_as_numbered(request, by_transfer))
     except PlanError:
         if not may_move or request.memory_limit is None:
             raise
-        if (moved := cheapest(request, _made, relabel=True)) is None:
+        if (relabelled := cheapest(request, _made, relabel=True)) is None:
             raise
-        return aimed(moved)
-    if may_move and found.bytes_received:
-        moved = cheapest(request, _made, relabel=True)
-        moved = moved and aimed(moved)
-        if moved and moved.cost < found.cost and moved.bytes_received <= found.bytes_received:
-            return moved
-    return found
+        return aimed(relabelled)
+    if may_move and plan.bytes_received:
+        relabelled = cheapest(request, _made, relabel=True)
+        relabelled = relabelled and aimed(relabelled)
+        if relabelled and relabelled.cost < plan.cost and relabelled.bytes_received <= plan.bytes_received:
+            return relabelled
+    return plan
 
 
 def _as_numbered(request: Request, by_transfer: bool) -> Plan:
     """The cheapest plan in which devices keep their places. Raises PlanError where none fits the limit."""
     one = None if by_transfer else request.on_one_mesh
-    found = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
-    if request.factor != 1:  # also of a mean that begins: what has no sum cannot be multiplied
+    plan = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
+    if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes
         check_reduction(request.dtype, "sum")
-    if found is None:
-        ways = transfer_ways(free := replace(request, memory_limit=None))
-        least = min(_made(free, *way).peak_bytes for way in ways)
+    if plan is None:
+        paths = transfer_paths(free := replace(request, memory_limit=None))
+        least = min(_made(free, *way).peak_bytes for way in paths)
         raise PlanError(
             f"no plan stays within {format_bytes(request.memory_limit or 0)} per device",
             hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
         )
-    return found
+    return plan
 
 
 def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    given = request.src, request.dst, request.src_mesh, request.shape, request.dtype, steps, request.factor
-    return Plan(*given, request.profile, request.memory_limit, split=split, devices=request.src_devices)
+    array = request.src, request.dst, request.src_mesh, request.shape, request.dtype
+    machine = request.profile, request.memory_limit
+    return Plan(*array, steps, request.factor, *machine, split=split, devices=request.src_devices)

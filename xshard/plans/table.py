@@ -32,20 +32,20 @@ HEAD = Row("step", "layout after", "local shape", "received", "time", "peak")
 
 def text(plan: Plan) -> str:
     """The whole table, aligned; between two meshes with the mesh that every step leads to."""
-    found: list[tuple[str, ...]] = [HEAD, *rows(plan)]
+    table: list[tuple[str, ...]] = [HEAD, *rows(plan)]
     if plan.transfer:
         meshes = iter(["on", str(plan.steps_mesh), *(str(stage.after.mesh) for stage in plan.stages)])
-        found = [(step, next(meshes) if rest[0] else "", *rest) for step, *rest in found]
-    return "\n".join([title(plan), "", align_columns(found), "", total(plan)])
+        table = [(step, next(meshes) if rest[0] else "", *rest) for step, *rest in table]
+    return "\n".join([title(plan), "", align_columns(table), "", total(plan)])
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:
-    """Where the plan starts, then one row per step; below it a row per kind of link, if it runs in phases."""
-    found = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
+    """The source, then one row per step; below it a row per kind of link, if it runs in phases."""
+    table = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     for i, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True)):
         # The last layout as the user wrote it: the stages are in normal form.
         layout = plan.dst if i == len(plan.stages) - 1 else stage.after.layout
-        found.append(
+        table.append(
             Row(
                 str(stage.step),
                 str(layout),
@@ -55,8 +55,8 @@ def rows(plan: Plan) -> tuple[Row, ...]:
                 format_bytes(cost.peak_bytes),
             )
         )
-        found += _phase_rows(plan, stage)
-    return tuple(found)
+        table += _phase_rows(plan, stage)
+    return tuple(table)
 
 
 def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
@@ -72,18 +72,18 @@ def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
     if not fabric.has_phases(axes):
         return []
     hops = step.traffic(before, fabric.spans).hops
-    found = []
+    table = []
     for spans in Phases.along(before.mesh, axes, fabric.spans, ()).levels:
         level = [hop for hop in hops if hop.level == spans[0].level]
         seconds = sum(fabric.link(hop).seconds(hop, plan.itemsize) for hop in level)
         links = ",".join(f"{span.axis}={span.size}" for span in spans)
         received = format_bytes(sum(hop.received for hop in level) * plan.itemsize)
-        found.append(Row(f"  over {links}", "", "", received, format_seconds(seconds), ""))
-    return found[::-1] if isinstance(step, AllGather) else found
+        table.append(Row(f"  over {links}", "", "", received, format_seconds(seconds), ""))
+    return table[::-1] if isinstance(step, AllGather) else table
 
 
 def title(plan: Plan) -> str:
-    """What is moved, and where."""
+    """The layouts, the array and the mesh."""
     text = f"{plan.src} -> {plan.dst}   {plan.dtype}{list(plan.shape)} "
     if plan.transfer:
         devices = f"devices {device_ranges(plan.src_devices)} -> {device_ranges(plan.dst_devices)}"
@@ -103,7 +103,7 @@ def device_ranges(devices: Sequence[int]) -> str:
 
 
 def total(plan: Plan) -> str:
-    """What the whole plan costs, beside the lower bound."""
+    """The price of the whole plan, with the lower bound."""
     bound = plan.bytes_lower_bound
     ratio = (
         f"{plan.bytes_received / bound:.2f}x the bound of {format_bytes(bound)}"

@@ -21,16 +21,12 @@ from xshard.cost.bounds import have_same_blocks
 from xshard.cost.device_links import link_between
 from xshard.cost.model import Link, Price, Profile
 from xshard.errors import PlanError
-from xshard.formatting import align_columns
 from xshard.layout import Sharding
 from xshard.layout.runs import Segment, common_segments
 from xshard.search.request import device_numbers
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
 from xshard.steps.exchange.messages import Message
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic
-
-# Messages that a printed transfer lists.
-MAX_LISTED = 32
 
 
 class Piece(NamedTuple):
@@ -63,8 +59,8 @@ class Transfer(Step):
     their devices; an element of a new sum goes to the first device along it. If every device has its block of
     `target` already, addends included, nothing is sent and nothing ends: only the mesh is another.
     src_devices, dst_devices: the number of every device, in the order of its mesh.
-    profile: the machine, whose nodes tell which links are slow.
-    senders: who sends each of `pieces`, as `balanced` decides for several transfers; else for this one alone.
+    profile: the machine; links between its nodes are slow.
+    senders: the sender of each of `pieces`, by `balanced` for several transfers or, by default, for this one.
     Raises MeshError for devices that do not fit, PlanError for a max or min that would have to begin, and for
     senders that do not hold their pieces.
     """
@@ -120,8 +116,8 @@ class Transfer(Step):
     def messages(self) -> tuple[Message, ...]:
         """Every box and who sends it to whom, as positions on the two meshes; receivers in order.
 
-        A device takes from itself too, unless all is in place. What one device receives comes addend
-        by addend, so that replicas add alike.
+        A device takes from itself too, unless all is in place. Each device receives addend by addend, so
+        that replicas add in the same order.
         """
         senders = self.senders or balanced([self])[0]
         return tuple(Message(s, piece.dst, piece.box) for s, piece in zip(senders, self.pieces, strict=True))
@@ -170,14 +166,14 @@ class Transfer(Step):
             return self.source.max_local_size
         total = self._nothing
         for sharding, devices in ((self.source, self.src_devices), (self.target, self.dst_devices)):
-            for at, device in enumerate(devices):
-                total[self._devices[device]] += math.prod(sharding.local_shape(at))
+            for index, device in enumerate(devices):
+                total[self._devices[device]] += math.prod(sharding.local_shape(index))
         for flow in self.flows:
             total = total + flow.sent + flow.received
         return int(total.max())
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        """A hop for each of `flows`: that of the device that sends or receives longest over its link."""
+        """A hop for each of `flows`, of the device that sends or receives longest over its link."""
         copied = sum((flow.sent + flow.received for flow in self.flows), self._rearranged)
         hops = []
         for level, flow in enumerate(self.flows):
@@ -187,7 +183,7 @@ class Transfer(Step):
         return Traffic(self.received, int(copied.max()), tuple(hops))
 
     def price(self, itemsize: int) -> Price:
-        """Bytes, and the predicted time: over every kind of link, that of its busiest device."""
+        """Bytes, and the predicted time: the sum over the links of the time of the busiest device."""
         traffic = self.traffic(self.source)
         seconds = traffic.copied * itemsize / self.profile.copy_bytes_per_s
         if self.flows:
@@ -200,30 +196,30 @@ class Transfer(Step):
     @cached_property
     def flows(self) -> tuple[Flow, ...]:
         """What crosses devices, by the link that it takes."""
-        found: dict[Link, Flow] = {}
+        flows: dict[Link, Flow] = {}
         for m in self.messages:
             if self.is_kept(m):
                 continue
             link = self.link(m.src, m.dst)
-            if link not in found:
-                found[link] = Flow(link, *(self._nothing for _ in range(4)))
-            flow = found[link]
+            if link not in flows:
+                flows[link] = Flow(link, *(self._nothing for _ in range(4)))
+            flow = flows[link]
             giver, taker = self._devices[self.src_devices[m.src]], self._devices[self.dst_devices[m.dst]]
             flow.sent[giver] += m.size
             flow.received[taker] += m.size
             flow.messages_out[giver] += 1
             flow.messages_in[taker] += 1
-        return tuple(found.values())
+        return tuple(flows.values())
 
     @property
     def between_nodes(self) -> int:
         """Elements that the busiest node receives from others."""
-        found: Counter[int] = Counter()
+        received: Counter[int] = Counter()
         for flow in self.flows:
             if flow.link == self.profile.across:
-                for device, at in self._devices.items():
-                    found[device // (self.profile.node_devices or 1)] += int(flow.received[at])
-        return max(found.values(), default=0)
+                for device, index in self._devices.items():
+                    received[device // (self.profile.node_devices or 1)] += int(flow.received[index])
+        return max(received.values(), default=0)
 
     def link(self, src: int, dst: int) -> Link:
         """What connects two devices, given by their places in the two meshes."""
@@ -232,16 +228,6 @@ class Transfer(Step):
     def __str__(self) -> str:
         n = sum(not self.is_kept(m) for m in self.messages)
         return f"transfer, {n} {'message' if n == 1 else 'messages'}"
-
-    def listing(self) -> str:
-        """The messages as a table: who sends which rows of its block to where in whose block."""
-        moved = [m for m in self.messages if not self.is_kept(m)]
-        rows = [
-            (str(self.src_devices[m.src]), _rows(m, 0), str(self.dst_devices[m.dst]), _rows(m, 1))
-            for m in moved[:MAX_LISTED]
-        ]
-        more = f"\n... and {len(moved) - MAX_LISTED} more" if len(moved) > MAX_LISTED else ""
-        return align_columns([("from", "rows", "to", "rows"), *rows]) + more
 
     @cached_property
     def _devices(self) -> dict[int, int]:
@@ -278,8 +264,8 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     element, by default 1: for one transfer only the order matters.
     """
     sizes = itemsizes or (1,) * len(transfers)
-    found = [[-1] * len(transfer.pieces) for transfer in transfers]
-    places = [{device: at for at, device in enumerate(t.src_devices)} for t in transfers]
+    senders_of = [[-1] * len(transfer.pieces) for transfer in transfers]
+    positions = [{device: index for index, device in enumerate(t.src_devices)} for t in transfers]
     every = [
         (-piece.size * itemsize, t, i)
         for t, (transfer, itemsize) in enumerate(zip(transfers, sizes, strict=True))
@@ -289,18 +275,18 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     for minus_bytes, t, i in sorted(every):
         transfer = transfers[t]
         dst, _, holders = transfer.pieces[i]
-        own = places[t].get(transfer.dst_devices[dst])
+        own = positions[t].get(transfer.dst_devices[dst])
         if own in holders:
-            found[t][i] = own
+            senders_of[t][i] = own
             continue
         done_s = {}
         for holder in holders:
             link = transfer.link(holder, dst)
             begins_s = busy_s.get(transfer.src_devices[holder], 0.0)
             done_s[holder] = begins_s + link.latency_s - minus_bytes / link.bytes_per_s
-        found[t][i] = sender = min(holders, key=done_s.__getitem__)
+        senders_of[t][i] = sender = min(holders, key=done_s.__getitem__)
         busy_s[transfer.src_devices[sender]] = done_s[sender]
-    return [tuple(senders) for senders in found]
+    return [tuple(senders) for senders in senders_of]
 
 
 @lru_cache(maxsize=4096)
@@ -312,7 +298,7 @@ def _pieces(source: Sharding, target: Sharding) -> tuple[Piece, ...]:
         key = source.mesh.index(device, sums), *(source.dim_device(d, device) for d in dims)
         holders.setdefault(key, []).append(device)
     # For every dim and every block of it in the target: which blocks of the source hold a part of it.
-    found = [
+    overlaps = [
         [
             [(i, box) for i, rows in enumerate(source.owners(d)) if (box := common_segments(rows, wanted))]
             for wanted in target.holders(d)
@@ -323,15 +309,9 @@ def _pieces(source: Sharding, target: Sharding) -> tuple[Piece, ...]:
     for dst in range(target.mesh.n_devices):
         if target.mesh.index(dst, target.layout.tagged("sum")):
             continue  # the first device along a new sum contributes, this one adds nothing
-        parts = [found[d][target.dim_device(d, dst)] for d in dims]
+        parts = [overlaps[d][target.dim_device(d, dst)] for d in dims]
         for addend in range(source.mesh.size(*sums)):
             for combo in itertools.product(*parts):
                 key = addend, *(i for i, _ in combo)
                 pieces.append(Piece(dst, tuple(box for _, box in combo), tuple(holders[key])))
     return tuple(pieces)
-
-
-def _rows(message: Message, end: int) -> str:
-    """The rows of a message in the sender's (0) or the receiver's (1) block: `[0:4, 2:3+6:7]`."""
-    dims = ("+".join(f"{s[end]}:{s[end] + s.length}" for s in segments) for segments in message.box)
-    return f"[{', '.join(dims)}]"

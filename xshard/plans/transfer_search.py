@@ -1,14 +1,18 @@
-"""The paths from one mesh to another by a transfer.
+"""The paths from one mesh to another by a transfer, and the choice among them.
 
 Addends are reduced before they are sent, or where they arrive. Devices that will hold the same rows receive
-all of them, or a part each that they then gather.
+all of them, or a part each that they then gather. Seconds decide; among about equal plans, the traffic
+between nodes, over links that devices may share, then the plainest steps.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from xshard.dtypes import check_reduction
 from xshard.errors import PlanError
@@ -23,8 +27,13 @@ from xshard.search.solve import check_moves, solve
 from xshard.steps import Step
 from xshard.steps.base import REDUCERS, with_inner, without_tags
 
+if TYPE_CHECKING:
+    from xshard.plans.plan import Plan  # which is chosen by this
 
-def transfer_ways(request: Request, *, relabel: bool = False) -> Iterator[tuple[tuple[Step, ...], Split]]:
+_ABOUT = 1.05  # predictions that differ by less count as equal
+
+
+def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[tuple[tuple[Step, ...], Split]]:
     """The steps of every way, one of them a transfer, and the axes of the source's mesh that they split.
 
     relabel: devices change places in the destination's mesh, so that less moves.
@@ -46,8 +55,8 @@ def transfer_ways(request: Request, *, relabel: bool = False) -> Iterator[tuple[
         if spreads or (factor != 1 and not reduces):
             rest = Fraction(1) if reduces else factor
             after, dst_split = solve(request.between(landing, target, takers, rest))
-        ends = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
-        yield (*before, Transfer(*ends, givers, takers, request.profile), *after), src_split
+        endpoints = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
+        yield (*before, Transfer(*endpoints, givers, takers, request.profile), *after), src_split
 
 
 def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
@@ -103,3 +112,43 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
         even = len(lengths) == 1 and max(lengths) % mesh.size(*axes) == 0
         cut = tuple(Shard((a,)) for a in axes) if even else (Shard(axes, "balanced"),)
         yield sharding.with_layout(with_inner(layout, dim.name, cut))
+
+
+def cheapest(
+    request: Request, made: Callable[[Request, tuple[Step, ...], Split], Plan], *, relabel: bool
+) -> Plan | None:
+    """The best plan with a transfer, within the memory limit; None if there is none.
+
+    made: makes the plan of a request and the steps and split of a path.
+    """
+    limit, free = request.memory_limit, replace(request, memory_limit=None)
+    plans: list[Plan] = []
+    best_s = math.inf
+    for way in transfer_paths(free, relabel=relabel):
+        plan = made(free, *way)
+        other_s = (plan.price_of(i).seconds for i, step in enumerate(plan.steps) if step is not plan.transfer)
+        if sum(other_s) >= best_s * _ABOUT:
+            continue  # whatever the transfer costs, which is the longest to find out
+        if limit is None or plan.peak_bytes <= limit:
+            plans.append(plan)
+            best_s = min(best_s, plan.cost)
+    if not plans:
+        return None
+    plans = [plan for plan in plans if plan.cost <= best_s * _ABOUT]
+    if request.profile.across is not None:
+        crossing = [_between_nodes(plan) for plan in plans]
+        plans = [plan for plan, n in zip(plans, crossing, strict=True) if n == min(crossing)]
+    best_s = min(plan.cost for plan in plans)
+    return replace(next(p for p in plans if p.cost <= best_s * (1 + 1e-9)), memory_limit=limit)
+
+
+def _between_nodes(plan: Plan) -> int:
+    """Elements that enter a node, of the messages of a transfer and the collectives around it."""
+    total = 0
+    for (step, before, _), machine in zip(plan.stages, plan.machines, strict=True):
+        if isinstance(step, Transfer):
+            total += step.between_nodes
+        else:
+            fabric = machine.fabric(before.mesh)
+            total += (machine.node_devices or 1) * fabric.between_nodes(step.traffic(before, fabric.spans))
+    return total

@@ -21,11 +21,11 @@ from xshard.search.states import Cut, Move, Space, State
 from xshard.search.successors import Moves
 from xshard.steps import Step
 
-# How many states of a directed space are settled before the best path found so far is taken: once by what
-# leads to the goal soonest, once by what is cheapest. Complete spaces are searched to the end.
+# How many states of a directed space are settled before the best path so far is taken: once by nearness to
+# the goal, once by cost. Complete spaces are searched to the end.
 MAX_SETTLED = 32
 
-Rank = tuple[float, float, int]  # seconds, elements held, plainness: what paths are compared by
+Rank = tuple[float, float, int]  # seconds, elements held, plainness; paths are compared by their ranks
 _WORST: Rank = (math.inf, 0, 0)
 
 
@@ -47,7 +47,7 @@ class Path(NamedTuple):
 class Left(NamedTuple):
     """The least that any path from a state must still spend.
 
-    seconds: in all. arrives: of these, for what it receives. received: the elements of that.
+    seconds: total. arrives: the part for elements received. received: these elements.
     is_exact: an exchange straight to the goal receives no more.
     """
 
@@ -98,13 +98,13 @@ class Search:
 
     @cached_property
     def _least_held(self) -> float:
-        """Elements that a path may hold without being worse for it: both ends, which a caller has anyway.
+        """Elements that a path may hold at no cost: both blocks, which a caller has anyway.
 
-        Any number where a sum ends: a path that holds less makes devices other than the busiest receive more.
+        Unlimited if a sum ends: a path that holds less makes devices other than the busiest receive more.
         """
         space = self.space
-        ends = set(space.start_state.sums) - set(space.goal_state.sums)
-        return math.inf if ends else space.start.max_local_size + space.goal.max_local_size
+        ended = set(space.start_state.sums) - set(space.goal_state.sums)
+        return math.inf if ended else space.start.max_local_size + space.goal.max_local_size
 
     @cached_property
     def _least_step(self) -> float:
@@ -165,9 +165,9 @@ class Search:
                 if move.after == goal:
                     best, least = (longer, rank) if rank < least else (best, least)
                     continue
-                guess = longer.rank(self._expected(move.after) if nearest else self._remaining(move.after), 1)
-                if nearest or guess < least:
-                    heapq.heappush(queue, (guess, next(tie), move.after, longer))
+                bound = longer.rank(self._expected(move.after) if nearest else self._remaining(move.after), 1)
+                if nearest or bound < least:
+                    heapq.heappush(queue, (bound, next(tie), move.after, longer))
         return best
 
     def _expected(self, state: State) -> float:
@@ -190,8 +190,8 @@ class Search:
         yield from moves.collectives(state)
         if nearest or not self.exchanges:
             return
-        # Any other exchange leaves at least one more step with communication to do: what can be
-        # done locally afterwards, the direct one has done. Only a sum may be begun better locally.
+        # After any other exchange at least one more step communicates: the direct exchange includes all
+        # local changes. Only a sum may begin better locally.
         begins = set(moves.goal.sums) - set(state.sums)
         least = path.seconds + self._least_exchange + (0.0 if begins else self._remaining(state))
         if best is None or least < best.seconds:
@@ -236,14 +236,14 @@ class Search:
         if move.kind != "exchange":
             return self._least_step
         if set(move.after.sums) - set(state.sums):
-            return self._least_exchange  # what is not contributed is not sent
-        # It unpacks all of the new block, and packs and receives at least what the old one has no room for.
+            return self._least_exchange  # devices may contribute without sending
+        # It unpacks all of the new block, and receives at least the elements beyond the old block's size.
         before, after = self.space.block(state), self.space.block(move.after)
         here, there = self._left(state), self._left(move.after)
         received = max(0, after - before)
         arrives = received / self._fastest * self.space.itemsize
         if here.is_exact and there.is_exact:
-            # Whatever must be received from here to the goal is received now or later.
+            # All elements between here and the goal are received now or later.
             received = max(received, here.received - there.received)
             arrives = max(arrives, here.arrives - there.arrives)
         profile = self.space.profile

@@ -29,25 +29,25 @@ def estimate(space: Space, state: State, goal: State) -> float:
     slowest = min([space.levels(a)[0] for a in changed], default=0)
     free = set(space.free(goal))
     near = [a for a in space.free(state) if a in free and (ended or space.levels(a)[-1] > slowest)]
-    ways = [_in_turn(space, state, goal, ())]
+    estimates = [_in_turn(space, state, goal, ())]
     if near:
-        ways.append(_in_turn(space, state, goal, near))
+        estimates.append(_in_turn(space, state, goal, near))
     if not set(goal.sums) - set(state.sums):
         for here, seconds in _scattered(space, state, goal, ended):
-            ways.append(seconds + _exchange(space, here, goal))
+            estimates.append(seconds + _exchange(space, here, goal))
             for on_way, later in _gathered(space, here, goal):
                 there = min(_exchange(space, here, on_way), _in_turn(space, here, on_way, ()))
-                ways.append(seconds + there + later)
+                estimates.append(seconds + there + later)
     dims = range(len(state.cuts))
     if state.sums == goal.sums and all(
         space.length(d, state.cuts[d]) == space.length(d, goal.cuts[d]) for d in dims
     ):
-        ways.append(move_cost(space, Move("permute", (), goal), state).seconds)
-    return min(ways)
+        estimates.append(move_cost(space, Move("permute", (), goal), state).seconds)
+    return min(estimates)
 
 
 def _exchange(space: Space, state: State, goal: State) -> float:
-    """Seconds of an exchange to the goal, where that is known without looking at devices."""
+    """Seconds of an exchange to the goal; infinite if its traffic has to be counted per device."""
     if space.even_received(state, goal) is None:
         return math.inf
     return move_cost(space, Move("exchange", (), goal), state).seconds

@@ -24,10 +24,7 @@ Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that cut it, outermost f
 
 @dataclass(frozen=True)
 class Tables:
-    """What is known of states and of moves between them, by the numbers that spaces give to cuts.
-
-    lefts: by goal, then by state.
-    """
+    """Facts about states and moves, by the numbers of shards in a space; lefts: by goal, then by state."""
 
     lengths: dict[Any, tuple[int, bool]] = field(default_factory=dict)
     blocks: dict[Any, int] = field(default_factory=dict)
@@ -59,24 +56,24 @@ class Grid:
 
     @cached_property
     def nodes(self) -> int | None:
-        """Devices of a node, where exchanges have to look for near senders."""
+        """Devices of a node, if exchanges choose node-local senders."""
         splits = self.mesh.n_devices <= MAX_PAIRED and self.profile.splits_groups(self.mesh)
         return self.profile.node_devices if splits else None
 
     @cached_property
     def _spans(self) -> tuple[LinkSpans, ...]:
         """The spans of every axis, the outermost first."""
-        found = spans_by_axis(self.mesh, self.fabric.spans)
-        return tuple(found[axis] for axis in self.axes)
+        spans = spans_by_axis(self.mesh, self.fabric.spans)
+        return tuple(spans[axis] for axis in self.axes)
 
     def group(self, axes: Iterable[int]) -> LinkSpans:
         """The spans of some axes, the slowest first."""
         key = tuple(axes)
-        found = self._groups.get(key)
-        if found is None:
+        spans = self._groups.get(key)
+        if spans is None:
             names = {self.axes[a] for a in key}
-            found = self._groups[key] = tuple(span for span in self.fabric.spans if span.axis in names)
-        return found
+            spans = self._groups[key] = tuple(span for span in self.fabric.spans if span.axis in names)
+        return spans
 
     def exchange(self, before: Cuts, after: Cuts, ended: tuple[int, ...]) -> Traffic | None:
         """Traffic of an exchange that ends sums over some axes; None if cuts do not divide each other."""

@@ -15,7 +15,7 @@ from xshard.steps.reduce import all_reduce_traffic, reduce_scatter_traffic
 
 
 class MoveCost(NamedTuple):
-    """What a move costs: seconds, elements received, elements held at its worst moment."""
+    """Cost of a move: seconds, elements received, elements held at its worst moment."""
 
     seconds: float
     received: int
@@ -23,7 +23,7 @@ class MoveCost(NamedTuple):
 
 
 def move_cost(space: Space, move: Move, state: State) -> MoveCost:
-    """What a move from a state costs."""
+    """Cost of a move from a state, cached."""
     key = move.kind, state, move.after
     known: MoveCost | None = space.tables.costs.get(key)
     if known is None:

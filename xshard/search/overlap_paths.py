@@ -42,11 +42,11 @@ def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, memory_limit: int | None
 ) -> Steps:
     """The cheapest of the ways. Raises PlanError where none fits the limit."""
-    # Where every block holds everything, a cut axis cuts nothing, but a step must still rename it.
+    # If every block holds everything, sharding changes nothing, but a step must still rename the axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     largest = max(start.max_local_size, goal.max_local_size)
-    found: list[tuple[bool, float, int, int, Steps]] = []
+    candidates: list[tuple[bool, float, int, int, Steps]] = []
     for steps in ways(start, goal, dtype, profile).values():
         here, seconds, peak, block = start, 0.0, 0, 0
         for step in steps:
@@ -54,10 +54,10 @@ def best_path(
             cost = price(step, here, after, itemsize(dtype), profile)
             seconds, peak = seconds + cost.seconds, max(peak, cost.peak_bytes)
             here, block = after, max(block, after.max_local_size)
-        found.append((block > largest, seconds, len(found), peak, steps))
-    fitting = [way for way in found if memory_limit is None or way[3] <= memory_limit]
+        candidates.append((block > largest, seconds, len(candidates), peak, steps))
+    fitting = [way for way in candidates if memory_limit is None or way[3] <= memory_limit]
     if not fitting:
-        least = min(way[3] for way in found)
+        least = min(way[3] for way in candidates)
         raise PlanError(
             f"no plan stays within {format_bytes(memory_limit or 0)} per device",
             hint=f"the least any plan needs is {format_bytes(least)} ({least} bytes)",
@@ -69,10 +69,10 @@ def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[
     """Every way by name, the plainest first."""
     dims = zip(start.layout.dims, goal.layout.dims, strict=True)
     kept = [a.overlap is not None and a == b for a, b in dims]
-    found: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, kept, dtype, profile)}
+    paths: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, kept, dtype, profile)}
     if not negates_addends(start, goal):
-        found["direct exchange"] = (Exchange(goal.layout),)
-    return found
+        paths["direct exchange"] = (Exchange(goal.layout),)
+    return paths
 
 
 def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
@@ -92,31 +92,30 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
 
 def _one_by_one(start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile) -> Steps:
     bare, aim = (_without_overlaps(sharding, kept) for sharding in (start, goal))
-    # What is local is done where blocks are small: overlaps are trimmed before, folds begun after all else.
-    given_up = _layouts(bare, start, one_by_one=Fold)
-    made = _layouts(aim, goal, one_by_one=(Halo, Window))
-    steps: list[Step] = [Exchange(layout) for layout in given_up[-2::-1]]
+    # Local steps run while blocks are small: overlaps are trimmed first, folds begin last.
+    dropped = _layouts(bare, start, one_by_one=Fold)
+    rebuilt = _layouts(aim, goal, one_by_one=(Halo, Window))
+    steps: list[Step] = [Exchange(layout) for layout in dropped[-2::-1]]
     steps += _between(bare, aim, dtype, profile)
-    return (*steps, *(Exchange(layout) for layout in made[1:]))
+    return (*steps, *(Exchange(layout) for layout in rebuilt[1:]))
 
 
 def _layouts(start: Sharding, goal: Sharding, one_by_one: type | tuple[type, ...]) -> list[Layout]:
     """Layouts from `start` to `goal`: overlaps of some kinds one at a time, then the rest at once."""
     bare, full = start.layout, goal.layout
-    dims, found = list(bare.dims), [bare]
+    dims, layouts = list(bare.dims), [bare]
     changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
     rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
     for group in (*_in_turn(goal, [d for d in changed if d not in rest]), rest):
         for d in group:
             dims[d] = full.dims[d]
         if group:
-            found.append(replace(bare, dims=tuple(dims)))
-    return found
+            layouts.append(replace(bare, dims=tuple(dims)))
+    return layouts
 
 
 def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
-    """One dim after the other, a dim with a pole before those that wait for it; dims that wait for each other
-    go together."""
+    """One dim after the other, a dim with a pole before the dims that wait for it; a cycle as one group."""
     while dims:
         waiting = {after for d in dims for after in _waiting(goal, d) if after != d}
         group = next(([d] for d in dims if d not in waiting), dims)
@@ -125,15 +124,14 @@ def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
 
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
-    """The dims that the poles of a dim roll, which may lack rows from beyond, and those whose constants they
-    would negate."""
+    """The dims that the poles of a dim roll, and dims with constants that the poles would negate."""
     dims, overlap = goal.layout.dims, goal.layout.dims[d].overlap
     for end in () if overlap is None else ends_of(overlap):
         if end.kind == "pole":
             yield rolled_dim(dims, d, end, goal.shape)
         if end.sign < 0:
-            found = [(i, ends_of(dim.overlap)) for i, dim in enumerate(dims) if dim.overlap]
-            yield from (i for i, others in found if any(other.value for other in others))
+            overlapping = [(i, ends_of(dim.overlap)) for i, dim in enumerate(dims) if dim.overlap]
+            yield from (i for i, others in overlapping if any(other.value for other in others))
 
 
 def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
@@ -143,9 +141,9 @@ def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
 
 
 def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Steps:
-    """The path that `search` finds with every dim that still overlaps taken as whole, as long as its block.
+    """The path of `Search`, to which a dim that still overlaps is an unsharded dim as long as its block.
 
-    The search does not see the axes that cut these dims: along them devices differ, and stay as they are.
+    The search does not see the axes that shard these dims: along them every device keeps its rows.
     """
     if bare.layout == aim.layout:
         return ()
@@ -172,7 +170,7 @@ def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Ste
 
 
 def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
-    """Rows that no block of the source holds and the destination wants, or that it has no place for."""
+    """Raise PlanError for rows that only the destination has, or contributions that it would lose."""
     mesh, length = source.mesh, source.shape[d]
     src, dst = source.layout.dims[d], target.layout.dims[d]
     every, asked = ((dim, length, mesh.sizes_of(dim.axes)) for dim in (src, dst))
@@ -188,12 +186,12 @@ def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
                 hint="a window holds the rows that its outputs read, and no others",
             )
     if isinstance(dst.overlap, Fold) and src != dst:
-        given = (offered_rows(*every, view.sides[d], view.shifts[d]) for view in views(source))
-        rows = _rows([*itertools.chain(*itertools.chain(*given)), ()])
+        offered = (offered_rows(*every, view.sides[d], view.shifts[d]) for view in views(source))
+        rows = _rows([*itertools.chain(*itertools.chain(*offered)), ()])
         homeless = np.intersect1d(row_numbers(missing_rows(*asked)), rows)
         if len(homeless):
             raise PlanError(
-                f"row {homeless[0]} of dim {dst.name!r} has no place under '{target.layout}'",
+                f"row {homeless[0]} of dim {dst.name!r} is in no block under '{target.layout}'",
                 hint="contributions to it would be lost",
             )
 

@@ -25,8 +25,8 @@ def relabelled(
     """
     n = len(dst_devices)
     needed = np.array([math.prod(target.local_shape(j)) for j in range(n)], np.int64)
-    at = {device: i for i, device in enumerate(src_devices)}
-    lacking = needed - shared_elements(source, target)[[at[device] for device in dst_devices]]
+    position = {device: i for i, device in enumerate(src_devices)}
+    lacking = needed - shared_elements(source, target)[[position[device] for device in dst_devices]]
     if sums := target.layout.tagged("sum"):
         lacking[:, [target.mesh.index(j, sums) > 0 for j in range(n)]] = 0
     return tuple(dst_devices[i] for i in best_places(lacking))
@@ -56,10 +56,10 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     def assign(most: int) -> NDArray[np.int64] | None:
         """The best order in which no device lacks more than `most`."""
         try:
-            devices, found = linear_sum_assignment(np.where(lacking <= most, weight, np.inf))
+            devices, order_found = linear_sum_assignment(np.where(lacking <= most, weight, np.inf))
         except ValueError:  # there is none
             return None
-        return np.asarray(devices[np.argsort(found)])
+        return np.asarray(devices[np.argsort(order_found)])
 
     limits = np.unique(lacking[lacking <= lacking.diagonal().max()])
     order = assign(limits[-1])
@@ -67,9 +67,9 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     fewest, low, high = lacking[order, places].sum(), 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2
-        found = assign(limits[middle])
-        if found is not None and lacking[found, places].sum() == fewest:
-            order, high = found, middle
+        order_found = assign(limits[middle])
+        if order_found is not None and lacking[order_found, places].sum() == fewest:
+            order, high = order_found, middle
         else:
             low = middle + 1
     return order

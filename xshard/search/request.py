@@ -17,7 +17,7 @@ from xshard.notation.parser import Dim
 
 Devices = tuple[int, ...] | range
 FORWARD, BOTH = "forward", "forward+backward"
-OBJECTIVES = (FORWARD, BOTH)  # what a plan is to be cheapest at: the forward pass, or both passes together
+OBJECTIVES = (FORWARD, BOTH)  # the passes that a plan is cheapest for
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Request:
 
     @cached_property
     def source(self) -> Sharding:
-        """Where the array is."""
+        """The sharding at the source."""
         return Sharding(self.src, self.src_mesh, self.shape)
 
     @cached_property
     def target(self) -> Sharding:
-        """Where it is to be; its dims may be in another order."""
+        """The sharding at the destination; its dims may be in another order."""
         return target_of(self.source, self.dst, self.dst_mesh)
 
     @property
@@ -100,8 +100,8 @@ class Request:
 
     def between(self, start: Sharding, end: Sharding, devices: Devices, scale: Fraction) -> Request:
         """A part of it, on one mesh: from `start` to `end`, with no memory limit of its own."""
-        ends = start.layout, end.layout, start.mesh, end.mesh, devices, devices
-        return Request(*ends, self.shape, self.dtype, self.profile, scale)
+        endpoints = start.layout, end.layout, start.mesh, end.mesh, devices, devices
+        return Request(*endpoints, self.shape, self.dtype, self.profile, scale)
 
     @property
     def on_one_mesh(self) -> Request | None:

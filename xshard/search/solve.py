@@ -32,13 +32,13 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     factor, memory_limit = request.factor, request.memory_limit
     check_moves(source, target, dtype)
     start, goal = (s.with_layout(s.normal) for s in (source, target))
-    ends = without_copies(start), without_copies(goal)
+    endpoints = without_copies(start), without_copies(goal)
     split: Split = ()
     if overlaps(start) or overlaps(goal):
-        path = overlap_paths.best_path(*ends, dtype, profile, memory_limit)
+        path = overlap_paths.best_path(*endpoints, dtype, profile, memory_limit)
     else:
         scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
-        path, split = _best_path(Space(*ends, dtype, profile), memory_limit, scaled)
+        path, split = _best_path(Space(*endpoints, dtype, profile), memory_limit, scaled)
     if split:
         fine = SubAxisMesh(source.mesh, split)
         start, goal = (s.with_layout(s.normal) for s in map(fine.factored, (source, target)))
@@ -79,21 +79,21 @@ def with_scale(
     """The steps and a `Scale`, put where blocks are smaller: first or last."""
     if factor == 1:
         return steps
-    # What a boundary fills in comes after: it is a value of the result.
+    # Rows that a boundary fills are values of the result: they are not scaled.
     first = overlaps(goal) or start.max_local_size <= goal.max_local_size
     return (Scale(factor), *steps) if first else (*steps, Scale(factor))
 
 
 def without_copies(sharding: Sharding) -> Sharding:
-    """The sharding with copies read as replicas: what a search works on."""
+    """The sharding with copies read as replicas, as the search sees it."""
     return sharding.with_layout(without_tags(sharding.layout, sharding.layout.tagged("copy")))
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """The steps with copies marked, which the search does not tell from replicas.
+    """The steps with copies marked; the search treats them as replicas.
 
-    An axis whose values become whole for the last time holds copies if the goal says so; what
-    no step settles is retagged at the end, where no data moves.
+    A step that leaves values replicated for the last time makes copies if the goal has them; a final retag,
+    which moves no data, does the rest.
     """
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):

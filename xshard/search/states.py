@@ -30,7 +30,7 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A step not yet built: its kind, what the kind needs to know, and where it leads."""
+    """A step not yet built: its kind, the data of the kind (`move_costs`), and its result."""
 
     kind: str
     data: tuple[int | Cut, ...]
@@ -41,8 +41,8 @@ class Move(NamedTuple):
 class Space:
     """The states between two shardings in normal form and without copy tags, and the price of moves.
 
-    Axes are numbered as in the mesh, those of size 1 left out. The first shards are the axes
-    themselves, each a contiguous cut; then come the other cuts that the two ends name.
+    Axes are numbered as in the mesh, without axes of size 1. The first shards are the axes themselves, each
+    contiguous; then come the other shards of the two layouts.
     """
 
     start: Sharding
@@ -60,7 +60,7 @@ class Space:
 
     @cached_property
     def tables(self) -> Tables:
-        """Shared by all spaces of the grid whose cuts are the axes alone."""
+        """Tables shared by all spaces of the grid without other shards than the axes."""
         return self.grid.tables if len(self.shards) == len(self.axes) else Tables()
 
     @cached_property
@@ -83,18 +83,13 @@ class Space:
 
     @cached_property
     def op(self) -> str:
-        """The one kind of reduction that these layouts know."""
+        """The kind of reduction in these layouts."""
         kinds = [kind for end in (self.start, self.goal) for kind, _ in end.layout.tags]
         return kinds[0] if kinds else "sum"
 
     @cached_property
     def fabric(self) -> Fabric:
         return self.grid.fabric
-
-    @cached_property
-    def nodes(self) -> int | None:
-        """Devices of a node, where exchanges have to look for near senders."""
-        return self.grid.nodes
 
     def state(self, layout: Layout) -> State:
         """A layout of this space -> its state."""
@@ -149,21 +144,18 @@ class Space:
         return known
 
     def least_received(self, state: State) -> tuple[int, bool]:
-        """Fewest elements that the busiest device must receive on any path from a state to the goal.
-
-        And whether an exchange straight there receives just as many.
-        """
+        """Fewest elements that the busiest device must receive until the goal; True if an exchange does."""
         goal = self.goal_state
         if state.sums != goal.sums:
             return self._least_reduced(state), False
         even = self._even_exchange(state, goal)
         if even is not None:
             return even.received, True
-        # Uneven blocks have to be looked at one by one: too slow for a bound.
+        # Uneven blocks would have to be compared one by one, too slow for a bound.
         return max(0, self.block(goal) - self.block(state)), False
 
     def _least_reduced(self, state: State) -> int:
-        """What devices must receive on average where a sum ends: see `bounds.total_elements`."""
+        """Elements that devices must receive on average if a sum ends: see `bounds.total_elements`."""
         goal, n = self.goal_state, self.start.mesh.n_devices
         ended = math.prod(self.sizes[a] for a in state.sums if a not in goal.sums)
         if ended == 1:
@@ -175,14 +167,14 @@ class Space:
 
     def least_crossing(self, state: State) -> float:
         """Fewest elements that some device must receive over the slowest links, on any path to the goal."""
-        goal, several = self.goal_state, len(self.fabric.links) > 1 and self.nodes is None
+        goal, several = self.goal_state, len(self.fabric.links) > 1 and self.grid.nodes is None
         if not several or state.sums != goal.sums or not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
         return self.grid.crossing(state.cuts, goal.cuts)
 
     def even_received(self, state: State, after: State) -> Traffic | None:
-        """Traffic of an exchange, where that is known without looking at devices."""
-        return None if self.nodes else self._even_exchange(state, after)
+        """Traffic of an exchange, if it is known without counting per device."""
+        return None if self.grid.nodes else self._even_exchange(state, after)
 
     @cached_property
     def start_state(self) -> State:
@@ -207,20 +199,20 @@ class Space:
         return tuple(span.level for span in self.group((axis,)))
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
-        """What an exchange between two states moves."""
+        """Traffic of an exchange between two states."""
         even = self.even_received(state, after)
         if even is not None:
             return even
         before, there = (self.start.with_layout(self.layout(end)) for end in (state, after))
         step = self.exchange(there.layout, before.layout)
-        if step.node_devices is None:  # it is known not to be even: no need to look once more
+        if step.node_devices is None:  # known not to be even
             return counted_traffic(before, there, self.fabric.spans)
         return step.traffic(before)
 
     def exchange(self, to: Layout, frm: Layout | None = None) -> Exchange:
-        """The exchange to a layout from another, by default the start: with near senders where it matters."""
+        """The exchange to a layout from another, by default the start; with node-local senders if needed."""
         here = self.start.layout if frm is None else frm
-        return Exchange(to, self.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
+        return Exchange(to, self.grid.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
 
     def _even_exchange(self, state: State, after: State) -> Traffic | None:
         if not (self.is_regular(state) and self.is_regular(after)):
@@ -241,7 +233,7 @@ class Space:
         return known
 
     def roles(self, state: State) -> dict[int, tuple[int, Cut]]:
-        """What every cutting axis does: its dim and the cuts down to it."""
+        """Sharding axis -> its dim and the shards down to it."""
         known = self.tables.roles.get(state.cuts)
         if known is None:
             known = self.tables.roles[state.cuts] = {

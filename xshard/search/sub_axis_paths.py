@@ -26,13 +26,13 @@ MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 Cuts = tuple[Cut, ...]
-Needs = tuple[Sequence[int], Sequence[int]]  # at either end, into how many parts more every dim is cut
+Needs = tuple[Sequence[int], Sequence[int]]  # on both sides, the factor by which every dim is sharded further
 Moves = tuple[tuple[State, Move], ...]
 
 
 @dataclass(frozen=True)
 class SubAxisPath:
-    """A path, its seconds, and the space whose axes it names."""
+    """A path, its seconds, and the space with the axes that it names."""
 
     seconds: float
     space: Space
@@ -51,14 +51,14 @@ class SubAxisPath:
 def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> SubAxisPath | None:
     """The cheapest path of slice, permutation and gathers over sub-axes, if it is cheaper than `path`.
 
-    path: the best on whole axes. Only for even contiguous cuts, and sums that stay as they are.
+    path: the best on whole axes. Only for even contiguous shards, and sums that stay.
     """
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
     needs = _needs(space)
-    if needs is None or not (_cuts_further(needs) or _relief(space)):
-        return None  # what is cut alike is permuted, which needs no parts
+    if needs is None or not (_cuts_further(needs) or _spare_axes(space)):
+        return None  # equal parts are permuted without sub-axes
     if _least_seconds(space, needs) >= path.seconds:
         return None
     split = tuple(_all_parts(space))
@@ -66,30 +66,30 @@ def best_sub_axis_path(space: Space, path: Path, memory_limit: int | None) -> Su
         return None
     finest = _divided(space, split)
     limit = math.inf if memory_limit is None else memory_limit / space.itemsize
-    found: SubAxisPath | None = None
-    for more, axes in _wider(finest, needs):
-        found = _cheapest(finest, more, axes, limit, found.seconds if found else path.seconds) or found
-    return None if found is None else _in_few_parts(space, found)
+    best: SubAxisPath | None = None
+    for more, axes in _options(finest, needs):
+        best = _cheapest(finest, more, axes, limit, best.seconds if best else path.seconds) or best
+    return None if best is None else _in_few_parts(space, best)
 
 
 def _changing(space: Space) -> list[int]:
-    """The axes that do not cut the same at both ends."""
+    """The axes with different roles on both sides."""
     old, new = space.roles(space.start_state), space.roles(space.goal_state)
     return [a for a in range(len(space.axes)) if old.get(a) != new.get(a)]
 
 
 def _needs(space: Space) -> tuple[list[int], list[int]] | None:
-    """Into how many parts either end must cut every dim further to cut alike; None where it cannot."""
-    ends = space.start_state, space.goal_state
-    if ends[0].sums != ends[1].sums or None in (space.start.even_cuts, space.goal.even_cuts):
+    """Factors by which both sides must shard every dim further to match; None if they cannot."""
+    endpoints = space.start_state, space.goal_state
+    if endpoints[0].sums != endpoints[1].sums or None in (space.start.even_cuts, space.goal.even_cuts):
         return None
-    parts = [[math.prod(space.sizes[s] for s in cut) for cut in end.cuts] for end in ends]
+    parts = [[math.prod(space.sizes[s] for s in cut) for cut in end.cuts] for end in endpoints]
     common = [math.lcm(*both) for both in zip(*parts, strict=True)]
     if any(n % parts_ for n, parts_ in zip(space.start.shape, common, strict=True)):
         return None
     changing = _changing(space)
     needs = [[c // n for c, n in zip(common, have, strict=True)] for have in parts]
-    for end, more in zip(ends, needs, strict=True):
+    for end, more in zip(endpoints, needs, strict=True):
         if math.prod(more) > math.prod(space.sizes[a] for a in space.free(end) if a in changing):
             return None
     return needs[0], needs[1]
@@ -100,7 +100,7 @@ def _cuts_further(needs: Needs) -> bool:
 
 
 def _least_seconds(space: Space, needs: Needs) -> float:
-    """A lower bound for such paths: what must arrive, and the launches and first latencies of the steps."""
+    """A lower bound for such paths: elements that must arrive, launches and first latencies."""
     start, links, profile = space.start_state, space.fabric.links, space.profile
     least = min(link.latency_s for link in links)
     seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
@@ -110,17 +110,17 @@ def _least_seconds(space: Space, needs: Needs) -> float:
     return seconds + received / max(link.bytes_per_s for link in links)
 
 
-def _relief(space: Space) -> list[int]:
-    """Axes that hold replicas at both ends, on faster links than the slowest that a path must use."""
+def _spare_axes(space: Space) -> list[int]:
+    """Axes that hold replicas on both sides, on faster links than the slowest that a path must use."""
     start, goal = space.start_state, space.goal_state
     slowest = min(space.levels(a)[0] for a in _changing(space))
     return [a for a in space.free(start) if a in space.free(goal) and space.levels(a)[-1] > slowest]
 
 
 def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The axes that may be split: those that change, into prime factors; others, where nodes end."""
+    """The axes that may be split: changing axes into prime factors, others at the boundary of nodes."""
     changing = _changing(space)
-    for a in (*changing, *_relief(space)):
+    for a in (*changing, *_spare_axes(space)):
         spans = sorted(space.group((a,)), key=lambda span: -span.stride)
         # A part of a ring is no ring.
         whole = any(space.fabric.links[span.level].topology == "ring" for span in spans)
@@ -129,12 +129,12 @@ def _all_parts(space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield space.axes[a], sizes
 
 
-def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
-    """The needs and the axes to meet them; also with a dim cut by replicas, so that less crosses nodes."""
+def _options(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
+    """The needs and the axes to meet them; also with a dim sharded over replicas: less crosses nodes."""
     changing = _changing(space)
     if _cuts_further(needs):
         yield needs, changing
-    near = [a for a in _relief(space) if a not in changing and len(space.levels(a)) == 1]
+    near = [a for a in _spare_axes(space) if a not in changing and len(space.levels(a)) == 1]
     parts = math.prod(space.sizes[a] for a in near)
     cuts = space.goal_state.cuts
     for d, cut in enumerate(cuts if parts > 1 else ()):
@@ -143,19 +143,19 @@ def _wider(space: Space, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
             yield (next(wider), next(wider)), [*changing, *near]
 
 
-def _in_few_parts(space: Space, found: SubAxisPath) -> SubAxisPath:
+def _in_few_parts(space: Space, path: SubAxisPath) -> SubAxisPath:
     """The same path with sub-axes merged that stay side by side. space: on whole axes."""
-    split = tuple(_needed_parts(found.space, found.moves))
+    split = tuple(_needed_parts(path.space, path.moves))
     fewer = _divided(space, split) if split else space
     number = {place: a for a, place in enumerate(_places(fewer))}
     # The first of the merged sub-axes stands for all: it begins where they begin.
-    first = {a: number[place] for a, place in enumerate(_places(found.space)) if place in number}
+    first = {a: number[place] for a, place in enumerate(_places(path.space)) if place in number}
 
     def together(state: State) -> State:
         return State(tuple(tuple(first[a] for a in cut if a in first) for cut in state.cuts), state.sums)
 
     moves: list[tuple[State, Move]] = []
-    for before, move in found.moves:
+    for before, move in path.moves:
         here, after = together(before), together(move.after)
         data = move.data
         if move.kind == "slice":
@@ -164,18 +164,18 @@ def _in_few_parts(space: Space, found: SubAxisPath) -> SubAxisPath:
             lengths = [len(a) - len(b) for a, b in zip(here.cuts, after.cuts, strict=True)]
             data = lengths.index(max(lengths)), max(lengths)
         moves.append((here, Move(move.kind, data, after)))
-    return SubAxisPath(found.seconds, fewer, tuple(moves))
+    return SubAxisPath(path.seconds, fewer, tuple(moves))
 
 
 def _places(space: Space) -> list[tuple[str, int]]:
     """For every axis, the whole axis it belongs to, and the number of positions of that axis outside it."""
     mesh, outside = space.start.mesh, Counter[str]()
-    found = []
+    places = []
     for axis, size in zip(space.axes, space.sizes, strict=False):
         whole = mesh.origin(axis)
-        found.append((whole, outside[whole]))
+        places.append((whole, outside[whole]))
         outside[whole] = max(outside[whole], 1) * size
-    return found
+    return places
 
 
 def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -187,7 +187,7 @@ def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, 
         numbers = [space.axes.index(part) for part in mesh.sub_axes[axis]]
         sizes = [space.sizes[numbers[0]]]
         for one, other in pairwise(numbers):
-            if all(_together(one, other, cuts) for cuts in passed):
+            if all(_stay_together(one, other, cuts) for cuts in passed):
                 sizes[-1] *= space.sizes[other]
             else:
                 sizes.append(space.sizes[other])
@@ -195,7 +195,7 @@ def _needed_parts(space: Space, moves: Moves) -> Iterator[tuple[str, tuple[int, 
             yield axis, tuple(sizes)
 
 
-def _together(one: int, other: int, cuts: Cuts) -> bool:
+def _stay_together(one: int, other: int, cuts: Cuts) -> bool:
     """Whether two parts cut one after the other, or neither of them cuts."""
     cut = next((c for c in cuts if one in c or other in c), None)
     return cut is None or (one, other) in pairwise(cut)
@@ -215,7 +215,7 @@ def _cheapest(
     """The cheapest such path over some axes in less than `seconds`. limit: most elements held."""
     start, goal = space.start_state, space.goal_state
     slices, gathers = (
-        list(islice(_ways(space, [a for a in space.free(end) if a in axes], more), MAX_WAYS))
+        list(islice(_new_cuts(space, [a for a in space.free(end) if a in axes], more), MAX_WAYS))
         for end, more in zip((start, goal), needs, strict=True)
     )
     best: SubAxisPath | None = None
@@ -236,10 +236,10 @@ def _cheapest(
     return best
 
 
-def _ways(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
+def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
     """How free axes may cut every dim into `needs` times as many parts.
 
-    Sub-axes of one axis on equal links are alike: the innermost are taken.
+    Among sub-axes of one axis on equal links, the innermost are taken.
     """
     if not needs:
         yield ()
@@ -253,7 +253,7 @@ def _ways(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterator[C
             if kinds in alike:
                 continue
             alike.add(kinds)
-            for others in _ways(space, [a for a in free if a not in cut], needs[1:]):
+            for others in _new_cuts(space, [a for a in free if a not in cut], needs[1:]):
                 yield (cut, *others)
 
 

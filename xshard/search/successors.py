@@ -1,8 +1,8 @@
 """The moves worth trying from one state on the way to another.
 
-A plan uses the axes whose role differs between the two layouts; the others are pinned, so that devices along
-them do not wait for each other. Idle replicas may take shares of a reduction, and of transfers over a link
-slower than theirs.
+A plan uses the axes that change their role between the two layouts. The others are pinned, so that devices
+along them do not wait for each other. Idle replicas may take shares of a reduction, and of transfers over a
+link slower than theirs.
 
 On small meshes the set is complete: every collective over every group of these axes, every slice, permutation
 and exchange between any two states. On large ones it is directed: an axis moves only to where the goal wants
@@ -40,16 +40,16 @@ class Moves:
         self.complete = small and all(plain)
 
     def _usable(self, start: State) -> tuple[int, ...]:
-        """The axes that steps may work on: those that change, and replicas that can take shares for them."""
+        """The axes that steps may use: axes that change, and replicas that can take shares for them."""
         space, goal = self.space, self.goal
         old, new = space.roles(start), space.roles(goal)
         changing = [a for a in {**old, **new} if old.get(a) != new.get(a)]
         changing += [a for a in range(len(space.axes)) if (a in start.sums) != (a in goal.sums)]
         slowest = min((space.levels(a)[0] for a in changing), default=0)
         spare = set(space.free(start)) & set(space.free(goal))
-        ends = any(a not in goal.sums for a in start.sums)
-        relief = [a for a in spare if ends or space.levels(a)[-1] > slowest]
-        return tuple(sorted({*changing, *relief}))
+        reduces = any(a not in goal.sums for a in start.sums)
+        spare_axes = [a for a in spare if reduces or space.levels(a)[-1] > slowest]
+        return tuple(sorted({*changing, *spare_axes}))
 
     def _free(self, state: State) -> tuple[int, ...]:
         return tuple(a for a in self.space.free(state) if a in self.usable)
@@ -92,23 +92,23 @@ class Moves:
                 yield Move("slice", new, State(tuple(map(tuple.__add__, state.cuts, new)), state.sums))
 
     def _may_cut(self, state: State, new: tuple[Cut, ...]) -> bool:
-        """A cut that the goal does not name in place is a detour, for even blocks only."""
+        """Whether new shards are the goal's, or even; other shards are a detour."""
         return all(
             not more or more == self._wanted(d, cut)[: len(more)] or self._evenly(d, cut, more)
             for d, (cut, more) in enumerate(zip(state.cuts, new, strict=True))
         )
 
     def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
-        """What slices may add to every dim: what the goal wants first, then any free axes in any order."""
+        """Shards that slices may add to every dim: the goal's first, then any free axes in any order."""
         wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
         yield from product(*([w[:n] for n in range(len(w), -1, -1)] for w in wanted))
         for n in range(1, len(free) + 1):
-            ends = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
-            for order, inner in product(permutations(free, n), ends):
+            splits = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
+            for order, inner in product(permutations(free, n), splits):
                 yield tuple(order[a:b] for a, b in pairwise((0, *inner, n)))
 
     def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
-        """All that the goal wants at once; else one dim at a time."""
+        """All shards of the goal at once; else one dim at a time."""
         yield tuple(self._wanted(d, cut) for d, cut in enumerate(state.cuts))
         for d, cut in enumerate(state.cuts):
             for new in self._new_cuts(d, cut, free):
@@ -148,9 +148,9 @@ class Moves:
         if self.complete:
             yield from permutations(moving)
         elif self.space.is_plain(moving):
-            # To where the goal has it; or out of the way of what is to be gathered, to come back later.
-            ends = self.goal.cuts[e], self.goal.cuts[d]
-            if any(set(axes) <= set(self.space.axes_in(cut)) for cut in ends):
+            # To the goal's dim; or out of the way of a gather, to come back later.
+            goals = self.goal.cuts[e], self.goal.cuts[d]
+            if any(set(axes) <= set(self.space.axes_in(cut)) for cut in goals):
                 yield moving
 
     def _reductions(self, state: State) -> Iterator[Move]:
@@ -180,7 +180,7 @@ class Moves:
 
     def _permutes(self, state: State) -> Iterator[Move]:
         """Rearrangements that keep the length of every block: the goal itself, else others."""
-        space, found = self.space, 0
+        space, n_found = self.space, 0
         lengths = [space.length(d, cut)[0] for d, cut in enumerate(state.cuts)]
         if state.sums == self.goal.sums and lengths == [
             space.length(d, cut)[0] for d, cut in enumerate(self.goal.cuts)
@@ -193,8 +193,8 @@ class Moves:
         for cuts in self._arrangements(0, usable, parts):
             if cuts not in (state.cuts, self.goal.cuts):
                 yield Move("permute", (), State(cuts, state.sums))
-                found += 1
-                if found == MAX_PERMUTES and not self.complete:
+                n_found += 1
+                if n_found == MAX_PERMUTES and not self.complete:
                     return
 
     def exchanges(self, state: State) -> Iterator[Move]:
@@ -209,8 +209,8 @@ class Moves:
                     for cuts in self._all_cuts(sums):
                         yield Move("exchange", (), State(cuts, sums))
             return
-        spare = self._free(self.goal)
-        for axes in self._subsets(spare):
+        free = self._free(self.goal)
+        for axes in self._subsets(free):
             for d, cut in enumerate(self.goal.cuts):
                 if self._evenly(d, cut, axes):
                     yield Move("exchange", (), self._with(self.goal, d, cut + axes))
@@ -259,7 +259,7 @@ class Moves:
                 continue
             rest = [a for a in usable if a not in lead]
             for k in range(len(rest) + 1):
-                # The order of axes that the goal does not want there is indifferent.
+                # The order of axes that the goal does not have there does not matter.
                 yield from (lead + c for c in combinations(rest, k) if self._parts(lead + c) == parts)
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

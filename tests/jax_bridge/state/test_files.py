@@ -164,7 +164,7 @@ def test_what_is_no_state(tmp_path: Path) -> None:
         ({"w": x}, {"rules": {"w": "o/a i"}}, "rules without a mesh"),
         ({"w": x}, {"rules": {"v": "o/a i"}, "mesh": here}, "no rule for 1 of 1 names: w"),
         ({"w": x}, {"names": Names(rename("v", "w"))}, "no relation for 1 names: w"),
-        ({"w": x}, {"shard_bytes": "5 bananas"}, "'5 bananas' is no number of bytes"),
+        ({"w": x}, {"shard_bytes": "5 bananas"}, "'5 bananas' is not a number of bytes"),
         ({"w": jnp.ones(4, jnp.int4)}, {}, "w: safetensors has no int4"),
         ({"w": jnp.ones(4, "float8_e3m4")}, {}, "leaf 'w': unknown dtype 'float8_e3m4'"),
         ({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, {}, "leaf 'w': a type has no values"),
