@@ -69,14 +69,16 @@ def conv_general_dilated(
     whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
     jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
     kernel, strides = [rhs.shape[d] for d in taps], tuple(window_strides)
-    ends = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
-    windows = {d: Window(*w) for d, *w in zip(space, kernel, strides, dilation, ends, strict=True)}
+    pads = paddings([shape[d] for d in space], kernel, strides, dilation, padding)
+    windows = {d: Window(*w) for d, *w in zip(space, kernel, strides, dilation, pads, strict=True)}
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     order = [dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))]
     return apply_windows(
         lhs,
         windows,
-        lambda block, strides, ends: convolve(block, rhs, strides, ends),
+        lambda x, local: convolve(
+            x, rhs, [local[d].stride for d in space], [local[d].padding for d in space]
+        ),
         fill=0.0,
         boundary=boundary,
         outputs=outputs,

@@ -1,7 +1,7 @@
-"""Normalisation over dims that may be cut, with the statistics of the global array.
+"""Normalisation over sharded dims, with the statistics of the global array.
 
-Decides how a mean is taken over blocks: sums without padding, added over the axes that cut the dims.
-Every device uses the result, so the gradients of these uses add up too (`copy`).
+A mean sums blocks without their padding, then over the axes that shard the dims. Every device uses the mean,
+so the gradients of these uses are summed too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from xshard import Layout
 from xshard.errors import ShapeError
 from xshard.notation.parser import Dim
 
+Groups = tuple[int, int]  # the dim of the features, and the number of groups that they form
+
 
 def layer_norm(
     x: Sharded,
@@ -31,12 +33,11 @@ def layer_norm(
 ) -> Sharded:
     """Normalise to mean 0 and variance 1 over some dims; then scale and shift. Blocks keep their layout.
 
-    scale, bias: of the global lengths of `dims`, in their order; this device's copies, like all parameters
-    (see `conv_general_dilated`).
+    scale, bias: arrays with the global lengths of `dims`, in their order; this device's copies, like all
+    parameters (see `conv_general_dilated`).
     """
     x, dims = x.owned(), [d % x.block.ndim for d in dims]
-    normal = _normalised(x, x.block, dims, epsilon)
-    return _affine(x, normal, dims, scale, bias)
+    return _affine(x, _normalised(x, dims, epsilon), dims, scale, bias)
 
 
 def group_norm(
@@ -50,7 +51,8 @@ def group_norm(
 ) -> Sharded:
     """Normalise each sample to mean 0 and variance 1 over groups of features and all of space.
 
-    scale, bias: one number per feature. Raises ShapeError for features that are cut or do not divide.
+    Samples are dim 0. scale, bias: one number per feature. Raises ShapeError for features that are sharded or
+    do not divide.
     """
     x, feature = x.owned(), feature_dim % x.block.ndim
     n = x.sharding.shape[feature]
@@ -58,16 +60,10 @@ def group_norm(
         raise ShapeError(
             f"{n} features {str(x.layout.dims[feature])!r} in {num_groups} groups",
             text=str(x.layout),
-            hint="whole features, and a number of groups that divides them",
+            hint="unsharded features, and a number of groups that divides them",
         )
-    shape = x.block.shape
-    grouped = x.block.reshape(*shape[:feature], num_groups, n // num_groups, *shape[feature + 1 :])
-    # For every dim of the grouped block, its dim in x (None for the group's index).
-    origin: list[int | None] = list(range(len(shape)))
-    origin.insert(feature, None)
-    over = [at for at, d in enumerate(origin) if d is not None and d > 0]
-    normal = _normalised(x, grouped, over, epsilon, origin).reshape(shape)
-    return _affine(x, normal, [feature], scale, bias)
+    space = [d for d in range(1, x.block.ndim) if d != feature]
+    return _affine(x, _normalised(x, space, epsilon, (feature, num_groups)), [feature], scale, bias)
 
 
 def batch_norm(
@@ -82,13 +78,12 @@ def batch_norm(
 ) -> Sharded:
     """Normalise each feature to mean 0 and variance 1 over the batch and all of space.
 
-    scale, bias: one number per feature. mean, variance: of every feature, to use instead of this batch's
-    own (which `moments` gives).
+    scale, bias: one number per feature. mean, variance: statistics to use instead of this batch's own, one
+    number per feature (`moments` computes them).
     """
     x, feature = x.owned(), feature_dim % x.block.ndim
     if mean is None or variance is None:
-        others = [d for d in range(x.block.ndim) if d != feature]
-        normal = _normalised(x, x.block, others, epsilon)
+        normal = _normalised(x, [d for d in range(x.block.ndim) if d != feature], epsilon)
     else:
         centred = x.block - _parameter(x, mean, [feature])
         normal = centred * lax.rsqrt(_parameter(x, variance, [feature]) + epsilon)
@@ -100,47 +95,41 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
 
     Every device along the axes of `dims` has a copy of both.
     """
-    x = x.owned()
-    mean, centred = _centred(x, x.block, [d % x.block.ndim for d in dims], None)
-    return mean, _mean(x, centred * centred, [d % x.block.ndim for d in dims], None)
+    x, dims = x.owned(), [d % x.block.ndim for d in dims]
+    mean, centred = _centred(x, dims)
+    return mean, _mean(x, centred * centred, dims)
 
 
-Origin = Sequence[int | None]  # for every dim of a reshaped block, its dim in the array
+def _normalised(x: Sharded, dims: Sequence[int], epsilon: float, groups: Groups | None = None) -> jax.Array:
+    _, centred = _centred(x, dims, groups)
+    return centred * lax.rsqrt(_mean(x, centred * centred, dims, groups) + epsilon)
 
 
-def _normalised(
-    x: Sharded, block: jax.Array, over: Sequence[int], epsilon: float, origin: Origin | None = None
-) -> jax.Array:
-    _, centred = _centred(x, block, over, origin)
-    return centred * lax.rsqrt(_mean(x, centred * centred, over, origin) + epsilon)
-
-
-def _centred(
-    x: Sharded, block: jax.Array, over: Sequence[int], origin: Origin | None
-) -> tuple[jax.Array, jax.Array]:
+def _centred(x: Sharded, dims: Sequence[int], groups: Groups | None = None) -> tuple[jax.Array, jax.Array]:
     """The mean, and the block minus the mean, zero in the padding.
 
     The variance is the mean of the squared difference; E[x^2] - E[x]^2 would need one sum less, but cancels.
     """
-    mean = _mean(x, block, over, origin)
-    centred = (block - mean).reshape(x.block.shape)
-    return mean, Sharded(centred, x.sharding).owned().block.reshape(block.shape)
+    mean = _mean(x, x.block, dims, groups)
+    return mean, Sharded(x.block - mean, x.sharding).owned().block
 
 
-def _mean(x: Sharded, block: jax.Array, over: Sequence[int], origin: Origin | None) -> jax.Array:
-    """The mean over some dims of a block whose padding is zero."""
-    origin = range(block.ndim) if origin is None else origin
-    cut = [d for at in over if (d := origin[at]) is not None]
-    # Dims split by a reshape are whole: their lengths are the block's.
-    count = math.prod(
-        x.sharding.shape[d] if x.layout.dims[d].axes else block.shape[at]
-        for at, d in zip(over, cut, strict=True)
+def _mean(x: Sharded, block: jax.Array, dims: Sequence[int], groups: Groups | None = None) -> jax.Array:
+    """The mean of a block with zeros in its padding, over some dims and over the features of a group."""
+    total, count = (
+        jnp.sum(block, axis=tuple(dims), keepdims=True),
+        math.prod(x.sharding.shape[d] for d in dims),
     )
-    total = jnp.sum(block, axis=tuple(over), keepdims=True)
-    axes = tuple(a for d in cut for a in x.layout.dims[d].axes)
-    if axes:
+    if groups is not None:
+        feature, n = groups
+        size, shape = total.shape[feature] // n, total.shape
+        total, count = (
+            total.reshape(*shape[:feature], n, size, *shape[feature + 1 :]).sum(feature + 1),
+            count * size,
+        )
+    if axes := tuple(axis for d in dims for axis in x.layout.dims[d].axes):
         total = all_reduce(total, axes, x.sharding.mesh, grad="sum")
-    return total / count
+    return total / count if groups is None else (total / count).repeat(size, feature)
 
 
 def _affine(
@@ -154,16 +143,15 @@ def _affine(
 
 
 def _parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Numbers for all rows of some dims -> the ones of this device's rows, to be broadcast."""
+    """Numbers for all rows of some dims -> the numbers of this device's rows, to be broadcast."""
     lengths = tuple(x.sharding.shape[d] for d in dims)
     if value.shape != lengths:
         raise ShapeError(
             f"a parameter of shape {value.shape} for dims of lengths {lengths}", text=str(x.layout)
         )
-    cuts = [x.layout.dims[d] for d in dims]
-    if axes := tuple(a for dim in cuts for a in dim.axes):
-        whole = Layout(tuple(Dim(dim.name) for dim in cuts), (("copy", axes),))
-        value = redistribute(value, (whole, Layout(tuple(cuts))), x.sharding.mesh, shape=lengths)
+    sharded = tuple(x.layout.dims[d] for d in dims)
+    if axes := tuple(axis for dim in sharded for axis in dim.axes):
+        whole = Layout(tuple(Dim(dim.name) for dim in sharded), (("copy", axes),))
+        value = redistribute(value, (whole, Layout(sharded)), x.sharding.mesh, shape=lengths)
     order = sorted(range(len(dims)), key=lambda i: dims[i])
-    shape = [n if d in dims else 1 for d, n in enumerate(x.block.shape)]
-    return value.transpose(order).reshape(shape)
+    return value.transpose(order).reshape([n if d in dims else 1 for d, n in enumerate(x.block.shape)])

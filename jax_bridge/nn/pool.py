@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jax_bridge.lower.row_tables import mine
 from jax_bridge.nn.conv import Padding, paddings
 from jax_bridge.nn.sharded import Sharded
-from jax_bridge.nn.window import Boundaries, apply_windows
+from jax_bridge.nn.window import Boundaries, Local, apply_windows
 from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
 from xshard.notation.overlap import Window
@@ -45,21 +45,20 @@ def reduce_window(
     arguments = computation, window_dimensions, strides, padding, base, dilation
     struct = jax.ShapeDtypeStruct(whole, init.dtype)
     jax.eval_shape(lambda x: lax.reduce_window(x, init, *arguments), struct)
-    ends = paddings(whole, window_dimensions, strides, dilation, padding)
-    every = map(Window, window_dimensions, strides, dilation, ends)
+    pads = paddings(whole, window_dimensions, strides, dilation, padding)
+    every = map(Window, window_dimensions, strides, dilation, pads)
     windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
 
-    def local(block: jax.Array, strides: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> jax.Array:
-        stride, ends = list(ones), [(0, 0)] * block.ndim
-        for d, s, pair in zip(windows, strides, padding, strict=True):
-            stride[d], ends[d] = s, pair
+    def reduced(block: jax.Array, local: Mapping[int, Local]) -> jax.Array:
+        stride = [local[d].stride if d in local else 1 for d in range(block.ndim)]
+        pads = [local[d].padding if d in local else (0, 0) for d in range(block.ndim)]
         reduce = lax.reduce_window if dilation == ones else _by_phases
-        return reduce(block, init, computation, window_dimensions, stride, ends, base, dilation)
+        return reduce(block, init, computation, window_dimensions, stride, pads, base, dilation)
 
     return apply_windows(
         operand,
         windows,
-        local,
+        reduced,
         fill=float(init_value),
         boundary=boundary,
         outputs=outputs,
@@ -77,14 +76,14 @@ def max_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """The largest value of every window; rows beyond the ends of the array do not count.
+    """The largest value of every window; rows beyond the array do not count.
 
-    ceil_mode: keep a last window that begins inside the array but ends beyond it.
+    ceil_mode: keep a last window that begins inside the array and ends beyond it.
     Other arguments as in `reduce_window`.
     """
     least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
-    ends = _paddings(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
-    arguments = window_dimensions, window_strides, ends, None, window_dilation
+    pads = _paddings(x, window_dimensions, window_strides, padding, window_dilation, ceil_mode)
+    arguments = window_dimensions, window_strides, pads, None, window_dilation
     return reduce_window(x, least, lax.max, *arguments, outputs=outputs)
 
 
@@ -103,16 +102,16 @@ def avg_pool(
     count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count. Other arguments as in
     `max_pool`.
     """
-    padded = _paddings(x, window_dimensions, window_strides, padding, None, False)
-    ends = _paddings(x, window_dimensions, window_strides, padding, None, ceil_mode)
-    total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, ends, outputs=outputs)
+    counted = _paddings(x, window_dimensions, window_strides, padding, None, False)
+    pads = _paddings(x, window_dimensions, window_strides, padding, None, ceil_mode)
+    total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
     mean, strides = total.block, window_strides or (1,) * total.block.ndim
     for d, k in enumerate(window_dimensions):
         counts = pool_counts(
             x.sharding.shape[d],
-            Window(k, strides[d], p=ends[d]),
+            Window(k, strides[d], p=pads[d]),
             range(total.sharding.shape[d]),
-            padding=padded[d][1],
+            padding=counted[d][1],
             include_pad=count_include_pad,
         )
         mean = mean / _along(total, d, counts)
@@ -120,7 +119,7 @@ def avg_pool(
 
 
 def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
-    """Values for all rows of a dim -> those of this device's rows, and 1 in the padding."""
+    """Values for all rows of a dim -> the values of this device's rows, and 1 in the padding."""
     axes = y.layout.dims[d].axes
     table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[d]), np.float32)
     for part, runs in enumerate(y.sharding.owners(d)):
@@ -142,10 +141,10 @@ def _paddings(
     """Padding of every dim; with `ceil_mode` also the rows that the last window needs."""
     ones = (1,) * len(windows)
     strides, dilation = tuple(strides or ones), tuple(dilation or ones)
-    ends = paddings(x.sharding.shape, windows, strides, dilation, padding)
+    pads = paddings(x.sharding.shape, windows, strides, dilation, padding)
     if not ceil_mode:
-        return ends
-    every = zip(x.sharding.shape, windows, strides, dilation, ends, strict=True)
+        return pads
+    every = zip(x.sharding.shape, windows, strides, dilation, pads, strict=True)
     return [pool_window(n, Window(k, s, d, p), ceil=True).padding for n, k, s, d, p in every]
 
 
@@ -164,7 +163,7 @@ def _by_phases(
     Rows r, r + d, r + 2d, ... become a dim of their own. Windows begin at every row; the ones that a stride
     skips are dropped at the end.
     """
-    x = lax.pad(x, init_value, [(*ends, b - 1) for ends, b in zip(padding, base, strict=True)])
+    x = lax.pad(x, init_value, [(*pair, b - 1) for pair, b in zip(padding, base, strict=True)])
     starts = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]
     x = lax.pad(x, init_value, [(0, -n % d, 0) for n, d in zip(x.shape, dilation, strict=True)])
     x = x.reshape(_pairs((n // d, d) for n, d in zip(x.shape, dilation, strict=True)))

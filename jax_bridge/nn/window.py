@@ -21,15 +21,13 @@ from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
 
 Boundaries = str | Mapping[str, str] | None
-Paddings = tuple[tuple[int, int], ...]
-LocalOp = Callable[[jax.Array, tuple[int, ...], Paddings], jax.Array]
 
 
 class Local(NamedTuple):
     """The arguments of the local op along one dim.
 
     rows: positions of its rows in the fetched block (None: all, in order). outputs: positions of the device's
-    outputs among those of the op (None: the first ones).
+    outputs in the op's result (None: the first ones).
     """
 
     rows: Table | None
@@ -41,7 +39,7 @@ class Local(NamedTuple):
 def apply_windows(
     x: Sharded,
     windows: Mapping[int, Window],
-    op: LocalOp,
+    op: Callable[[jax.Array, Mapping[int, Local]], jax.Array],
     *,
     fill: float,
     boundary: Boundaries,
@@ -52,8 +50,8 @@ def apply_windows(
 ) -> Sharded:
     """Apply a window op to a block: windows over some dims of the array.
 
-    windows: window by dim, without boundary and output rule. op: the op on a block, called with the strides
-    and paddings of these dims, in order. fill: the value that the op assumes beyond the ends. boundary: the
+    windows: window by dim, without boundary and output rule. op: computes the outputs of a block, with the
+    strides and paddings of these dims. fill: the value that the op assumes beyond the ends. boundary: the
     user's rule there, for all dims or by name. outputs: how the outputs are sharded: like the dim (""),
     `balanced` or `aligned`. base: dilation of the rows by dim. order: for every dim of the output its dim in
     the input. features: new lengths of dims without a window.
@@ -66,16 +64,16 @@ def apply_windows(
     frames: dict[int, Frame] = {}
     local: dict[int, Local] = {}
     for d, window in windows.items():
-        ends, dilation, dim = rules[names[d]], (base or {}).get(d, 1), plain[d]
-        is_filled = all(end.fill == fill for end in ends)
+        (before, after), dilation, dim = rules[names[d]], (base or {}).get(d, 1), plain[d]
+        is_filled = before.fill == after.fill == fill
         if not is_filled and any(window.padding) and (dilation > 1 or min(window.padding) < 0):
             raise PlanError(
-                f"boundary {ends[0]} of {dim.name!r} with dilated inputs or negative padding",
+                f"boundary {before} of {dim.name!r} with dilated inputs or negative padding",
                 hint="only the fill is possible there: halo_exchange first",
             )
         if not any(window.padding):
-            ends = (Boundary("constant", fill),) * 2
-        window = replace(window, out=outputs, before=ends[0], after=ends[1])
+            before = after = Boundary("constant", fill)
+        window = replace(window, out=outputs, before=before, after=after)
         frames[d] = window_frame(dim, shape[d], mesh.sizes_of(dim.axes), window, dilation)
         if not dim.axes and is_filled:
             frames[d] = replace(frames[d], source=dim)
@@ -87,7 +85,7 @@ def apply_windows(
     for d, arguments in local.items():
         if arguments.rows is not None:
             block = pick(block, d, arguments.rows, plain[d].axes)
-    y = op(block, tuple(a.stride for a in local.values()), tuple(a.padding for a in local.values()))
+    y = op(block, local)
     order = range(len(names)) if order is None else order
     for d, arguments in local.items():
         if arguments.outputs is not None:
@@ -101,13 +99,13 @@ def _boundaries(
     boundary: Boundaries, names: Sequence[str], fill: float
 ) -> dict[str, tuple[Boundary, Boundary]]:
     """The boundary rules at both ends of every dim."""
-    given = dict.fromkeys(names, boundary) if isinstance(boundary, str) else dict(boundary or {})
-    if unknown := [name for name in given if name not in names]:
+    texts = dict.fromkeys(names, boundary) if isinstance(boundary, str) else dict(boundary or {})
+    if unknown := [name for name in texts if name not in names]:
         raise ShapeError(f"a boundary for {unknown[0]!r}", hint=f"the windows are over: {', '.join(names)}")
     rules = dict.fromkeys(names, (Boundary("constant", fill),) * 2)
-    rules |= {name: parse_boundaries(text) for name, text in given.items()}
-    for name, ends in rules.items():
-        if any(end.kind == "none" for end in ends):
+    rules |= {name: parse_boundaries(text) for name, text in texts.items()}
+    for name, pair in rules.items():
+        if "none" in [rule.kind for rule in pair]:
             raise PlanError(
                 f"no rows beyond the ends of {name!r}, which a window reads", hint="padding=0 reads none"
             )

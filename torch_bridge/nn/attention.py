@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence, equal to that of one device, by torch's fused kernels.
+"""Attention over a sharded sequence, equal to attention on one device, by torch's fused kernels.
 
 `scaled_dot_product_attention` computes a device's part if it has all of its keys; `ring` computes it in
 rounds.

@@ -1,4 +1,4 @@
-"""Convolutions of blocks, plain and transposed, equal to those of the unsharded array."""
+"""Convolutions and transposed convolutions of blocks, with the values of the unsharded array."""
 
 from __future__ import annotations
 

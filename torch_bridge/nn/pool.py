@@ -1,4 +1,4 @@
-"""Pools of blocks, equal to those of the unsharded array; averages divide by the counts that torch uses."""
+"""Pools of blocks, with the values of the unsharded array; averages divide by the counts that torch uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interpolation of blocks, equal to that of the unsharded array: one dim after the other."""
+"""Interpolation of blocks, with the values of the unsharded array: one dim after the other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def interpolate(
 ) -> tuple[Tensor, Placement]:
     """A block `(b, c, *spatial)` -> the block of the interpolated array, and its placement.
 
-    size: global. The other arguments are those of `torch.nn.functional.interpolate`.
+    size: global. Takes the other arguments of `torch.nn.functional.interpolate` too.
     Raises XshardError, ShapeError for arguments that torch refuses too.
     """
     rank = len(placement.shape) - 2
