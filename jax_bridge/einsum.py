@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 
 from jax_bridge.autodiff.product import multiplied
-from jax_bridge.planning import AnyMesh, check_block_here, given_mesh_here, machine_here, with_entry_type
-from jax_bridge.redistribution import carry_out
+from jax_bridge.calls import execute, with_entry_type
+from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here, planned_mesh_here
 from xshard import ContractionPlan, Layout, Mesh, Plan, Profile, planner
 from xshard.contractions.blocks import Shapes, whole_shapes
 from xshard.contractions.expression import Contraction, contraction
@@ -92,7 +92,7 @@ def einsum_blocks(
     given, dtype = contraction_of(expression), jnp.result_type(*blocks)
     if isinstance(expression, ContractionPlan):
         plan = expression
-        here = given_mesh_here(mesh, plan.mesh, axes_of(plan), given.text)
+        here = planned_mesh_here(mesh, plan.mesh, axes_of(plan), given.text)
         check_given(plan, shapes or plan.shapes, dtype.name)
     else:
         here, machine = machine_here(mesh, (*given.operands, given.result), given.text, profile)
@@ -120,7 +120,7 @@ def _contracted(
 def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:
     """A block after a move, on the part of the mesh that is here and in the dtype that it has."""
     fits = plan.mesh == here and plan.dtype == x.dtype.name
-    return carry_out(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
+    return execute(plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text)
 
 
 def _part(part: Part, given: list[jax.Array], here: Mesh, product: Product, text: str) -> jax.Array:

@@ -13,8 +13,11 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jax_bridge.planning import AnyMesh
-from jax_bridge.redistribution import redistribute, valid_mask
+from jax_bridge.calls import as_array
+from jax_bridge.lower.row_tables import valid
+from jax_bridge.mesh.context import AnyMesh, sharding_here
+from jax_bridge.redistribution import redistribute
+from xshard import Layout
 from xshard.ops import Axes, HaloWidth, dims, gradient_tag, halo, sharded, tag
 
 __all__ = [
@@ -47,7 +50,7 @@ def all_gather(
     pass reduce-scatters. "replicated": they are equal, and the backward pass slices.
     """
     src, dst = dims(np.shape(x), {dim: sharded(axis)}), dims(np.shape(x)) + gradient_tag(axis, grad)
-    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+    return _moved(x, src, dst, mesh, shape)
 
 
 def reduce_scatter(
@@ -64,7 +67,7 @@ def reduce_scatter(
     op: sum, mean, max or min. The backward pass all-gathers.
     """
     src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x), {dim: sharded(axis)})
-    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+    return _moved(x, src, dst, mesh, shape)
 
 
 def all_reduce(
@@ -76,7 +79,7 @@ def all_reduce(
     pass all-reduces. "replicated": they are equal, and the backward pass moves nothing.
     """
     src, dst = dims(np.shape(x)) + tag(op, axis), dims(np.shape(x)) + gradient_tag(axis, grad)
-    return redistribute(x, f"{src} -> {dst}", mesh)
+    return _moved(x, src, dst, mesh)
 
 
 def all_to_all(
@@ -98,7 +101,7 @@ def all_to_all(
         dims(np.shape(x), {concat_dim: sharded(axis, concat_order)}),
         dims(np.shape(x), {split_dim: sharded(axis, split_order)}),
     )
-    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+    return _moved(x, src, dst, mesh, shape)
 
 
 def halo_exchange(
@@ -119,7 +122,7 @@ def halo_exchange(
     The backward pass adds the gradients of all copies of a row at its owner.
     """
     src, dst = dims(np.shape(x), {dim: sharded(axis)}), dims(np.shape(x), {dim: halo(axis, width, boundary)})
-    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+    return _moved(x, src, dst, mesh, shape)
 
 
 def trim_halo(
@@ -140,7 +143,7 @@ def trim_halo(
     (1, 4)
     """
     src, dst = dims(np.shape(x), {dim: halo(axis, width, boundary)}), dims(np.shape(x), {dim: sharded(axis)})
-    return redistribute(x, f"{src} -> {dst}", mesh, shape=shape)
+    return _moved(x, src, dst, mesh, shape)
 
 
 def shard(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, grad: Grad) -> jax.Array:
@@ -150,7 +153,7 @@ def shard(x: jax.Array, dim: int, axis: Axes, mesh: AnyMesh | None = None, *, gr
     "replicated": all devices get the same, and the backward pass all-gathers.
     """
     src, dst = dims(np.shape(x)) + gradient_tag(axis, grad), dims(np.shape(x), {dim: sharded(axis)})
-    return redistribute(x, f"{src} -> {dst}", mesh)
+    return _moved(x, src, dst, mesh)
 
 
 def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
@@ -158,4 +161,25 @@ def copy_to(x: jax.Array, axis: Axes, mesh: AnyMesh | None = None) -> jax.Array:
 
     Moves nothing; the backward pass all-reduces.
     """
-    return redistribute(x, f"{dims(np.shape(x))} -> {dims(np.shape(x))}{gradient_tag(axis, 'sum')}", mesh)
+    block = dims(np.shape(x))
+    return _moved(x, block, block + gradient_tag(axis, "sum"), mesh)
+
+
+def valid_mask(layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int]) -> jax.Array:
+    """A mask of this device's block: True at elements of the array, False in its padding.
+
+    shape: the global shape; if it does not divide, blocks are padded at the end of a dim to the largest.
+    mesh: default: the mesh of the context. Raises as `redistribute` does.
+
+    >>> masks = jax.pmap(lambda x: valid_mask("n/dp", shape=(3,)), "dp")
+    >>> masks(jax.numpy.ones(1)).tolist()  # one block on one device: no padding
+    [[True, True, True]]
+    """
+    return valid(sharding_here(layout, shape, mesh))
+
+
+def _moved(
+    x: jax.typing.ArrayLike, src: str, dst: str, mesh: AnyMesh | None, shape: Sequence[int] | None = None
+) -> jax.Array:
+    expression = f"{src} -> {dst}"
+    return redistribute(as_array(x, expression), expression, mesh, shape=shape)

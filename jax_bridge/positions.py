@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.lower.row_tables import Table, mine, table
 from jax_bridge.mesh.axis_types import bound_sizes
-from jax_bridge.planning import AnyMesh, sharding_here, xshard_mesh
+from jax_bridge.mesh.context import AnyMesh, sharding_here, xshard_mesh
 from xshard import Layout, Sharding
 from xshard.arguments import lengths_of
 from xshard.errors import MeshError
@@ -19,7 +19,7 @@ from xshard.notation.parser import mark_errors
 
 
 def positions(
-    layout: Layout | str, shape: Sequence[int], dim: int | str, mesh: AnyMesh | None = None
+    layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int], dim: int | str
 ) -> jax.Array:
     """The global number of every row of a dim, as integers: `[rows]`.
 
@@ -33,7 +33,9 @@ def positions(
     no mesh is given.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
-    >>> positions("b s/zigzag(cp)", (3, 8), "s", mesh).tolist()  # one device has all rows in their order
+    >>> positions(
+    ...     "b s/zigzag(cp)", mesh, shape=(3, 8), dim="s"
+    ... ).tolist()  # one device has all rows in their order
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
     shape = lengths_of(shape)
@@ -46,7 +48,7 @@ def positions(
         raise MeshError(
             "no axis of the layout is manual here",
             text=str(layout),
-            hint="outside of shard_map and pmap pass a mesh: positions(layout, shape, dim, mesh)",
+            hint="outside of shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)",
         )
     with mark_errors(str(layout)):
         found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), shape), at).ravel())

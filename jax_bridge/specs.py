@@ -11,7 +11,7 @@ from dataclasses import replace
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.planning import jax_mesh, xshard_mesh
+from jax_bridge.mesh.context import jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError
@@ -97,6 +97,11 @@ def to_named_sharding(
 
 
 def storage_layout(layout: Layout) -> Layout:
-    """The layout of the array in storage order: the same axes cut each dim, into contiguous blocks."""
+    """The layout of the array in storage order: the same axes shard each dim, into contiguous blocks."""
     dims = (replace(d, shards=tuple(Shard(s.axes) for s in d.shards)) for d in layout.dims)
     return replace(layout, dims=tuple(dims))
+
+
+def storage_sharding(layout: Layout, mesh: JaxMesh | AbstractMesh) -> NamedSharding:
+    """JAX's sharding of an array in storage order. Raises as `to_named_sharding` does."""
+    return to_named_sharding(storage_layout(layout), mesh)

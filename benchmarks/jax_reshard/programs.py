@@ -18,6 +18,7 @@ from jax.sharding import Mesh as JaxMesh
 import xshard as xs
 from benchmarks.cases import Case
 from jax_bridge.arrays.program import make_program
+from jax_bridge.arrays.stored import ArrayMesh
 from jax_bridge.lower.schedule import rounds
 from jax_bridge.specs import to_named_sharding
 from xshard import dtypes
@@ -64,7 +65,12 @@ class Move:
         """Our program, jitted and not yet traced."""
         jax.clear_caches()
         make_program.cache_clear()
-        given = (self.plan,), self.mesh, (self.case.shape,), (np.dtype(self.case.dtype),)
+        given = (
+            (self.plan,),
+            ArrayMesh(self.mesh, self.mesh),
+            (self.case.shape,),
+            (np.dtype(self.case.dtype),),
+        )
         return make_program(*given, False, self.profile).run
 
     def xla(self) -> Any:

@@ -52,7 +52,7 @@ def model(x, up, down):
     return x + xj.einsum(DOWN, h, down)
 
 
-sharded = xj.shard_map(model, mesh, "s/tp d, d f/tp, f/tp d -> s/tp d")
+sharded = xj.shard_map(model, "s/tp d, d f/tp, f/tp d -> s/tp d", mesh)
 
 
 def whole(x, up, down):

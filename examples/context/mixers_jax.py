@@ -23,8 +23,8 @@ def ulysses_attention(q: jax.Array, k: jax.Array, v: jax.Array, cut: str, length
     shape, kv_shape = (batch, length, n_heads, width), (batch, length, n_kv, width)
     q = redistribute(q, layouts.to_heads(cut, shared.result), shape=shape)
     k, v = (redistribute(x, layouts.to_heads(cut, shared.source), shape=kv_shape) for x in (k, v))
-    mine = positions(str(shared.result), (n_heads,), 0) // group
-    reads = jnp.maximum(mine - positions(str(shared.source), (n_kv,), 0)[0], 0)
+    mine = positions(str(shared.result), shape=(n_heads,), dim=0) // group
+    reads = jnp.maximum(mine - positions(str(shared.source), shape=(n_kv,), dim=0)[0], 0)
     every = jnp.arange(length)
     y = attention(q, k[:, :, reads], v[:, :, reads], every[:, None] >= every)
     return redistribute(y, layouts.from_heads(cut, shared.result), shape=shape)
@@ -38,7 +38,7 @@ def gathered_attention(q: jax.Array, k: jax.Array, v: jax.Array, cut: str, lengt
     """
     shape, group = (q.shape[0], length, *k.shape[2:]), q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(redistribute(x, layouts.gather(cut), shape=shape), group, 2) for x in (k, v))
-    return attention(q, k, v, positions(cut, (length,), 0)[:, None] >= jnp.arange(length))
+    return attention(q, k, v, positions(cut, shape=(length,), dim=0)[:, None] >= jnp.arange(length))
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

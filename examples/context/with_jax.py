@@ -51,7 +51,7 @@ def mixed(x: jax.Array, kind: str, layer: Weights) -> jax.Array:
         return jax.nn.silu(gate) * mixers_jax.long_convolution(inner, layer["filters"], CUT, LENGTH)
     heads = inner.reshape(*x.shape[:2], HEADS + 2 * KV_HEADS, -1)
     q, k, v = jnp.split(heads, [HEADS, HEADS + KV_HEADS], 2)
-    rows = positions(CUT, (LENGTH,), 0)
+    rows = positions(CUT, shape=(LENGTH,), dim=0)
     mixer = getattr(mixers_jax, kind)
     return mixer(rotated(q, rows), rotated(k, rows), v, CUT, LENGTH).reshape(x.shape)
 
@@ -89,7 +89,7 @@ def train_step(
 def train(steps: int) -> Iterator[float]:
     """Train from the shared start; yield each loss."""
     mesh = jax.make_mesh(layouts.MESH.sizes, layouts.MESH.axes)
-    order, cut = positions(CUT, (LENGTH,), 0, mesh), jax.P(None, "cp")
+    order, cut = positions(CUT, mesh, shape=(LENGTH,), dim=0), jax.P(None, "cp")
 
     def place(array: Characters) -> jax.Array:
         """Rows in the order in which the devices have them."""

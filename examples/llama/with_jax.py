@@ -22,7 +22,7 @@ def train(scheme: Scheme, steps: int) -> Run:
     def local_loss(w: Weights, characters: jax.Array, following: jax.Array) -> jax.Array:
         return Llama(w, scheme).loss(characters, following)
 
-    loss_of = xj.shard_map(local_loss, mesh, ((stored, scheme.tokens, scheme.tokens), "()"))
+    loss_of = xj.shard_map(local_loss, ((stored, scheme.tokens, scheme.tokens), "()"), mesh)
 
     def step(w: Weights, characters: jax.Array, following: jax.Array) -> tuple[Weights, Weights, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(w, characters, following)

@@ -1,7 +1,6 @@
 """`einsum`: the contraction of blocks inside `shard_map`, or of global arrays outside of it or under `jit`.
 
-Decides which of the two a call means, and what a contraction of global arrays is: one jitted program, the
-contraction of their blocks, kept for the next call like it.
+A contraction of global arrays is one jitted program, cached for the next call like it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
-from jax_bridge.arrays.given import brought, check_given_mesh, check_sharding, free_mesh, mesh_here, mesh_of
 from jax_bridge.arrays.order import check_order, remember
-from jax_bridge.arrays.primitive import Mesh
-from jax_bridge.arrays.program import LOG, check_even
+from jax_bridge.arrays.program import LOG
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray
+from jax_bridge.calls import are_keys, as_array
 from jax_bridge.einsum import (
     Product,
     axes_of,
@@ -29,18 +28,15 @@ from jax_bridge.einsum import (
     einsum_blocks,
     plan_for,
 )
-from jax_bridge.keys import are_keys
-from jax_bridge.mesh.axis_types import as_reduced, as_unreduced, bound_sizes
+from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
+from jax_bridge.mesh.context import AnyMesh, free_axes
 from jax_bridge.mesh.machine import machine
-from jax_bridge.planning import AnyMesh, as_array, free_axes, jax_mesh
-from jax_bridge.specs import storage_layout, to_named_sharding
 from xshard import ContractionPlan, Profile
 from xshard.contractions.blocks import Shapes, check_operands
 from xshard.contractions.expression import shapes_of, whole_lengths
 from xshard.contractions.ring import NEVER
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
-from xshard.notation.parser import mark_errors
 
 
 def einsum(
@@ -70,78 +66,79 @@ def einsum(
     Raises, before anything is sent, NotationError, MeshError, ShapeError, DtypeError, PlanError.
 
     >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> x, w = jnp.ones((8, 4)), jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, jax.P(None, "tp")))
+    >>> x, w = jnp.ones((8, 4)), jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P(None, "tp")))
     >>> y = einsum("n d, d f/tp -> n f/tp", x, w)
     >>> y.sharding.spec, float(y[0, 0])
     (P(None, 'tp'), 4.0)
     """
-    given = contraction_of(expression)
-    text = given.text
+    call = contraction_of(expression)
+    text = call.text
     arrays = tuple(as_array(x, text) for x in operands)
     if any(map(are_keys, arrays)):
-        raise DtypeError("PRNG keys have no products", text=text, hint="redistribute and reshard move them")
-    found = tuple(x.shape for x in arrays)
-    check_operands(given, found)
-    shapes = None if sizes is None and shape is None else shapes_of(given, *whole_lengths(sizes, shape))
+        raise DtypeError(
+            "PRNG keys cannot be multiplied", text=text, hint="redistribute and reshard move them"
+        )
+    own_shapes = tuple(x.shape for x in arrays)
+    check_operands(call, own_shapes)
+    shapes = None if sizes is None and shape is None else shapes_of(call, *whole_lengths(sizes, shape))
     dtype = jnp.result_type(*arrays)
     preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
     product = Product(preferred, precision)
-    axes = {axis for layout in (*given.operands, given.result) for axis in layout.axes}
+    axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
     if bound_sizes(axes) and not (axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))):
         return einsum_blocks(expression, arrays, mesh, shapes, profile, overlap, product)
-    mesh = mesh_of(arrays, [text] * len(arrays)) if mesh is None else jax_mesh(mesh)
-    here = mesh_here(mesh, text)
-    check_shapes(shapes or found, found, text)
-    program = _program(expression, here, found, dtype, machine(profile, here), overlap, product)
-    for x, move, source in zip(arrays, program.plan.moves, program.sources, strict=True):
-        check_sharding(x, move.src, text, source.spec, mesh)
-        check_order(x, move.source, text)
-    placed = [brought(x, at, here is not mesh) for x, at in zip(arrays, program.sources, strict=True)]
+    here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
+    check_shapes(shapes or own_shapes, own_shapes, text)
+    program = _program(expression, here, own_shapes, dtype, machine(profile, here.here), overlap, product)
+    for x, source in zip(arrays, program.sources, strict=True):
+        source.check(x)
+        check_order(x, source.array, text)
+    placed = [source.bring(x) for x, source in zip(arrays, program.sources, strict=True)]
     return remember(program.run(*placed), program.plan.result.target)
 
 
-class _Program(NamedTuple):
-    """A jitted function of all operands, its plan, and the shardings that it expects."""
+class _EinsumProgram(NamedTuple):
+    """A jitted function of all operands, its plan, and the arrays that it expects."""
 
     plan: ContractionPlan
-    sources: list[NamedSharding]
+    sources: list[StoredArray]
     run: Callable[..., jax.Array]
 
 
 @lru_cache(maxsize=4096)
 def _program(
     expression: str | ContractionPlan,
-    mesh: Mesh,
+    mesh: ArrayMesh,
     shapes: tuple[tuple[int, ...], ...],
     dtype: np.dtype,
     profile: str | Path | Profile,
     overlap: str,
     product: Product,
-) -> _Program:
-    given = contraction_of(expression)
-    text, layouts = given.text, (*given.operands, given.result)
-    here = free_mesh(mesh, [axis for layout in layouts for axis in layout.axes], text)
+) -> _EinsumProgram:
+    call = contraction_of(expression)
+    text, layouts = call.text, (*call.operands, call.result)
+    free = mesh.free([axis for layout in layouts for axis in layout.axes], text)
     if isinstance(expression, ContractionPlan):
         plan = expression
         check_given(plan, shapes, dtype.name)
-        with mark_errors(text):
-            check_given_mesh(axes_of(plan), plan.mesh, here)
+        mesh.free(axes_of(plan), text, plan.mesh)
     else:
-        plan = plan_for(text, here, shapes, dtype, profile, overlap)
+        plan = plan_for(text, free, shapes, dtype, profile, overlap)
     arrays = [*(move.source for move in plan.moves), plan.result.target]
-    check_even(arrays, text)
-    with mark_errors(text):
-        *sources, target = (to_named_sharding(storage_layout(at.layout), mesh) for at in arrays)
+    *sources, target = (StoredArray.of(array, mesh, text) for array in arrays)
     received = format_bytes(plan.bytes_received)
     LOG.info("einsum %s, %s%s: %s received by the busiest device", text, dtype.name, list(shapes), received)
 
     def local(*blocks: jax.Array) -> jax.Array:
-        y = einsum_blocks(plan, blocks, None, None, profile, overlap, product)
-        return as_reduced(as_unreduced(y, given.result.tagged("sum")), given.result.tagged("copy"))
+        return as_tagged(einsum_blocks(plan, blocks, None, None, profile, overlap, product), call.result)
 
-    specs = tuple(at.spec for at in sources), target.spec
-    axes = frozenset(free_axes(mesh))
-    on_devices = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes)
+    on_devices = jax.shard_map(
+        local,
+        mesh=mesh.here,
+        in_specs=tuple(source.sharding.spec for source in sources),
+        out_specs=target.sharding.spec,
+        axis_names=frozenset(free.axes),
+    )
     # A mesh without devices comes from the context: the jit around this one knows the devices.
-    run = jax.jit(on_devices, out_shardings=None if isinstance(mesh, AbstractMesh) else target)
-    return _Program(plan, sources, run)
+    run = jax.jit(on_devices, out_shardings=None if isinstance(mesh.here, AbstractMesh) else target.sharding)
+    return _EinsumProgram(plan, sources, run)

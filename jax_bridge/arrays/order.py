@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from jax_bridge.planning import AnyMesh, xshard_mesh
+from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from xshard import Layout, Sharding
 from xshard.environment import is_on
 from xshard.errors import MeshError, ShapeError

@@ -1,57 +1,56 @@
-"""`reshard`: global `jax.Array`s from one sharding to another, outside `shard_map` or under `jit`.
+"""`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`.
 
-Decides what a layout means for a global array: JAX's array is the concatenation of the blocks in device
-order. For contiguous cuts that is the array itself. A dim in zigzag or cyclic order is in storage order:
-`s -> s/zigzag(cp)` permutes the rows to the order in which the devices store them, `s/zigzag(cp) -> s` back.
-Which arrays are in storage order is remembered (`order`).
-
-A global array has one gradient, so `copy` and `sum` need a mesh of Explicit axes, where JAX has reduced and
-unreduced arrays. A global array has no uneven blocks: dims that do not divide are refused.
+A dim in zigzag or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the order in
+which the devices store them, `s/zigzag(cp) -> s` permutes them back. A global array has one gradient, so
+`copy` and `sum` need a mesh of Explicit axes, where JAX has reduced and unreduced arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.sharding import AbstractMesh
+from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.arrays.given import brought, check_sharding, mesh_here, mesh_of
-from jax_bridge.arrays.leaves import of_each
-from jax_bridge.arrays.order import check_order, remember
-from jax_bridge.arrays.primitive import Mesh
-from jax_bridge.arrays.program import Program, make_program
-from jax_bridge.keys import are_keys, as_words
+from jax_bridge.arrays.order import check_order, order_of, remember
+from jax_bridge.arrays.program import make_program
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, is_on, known_layout
+from jax_bridge.calls import are_keys, as_array, as_words, sides_of
 from jax_bridge.mesh.machine import machine
-from jax_bridge.planning import NotLayout, as_array, jax_mesh, parse_call
-from xshard import Layout, Plan, Profile
-from xshard.errors import located
-from xshard.plans.expression import Expression, Sides
+from jax_bridge.redistribution import is_expression
+from jax_bridge.specs import storage_layout
+from jax_bridge.trees import leaves_of
+from xshard import Plan, Profile
+from xshard.errors import MeshError, located
+from xshard.plans.expression import Sides
 
 
 def reshard(
     arrays: Any,
-    expression: Any,
-    mesh: Mesh | None = None,
+    layouts: Any,
+    mesh: JaxMesh | AbstractMesh | None = None,
     *,
-    donate: bool = False,
     profile: str | Path | Profile = "auto",
+    donate: bool = False,
 ) -> Any:
     """Global arrays under the left layout -> the same arrays under the right one, differentiable.
 
-    arrays: one, or a pytree moved by one program. expression: `"layout -> layout"`, a pair of layouts, or a
-    plan; for a pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix with either in
-    the place of a branch (a dict is a pytree, no rules). mesh: by default the arrays' own.
-    A committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
-    tracer on Auto axes, a numpy array) there. If the array is known to be stored in another order (it comes
-    from here, or `stored_as` says so), it is refused; what JAX made is believed, unless XSHARD_DEBUG is on.
+    arrays: an array, or a pytree of arrays, which one program moves. layouts: `"layout -> layout"`, a pair of
+    layouts, or a plan; for a pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix
+    with either in the place of a branch. mesh: default: the arrays' own. profile: the machine to plan for. A
+    committed array must be sharded by its left layout; XLA first brings an array of unknown sharding (a
+    tracer on Auto axes, a numpy array) there. An array that is known to be stored in another order (it comes
+    from here, or `stored_as` says so) is refused; results of JAX are believed, unless XSHARD_DEBUG is on.
     donate: results may reuse the arrays' memory, and the arrays are deleted.
-    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
+    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it. Dims that do not
+    divide are refused: a global array cannot have uneven blocks.
 
     Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims
-    that do not divide and for an array with another sharding or order; XshardError for expressions that do
+    that do not divide and for an array with another sharding or order; XshardError for layouts that do
     not fit the pytree.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
@@ -62,61 +61,74 @@ def reshard(
     >>> moved["b"].sharding.spec
     P(None, None)
     """
-    given = of_each(expression, arrays, _is_expression)
-    if not given:
+    leaves = leaves_of(layouts, arrays, is_expression)
+    if not leaves:
         return arrays
-    places, parsed, entries = tuple(leaf.place for leaf in given), [], []
-    for leaf in given:
+    moves = []
+    for leaf in leaves:
         with located(leaf.place):
-            parsed.append(parse_call(leaf.x, leaf.said))
-            entries.append(_entry(leaf.x, leaf.said, parsed[-1]))
-    leaves, moves = [entry.x for entry in entries], tuple(entry.move for entry in entries)
-    mesh = mesh_of(leaves, [p.text for p in parsed]) if mesh is None else jax_mesh(mesh)
-    shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
-    here = mesh_here(mesh, parsed[0].text)
-    program = make_program(moves, here, shapes, dtypes, donate, machine(profile, here), places)
-    checked = zip(leaves, given, parsed, program.plans, program.sources, strict=True)
-    for x, leaf, p, plan, source in checked:
+            moves.append(_array_call(leaf.x, leaf.given))
+    array_mesh = ArrayMesh.of([call.x for call in moves], [call.sides.text for call in moves], mesh)
+    program = make_program(
+        tuple(call.expression for call in moves),
+        array_mesh,
+        tuple(call.x.shape for call in moves),
+        tuple(call.x.dtype for call in moves),
+        donate,
+        machine(profile, array_mesh.here),
+        tuple(leaf.place for leaf in leaves),
+    )
+    for leaf, call, source in zip(leaves, moves, program.sources, strict=True):
         with located(leaf.place):
-            check_sharding(x, p.src, p.text, source.spec, mesh, donate)
-            check_order(leaf.x, plan.source, p.text)
-    leaves = [brought(x, at, here is not mesh) for x, at in zip(leaves, program.sources, strict=True)]
-    moved = zip(_run(program, leaves, donate), entries, program.plans, strict=True)
-    results = ((y if entry.back is None else entry.back(y), plan) for y, entry, plan in moved)
-    return jax.tree.unflatten(jax.tree.structure(arrays), [remember(y, plan.target) for y, plan in results])
+            source.check(call.x, donate)
+            check_order(leaf.x, source.array, source.text)
+    xs = [source.bring(call.x) for call, source in zip(moves, program.sources, strict=True)]
+    # Transformations see each move as it is. A program of its own is for arrays, which have memory to donate.
+    traced = any(isinstance(x, Tracer) for x in xs)
+    ys = program.traced(*xs) if traced else program.run(*xs)
+    for x in xs:  # those with memory that no result could reuse
+        if donate and not x.is_deleted():
+            x.delete()
+    results = [
+        remember(call.back(y) if call.back else y, plan.target)
+        for y, call, plan in zip(ys, moves, program.plans, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 
-class _Entry(NamedTuple):
-    """An array of numbers, where it is to go, and what makes the result of them again, if anything does."""
+class ArrayCall(NamedTuple):
+    """One array of a call: its numbers, its expression, and for PRNG keys the function back to keys."""
 
     x: jax.Array
-    move: Sides | Plan
+    sides: Sides
+    expression: Sides | Plan
     back: Callable[[jax.Array], jax.Array] | None = None
 
 
-def _entry(x: Any, expression: Expression, parsed: Sides) -> _Entry:
+def _array_call(x: Any, expression: Any) -> ArrayCall:
+    parsed = sides_of(expression)
     x = as_array(x, parsed.text)
     if isinstance(expression, Plan):
-        return _Entry(x, expression)
-    return _Entry(*as_words(x, parsed)) if are_keys(x) else _Entry(x, parsed)
+        return ArrayCall(x, parsed, expression)
+    if not are_keys(x):
+        return ArrayCall(x, parsed, parsed)
+    words, parsed, back = as_words(x, parsed)
+    return ArrayCall(words, parsed, parsed, back)
 
 
-def _run(program: Program, leaves: list[jax.Array], donate: bool) -> Sequence[jax.Array]:
-    # Transformations see each move as it is. A program of its own is for arrays, which have memory to donate.
-    traced = any(isinstance(x, Tracer) for x in leaves)
-    results = program.traced(*leaves) if traced else program.run(*leaves)
-    if donate:
-        for x in leaves:  # those whose memory no result could reuse
-            if not x.is_deleted():
-                x.delete()
-    return results
+def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
+    """The array at rest as `target`: moved by a plan if it is known to be sharded differently.
 
-
-def _is_expression(value: Any) -> bool:
-    """True for a pair of layouts; False for a pair of expressions, which is a pytree."""
-    if isinstance(value, tuple) and len(value) == 2:
-        return all(
-            isinstance(side, Layout | NotLayout) or (isinstance(side, str) and "->" not in side)
-            for side in value
-        )
-    return isinstance(value, str | Plan | NotLayout)
+    Raises ShapeError if its rows are known to be in another order, MeshError if it is on another mesh.
+    """
+    with located(target.path):
+        check_order(x, target.array, target.text)
+        sharding = target.other_sharding(x)
+        if sharding is not None:
+            if not is_on(x, target.mesh.own):
+                reason = f"the array is not on the mesh: {sharding}"
+                raise MeshError(reason, text=target.text, hint="place puts it there")
+            layout = target.array.layout
+            src = known_layout(x, sharding, target.array)
+            x = reshard(x, (src, storage_layout(layout) if order_of(x) is None else layout), target.mesh.own)
+        return target.bring(x)

@@ -1,7 +1,7 @@
 """`shard_map`: a function of blocks as a function of global arrays, with layouts at the border.
 
-Decides which arguments are arrays and what is compiled: one program for arguments that are alike, kept by the
-function. How one array crosses the border is in `border`.
+An array at the border is held as JAX can hold it: overlaps are filled on the way in and trimmed on the way
+out, blocks of several sizes are padded, and pending reductions are taken.
 """
 
 from __future__ import annotations
@@ -9,173 +9,237 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh
+from jax.sharding import Mesh as JaxMesh
 
-from jax_bridge.arrays.border import Crossing, arrived, entering, leaving
-from jax_bridge.arrays.given import mesh_here, mesh_of
-from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import remember
-from jax_bridge.arrays.primitive import Mesh
-from jax_bridge.planning import as_array, free_axes, jax_mesh
-from xshard import Profile, XshardError
+from jax_bridge.arrays.reshard import arrive
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest
+from jax_bridge.calls import BlockCall, as_array
+from jax_bridge.mesh.context import free_axes, jax_mesh
+from jax_bridge.trees import array_leaves, is_array
+from xshard import Layout, Mesh, Profile, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.errors import NotationError, located
-from xshard.layout.layout import parse_signature
-from xshard.plans.expression import sides_or_one
+from xshard.layout.layout import check_axes, parse_signature
+from xshard.layout.lengths import Lengths, global_shape
+from xshard.notation.parser import mark_errors
+from xshard.plans.expression import Sides, sides_or_one
+from xshard.trees import Leaf
 
 
 def shard_map(
     f: Callable[..., Any] | None = None,
-    mesh: Mesh | None = None,
     layouts: Any = None,
+    mesh: JaxMesh | AbstractMesh | None = None,
     *,
     sizes: Mapping[str, int] | None = None,
+    profile: str | Path | Profile = "auto",
     check_vma: bool = True,
     donate_argnums: int | Sequence[int] = (),
-    profile: str | Path | Profile = "auto",
 ) -> Callable[..., Any]:
     """A function of blocks -> the function of global arrays, with layouts where `jax.shard_map` has specs.
 
-    layouts: `"layout, layout -> layout"`, one for each positional argument and for each result; or a pair,
-    those of the arguments in a tuple and those of the results: each a layout for all arrays of an argument,
-    `xshard.Rules` over the names of its leaves, or a pytree prefix with either in the place of a branch (a
-    dict is a pytree, no rules). `"layout -> layout"` in the place of one moves an array on its way.
-    Outside, an array is whole: `copy(dp)` says that devices use copies of it, `sum(dp)` that they have
-    addends of it; halos are filled on the way in and trimmed on the way out; blocks that differ in size are
-    padded to the largest. A dim in zigzag or another order is in storage order, as with `reshard`, and
-    results remember theirs. An array that is known to be cut otherwise is moved by a plan; one whose rows are
-    known to be in another order is refused.
-    What is no array, numbers too, has no layout, or None: `f` gets it as it is, and it has to have a hash.
-    mesh: by default the arrays' own, or the one of the context. sizes: the lengths of dims by name, needed
-    where a result has a dim of another length than arguments have under its name, or of a new name in
-    blocks that differ in size.
+    layouts: `"layout, layout -> layout"`, one for each positional argument and for each result; or a pair: a
+    tuple for the arguments, and the layouts of the results. Each is a layout for all arrays of an argument,
+    `xshard.Rules` over the names of its leaves, or a pytree prefix with either in the place of a branch.
+    `"layout -> layout"` in the place of a layout moves an array on its way.
+    Outside, an array is unsharded in meaning: `copy(dp)` says that devices use copies of it, `sum(dp)` that
+    they have addends of it. A dim in zigzag or another order is in storage order, as with `reshard`, and
+    results remember theirs. An array that is known to be sharded otherwise is moved by a plan; one that is
+    known to have its rows in another order is refused. Non-array arguments, numbers included, take None as
+    their layout; they are passed through unchanged and must be hashable.
+    mesh: default: the arrays' own, or the one of the context. sizes: lengths of dims by name, needed for a
+    result with a dim of another length than arguments have under its name, or with a new dim in blocks of
+    several sizes. profile: the machine to plan for.
     check_vma: as for `jax.shard_map`; the layouts say which values vary. Without it they have to say `copy`
-    where devices use a whole value differently, or its gradient is wrong.
-    donate_argnums: arguments whose memory results may use. profile: the machine to plan for.
+    if devices use an unsharded value differently, or its gradient is wrong.
+    donate_argnums: arguments with memory that results may use.
 
     Without `f` this is a decorator. `f` is traced twice, to find the shapes of its results first.
     Raises, while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError with the name of the
     argument or result; XshardError for arguments or results that the layouts do not fit.
 
     >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> up = shard_map(lambda x, w: x @ w, mesh, "n d, d f/tp -> n f/tp")
+    >>> up = shard_map(lambda x, w: x @ w, "n d, d f/tp -> n f/tp", mesh)
     >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
     P(None, 'tp')
     """
     if f is None:
         options: Any = {"sizes": sizes, "donate_argnums": donate_argnums, "profile": profile}
-        return partial(shard_map, mesh=mesh, layouts=layouts, check_vma=check_vma, **options)
+        return partial(shard_map, layouts=layouts, mesh=mesh, check_vma=check_vma, **options)
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    known = None if mesh is None else jax_mesh(mesh)
-    bordered = _Bordered(f, known, *_sides(layouts), sizes or {}, check_vma, donated, profile)
+    own = None if mesh is None else jax_mesh(mesh)
+    mapped = _MappedFunction(f, *_signature(layouts), own, sizes or {}, check_vma, donated, profile)
 
     @wraps(f)
     def of_arrays(*args: Any, **static: Any) -> Any:
-        return bordered(args, static)
+        return mapped(args, static)
 
     return of_arrays
 
 
-def _sides(layouts: Any) -> tuple[Any, Any]:
+def _signature(layouts: Any) -> tuple[Any, Any]:
     """The layouts of arguments and of results, as trees."""
     if isinstance(layouts, str):
-        given, made = parse_signature(layouts)
-        return given, made[0] if len(made) == 1 else made
+        arguments, results = parse_signature(layouts)
+        return arguments, results[0] if len(results) == 1 else results
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
         return layouts[0], layouts[1]
     raise NotationError(
-        f"{shown(layouts)} are no layouts of a function",
-        hint='"b s/cp c, c f/tp -> b s/cp f/tp", or a pair: those of the arguments, those of the results',
+        f"{shown(layouts)} are not layouts of a function",
+        hint='"b s/cp c, c f/tp -> b s/cp f/tp", or a pair: layouts of the arguments, layouts of the results',
     )
 
 
-class _Program(NamedTuple):
-    """A jitted function of arrays, how its results cross the border, and what they are part of."""
+class _BorderArray(NamedTuple):
+    """One array at the border: the move of its blocks on the way, and the array outside."""
 
+    call: BlockCall
+    outside: StoredArray
+
+    def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """This device's block under the left layout -> its block under the right one. axes: of the mesh."""
+        with located(self.outside.path):
+            return self.call.run(x, axes)
+
+
+class _Border(NamedTuple):
+    """The border of a function on a mesh. typed: True if blocks have types (`check_vma`)."""
+
+    mesh: ArrayMesh
+    typed: bool
+    profile: str | Path | Profile
+
+    def argument(self, path: str, given: Any, shape: tuple[int, ...]) -> _BorderArray:
+        """A global array of this shape on its way in."""
+        with located(path):
+            src, dst, text, axes = self._sides(given, len(shape))
+            array = at_rest(src, axes, shape, text)
+            return self._array(path, Sides(self._block_layout(array), dst, text), array)
+
+    def result(self, path: str, given: Any, block: tuple[int, ...], lengths: Lengths) -> _BorderArray:
+        """Blocks of this shape on their way out. lengths: those that dims may have, by name."""
+        with located(path):
+            src, dst, text, axes = self._sides(given, len(block))
+            hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
+            shape = dict(zip(src.names, global_shape(src, axes, block, text, lengths, hint), strict=True))
+            array = at_rest(dst, axes, tuple(shape[name] for name in dst.names), text)
+            return self._array(path, Sides(src, self._block_layout(array), text), array)
+
+    def _sides(self, given: Any, ndim: int) -> tuple[Layout, Layout, str, Mesh]:
+        """Both layouts given for an array, their text, and the axes that they may name."""
+        src, dst, text = sides_or_one(given)
+        axes = self.mesh.free((*src.axes, *dst.axes), text)
+        with mark_errors(text):
+            for side in (src, dst):
+                check_axes(side, axes, text)
+            return src.resolved(ndim), dst.resolved(ndim), text, axes
+
+    def _block_layout(self, array: Sharding) -> Layout:
+        """The layout of blocks at the border.
+
+        Without types JAX takes every device's value for its own, on both sides of a derivative, as `copy`
+        does.
+        """
+        rest = () if self.typed else tuple(a for a in array.mesh.axes if a not in array.layout.axes)
+        return replace(array.layout, tags=(("copy", rest),) if rest else ())
+
+    def _array(self, path: str, both: Sides, array: Sharding) -> _BorderArray:
+        lengths = dict(zip(array.layout.names, array.shape, strict=True))
+        shape = tuple(lengths[name] for name in both.src.names)
+        call = BlockCall(both, None, shape=shape, profile=self.profile)
+        return _BorderArray(call, StoredArray.of(array, self.mesh, both.text, path))
+
+
+class _Program(NamedTuple):
+    """A jitted function of arrays, its arguments and results at the border, and the tree of results."""
+
+    arguments: list[_BorderArray]
     run: Callable[..., Sequence[jax.Array]]
-    leave: list[Crossing]
-    whole: Callable[[Sequence[jax.Array]], Any]
+    results: list[_BorderArray]
+    tree: Callable[[Sequence[jax.Array]], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class _Bordered:
-    """A function with the layouts at its border, and what is known of its calls so far."""
+class _MappedFunction:
+    """A function with the layouts at its border, and its programs for the calls so far."""
 
     f: Callable[..., Any]
-    mesh: Mesh | None
-    given: Any
-    made: Any
+    in_layouts: Any
+    out_layouts: Any
+    mesh: JaxMesh | AbstractMesh | None
     sizes: Mapping[str, int]
     typed: bool
     donated: tuple[int, ...]
     profile: str | Path | Profile
-    said: dict[Any, list[Leaf]] = field(default_factory=dict)
-    enter: dict[Any, list[Crossing]] = field(default_factory=dict)
+    layouts: dict[Any, list[Leaf]] = field(default_factory=dict)
     programs: dict[Any, _Program] = field(default_factory=dict)
 
     def __call__(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
         names = [*self.names[: len(args)], *map(str, range(len(self.names), len(args)))]
-        leaves, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
-        key: Any = tree, tuple(map(is_array, leaves))
-        if key not in self.said:
-            self.said[key] = self._said(names, jax.tree.unflatten(tree, leaves))
-        said = self.said[key]
-        arrays = [
-            as_array(x, leaf.name) for x, leaf in zip(leaves, said, strict=True) if leaf.said is not None
-        ]
-        texts = [sides_or_one(leaf.said).text for leaf in said if leaf.said is not None]
-        mesh = mesh_of(arrays, texts) if self.mesh is None else self.mesh
-        here = mesh_here(mesh, "".join(texts[:1]))
-        rest = [x if leaf.said is None else None for x, leaf in zip(leaves, said, strict=True)]
-        typed = tuple((type(x), x) for x in rest)  # True, 1 and 1.0 are equal
-        key = key, typed, tuple((x.shape, x.dtype) for x in arrays), here
+        values, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
+        key: Any = tree, tuple(map(is_array, values))
+        if key not in self.layouts:
+            self.layouts[key] = self._leaves(names, jax.tree.unflatten(tree, values))
+        leaves = [leaf._replace(x=x) for leaf, x in zip(self.layouts[key], values, strict=True)]
+        taken = [leaf for leaf in leaves if leaf.given is not None]
+        arrays = [as_array(leaf.x, leaf.name) for leaf in taken]
+        mesh = ArrayMesh.of(arrays, [sides_or_one(leaf.given).text for leaf in taken], self.mesh)
+        constants = tuple((type(leaf.x), leaf.x) for leaf in leaves if leaf.given is None)  # True equals 1
+        key = key, constants, tuple((x.shape, x.dtype) for x in arrays), mesh
         try:
-            enter = self.enter.get(key)
+            program = self.programs.get(key)
         except TypeError as error:
-            hint = "what is no array is compiled in, and the program kept by it"
-            raise XshardError(f"an argument that is no array has no hash: {error}", hint=hint) from None
-        if enter is None:
-            taken = (leaf for leaf in said if leaf.said is not None)
-            enter = self.enter[key] = [
-                entering(f"argument '{leaf.name}'", leaf.said, here, x.shape, self.typed)
+            hint = "other arguments than arrays are compiled in, and the program is cached by them"
+            raise XshardError(f"an argument that is not an array lacks a hash: {error}", hint=hint) from None
+        border = _Border(mesh, self.typed, self.profile)
+        arguments = (
+            program.arguments
+            if program
+            else [
+                border.argument(f"argument '{leaf.name}'", leaf.given, x.shape)
                 for leaf, x in zip(taken, arrays, strict=True)
             ]
-        placed = [arrived(x, crossing, mesh, here) for x, crossing in zip(arrays, enter, strict=True)]
-        if key not in self.programs:
-            self.programs[key] = self._program(names, tree, said, rest, enter, placed, here)
-        program = self.programs[key]
-        results = zip(program.run(*placed), program.leave, strict=True)
-        return program.whole([remember(y, crossing.array) for y, crossing in results])
+        )
+        placed = [arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)]
+        if program is None:
+            program = self.programs[key] = self._program(names, tree, leaves, arguments, border, placed)
+        ys = zip(program.run(*placed), program.results, strict=True)
+        return program.tree([remember(y, result.outside.array) for y, result in ys])
 
     @cached_property
     def names(self) -> list[str]:
-        """What errors call the positional arguments that the function names."""
+        """The function's names for its positional arguments."""
         try:
-            found = inspect.signature(self.f).parameters.values()
+            parameters = inspect.signature(self.f).parameters.values()
         except (TypeError, ValueError):
             return []
-        return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
-    def _said(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
-        """Every leaf of the arguments, with its layout; None for what is no array."""
-        given = self.given if isinstance(self.given, list | tuple) else [self.given] * len(names)
-        if len(given) != len(names):
+    def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
+        """Every leaf of the arguments, without its value, with its layout; None for others than arrays."""
+        layouts = (
+            self.in_layouts if isinstance(self.in_layouts, list | tuple) else [self.in_layouts] * len(names)
+        )
+        if len(layouts) != len(names):
             raise XshardError(
-                f"{len(names)} arguments by position, layouts for {len(given)}",
+                f"{len(names)} arguments by position, layouts for {len(layouts)}",
                 hint="one for each: a layout, Rules, a tree of these, or None",
             )
-        layouts = {**dict.fromkeys(arguments), **dict(zip(names, given, strict=True))}
-        leaves = of_each(layouts, arguments, is_layout, has_rule=is_array)
+        by_name = {**dict.fromkeys(arguments), **dict(zip(names, layouts, strict=True))}
+        leaves = array_leaves(by_name, arguments)
         for leaf in leaves:
-            if leaf.said is None and is_array(leaf.x):
+            if leaf.given is None and is_array(leaf.x):
                 raise XshardError(
                     f"argument '{leaf.name}' is an array without a layout",
-                    hint="layouts are for arguments by position, None for what is no array",
+                    hint="layouts are for arguments by position, None for other arguments than arrays",
                 )
         return [leaf._replace(x=None) for leaf in leaves]
 
@@ -183,58 +247,67 @@ class _Bordered:
         self,
         names: Sequence[str],
         tree: Any,
-        said: Sequence[Leaf],
-        rest: Sequence[Any],
-        enter: Sequence[Crossing],
+        leaves: Sequence[Leaf],
+        arguments: list[_BorderArray],
+        border: _Border,
         placed: Sequence[jax.Array],
-        here: Mesh,
     ) -> _Program:
-        axes = tuple(free_axes(here))
-        taken = [i for i, leaf in enumerate(said) if leaf.said is not None]
+        axes = tuple(free_axes(border.mesh.here))
+        taken = [i for i, leaf in enumerate(leaves) if leaf.given is not None]
+        constants = [leaf.x if leaf.given is None else None for leaf in leaves]
 
         def inside(blocks: Sequence[jax.Array]) -> tuple[list[Any], Any]:
-            """What the function makes of a device's blocks, and its structure."""
-            leaves = list(rest)
-            for i, x, crossing in zip(taken, blocks, enter, strict=True):
-                leaves[i] = crossing.across(x, axes, self.profile)
-            arguments = jax.tree.unflatten(tree, leaves)
-            return jax.tree.flatten(self.f(*[arguments.pop(name) for name in names], **arguments))
+            """The leaves and the structure of the function's result for a device's blocks."""
+            values = list(constants)
+            for i, x, argument in zip(taken, blocks, arguments, strict=True):
+                values[i] = argument.move(x, axes)
+            called = jax.tree.unflatten(tree, values)
+            return jax.tree.flatten(self.f(*[called.pop(name) for name in names], **called))
 
-        seen: list[Any] = []
+        traced: list[Any] = []
 
         def probe(*blocks: jax.Array) -> tuple[()]:
-            leaves, structure = inside(blocks)
-            seen[:] = [jax.typeof(y) if is_array(y) else y for y in leaves], structure
+            ys, structure = inside(blocks)
+            traced[:] = [jax.typeof(y) if is_array(y) else y for y in ys], structure
             return ()
 
-        border: Any = {"mesh": here, "axis_names": frozenset(axes), "check_vma": self.typed}
-        border["in_specs"] = tuple(crossing.source.spec for crossing in enter)
-        jax.eval_shape(jax.shard_map(probe, out_specs=(), **border), *placed)
-        types, structure = seen
-        lengths = defaultdict[str, set[int]](set)
-        for crossing in enter:
-            for name, n in zip(crossing.array.layout.names, crossing.array.shape, strict=True):
-                if not name.startswith("_"):  # a dim of `...` has no name
-                    lengths[name].add(n)
-        lengths |= {name: {n} for name, n in self.sizes.items()}
-        leave: dict[int, Crossing] = {}
+        options: Any = {
+            "mesh": border.mesh.here,
+            "axis_names": frozenset(axes),
+            "check_vma": self.typed,
+            "in_specs": tuple(argument.outside.sharding.spec for argument in arguments),
+        }
+        jax.eval_shape(jax.shard_map(probe, out_specs=(), **options), *placed)
+        types, structure = traced
+        results: dict[int, _BorderArray] = {}
         with located("the result"):
-            made = of_each(self.made, jax.tree.unflatten(structure, types), is_layout, has_rule=is_array)
-        for i, leaf in enumerate(made):
+            result_leaves = array_leaves(self.out_layouts, jax.tree.unflatten(structure, types))
+        lengths = self._lengths(arguments)
+        for i, leaf in enumerate(result_leaves):
             if is_array(leaf.x):
-                place = f"result '{leaf.name}'" if leaf.name else "the result"
-                leave[i] = leaving(place, leaf.said, here, leaf.x.shape, self.typed, lengths)
+                path = f"result '{leaf.name}'" if leaf.name else "the result"
+                results[i] = border.result(path, leaf.given, leaf.x.shape, lengths)
 
         def local(*blocks: jax.Array) -> list[jax.Array]:
-            arrays, _ = inside(blocks)
-            return [crossing.across(arrays[i], axes, self.profile) for i, crossing in leave.items()]
+            ys, _ = inside(blocks)
+            return [result.move(ys[i], axes) for i, result in results.items()]
 
-        def whole(arrays: Sequence[jax.Array]) -> Any:
-            leaves = dict(enumerate(types)) | dict(zip(leave, arrays, strict=True))
-            return jax.tree.unflatten(structure, [leaves[i] for i in range(len(types))])
+        def result_tree(arrays: Sequence[jax.Array]) -> Any:
+            values = dict(enumerate(types)) | dict(zip(results, arrays, strict=True))
+            return jax.tree.unflatten(structure, [values[i] for i in range(len(types))])
 
-        specs = [crossing.source.spec for crossing in leave.values()]
+        specs = [result.outside.sharding.spec for result in results.values()]
         owners = {names[i] for i in self.donated}
-        donated = [at for at, i in enumerate(taken) if said[i].name.partition(".")[0] in owners]
-        run = jax.jit(jax.shard_map(local, out_specs=specs, **border), donate_argnums=donated)
-        return _Program(run, list(leave.values()), whole)
+        donated = [at for at, i in enumerate(taken) if leaves[i].name.partition(".")[0] in owners]
+        run = jax.jit(jax.shard_map(local, out_specs=specs, **options), donate_argnums=donated)
+        return _Program(arguments, run, list(results.values()), result_tree)
+
+    def _lengths(self, arguments: Sequence[_BorderArray]) -> Lengths:
+        """The lengths that dims of results may have, by name."""
+        lengths = defaultdict[str, set[int]](set)
+        for argument in arguments:
+            array = argument.outside.array
+            for name, n in zip(array.layout.names, array.shape, strict=True):
+                if not name.startswith("_"):  # a dim of `...` is anonymous
+                    lengths[name].add(n)
+        return lengths | {name: {n} for name, n in self.sizes.items()}

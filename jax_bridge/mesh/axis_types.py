@@ -25,7 +25,7 @@ from jax_bridge.versions import (
     named_axes,
     with_manual_type,
 )
-from xshard import Mesh
+from xshard import Layout, Mesh
 from xshard.layout.sub_axes import unfactored
 from xshard.ops import Axes
 
@@ -130,14 +130,9 @@ def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return _retyped(x, "invariant", (a for a in axes if is_typed(a)))
 
 
-def as_unreduced(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that varying blocks are the addends of one value along the axes."""
-    return _retyped(x, "unreduced", axes)
-
-
-def as_reduced(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that varying blocks, equal along the axes, are copies whose cotangents add up."""
-    return _retyped(x, "reduced", axes)
+def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
+    """Declare that varying blocks are addends or copies along the axes that the layout tags so."""
+    return _retyped(_retyped(x, "unreduced", layout.tagged("sum")), "reduced", layout.tagged("copy"))
 
 
 def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.lower.row_tables import without_padding
-from jax_bridge.planning import AnyMesh, block_sharding_here
+from jax_bridge.mesh.context import AnyMesh, block_sharding_here
 from jax_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
 from xshard.errors import PlanError

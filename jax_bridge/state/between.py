@@ -21,7 +21,7 @@ from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.reshard import reshard
 from jax_bridge.lower.transfer import AXIS, Taken, Wanted, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
-from jax_bridge.specs import storage_layout, to_named_sharding
+from jax_bridge.specs import storage_sharding
 from xshard import Mesh, Plan
 from xshard.layout.runs import Segment, merged_segments, row_numbers
 from xshard.plans.plan import Stage
@@ -73,7 +73,7 @@ def carried(arrays: Mapping[str, Held], bucket: Sequence[ArrayPlan], devices: Nu
 def on_mesh(blocks: Blocks, made: Plan, devices: Sequence[jax.Device]) -> Blocks:
     """This process's blocks before a plan on one mesh -> its blocks after it. devices: of that mesh."""
     mesh = plan_mesh(made, devices)
-    start = to_named_sharding(storage_layout(made.source.layout), mesh)
+    start = storage_sharding(made.source.layout, mesh)
     array = remember(assembled(blocks, made.shape, made.dtype, start), made.source)
     with jax.set_mesh(mesh):
         return blocks_of(reshard(array, made, mesh))

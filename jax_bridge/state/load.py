@@ -16,15 +16,16 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from numpy.typing import NDArray
 
-from jax_bridge.arrays.border import held
-from jax_bridge.arrays.leaves import is_array, is_layout, of_each
 from jax_bridge.arrays.order import remember
 from jax_bridge.arrays.reshard import reshard
+from jax_bridge.arrays.stored import at_rest
+from jax_bridge.calls import check_dtype
+from jax_bridge.mesh.context import jax_mesh, xshard_mesh
 from jax_bridge.mesh.machine import machine
-from jax_bridge.planning import check_dtype, jax_mesh, xshard_mesh
-from jax_bridge.specs import storage_layout, to_named_sharding
+from jax_bridge.specs import storage_sharding
 from jax_bridge.state.between import assembled
 from jax_bridge.state.processes import together
+from jax_bridge.trees import array_leaves, is_array
 from xshard import Profile, Rules, load_profile
 from xshard.dtypes import carrier, n_bytes, numpy_dtype
 from xshard.errors import MeshError, located
@@ -75,7 +76,7 @@ def load(
         raise MeshError("the mesh has no devices", hint="pass a jax.Mesh")
     rules = Rules({"**": "..."} if rules is None else rules)
     profile = load_profile(machine(profile, mesh))
-    leaves = [] if like is None else of_each("...", like, is_layout, has_rule=is_array)
+    leaves = [] if like is None else array_leaves("...", like)
     loads: dict[str, Load] = {}
     opened: list[Checkpoint] = []
     constants: dict[str, Any] = {}
@@ -112,8 +113,8 @@ def _as_held(name: str, each: Load, mesh: jax.sharding.Mesh) -> Load:
     with located(name):
         text = str(each.target.layout)
         check_dtype(numpy_dtype(each.made.dtype), text)
-        target = held(each.target.layout, each.target.mesh, each.target.shape, text)
-        to_named_sharding(storage_layout(target.layout), mesh)  # refused here, if at all
+        target = at_rest(each.target.layout, each.target.mesh, each.target.shape, text)
+        storage_sharding(target.layout, mesh)  # refused here, if at all
     shares = target == each.target and each.source.is_even
     return each._replace(source=each.source if shares else target, target=target)
 
@@ -135,7 +136,7 @@ def _begun(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, e
     Devices of a process with one block share it.
     """
     source, stored, dtype = each.source, carrier(each.stored), numpy_dtype(each.made.dtype)
-    sharding = to_named_sharding(storage_layout(source.layout), mesh)
+    sharding = storage_sharding(source.layout, mesh)
     holders: dict[Any, list[int]] = {}
     for i, device in enumerate(mesh.devices.flat):
         if device in sharding.addressable_devices:

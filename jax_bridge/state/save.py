@@ -14,20 +14,20 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import order_of
 from jax_bridge.arrays.place import place
-from jax_bridge.keys import are_keys
-from jax_bridge.planning import xshard_mesh
+from jax_bridge.calls import are_keys
+from jax_bridge.mesh.context import xshard_mesh
 from jax_bridge.specs import from_partition_spec
 from jax_bridge.state.between import blocks_of
 from jax_bridge.state.processes import together
+from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, Sharding, XshardError
 from xshard.dtypes import carrier, name_of, recast
 from xshard.errors import DtypeError, MeshError, located
 from xshard.state import Names
 from xshard.state.files import Saving, Source, plan_save, save_blocks
-from xshard.trees import named_once, place_of
+from xshard.trees import Leaf, named_once, place_of
 
 
 def save(
@@ -66,7 +66,7 @@ def save(
         tree = place(tree, rules, mesh)
 
     def planned() -> str:
-        leaves = of_each("...", tree, is_layout, has_rule=is_array)
+        leaves = array_leaves("...", tree)
         arrays.update(_arrays(leaves))
         constants = {leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, bool | int | float | str)}
         sources = {}

@@ -16,17 +16,15 @@ from jax.core import Tracer
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
-from jax_bridge.arrays.border import where
-from jax_bridge.arrays.given import are_the_same, mesh_of
-from jax_bridge.arrays.leaves import Leaf, is_array, is_layout, of_each
 from jax_bridge.arrays.order import check_order, remember
 from jax_bridge.arrays.place import place
-from jax_bridge.arrays.program import check_even
-from jax_bridge.keys import are_keys, as_words
+from jax_bridge.arrays.stored import are_the_same, check_even, known_layout, mesh_of
+from jax_bridge.calls import are_keys, as_words
+from jax_bridge.mesh.context import jax_mesh, xshard_mesh
 from jax_bridge.mesh.machine import machine
-from jax_bridge.planning import jax_mesh, xshard_mesh
-from jax_bridge.specs import storage_layout, to_named_sharding
+from jax_bridge.specs import storage_sharding
 from jax_bridge.state.between import Held, all_devices, assembled, blocks_of, carried
+from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Profile, Rules, Sharding, XshardError
 from xshard.errors import MeshError, ShapeError, located
 from xshard.layout.layout import check_axes
@@ -35,7 +33,7 @@ from xshard.plans.expression import Sides, sides_or_one
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
-from xshard.trees import named_once, place_of
+from xshard.trees import Leaf, named_once, place_of
 
 
 def transfer(
@@ -73,7 +71,7 @@ def transfer(
     P(None, 'tp')
     """
     rules = Rules(rules) if isinstance(rules, Mapping) else rules
-    leaves = of_each(rules if names is None else "...", tree, is_layout, has_rule=is_array)
+    leaves = array_leaves(rules if names is None else "...", tree)
     given = [leaf for leaf in leaves if is_array(leaf.x)]
     if not given:
         return tree
@@ -95,8 +93,8 @@ def transfer(
     targets = {}
     for array in plan.arrays:
         with located(place_of(array.name)):
-            check_even((array.sharding,), str(array.sharding.layout))
-            targets[array.name] = to_named_sharding(storage_layout(array.sharding.layout), dst_mesh)
+            check_even(array.sharding, str(array.sharding.layout))
+            targets[array.name] = storage_sharding(array.sharding.layout, dst_mesh)
     if dry_run:
         return plan
     first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
@@ -151,16 +149,16 @@ def _is_placed(x: Any) -> bool:
 def _entry(leaf: Leaf, alone: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) -> _Entry:
     """Check one array. alone: the rule is about it, and no other array is made of it."""
     with located(leaf.place):
-        said = sides_or_one(leaf.said if alone else "...")
+        said = sides_or_one(leaf.given if alone else "...")
         here, there = xshard_mesh(src_mesh), xshard_mesh(dst_mesh)
         x = leaf.x if _is_placed(leaf.x) else place(leaf.x, "...", src_mesh)
         check_axes(said.dst, there, said.text)
         with mark_errors(said.text):
-            src = where(x, x.sharding, Sharding(said.dst.resolved(len(x.shape)), there, x.shape))
+            src = known_layout(x, x.sharding, Sharding(said.dst.resolved(len(x.shape)), there, x.shape))
         if ARROW in said.text:
             src = said.src.resolved(len(x.shape))
             check_axes(src, here, said.text)
-            if not are_the_same(x.sharding, to_named_sharding(storage_layout(src), src_mesh), len(x.shape)):
+            if not are_the_same(x.sharding, storage_sharding(src, src_mesh), len(x.shape)):
                 why = f"the array is not cut as '{src}' says"
                 raise ShapeError(why, text=said.text, hint=f"it has {x.sharding}")
             check_order(x, Sharding(src, here, x.shape), said.text)

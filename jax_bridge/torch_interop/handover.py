@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jax_bridge.mesh.machine import machine as jax_machine
-from jax_bridge.specs import storage_layout, to_named_sharding
+from jax_bridge.specs import storage_sharding
 from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import Ends
 from jax_bridge.torch_interop.route import SIDES, Machines, Profiles, Route, find_route, torch_refuses
@@ -87,7 +87,7 @@ def named(layout: Layout, ends: Ends, shape: tuple[int, ...]) -> NamedSharding:
                 f"a jax.Array has no uneven blocks: {shape} does not divide on JAX's {ends.jax_axes!r}",
                 hint=f"hand it over under a layout that divides, as in '{layout} -> {whole}'",
             )
-        return to_named_sharding(storage_layout(sharding.layout), ends.jax_mesh)
+        return storage_sharding(sharding.layout, ends.jax_mesh)
 
 
 @functools.lru_cache(maxsize=65536)

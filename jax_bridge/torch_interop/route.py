@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import torch.distributed as dist
 from torch import Tensor
 
-from jax_bridge.arrays.program import check_even, make_program
+from jax_bridge.arrays.program import make_program
+from jax_bridge.arrays.stored import ArrayMesh, check_even
 from jax_bridge.specs import storage_layout, to_partition_spec
 from jax_bridge.state.between import Blocks, Held, alone, carried, on_mesh, plan_mesh
 from jax_bridge.torch_interop.devices import Ends
@@ -103,12 +104,14 @@ def torch_refuses(ends: Ends) -> str | None:
 def _jax_refuses(found: Plan, ends: Ends) -> str | None:
     try:
         if found.transfer:
-            check_even((found.source, found.target), f"{found.src} -> {found.dst}")
             for end in (found.source, found.target):
+                check_even(end, f"{found.src} -> {found.dst}")
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
         else:
             mesh = plan_mesh(found, ends.devices)
-            make_program((found,), mesh, (found.shape,), (jnp.dtype(found.dtype),), False, "h100")
+            make_program(
+                (found,), ArrayMesh(mesh, mesh), (found.shape,), (jnp.dtype(found.dtype),), False, "h100"
+            )
     except XshardError as error:
         return error.reason
     return None

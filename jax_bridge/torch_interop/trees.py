@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jax_bridge.arrays.leaves import of_each
+from jax_bridge.trees import leaves_of
 from xshard import Layout, Rules, XshardError
 from xshard.errors import located
 from xshard.plans.expression import Expression
@@ -33,9 +33,9 @@ def prepared(
     Raises as `Rules.match` does, and any error of `prepare` with the leaf's name.
     """
     work = []
-    for leaf in of_each(Rules(rules), tree, lambda _: False, is_leaf=is_leaf):
+    for leaf in leaves_of(Rules(rules), tree, lambda _: False, is_leaf=is_leaf):
         with located(leaf.place):
-            work.append(prepare(leaf.x, leaf.said))
+            work.append(prepare(leaf.x, leaf.given))
     return work, jax.tree.structure(tree, is_leaf=is_leaf)
 
 

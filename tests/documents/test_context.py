@@ -133,7 +133,7 @@ def test_in_jax(case: int) -> None:
     mixer, sizes, cut = CASES[case]
     arrays, weight = inputs(mixer, sizes)
     mesh = jax.make_mesh((4,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:4])
-    order = np.asarray(xj.positions(cut, (LENGTH,), 0, mesh))
+    order = np.asarray(xj.positions(cut, mesh, shape=(LENGTH,), dim=0))
 
     def stored(array: np.ndarray) -> np.ndarray:
         return array if array.ndim == 2 else array[:, order]

@@ -42,7 +42,7 @@ def test_the_gradient_is_that_of_a_single_device(name, mode) -> None:
     leaves = [jnp.asarray(block, np.float32) for block in case.leaves(case.blocks())]
     expected = jax.grad(lambda leaves: case.total(leaves, jnp.concatenate))(leaves)
     for move in (
-        partial(xj.redistribute, expression=case.expression),
+        partial(xj.redistribute, layouts=case.expression),
         partial(getattr(xj.ops, case.op), axis="a", **case.options),
     ):
 

@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.planning import plan_here
+from jax_bridge.calls import BlockCall, sides_of
 from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.helpers import in_jax
-from xshard.plans.expression import sides
 
 X = np.arange(1.0, 1 + 8 * 8, dtype=np.float32).reshape(8, 8)
 
@@ -114,8 +113,7 @@ def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None
     made = []
 
     def local(x):
-        expression = "n/a d -> n d"
-        made.append(plan_here(x, expression, sides(expression), None, None, nodes))
+        made.append(BlockCall(sides_of("n/a d -> n d"), None, profile=nodes).plan(x))
         return x
 
     jax.eval_shape(mapped(local, (P("a"), P("a"))), X)

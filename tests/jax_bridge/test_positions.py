@@ -41,7 +41,7 @@ def padded(text: str, mesh: xs.Mesh) -> list[list[int]]:
 @in_jax
 def test_positions_of_this_devices_block(layout, check_vma) -> None:
     inside = jax.shard_map(
-        lambda: xj.positions(layout, (12,), "s")[None],
+        lambda: xj.positions(layout, shape=(12,), dim="s")[None],
         mesh=jax_mesh(dp=2, cp=2),
         in_specs=(),
         out_specs=P(("dp", "cp")),
@@ -54,7 +54,7 @@ def test_positions_of_this_devices_block(layout, check_vma) -> None:
 @in_jax
 def test_positions_inside_pmap_and_vmap() -> None:
     def local(_):
-        return xj.positions("b s/zigzag(cp)", (2, 12), 1)
+        return xj.positions("b s/zigzag(cp)", shape=(2, 12), dim=1)
 
     expected, nothing = padded("s/zigzag(cp)", xs.Mesh(cp=4)), np.zeros(4)
     assert jax.pmap(local, "cp", devices=jax.devices()[:4])(nothing).tolist() == expected
@@ -66,7 +66,7 @@ def test_positions_inside_pmap_and_vmap() -> None:
 def test_positions_of_all_blocks_are_the_order_of_storage(layout) -> None:
     mesh = jax_mesh(dp=2, cp=2)
     axes = xs.Layout.parse(layout).axes
-    found = xj.positions(layout, (12,), "s", mesh)
+    found = xj.positions(layout, mesh, shape=(12,), dim="s")
     assert found.sharding.spec == P(axes or None)
     first_of_each = [group[0] for group in zip(*MESH.groups(axes), strict=True)] if axes else [0]
     assert found.tolist() == [row for device in first_of_each for row in padded(layout, MESH)[device]]
@@ -74,14 +74,16 @@ def test_positions_of_all_blocks_are_the_order_of_storage(layout) -> None:
         x = np.arange(12.0) ** 2
         stored = xj.reshard(jax.device_put(x, jax.NamedSharding(mesh, P())), f"s -> {layout}")
         assert np.array_equal(stored, x[found])
-    assert xj.positions(layout, (12,), "s", mesh.abstract_mesh).tolist() == found.tolist()
+    assert xj.positions(layout, mesh.abstract_mesh, shape=(12,), dim="s").tolist() == found.tolist()
 
 
 @in_jax
 def test_live_activations_from_contiguous_to_zigzag_and_back() -> None:
     mesh, x = jax_mesh(cp=4), np.arange(96.0, dtype=np.float32).reshape(2, 16, 3)
     for there, back in (("cp", "zigzag(cp)"), ("zigzag(cp)", "cyclic(cp,2)"), ("zigzag(cp,8,8)", "cp")):
-        before, after = (np.asarray(xj.positions(f"s/{cut}", (16,), 0, mesh)) for cut in (there, back))
+        before, after = (
+            np.asarray(xj.positions(f"s/{cut}", mesh, shape=(16,), dim=0)) for cut in (there, back)
+        )
         expression = f"b s/{there} c -> b s/{back} c"
         moved = jax.shard_map(
             lambda x, e=expression: xj.redistribute(x, e, shape=(2, 16, 3)),
@@ -98,11 +100,13 @@ def test_live_activations_from_contiguous_to_zigzag_and_back() -> None:
 @in_jax
 def test_what_is_refused() -> None:
     with pytest.raises(xs.errors.MeshError, match="no axis of the layout is manual here") as caught:
-        xj.positions("b s/cp", (2, 12), "s")
-    assert "positions(layout, shape, dim, mesh)" in str(caught.value)
+        xj.positions("b s/cp", shape=(2, 12), dim="s")
+    assert "positions(layout, mesh, shape=shape, dim=dim)" in str(caught.value)
     with pytest.raises(xs.errors.ShapeError, match="no dim 'c'"):
-        xj.positions("b s/cp", (2, 12), "c", jax_mesh(cp=4))
+        xj.positions("b s/cp", jax_mesh(cp=4), shape=(2, 12), dim="c")
     with pytest.raises(xs.errors.NotationError, match="unknown mesh axis 'tp'"):
-        xj.positions("b s/tp", (2, 12), "s", jax_mesh(cp=4))
+        xj.positions("b s/tp", jax_mesh(cp=4), shape=(2, 12), dim="s")
     with pytest.raises(xs.errors.MeshError, match="'dp' is not manual here"):
-        jax.vmap(lambda _: xj.positions("b/dp s/cp", (2, 12), "s", MESH), axis_name="cp")(np.zeros(2))
+        jax.vmap(lambda _: xj.positions("b/dp s/cp", MESH, shape=(2, 12), dim="s"), axis_name="cp")(
+            np.zeros(2)
+        )

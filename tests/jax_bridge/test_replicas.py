@@ -83,7 +83,7 @@ def test_with_types_there_is_nothing_to_tell() -> None:
 def test_which_devices_and_in_pmap() -> None:
     def odd_one(x):
         weight = (jax.lax.axis_index(BOTH) == 3).astype(np.float32)
-        checked = partial(xj.redistribute, expression="n d/tp | sum(dp) -> n d/tp", check_replicated=True)
+        checked = partial(xj.redistribute, layouts="n d/tp | sum(dp) -> n d/tp", check_replicated=True)
         return jax.grad(lambda x: (weight * checked(x)).sum())(x)
 
     assert "along 'dp'" in (text := raised(jax.jit(mapped(odd_one, check_vma=False)), X))
@@ -148,7 +148,7 @@ def test_padding_is_not_compared() -> None:
         garbage = 100.0 * jax.lax.axis_index("dp") * jnp.ones((1, 2))
         block = jnp.where(jax.lax.axis_index("tp") == 1, x.at[3].set(garbage[0]), x)
         move = partial(
-            xj.redistribute, expression="n/tp d | copy(dp) -> n/dp d/tp", shape=(7, 2), check_replicated=True
+            xj.redistribute, layouts="n/tp d | copy(dp) -> n/dp d/tp", shape=(7, 2), check_replicated=True
         )
         batch = jnp.stack([block, 2 * block], axis=1)
         return move(block) + jax.vmap(move, in_axes=1)(batch)[1]
@@ -167,7 +167,7 @@ def test_nothing_else_changes(expression, check_vma) -> None:
 
     def all_of(check):
         def local(x):
-            move = partial(xj.redistribute, expression=expression, check_replicated=check)
+            move = partial(xj.redistribute, layouts=expression, check_replicated=check)
 
             def loss(x):
                 return (move(x) ** 2).sum()

@@ -261,7 +261,7 @@ def test_errors() -> None:
         xj.reshard(X, "n/a d -> n d")
     with pytest.raises(xs.errors.MeshError, match="on which mesh the array is in 'n/a d -> n d'"):
         jax.jit(lambda x: xj.reshard(x, "n/a d -> n d"))(X)  # and JAX knows no sharding either
-    with pytest.raises(xs.errors.MeshError, match="the mesh given has none"):
+    with pytest.raises(xs.errors.MeshError, match="the mesh passed lacks them"):
         xj.reshard(x, "n/a d/b -> n d", mesh().abstract_mesh)
     with pytest.raises(xs.errors.NotationError, match="unknown mesh axis 'c'"):
         xj.reshard(x, "n/c d -> n d")
@@ -275,16 +275,16 @@ def test_arguments_of_another_kind_or_in_another_place() -> None:
         (
             lambda: xj.reshard(x, move, xs.Mesh(a=2, b=4)),
             xs.errors.MeshError,
-            "has no devices\n.* jax.sharding.Mesh",
+            "lacks devices\n.* jax.sharding.Mesh",
         ),
         (lambda: xj.reshard(x, move, "a=2,b=4"), xs.errors.MeshError, "'a=2,b=4' is not a mesh"),
-        (lambda: xj.specs.to_named_sharding("n/a d", xs.Mesh(a=2)), xs.errors.MeshError, "has no devices"),
+        (lambda: xj.specs.to_named_sharding("n/a d", xs.Mesh(a=2)), xs.errors.MeshError, "lacks devices"),
         (
             lambda: xj.specs.to_named_sharding("n/q d", mesh()),
             xs.errors.NotationError,
             "unknown mesh axis 'q'",
         ),
-        (lambda: xj.positions("n/a d", (4, 2), 0, "a"), xs.errors.MeshError, "'a' is not a mesh"),
+        (lambda: xj.positions("n/a d", "a", shape=(4, 2), dim=0), xs.errors.MeshError, "'a' is not a mesh"),
         (
             lambda: xj.reshard(x, P("a"), mesh()),
             xs.errors.NotationError,
@@ -292,15 +292,20 @@ def test_arguments_of_another_kind_or_in_another_place() -> None:
         ),
         (lambda: xj.reshard(x, (P("a"), P())), xs.errors.NotationError, "in place of a layout"),
         (lambda: xj.reshard(x, x.sharding), xs.errors.NotationError, "a NamedSharding in place of a layout"),
-        (lambda: xj.reshard(move, x), xs.errors.NotationError, "an expression in place of the array"),
-        (lambda: xj.reshard(np.array(["a"]), "n -> n", mesh()), xs.errors.DtypeError, "no numbers of <U1"),
-        (lambda: xj.redistribute(move, x), xs.errors.NotationError, "an expression in place of the array"),
-        (lambda: xj.redistribute({"w": x}, move), xs.errors.DtypeError, "no numbers in a dict"),
+        (lambda: xj.reshard(move, x), xs.errors.NotationError, "the array comes first"),
+        (lambda: xj.reshard(np.array(["a"]), "n -> n", mesh()), xs.errors.DtypeError, "cannot hold <U1"),
+        (lambda: xj.redistribute(move, x), xs.errors.NotationError, "the array comes first"),
+        (lambda: xj.redistribute(move, move), xs.errors.NotationError, "an expression in place of the array"),
+        (lambda: xj.redistribute(object(), move), xs.errors.DtypeError, "cannot make an array of a object"),
         (lambda: xj.redistribute(x, P("a")), xs.errors.NotationError, "in place of a layout"),
         (lambda: xj.redistribute(x, move, (2, 4)), xs.errors.MeshError, r"\(2, 4\) is not a mesh"),
         (lambda: xj.redistribute(x, 3), xs.errors.NotationError, "3 is no expression"),
-        (lambda: xj.ops.valid_mask("n", 8), xs.errors.ShapeError, "the shape 8 is no sequence"),
-        (lambda: xj.positions("n/a d", 8, 0, mesh()), xs.errors.ShapeError, "the shape 8 is no sequence"),
+        (lambda: xj.ops.valid_mask("n", shape=8), xs.errors.ShapeError, "the shape 8 is no sequence"),
+        (
+            lambda: xj.positions("n/a d", mesh(), shape=8, dim=0),
+            xs.errors.ShapeError,
+            "the shape 8 is no sequence",
+        ),
         (
             lambda: xj.specs.from_partition_spec(x.sharding, 2),
             xs.errors.NotationError,

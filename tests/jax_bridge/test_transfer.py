@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
             {"w": "i/sizes(tp,1,7) o"},
             serve,
             xs.errors.ShapeError,
-            "leaf 'w': a jax.Array has no uneven blocks",
+            "leaf 'w': a jax.Array cannot have uneven blocks",
         ),
         ({"w": "i o | copy(tp)"}, serve, xs.errors.MeshError, "leaf 'w': .*a mesh of Explicit axes only"),
         ({"w": "i"}, serve, xs.errors.ShapeError, "leaf 'w': 'i' has 1 dims, the array has 2"),

@@ -331,5 +331,5 @@ def test_a_maximum_has_a_rule_for_reverse_mode() -> None:
 
 @in_jax
 def test_other_derivatives_are_refused() -> None:
-    with pytest.raises(xs.XshardError, match="there are: linear, custom_vjp"):
+    with pytest.raises(xs.XshardError, match="they are: linear, custom_vjp"):
         xj.redistribute(jnp.ones(2), "n -> n", ad="jvp")

@@ -38,7 +38,7 @@ def blocks_of(x, layout: str) -> np.ndarray:
 @in_jax
 def test_the_mask_is_the_blocks(layout) -> None:
     sharding = xs.Sharding(xs.Layout.parse(layout), AXES, SHAPE)
-    found = on_blocks(lambda x: xj.ops.valid_mask(layout, SHAPE)[None])(np.zeros(8))
+    found = on_blocks(lambda x: xj.ops.valid_mask(layout, shape=SHAPE)[None])(np.zeros(8))
     ones = [np.ones(sharding.local_shape(d), bool) for d in range(8)]
     assert np.array_equal(found, padded(ones, sharding))
 
@@ -52,7 +52,7 @@ def test_a_loss_of_uneven_blocks(check_vma) -> None:
     def local(x):
         def loss(x):
             y = xj.redistribute(x, "n/b d -> n d/b", shape=SHAPE)
-            mine = jnp.where(xj.ops.valid_mask("n d/b", SHAPE), y, 0)
+            mine = jnp.where(xj.ops.valid_mask("n d/b", shape=SHAPE), y, 0)
             return xj.redistribute((mine**2).sum(), "() | sum(b) -> ()")
 
         value, gradient = jax.value_and_grad(loss)(x[0])
@@ -77,7 +77,7 @@ def test_values_and_gradients_of_weighted_sums(src, dst) -> None:
     def local(x, w):
         def loss(x):
             y = xj.redistribute(x, f"{src} -> {dst}", shape=SHAPE)
-            return jnp.where(xj.ops.valid_mask(dst, SHAPE), y * w[0], 0).sum(), y
+            return jnp.where(xj.ops.valid_mask(dst, shape=SHAPE), y * w[0], 0).sum(), y
 
         gradient, y = jax.grad(loss, has_aux=True)(x[0])
         return y[None], gradient[None]
@@ -102,6 +102,6 @@ def test_errors_of_the_mask() -> None:
     ]:
         with pytest.raises(kind) as caught:
             jax.eval_shape(
-                on_blocks(lambda x, text=layout: xj.ops.valid_mask(text, SHAPE)[None]), np.zeros(8)
+                on_blocks(lambda x, text=layout: xj.ops.valid_mask(text, shape=SHAPE)[None]), np.zeros(8)
             )
         assert reason in str(caught.value)

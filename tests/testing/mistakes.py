@@ -55,7 +55,7 @@ class Jax:
         return lax.axis_index(axis)
 
     def positions(self, layout: str, shape: tuple[int, ...], dim: str) -> Any:
-        return xj.positions(layout, shape, dim)
+        return xj.positions(layout, shape=shape, dim=dim)
 
     def detached(self, x: Any) -> Any:
         return lax.stop_gradient(x)

@@ -206,7 +206,7 @@ def chunked_torch(x, mesh):
 
 
 def chunked_jax(x):
-    return x * jnp.cos(xj.positions("s/zigzag(cp) d", (16, 4), "s"))[:, None]
+    return x * jnp.cos(xj.positions("s/zigzag(cp) d", shape=(16, 4), dim="s"))[:, None]
 
 
 # Two layers with square weights.

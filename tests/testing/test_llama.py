@@ -39,6 +39,6 @@ def test_the_same_layouts_make_it_a_function_of_global_arrays() -> None:
     mesh = jax.make_mesh((2, 2), ("dp", "tp"))
     weights = xj.place(llama.WEIGHTS, llama.STORED, mesh)
     x = xj.place(llama.X, "b/dp s/tp d", mesh)
-    found = xj.shard_map(llama.block_jax, mesh, llama.LAYOUTS)(weights, x)
+    found = xj.shard_map(llama.block_jax, llama.LAYOUTS, mesh)(weights, x)
     expected = jax.jit(llama.block_whole)(llama.WEIGHTS, llama.X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)

@@ -1,0 +1,243 @@
+"""A global array at rest: its layout, its mesh, how JAX shards it, and what is known of an array that should
+be so.
+
+An array of JAX is the concatenation of the blocks in device order, so that a dim in zigzag or another order
+is in storage order (`order`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import Sharding as JaxSharding
+
+from jax_bridge.arrays.order import order_of, stored_rows
+from jax_bridge.mesh.context import axis_span, free_axes, jax_mesh, xshard_mesh
+from jax_bridge.specs import from_partition_spec, storage_layout, storage_sharding
+from jax_bridge.versions import unreduced_kind, with_sharding
+from xshard import Layout, Mesh, Sharding, XshardError
+from xshard.errors import MeshError, ShapeError
+from xshard.notation.parser import Dim, Shard, mark_errors
+
+
+class ArrayMesh(NamedTuple):
+    """The mesh of a call's arrays, and the same mesh with the types that its axes have in the context.
+
+    `jax.sharding.auto_axes` and `jax.shard_map` change the types.
+    """
+
+    own: JaxMesh | AbstractMesh
+    here: JaxMesh | AbstractMesh
+
+    @classmethod
+    def of(cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None) -> ArrayMesh:
+        """The mesh given, or else the mesh of the arrays, or of the context.
+
+        texts: for errors, one per array.
+        """
+        own = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty or own.abstract_mesh == context:
+            return cls(own, own)
+        if tuple(own.shape.items()) != tuple(context.shape.items()):
+            raise MeshError(
+                f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}",
+                text=next(iter(texts), None),
+                hint="leave the context, or let jax.reshard take the array to its mesh first",
+            )
+        return cls(own, context)
+
+    def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
+        """The axes that may shard arrays.
+
+        Raises MeshError if one of `axes` is manual, or differs from a plan's.
+        """
+        free = Mesh(free_axes(self.here))
+        for axis in axes:
+            if axis in self.here.shape and axis not in free.axes:
+                raise MeshError(
+                    f"mesh axis {axis!r} is manual here",
+                    text=text,
+                    span=axis_span(axis, text),
+                    hint="reshard moves an array along other axes, redistribute its blocks along this one",
+                )
+            if planned is not None and (axis not in free.axes or free.size(axis) != planned.size(axis)):
+                raise MeshError(f"the plan is for {planned!r}, the array is on {free!r}", text=text)
+        return free
+
+
+class StoredArray(NamedTuple):
+    """A global array at rest. array: its layout, the sizes of axes, its shape. sharding: JAX's, in storage
+    order.
+
+    text, path: the expression and the name of the array, for errors.
+    """
+
+    array: Sharding
+    mesh: ArrayMesh
+    sharding: NamedSharding
+    text: str
+    path: str = ""
+
+    @classmethod
+    def of(cls, array: Sharding, mesh: ArrayMesh, text: str, path: str = "") -> StoredArray:
+        """Raises ShapeError unless all devices have blocks of one size, and as `to_named_sharding` does."""
+        check_even(array, text)
+        with mark_errors(text):
+            return cls(array, mesh, storage_sharding(array.layout, mesh.here), text, path)
+
+    def check(self, x: jax.Array, donate: bool = False) -> None:
+        """Raise ShapeError for an array known to be sharded otherwise, XshardError to donate a tracer."""
+        if donate and isinstance(x, Tracer):
+            raise XshardError(
+                "a traced array cannot be donated",
+                text=self.text,
+                hint="donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)",
+            )
+        if (other := self.other_sharding(x)) is not None:
+            reason = f"the array is not sharded as '{self.array.layout}' says"
+            raise ShapeError(reason, text=self.text, hint=f"it has {other}")
+
+    def other_sharding(self, x: jax.Array) -> JaxSharding | None:
+        """The sharding of an array that is known to have another; None if it has, or may have, this one."""
+        if isinstance(x, Tracer):
+            known = jax.typeof(x).sharding
+            if known.mesh.empty or any(kind != AxisType.Explicit for kind in known.mesh.axis_types):
+                return None
+            source = NamedSharding(known.mesh, self.sharding.spec, memory_kind=known.memory_kind)
+        elif not x.committed:
+            return None
+        elif isinstance(self.mesh.own, AbstractMesh):
+            raise MeshError(
+                "the array is on devices, the mesh passed lacks them",
+                text=self.text,
+                hint="pass the jax.Mesh, or nothing",
+            )
+        else:
+            known, source = x.sharding, NamedSharding(self.mesh.own, self.sharding.spec)
+        return None if are_the_same(known, source, x.ndim) else known
+
+    def bring(self, x: jax.Array) -> jax.Array:
+        """The array with this sharding as its type.
+
+        An array on devices keeps its place, in the types of the axes here; one without devices yet is put on
+        a mesh with Explicit axes.
+        """
+        mesh, target = jax.typeof(x).sharding.mesh, self.sharding.mesh
+        if not mesh.empty if isinstance(x, Tracer) else x.committed:
+            if self.mesh.here is self.mesh.own or mesh.empty or mesh == target:
+                return x
+        elif AxisType.Explicit not in target.axis_types:
+            return x
+        spec = with_sharding(jax.typeof(x), self.sharding).sharding.spec  # of the Explicit axes alone
+        return jax.reshard(x, NamedSharding(target, spec))
+
+
+def is_on(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
+    """True for an array that is sharded over the mesh."""
+    own = _own_mesh(x)
+    return own is not None and _are_one(own, mesh)
+
+
+def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
+    """The layout that an array is known to have, by its rows' order or by `sharding`, with the names of
+    `default`.
+    """
+    known, names = order_of(x), default.layout.names
+    if known is not None:
+        return known.layout.named(names)
+    if isinstance(sharding, NamedSharding):
+        return from_partition_spec(sharding.spec, x.ndim, names)
+    return storage_layout(default.layout)
+
+
+def check_even(array: Sharding, text: str) -> None:
+    """Raise ShapeError unless all devices have blocks of one size."""
+    if not array.is_even:
+        raise ShapeError(
+            f"a jax.Array cannot have uneven blocks: {array.shape} does not divide under '{array.layout}'",
+            text=text,
+            hint="pad the array, or redistribute(..., shape=) inside shard_map, which pads blocks",
+        )
+
+
+def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
+    """The global array for blocks of a layout, without its tags and overlaps.
+
+    A dim with blocks of several sizes is sharded evenly, over as many of its axes as divide it.
+    Raises ShapeError for such a dim in another order than its own, and as `Sharding` does.
+    """
+    with mark_errors(text):
+        dims = zip(layout.resolved(len(shape)).dims, shape, strict=True)
+        return Sharding(Layout(tuple(_even_dim(dim, mesh, n, text) for dim, n in dims)), mesh, shape)
+
+
+def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
+    plain = replace(dim, overlap=None)
+    alone = Sharding(Layout((plain,)), mesh, (length,))
+    if alone.is_even:
+        return plain
+    if stored_rows(alone, 0) is not None:
+        raise ShapeError(
+            f"a jax.Array cannot have uneven blocks in the order of '{plain}', {length} long",
+            text=text,
+            hint=f"the move may change the order: '{dim.name} -> {plain}'",
+        )
+    axes = dim.axes
+    while length % math.prod(map(mesh.size, axes)):
+        axes = axes[:-1]
+    return Dim(dim.name, (Shard(axes),) if axes else ())
+
+
+def are_the_same(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
+    """True if every device has the same part of the array, under the same tags."""
+    # JAX's own comparison ignores which axes are unreduced or reduced.
+    return a == b or (_tags(a) == _tags(b) and a.is_equivalent_to(b, ndim))
+
+
+def _tags(sharding: JaxSharding) -> tuple[frozenset[str], frozenset[str], str]:
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+        return frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec)
+    return frozenset(), frozenset(), "sum"
+
+
+def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:
+    """The mesh of the arrays, or else of the context. texts: expressions for errors, one per array."""
+    common: JaxMesh | AbstractMesh | None = None
+    for x, text in zip(arrays, texts, strict=True):
+        mesh = _own_mesh(x)
+        if mesh is None:
+            continue
+        if common is not None and not _are_one(mesh, common):
+            raise MeshError(
+                f"the arrays are on several meshes: {common} and {mesh}",
+                text=text,
+                hint="one call moves the arrays of one mesh",
+            )
+        common = mesh if common is None or isinstance(common, AbstractMesh) else common
+    context = jax.sharding.get_abstract_mesh()
+    if common is None and context.empty:
+        raise MeshError(
+            "JAX does not say on which mesh the array is", text=texts[0] if texts else None, hint="pass mesh="
+        )
+    return context if common is None else common
+
+
+def _own_mesh(x: jax.Array) -> JaxMesh | AbstractMesh | None:
+    if not isinstance(x, Tracer):
+        return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    mesh = jax.typeof(x).sharding.mesh
+    return None if mesh.empty else mesh
+
+
+def _are_one(a: JaxMesh | AbstractMesh, b: JaxMesh | AbstractMesh) -> bool:
+    """True for equal meshes; of a traced array JAX knows the mesh without its devices."""
+    return a == b or (a.abstract_mesh == b.abstract_mesh and AbstractMesh in (type(a), type(b)))

@@ -1,0 +1,215 @@
+"""A call on one block as a value: from the arguments of `redistribute` to the plan, and to the block after
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_bridge.autodiff.function import MODES, apply
+from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_axes
+from jax_bridge.mesh.context import AnyMesh, axis_span, check_block_here, machine_here, planned_mesh_here
+from jax_bridge.replicas import apply_checked
+from jax_bridge.versions import manual_type, unreduced_kind
+from xshard import Layout, Plan, Profile, XshardError, planner
+from xshard.arguments import lengths_of
+from xshard.errors import DtypeError, NotationError, ShapeError, Span
+from xshard.layout.lengths import global_shape
+from xshard.notation.parser import Dim, mark_errors
+from xshard.plans.expression import Sides, sides
+from xshard.replicas import are_checked
+
+Derivatives = Literal["linear", "custom_vjp"]
+SPECS = (PartitionSpec, NamedSharding)  # JAX's own functions take these, and users pass them as layouts
+
+
+class BlockCall(NamedTuple):
+    """A redistribution of one block, without the block. The fields are the arguments of `redistribute`.
+
+    given: the plan that the user passed, if any.
+    """
+
+    sides: Sides
+    given: Plan | None
+    mesh: AnyMesh | None = None
+    shape: tuple[int, ...] | None = None
+    profile: str | Path | Profile = "auto"
+    check_replicated: bool | None = None
+    ad: Derivatives = "linear"
+
+    @classmethod
+    def of(
+        cls,
+        expression: Any,
+        mesh: AnyMesh | None,
+        shape: Sequence[int] | None,
+        ad: Derivatives,
+        **options: Any,
+    ) -> BlockCall:
+        """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
+        if ad not in MODES:
+            raise XshardError(f"unknown derivatives ad={ad!r}", hint=f"they are: {', '.join(MODES)}")
+        plan = expression if isinstance(expression, Plan) else None
+        lengths = None if shape is None else lengths_of(shape)
+        return cls(sides_of(expression), plan, mesh, lengths, ad=ad, **options)
+
+    def plan(self, x: jax.Array) -> Plan:
+        """The plan for a block: a new one, or the given one after a check."""
+        src, dst, text = self.sides
+        with mark_errors(text):
+            if self.given is not None:
+                here = planned_mesh_here(self.mesh, self.given.mesh, self.given.axes, text)
+                plan = replace(self.given, mesh=here, devices=())
+                check_plan(plan, "the block", self.shape, x.dtype.name)
+            else:
+                here, machine = machine_here(self.mesh, (src, dst), text, self.profile)
+                shape = global_shape(src, here, x.shape, text) if self.shape is None else self.shape
+                plan = planner.plan(self.sides, here, shape, x.dtype.name, profile=machine)
+        check_block_here(x.shape, plan.source, text, inferred=self.shape is None)
+        return plan
+
+    def run(self, x: Any, mesh_axes: Sequence[str] | None = None) -> jax.Array:
+        """The block under the left layout -> the block under the right one.
+
+        mesh_axes: for a block at the border of a `shard_map`, all axes of the mesh: the block must be
+        invariant along those that the left side does not name, and equal sides leave it as it is. Default:
+        the plan's.
+        """
+        text = self.sides.text
+        x = as_array(x, text)
+        if are_keys(x) and self.given is None:
+            words, wider, keys_of = as_words(x, self.sides)
+            shape = None if self.shape is None else (*self.shape, words.shape[-1])
+            return keys_of(self._replace(sides=wider, shape=shape).run(words, mesh_axes))
+        plan = self.plan(x)
+        if mesh_axes is not None and self.sides.src == self.sides.dst:
+            return with_entry_type(x, plan, text, mesh_axes)
+        return execute(plan, with_entry_type(x, plan, text, mesh_axes), text, self.check_replicated, self.ad)
+
+
+def execute(
+    plan: Plan, x: jax.Array, text: str, check_replicated: bool | None = None, ad: Derivatives = "linear"
+) -> jax.Array:
+    """A block of the type that `with_entry_type` gives it, under `plan.src` -> the block under `plan.dst`."""
+    return apply_checked(plan, x, text, ad) if are_checked(check_replicated) else apply(plan, x, ad)
+
+
+def sides_of(expression: Any) -> Sides:
+    """The sides of an expression. Raises as `sides` does, and NotationError for a spec of JAX."""
+    if isinstance(expression, jax.Array | np.ndarray):
+        raise NotationError("an array in place of the layouts", hint="the array comes first")
+    layouts = expression if isinstance(expression, tuple) else (expression,)
+    specs = [layout for layout in layouts if isinstance(layout, SPECS)]
+    if specs:
+        raise NotationError(
+            f"a {type(specs[0]).__name__} in place of a layout",
+            hint="write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout",
+        )
+    return sides(expression)
+
+
+def as_array(x: Any, text: str) -> jax.Array:
+    """A block or array, maybe of numpy, as an array of JAX.
+
+    Raises NotationError for an expression, DtypeError if JAX would narrow the dtype or cannot hold the value.
+    """
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, str | Layout | Plan):
+        raise NotationError("an expression in place of the array", hint="the array comes first")
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        if isinstance(x, np.ndarray):
+            check_dtype(x.dtype, text)
+        hint = "pass an array"
+        raise DtypeError(f"JAX cannot make an array of a {type(x).__name__}", text=text, hint=hint) from None
+    if isinstance(x, np.ndarray | np.generic):
+        check_dtype(x.dtype, text)
+    return array
+
+
+def check_dtype(dtype: np.dtype, text: str) -> None:
+    """Raise DtypeError if JAX would narrow the dtype, or lacks such numbers."""
+    if dtype.kind in "OSUMm":
+        raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
+    if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+        raise DtypeError(
+            f"the block is {dtype.name}, which JAX would make {narrowed.name}",
+            text=text,
+            hint='jax.config.update("jax_enable_x64", True), or convert it',
+        )
+
+
+def check_plan(plan: Plan, what: str, shape: tuple[int, ...] | None, dtype: str) -> None:
+    """Raise for an array of another shape or dtype than a given plan is for. what: the array, in errors."""
+    if dtype != plan.dtype:
+        raise DtypeError(f"{what} is {dtype}, the plan is for {plan.dtype}")
+    if shape not in (None, plan.shape):
+        raise ShapeError(f"the plan is for a {plan.shape} array, not {shape}")
+
+
+def with_entry_type(
+    x: jax.Array, plan: Plan, text: str, axes: Sequence[str] | None = None, layout: Span | None = None
+) -> jax.Array:
+    """The block, declared as `apply` needs it: varying along the source's axes, invariant along others.
+
+    axes: the others; default: the plan's. layout: the part of the text that errors mark; default: all of it.
+    """
+    block_type = manual_type(x)
+    kind = unreduced_kind(block_type)
+    for axis in plan.axes if axes is None else axes:
+        if kind != "sum" and axis in block_type.unreduced and axis not in plan.src.tagged(kind):
+            raise NotationError(
+                f"the block is unreduced along {axis!r}: its {kind} is pending",
+                text=text,
+                span=axis_span(axis, text, layout),
+                hint=f"write it on the left: {kind}({axis})",
+            )
+        if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
+            continue
+        if axis_size(axis) > 1:
+            raise NotationError(
+                f"the block varies along {axis!r}, where the source holds one value",
+                text=text,
+                span=axis_span(axis, text, layout),
+                hint=f"if each device has its own copy, write copy({axis}) on the left",
+            )
+        x = lax.psum(x, axis)  # over one device: changes the type only
+    return as_varying(x, plan.src.axes)
+
+
+def are_keys(x: jax.Array) -> bool:
+    """True for an array of PRNG keys (`jax.random.key`)."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def as_words(keys: jax.Array, parsed: Sides) -> tuple[jax.Array, Sides, Callable[[jax.Array], jax.Array]]:
+    """PRNG keys -> their words, `[..., words]`, the expression with that dim, and the function back to keys.
+
+    Raises DtypeError for layouts under which keys would be added or filled in.
+    """
+    src, dst = (_with_words(layout.resolved(keys.ndim), parsed.text) for layout in parsed[:2])
+    keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
+    return jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of
+
+
+def _with_words(layout: Layout, text: str) -> Layout:
+    if any(dim.overlap for dim in layout.dims) or any(kind != "copy" for kind, _ in layout.tags):
+        raise DtypeError(
+            f"PRNG keys under '{layout}'",
+            text=text,
+            hint="keys are only moved: use copy alone, and no overlap",
+        )
+    name = next(f"words{i}" for i in range(len(layout.names) + 1) if f"words{i}" not in layout.names)
+    return replace(layout, dims=(*layout.dims, Dim(name)))

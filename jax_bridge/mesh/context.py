@@ -1,0 +1,167 @@
+"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, and layouts on it.
+
+A plan covers the axes that its expression names; blocks may differ along the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import Mesh as JaxMesh
+
+from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
+from jax_bridge.mesh.machine import machine
+from xshard import Layout, Mesh, Profile, Sharding, load_profile
+from xshard.arguments import lengths_of
+from xshard.errors import MeshError, Span
+from xshard.layout.layout import check_axes
+from xshard.layout.lengths import global_shape
+from xshard.notation.parser import mark_errors, text_spans
+from xshard.plans.expression import check_block
+
+AnyMesh = JaxMesh | AbstractMesh | Mesh
+
+
+def xshard_mesh(mesh: AnyMesh) -> Mesh:
+    """The names and sizes of a mesh's axes. Raises MeshError for anything but a mesh."""
+    return mesh if isinstance(mesh, Mesh) else Mesh(dict(jax_mesh(mesh).shape))
+
+
+def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
+    """A mesh of JAX, unchanged. Raises MeshError for anything else."""
+    if isinstance(mesh, JaxMesh | AbstractMesh):
+        return mesh
+    why = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
+    raise MeshError(f"{mesh!r} {why}", hint="pass a jax.sharding.Mesh, or nothing if JAX knows the mesh")
+
+
+def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
+    """Sizes of the axes that may shard arrays: inside a `shard_map` those that are not manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
+
+
+def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
+    """The layout of an array of global `shape` on the mesh here. Raises as `redistribute` does."""
+    text = str(layout)
+    with mark_errors(text):
+        lengths = lengths_of(shape)
+        resolved = Layout.parse(layout).resolved(len(lengths))
+        return Sharding(
+            resolved, _named_mesh(_context(mesh, (resolved,), text), resolved.axes, text), lengths
+        )
+
+
+def block_sharding_here(
+    x: jax.Array, layout: Layout | str, mesh: AnyMesh | None, shape: Sequence[int] | None
+) -> Sharding:
+    """The layout on the mesh here, for this block; without `shape`, assuming all blocks are equal."""
+    layout = Layout.parse(layout)
+    text = str(layout)
+    with mark_errors(text):
+        resolved = layout.resolved(x.ndim)
+        here = _named_mesh(_context(mesh, (resolved,), text), resolved.axes, text)
+        lengths = global_shape(layout, here, x.shape, text) if shape is None else shape
+    sharding = sharding_here(layout, lengths, here)
+    check_block_here(x.shape, sharding, text, inferred=shape is None)
+    return sharding
+
+
+def check_block_here(
+    local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, start: int = 0
+) -> None:
+    """Raise ShapeError, marking a dim, unless a block has its layout's shape.
+
+    start: of the layout in the text.
+    """
+    check_block(
+        "the block",
+        local_shape,
+        sharding.max_local_shape,
+        sharding.layout.names,
+        text,
+        f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}",
+        inferred=inferred,
+        start=start,
+    )
+
+
+def machine_here(
+    mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: str | Path | Profile
+) -> tuple[Mesh, Profile]:
+    """The part of the mesh with the axes that the layouts name, and the profile for it.
+
+    mesh: default: the mesh of the context.
+    """
+    context = _context(mesh, layouts, text)
+    here = _named_mesh(context, [axis for layout in layouts for axis in layout.axes], text)
+    # On a part of the mesh devices are renumbered; the links between them stay the same.
+    return here, load_profile(machine(profile, mesh)).along(here.axes, context)
+
+
+def planned_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str) -> Mesh:
+    """The part of a plan's mesh with the axes that the plan uses, after a check that they are manual here."""
+    if mesh is not None:
+        _named_mesh(xshard_mesh(mesh), axes, text)
+    return _named_mesh(planned, axes, text)
+
+
+def _context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> Mesh:
+    """The mesh passed, or else the mesh around the call. Raises NotationError for an axis that it lacks."""
+    if mesh is None:
+        named = [axis for layout in layouts for axis in layout.axes]
+        manual = bound_sizes(named)
+        context = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual})
+        if named and not context.axes:
+            raise _not_manual(named[0], manual, text)
+    else:
+        context = xshard_mesh(mesh)
+    for layout in layouts:
+        check_axes(layout, context, text)
+    return context
+
+
+def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
+    """The part of the mesh with the named axes, which must be manual here unless they have one device."""
+    manual = bound_sizes(named)
+    for axis in named:
+        if axis not in mesh.axes:
+            raise MeshError(f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text)
+        size = mesh.size(axis)
+        if axis not in manual and size > 1:
+            raise _not_manual(axis, manual, text)
+        if size != manual.get(axis, 1):
+            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {manual[axis]} here"
+            raise MeshError(reason, text=text, span=axis_span(axis, text))
+    here = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
+    long = [axis for axis in here.axes if here.size(axis) > 1]
+    for axis in long:
+        if len(long) > 1 and is_vmapped(axis):
+            raise MeshError(
+                f"axis {axis!r} is a batch of vmap, and the expression names {len(long)} axes",
+                text=text,
+                span=axis_span(axis, text),
+                hint="JAX lacks collectives over several axes under vmap; jax.shard_map has them",
+            )
+    return here
+
+
+def _not_manual(axis: str, manual: Mapping[str, int], text: str) -> MeshError:
+    return MeshError(
+        f"mesh axis {axis!r} is not manual here",
+        text=text,
+        span=axis_span(axis, text),
+        hint=f"manual are: {Mesh(manual).describe()}; redistribute works inside jax.shard_map or jax.pmap "
+        "over the axis, reshard works outside",
+    )
+
+
+def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
+    """The first mention of an axis in the text, or in a layout of the text; else the whole layout."""
+    start, stop = layout or (0, len(text))
+    spans = (span for name, span in text_spans(text).axes if name == axis and start <= span[0] < stop)
+    return next(spans, layout)
