@@ -194,7 +194,7 @@ def test_a_process_that_dies_is_replaced() -> None:
         os._exit(3)
 
     message = raised_by(same, dies, FunctionError)
-    assert message.startswith("jax_bridge.testing.equivalence.answer ended its process with status 3\n")
+    assert message.startswith("jax_bridge.testing.worker.answers ended its process with status 3\n")
     assert message.endswith("my last words")
     assert_equivalent(same, same, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
