@@ -100,7 +100,7 @@ def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch
 def test_a_number_of_devices_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XSHARD_HOST_DEVICES", "many")
     with pytest.raises(
-        xs.errors.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment is no number"
+        xs.errors.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment: a number of devices"
     ):
         assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
