@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+from types import ModuleType
 
 import pytest
 
@@ -33,13 +34,17 @@ def test_both_frameworks_have_the_functions() -> None:
         "convert_to_domain_parallel", "get_domain_parallel_manager", "initialize_domain_parallel",
         "sync_domain_gradients",
     }  # fmt: skip
-    systems = [getattr(torch_bridge.compat, system) for system in SYSTEMS]
-    ours = {
+    ours, theirs = map(functions, (torch_bridge.compat, jax_bridge.compat))
+    assert ours - theirs == torch_only
+    assert theirs - ours == {"halo_exchange", "trim"}
+
+
+def functions(compat: ModuleType) -> set[str]:
+    """The public functions of all systems."""
+    systems = [getattr(compat, system) for system in SYSTEMS]
+    return {
         name
         for system in systems
         for name, value in vars(system).items()
         if inspect.isfunction(value) and value.__module__ == system.__name__ and not name.startswith("_")
     }
-    theirs = set(jax_bridge.compat.__all__)
-    assert ours - theirs == torch_only
-    assert theirs - ours == {"halo_exchange", "trim"}
