@@ -1,4 +1,4 @@
-"""Functions of other systems under their own names, a module per system, with mesh axes for process groups."""
+"""Functions of other systems under their own names, a module per system; mesh axes replace groups."""
 
 from jax_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 
