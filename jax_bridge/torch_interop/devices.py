@@ -17,7 +17,7 @@ from jax.sharding import Mesh as JaxMesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from jax_bridge.mesh.context import xshard_mesh
-from jax_bridge.state.between import all_devices
+from jax_bridge.state.execute import all_devices
 from torch_bridge.mesh.process_mesh import mesh_of
 from xshard import Mesh
 from xshard.errors import MeshError

@@ -20,7 +20,7 @@ from torch import Tensor
 from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh, check_even
 from jax_bridge.specs import storage_layout, to_partition_spec
-from jax_bridge.state.between import Blocks, Held, alone, carried, on_mesh, plan_mesh
+from jax_bridge.state.execute import Blocks, LocalBlocks, as_array_plan, execute, plan_mesh, run_on_mesh
 from jax_bridge.torch_interop.devices import Ends
 from torch_bridge.between import redistribute_between
 from xshard import Layout, Plan, Profile, XshardError, plan
@@ -125,5 +125,5 @@ def by_torch(block: Tensor | None, made: Plan) -> Tensor | None:
 def by_jax(blocks: Blocks, made: Plan, devices: Mapping[int, jax.Device]) -> Blocks:
     """This process's blocks before the plan -> its blocks after it. devices: by the plan's numbers."""
     if made.transfer is None:
-        return on_mesh(blocks, made, [devices[number] for number in made.src_devices])
-    return carried({"": Held(blocks, made.dtype)}, [alone(made)], devices)[0]
+        return run_on_mesh(blocks, made, [devices[number] for number in made.src_devices])
+    return execute({"": LocalBlocks(blocks, made.dtype)}, [as_array_plan(made)], devices)[0]

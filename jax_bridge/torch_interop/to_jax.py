@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.order import remember
-from jax_bridge.state.between import Blocks, assembled
+from jax_bridge.state.execute import Blocks, assembled
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import Ends, TorchMesh, check_one_block, ends_of
 from jax_bridge.torch_interop.handover import Arrangement, Options

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_bridge.arrays.order import check_order
 from jax_bridge.arrays.stored import are_the_same
-from jax_bridge.state.between import blocks_of
+from jax_bridge.state.execute import blocks_of
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import TorchMesh, check_one_block, ends_of
 from jax_bridge.torch_interop.handover import Options

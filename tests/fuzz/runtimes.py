@@ -20,7 +20,11 @@ from tests.fuzz.trees import Carried
 from tests.two_meshes import run_tree
 from xshard.dtypes import carrier, numpy_dtype, recast
 from xshard.runtimes.backends import BACKENDS, host_devices
-from xshard.state import files, plan_transfer
+from xshard.state import plan_transfer
+from xshard.state.files import open_checkpoint, verify
+from xshard.state.files.loading import plan_load, read_block
+from xshard.state.files.saving import Source, plan_save
+from xshard.state.files.writing import begin, commit, write
 from xshard.steps.base import Block
 
 LIMIT_S = 600.0  # without progress
@@ -83,23 +87,23 @@ def _carried(trip: Carried) -> dict[str, Blocks]:
         return recast(trip.blocks[name][device].view(carrier(own)), own, dtype)
 
     sources = {
-        n: files.Source(xs.Sharding(x.layout, case.mesh, x.shape), x.dtype, range(case.mesh.n_devices))
+        n: Source(xs.Sharding(x.layout, case.mesh, x.shape), x.dtype, range(case.mesh.n_devices))
         for n, x in here.items()
     }
     names = {case.names_at: case.names}
-    saving = files.plan_save(sources, names.get("save"), shard_bytes=case.limit)
+    saving = plan_save(sources, names.get("save"), shard_bytes=case.limit)
     with TemporaryDirectory() as folder:
-        token, sums = files.begin(saving, Path(folder)), dict[str, list[Any]]()
+        token, sums = begin(saving, Path(folder)), dict[str, list[Any]]()
         for process in range(case.mesh.n_devices):
-            for name, some in files.write(saving, Path(folder), token, process, block_of).items():
+            for name, some in write(saving, Path(folder), token, process, block_of).items():
                 sums.setdefault(name, []).extend(some)
-        files.commit(saving, Path(folder), token, sums)
-        with files.open_checkpoint(folder) as checkpoint:
-            files.verify(checkpoint)
-            loads = files.plan_load(checkpoint, case.rules(1), case.there, names.get("load"))
+        commit(saving, Path(folder), token, sums)
+        with open_checkpoint(folder) as checkpoint:
+            verify(checkpoint)
+            loads = plan_load(checkpoint, case.rules(1), case.there, names.get("load"))
             before, found = checkpoint.bytes_read, dict[str, Blocks]()
             for name, load in loads.items():
-                read = [files.read_block(checkpoint, load, d) for d in range(case.there.n_devices)]
+                read = [read_block(checkpoint, load, d) for d in range(case.there.n_devices)]
                 before += sum(block.nbytes for block in read)
                 assert checkpoint.bytes_read == before, f"{name}: more is read than is needed"
                 kind, wanted = numpy_dtype(load.stored), numpy_dtype(there[name].dtype)

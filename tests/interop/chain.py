@@ -96,7 +96,7 @@ def from_files(folder: Path) -> None:
     fresh, _ = trained(mesh, seed=1, steps=1)
     before = dict(flat(fresh))
     assert not any(same(before[path], x) for path, x in flat(whole) if isinstance(x, Tensor))
-    found = xt.load(folder / "whole", {"**.step": "..."}, mesh, into=fresh)
+    found = xt.load(folder / "whole", {"**.step": "..."}, mesh, like=fresh)
     loaded = dict(flat(found))
     assert [path for path, x in flat(whole) if not same(loaded[path], x)] == []
     assert loaded.keys() == {path for path, _ in flat(whole)}

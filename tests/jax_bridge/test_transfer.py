@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.state import between
+from jax_bridge.state import execute
 from jax_bridge.testing.hlo import received_bytes
 from tests.jax_bridge.helpers import CALL, TIMEOUT_S, in_jax, needs_flax
 from xshard.runtimes.backends import BACKENDS
@@ -86,14 +86,14 @@ def test_a_tree_moves_to_fewer_devices_bit_by_bit_with_the_bytes_of_its_plan(fir
         "down.1": "i/dp o -> o/tp i",
         "order": "s/cyclic(tp) c",
     }
-    made = between._program
+    made = execute._program
 
     def counted(*key):
         run = made(*key)
         return lambda *x: programs.append(run.lower(*x).compile().as_text()) or run(*x)
 
     # This machine's plan gathers there, which is a program of its own; that of h100 sends all of it.
-    with mock.patch.object(between, "_program", counted):
+    with mock.patch.object(execute, "_program", counted):
         moved = xj.transfer(
             {**tree, "step": 7, "count": jnp.int32(3)}, {**rules, "count": "()"}, serve, profile="h100"
         )
@@ -156,7 +156,7 @@ def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
     for name, x in expected.items():
         assert held(moved[name]) == stored(x, str(plan_layout(plan, name)), serve), name
     back = Names(*to_fused.inverse.relations, rename("norm", "norm", dtype="float32"))
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
         returned = xj.transfer(moved, apart, train, names=back, progress=True)
     assert "transfer" in shown.getvalue()
     for name, x in weights.items():
@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
             {"w": "i o/dp -> i o"},
             serve,
             xs.errors.ShapeError,
-            "leaf 'w': the array is not cut as 'i o/dp' says",
+            "leaf 'w': the array is not sharded as 'i o/dp'",
         ),
         (
             {"w": "i/dp o -> i o"},

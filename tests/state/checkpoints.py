@@ -10,17 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard import Layout, Mesh, Sharding
-from xshard.state.files import (
-    Checkpoint,
-    Source,
-    abort,
-    begin,
-    commit,
-    plan_load,
-    plan_save,
-    read_block,
-    write,
-)
+from xshard.state.files import Checkpoint
+from xshard.state.files.loading import plan_load, read_block
+from xshard.state.files.saving import Source, plan_save
+from xshard.state.files.writing import abort, begin, commit, write
 
 MESH = Mesh(p=2)
 

@@ -17,7 +17,8 @@ import pytest
 
 from tests.state.checkpoints import arrays, load, save
 from xshard import Mesh, XshardError
-from xshard.state.files import FileError, open_checkpoint, plan_load, verify, writing
+from xshard.state.files import FileError, open_checkpoint, verify, writing
+from xshard.state.files.loading import plan_load
 
 INDEX = "model.safetensors.index.json"
 F32 = np.arange(6, dtype=np.float32).tobytes()
@@ -55,10 +56,10 @@ FILES = {
     "truncated in the header": (packed(WHOLE)[:20], "in a file of 20"),
     "truncated in the data": (packed(WHOLE, F32[:-1]), "w: 24 bytes of shape (2, 3) at [0, 24] of 23"),
     "a header longer than all memory": (packed(WHOLE, F32, 2**63), "a header of 9223372036854775808 bytes"),
-    "no JSON": (packed(b'{"w": '), "no JSON"),
-    "no text": (packed(b"\xff\xfe"), "no JSON"),
-    "deep JSON": (packed(b"[" * 100_000), "no JSON"),
-    "a list": (packed([]), "no JSON object"),
+    "no JSON": (packed(b'{"w": '), "not JSON"),
+    "no text": (packed(b"\xff\xfe"), "not JSON"),
+    "deep JSON": (packed(b"[" * 100_000), "not JSON"),
+    "a list": (packed([]), "not a JSON object"),
     "an array twice": (packed(b'{"w": 1, "w": 2}'), "'w' twice"),
     "an array that is no object": (packed({"w": 3}), "w: an array has dtype, shape and data_offsets"),
     "no offsets": (packed({"w": {"dtype": "F32", "shape": [1]}}), "w: an array has"),
@@ -76,13 +77,13 @@ FILES = {
     "an overlap": (packed({"a": entry([4], 0, 16), "b": entry([4], 8, 24)}, F32), "of b, from 8, overlap"),
     "a gap": (packed({"a": entry([2], 0, 8), "b": entry([2], 16, 24)}, F32), "from 16, leave a gap"),
     "data behind the last array": (packed({"w": entry([5], 0, 20)}, F32), "20 bytes in a file with 24"),
-    "metadata that are no texts": (packed({"__metadata__": {"a": 1}, **WHOLE}, F32), "no object of texts"),
-    "our metadata, no JSON": (packed({"__metadata__": {"xshard": "{"}, **WHOLE}, F32), "no JSON"),
-    "our metadata, a list": (packed({"__metadata__": {"xshard": "[]"}, **WHOLE}, F32), "no JSON object"),
+    "metadata of numbers": (packed({"__metadata__": {"a": 1}, **WHOLE}, F32), "not an object of texts"),
+    "our metadata, no JSON": (packed({"__metadata__": {"xshard": "{"}, **WHOLE}, F32), "not JSON"),
+    "our metadata, a list": (packed({"__metadata__": {"xshard": "[]"}, **WHOLE}, F32), "not a JSON object"),
     "layouts in a list": (ours(layouts=["o i"]), "malformed metadata"),
     "a layout that is none": (ours(layouts={"w": "o//"}), "'o//'"),
     "a mesh that is none": (ours(mesh="tp=0"), "tp"),
-    "names that are none": (ours(names=[{"run": ["a", "b"]}]), "is no relation"),
+    "names that are none": (ours(names=[{"run": ["a", "b"]}]), "is not a relation"),
     "a checksum of more than there is": (ours(sums={"w": [[[[0, 9, 1], [0, 3, 1]], 0]]}), "a checksum of"),
     "a checksum of an array that is not there": (ours(sums={"v": [[[[0, 1, 1]], 0]]}), "malformed metadata"),
 }  # fmt: skip
@@ -105,7 +106,9 @@ def test_a_header_of_more_than_100_mb(tmp_path: Path) -> None:
     with (tmp_path / "x.safetensors").open("wb") as file:
         file.write((2**27).to_bytes(8, "little"))
         file.truncate(2**28)
-    with pytest.raises(FileError, match=r"x.safetensors is no whole safetensors file: a header of 134217728"):
+    with pytest.raises(
+        FileError, match=r"x.safetensors is not a whole safetensors file: a header of 134217728"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -121,13 +124,13 @@ def test_a_pickle_runs_nothing(name: str, tmp_path: Path) -> None:
 
 
 INDEXES = {
-    "the folder above": ({"w": "../x.safetensors"}, "'../x.safetensors' is no safetensors file of"),
+    "the folder above": ({"w": "../x.safetensors"}, "'../x.safetensors' is not a safetensors file of"),
     "an absolute path": ({"w": "/tmp/x.safetensors"}, "'/tmp/x.safetensors' is no"),
     "a folder below": ({"w": "a/x.safetensors"}, "'a/x.safetensors' is no"),
-    "a path of Windows": ({"w": "..\\x.safetensors"}, "is no safetensors file"),
-    "another kind of file": ({"w": "x.pt"}, "'x.pt' is no safetensors file"),
-    "a number": ({"w": 1}, "no weight_map of texts"),
-    "a list": (["x.safetensors"], "no weight_map of texts"),
+    "a path of Windows": ({"w": "..\\x.safetensors"}, "is not a safetensors file"),
+    "another kind of file": ({"w": "x.pt"}, "'x.pt' is not a safetensors file"),
+    "a number": ({"w": 1}, "weight_map must map texts"),
+    "a list": (["x.safetensors"], "weight_map must map texts"),
     "a file that is not there": ({"w": "y.safetensors"}, "y.safetensors: No such file"),
     "an array that is not there": ({"w": "x.safetensors", "v": "x.safetensors"}, "v is in None"),
     "not all arrays": ({"w": "x.safetensors"}, "u is in x.safetensors, and the index says None"),
@@ -175,7 +178,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"no safetensors files"):
         open_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "x.safetensors")
-    with pytest.raises(FileError, match=r"x.safetensors is no file"):
+    with pytest.raises(FileError, match=r"x.safetensors is not a file"):
         open_checkpoint(tmp_path)
 
 

@@ -114,11 +114,11 @@ def test_a_cast_is_part_of_the_mapping_and_has_no_inverse() -> None:
         (Names(concat(["*.q", "*.k"], "*.qk")), {"l.q": (2,)}, "there is no l.k"),
         (Names(concat(["q", "q"], "qq")), {"q": (2,)}, "there is no q any more"),
         (Names(stack("e.*", "e")), {"e.0": (2,), "e.2": (2,)}, "there is no e.1"),
-        (Names(concat(["q", "k"], "qk")), {"q": (2, 3), "k": (2, 4)}, "do not lie side by side along dim 0"),
+        (Names(concat(["q", "k"], "qk")), {"q": (2, 3), "k": (2, 4)}, "cannot be joined along dim 0"),
         (
             Names(concat(["q", "k"], "qk", rows=(2, 1))),
             {"q": (4,), "k": (3,)},
-            "is no whole number of groups",
+            "is not a whole number of groups",
         ),
         (Names(rename("w", "v", "o i -> i o")), {"w": (4,)}, "an order of 2 dims"),
     ],
@@ -138,7 +138,7 @@ def test_dtypes_that_would_be_mixed_are_an_error() -> None:
     [
         (lambda: rename("a.*", "b"), "stars"),
         (lambda: rename("{a,b}", "{x,y,z}"), "stands for 2 names, '{x,y,z}' for 3"),
-        (lambda: rename("a", "b", "o/tp i -> i o"), "cuts dims"),
+        (lambda: rename("a", "b", "o/tp i -> i o"), "has mesh axes"),
         (lambda: concat(["a", "b"], "c", rows=(1,)), "rows .1. for 2 arrays"),
         (lambda: stack("a.*", "b.*"), "stars"),
     ],

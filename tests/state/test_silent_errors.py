@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from xshard import Layout, Mesh, Sharding, XshardError, load_profile, reference
 from xshard.errors import ShapeError
 from xshard.state import Names, concat, rename, split, stack
-from xshard.state.differences import differences
-from xshard.state.files import Source, begin, commit, open_checkpoint, plan_load, plan_save, read_block, write
-from xshard.state.files.loading import load_of, stored_as
+from xshard.state.differences import diff_checkpoints
+from xshard.state.files import open_checkpoint
+from xshard.state.files.loading import load_of, plan_load, read_block, stored_as
+from xshard.state.files.saving import Source, plan_save
+from xshard.state.files.writing import begin, commit, write
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 ROWS = HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD
@@ -79,7 +81,7 @@ def test_a_fused_weight_that_is_never_updated(tmp_path: Path) -> None:
     only_two = Names(concat(QKV[:2], "attn.qkv"), rename("**", "**"))
     with open_checkpoint(tmp_path) as checkpoint:
         made = stored_as(checkpoint, only_two)["attn.qkv"]
-        message = "shape (48, 16) in the checkpoint, (64, 16) here\n  names= may say why"
+        message = "shape (48, 16) in the checkpoint, (64, 16) here\n  names= maps arrays"
         refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
     found = loaded(tmp_path, {"attn.qkv": "o i", "**": "..."}, Mesh(tp=1), FUSED)
     np.testing.assert_array_equal(found["attn.qkv"][0], np.concatenate([model()[name] for name in QKV]))
@@ -100,7 +102,7 @@ def test_gate_and_up_swapped(tmp_path: Path) -> None:
         for name, x in model().items():
             np.testing.assert_array_equal(found[name][0], x, err_msg=f"{kind}: {name}")
     both = open_checkpoint(tmp_path / "right"), open_checkpoint(tmp_path / "swapped")
-    assert [*differences(*both)] == [("mlp.gate_up", "the halves of dim 0 are swapped, as gate and up")]
+    assert [*diff_checkpoints(*both)] == [("mlp.gate_up", "the halves of dim 0 are swapped, as gate and up")]
 
 
 def test_experts_that_are_never_synced(tmp_path: Path) -> None:
@@ -145,15 +147,15 @@ def test_a_file_of_one_rank_is_not_the_whole(tmp_path: Path) -> None:
     here = Sharding(Layout.parse("o/tp i"), Mesh(tp=2), (24, 16))
     with open_checkpoint(tmp_path) as checkpoint:
         made = stored_as(checkpoint, None)["w"]
-        message = "shape (12, 16) in the checkpoint, (24, 16) here\n  names= may say why"
+        message = "shape (12, 16) in the checkpoint, (24, 16) here\n  names= maps arrays"
         refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
 
 
 def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
     """Offsets are counted from shapes; what does not add up is refused (Megatron-LM#142 of ISEEKYAN)."""
     q, k, v = ROWS
-    parts, wrong = {name: SHAPES[name] for name in QKV}, "dim 0 of 64 rows is no whole number of groups of"
-    hint = "  rows= says how many rows of each part come in turn"
+    parts, wrong = {name: SHAPES[name] for name in QKV}, "dim 0 of 64 rows is not a whole number of groups of"
+    hint = "  rows= has the rows of each part that come in turn"
     message = f"attn.q, attn.k, attn.v -> qkv: {wrong} [32, 16, 15] rows\n{hint}"
     refused(ShapeError, message, Names(concat(QKV, "qkv", rows=(q, k, v - 1))).resolve, parts)
     message = f"qkv -> attn.q, attn.k, attn.v: {wrong} [32, 16, 24] rows\n{hint}"
@@ -163,12 +165,12 @@ def test_a_segment_at_a_wrong_offset(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as checkpoint:
         made = stored_as(checkpoint, exchanged)["attn.q"]
         here = Sharding(Layout.parse("o i"), Mesh(tp=1), SHAPES["attn.q"])
-        message = "shape (16, 16) in the checkpoint, (32, 16) here\n  names= may say why"
+        message = "shape (16, 16) in the checkpoint, (32, 16) here\n  names= maps arrays"
         refused(ShapeError, message, load_of, checkpoint, made, here, load_profile("h100"))
     fused = FUSED.resolve(SHAPES)["attn.qkv"]
     times = np.zeros(fused.shape, int)
     for piece in fused.pieces:
-        times[piece.dst.at] += 1
+        times[piece.dst.index] += 1
     assert (times == 1).all()
 
 

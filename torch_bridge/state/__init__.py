@@ -1,1 +1,1 @@
-"""Trees of tensors on other meshes, in one program or in two, and in files."""
+"""Trees of tensors on other meshes and in files."""

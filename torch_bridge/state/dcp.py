@@ -1,7 +1,7 @@
 """Checkpoints of `torch.distributed.checkpoint`: which bytes of its files are which rows of an array.
 
-Decides what is trusted: metadata may be made of DCP's own records, and of nothing else. Where the numbers of
-a tensor begin torch itself says; those of the rows asked for are read, and no other.
+Metadata may contain DCP's own records and nothing else. torch finds where the numbers of a tensor begin; only
+rows that are needed are read.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _RECORDS = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     filesystem.__name__: {"_StorageInfo"},
-    "torch": {"Size", *(name for name, found in vars(torch).items() if isinstance(found, torch.dtype))},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
 }
 
 
 def open_dcp(path: str | Path) -> Checkpoint:
-    """A folder that `torch.distributed.checkpoint.save` wrote -> its tensors, none of which is read yet.
+    """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet.
 
-    Values that are no tensors are read when they are asked for, as `torch.load(weights_only=True)` does.
-    Raises FileError for metadata that has anything but records of DCP in it, and for tensors whose parts
-    lie outside of the folder or of their files, overlap, or leave a gap.
+    Other values are read when they are used, as `torch.load(weights_only=True)` does.
+    Raises FileError for metadata with anything but records of DCP, and for tensors with parts outside of
+    the folder or of their files, or parts that overlap or leave a gap.
     """
     folder = Path(path)
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
-            found = _Records(file).load()
-        items = {_key(index): _item(folder, info) for index, info in found.storage_data.items()}
+            records = _Records(file).load()
+        items = {_key(index): _item(folder, info) for index, info in records.storage_data.items()}
         arrays: dict[str, _Tensor] = {}
         constants: dict[str, _Item] = {}
-        for name, each in found.state_dict_metadata.items():
-            if isinstance(each, metadata.BytesStorageMetadata):
+        for name, record in records.state_dict_metadata.items():
+            if isinstance(record, metadata.BytesStorageMetadata):
                 constants[name] = items[name, None]
             else:
-                arrays[name] = _tensor(name, each, items)
+                arrays[name] = _tensor(name, record, items)
     places = {
         name: ", ".join(sorted({part.item.file.name for part in x.parts})) for name, x in arrays.items()
     }
@@ -67,13 +67,13 @@ def open_dcp(path: str | Path) -> Checkpoint:
 
 
 class _Records(pickle.Unpickler):
-    """Makes records of DCP, shapes, dtypes and paths; nothing else is even looked up."""
+    """An unpickler of DCP's records, shapes, dtypes and paths that looks up nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return PurePosixPath
         if name not in _RECORDS.get(module, ()):
-            raise FileError(f"it asks for {module}.{name}, which is no record of DCP")
+            raise FileError(f"it names {module}.{name}, which is not a record of DCP")
         return super().find_class(module, name)
 
 
@@ -86,14 +86,14 @@ class _Item:
     length: int
 
     def load(self, device: str) -> Any:
-        """What it is; on the device "meta" no numbers are read."""
+        """The tensor or value; on the device "meta" no numbers are read."""
         with self.file.open("rb") as file:
             view: Any = _create_file_view(file, self.offset, self.length)
             return torch.load(view, map_location=device, weights_only=True)
 
 
 class _Constants(UserDict[str, Any]):
-    """What the items are that are no tensors."""
+    """The values that are not tensors."""
 
     def __getitem__(self, name: str) -> Any:
         item: _Item = self.data[name]
@@ -103,7 +103,7 @@ class _Constants(UserDict[str, Any]):
 
 @dataclass(frozen=True)
 class _Part:
-    """A box of a tensor, and the item that has it."""
+    """A box of a tensor, in an item."""
 
     box: Box
     item: _Item
@@ -111,15 +111,15 @@ class _Part:
 
     @cached_property
     def numbers(self) -> Mapped:
-        """All its elements, on the disk until they are read."""
+        """All elements, mapped from the disk."""
         shape, item = tuple(rows.stop - rows.start for rows in self.box), self.item
         with _malformed(item.file):
             tensor = item.load("meta")
-            found = tuple(tensor.shape), name_of(tensor.dtype)
-            if found != (shape, self.dtype):
-                raise FileError(f"{found} at byte {item.offset}, where the metadata has {shape, self.dtype}")
+            stored = tuple(tensor.shape), name_of(tensor.dtype)
+            if stored != (shape, self.dtype):
+                raise FileError(f"{stored} at byte {item.offset}, but {shape, self.dtype} in the metadata")
             if tensor.is_conj() or tensor.is_neg():
-                raise FileError(f"the tensor at byte {item.offset} is there as its conjugate or negative")
+                raise FileError(f"the tensor at byte {item.offset} is stored as its conjugate or negative")
             strides = tuple(step * tensor.itemsize for step in tensor.stride())
             start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
             last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -142,16 +142,16 @@ class _Tensor:
         wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
         for part in self.parts:
             both = [_common(rows, of) for rows, of in zip(wanted, part.box, strict=True)]
-            here, there = zip(*both, strict=True) if both else ((), ())
-            if all(rows.start < rows.stop for rows in here):
-                part.numbers.read(there, out[(*here, ...)])
+            in_out, in_part = zip(*both, strict=True) if both else ((), ())
+            if all(rows.start < rows.stop for rows in in_out):
+                part.numbers.read(in_part, out[(*in_out, ...)])
 
 
 def _common(wanted: range, part: slice) -> tuple[slice, slice]:
-    """The rows that are in both: where they are in what is wanted, and in the part."""
-    here = slice(*(bisect_left(wanted, end) for end in (part.start, part.stop)))
-    there = wanted[here]
-    return here, slice(there.start - part.start, there.stop - part.start, there.step)
+    """The rows in both, as a slice of `wanted` and as a slice of the part."""
+    in_wanted = slice(*(bisect_left(wanted, bound) for bound in (part.start, part.stop)))
+    rows = wanted[in_wanted]
+    return in_wanted, slice(rows.start - part.start, rows.stop - part.start, rows.step)
 
 
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -159,10 +159,10 @@ def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _item(folder: Path, info: Any) -> _Item:
-    """Where DCP has put something, if that is a part of a file in the folder."""
+    """An item of the metadata, as a part of a file in the folder."""
     file, end = folder / info.relative_path, info.offset + info.length
     if file.parent != folder or file.is_symlink():
-        raise FileError(f"'{info.relative_path}' is no file in the folder itself")
+        raise FileError(f"'{info.relative_path}' is not a file in the folder itself")
     if not 0 <= info.offset <= end <= file.stat().st_size:
         raise FileError(f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}")
     if getattr(info, "transform_descriptors", None):
@@ -171,14 +171,14 @@ def _item(folder: Path, info: Any) -> _Item:
     return _Item(file, info.offset, info.length)
 
 
-def _tensor(name: str, found: Any, items: Mapping[Any, _Item]) -> _Tensor:
-    """A tensor whose parts are all of it, each element once."""
-    dtype, shape = name_of(found.properties.dtype), tuple(found.size)
-    ends = np.array([(part.offsets, part.sizes) for part in found.chunks], np.int64)
-    starts, sizes = ends.reshape(len(found.chunks), 2, len(shape)).transpose(1, 0, 2)
+def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
+    """A tensor of the metadata; its parts have each element once."""
+    dtype, shape = name_of(record.properties.dtype), tuple(record.size)
+    chunks = np.array([(part.offsets, part.sizes) for part in record.chunks], np.int64)
+    starts, sizes = chunks.reshape(len(record.chunks), 2, len(shape)).transpose(1, 0, 2)
     stops = starts + sizes
     some = (sizes > 0).all(-1)
-    begin_before = (starts[some][:, None] < stops[some]).all(-1)  # that the other ends
+    begin_before = (starts[some][:, None] < stops[some]).all(-1)  # the end of the other
     inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
     if (
         not inside
@@ -186,8 +186,10 @@ def _tensor(name: str, found: Any, items: Mapping[Any, _Item]) -> _Tensor:
         or (begin_before & begin_before.T).sum() > some.sum()
     ):
         raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
-    boxes = [tuple(map(slice, *ends)) for ends in zip(starts.tolist(), stops.tolist(), strict=True)]
-    parts = [_Part(b, items[name, tuple(at)], dtype) for b, at in zip(boxes, starts.tolist(), strict=True)]
+    parts = [
+        _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+    ]
     for part, size in zip(parts, sizes.prod(-1).tolist(), strict=True):
         if size * itemsize(dtype) > part.item.length:
             raise FileError(f"{name}: {size} elements of {dtype} in {part.item.length} bytes")
@@ -196,7 +198,7 @@ def _tensor(name: str, found: Any, items: Mapping[Any, _Item]) -> _Tensor:
 
 @contextmanager
 def _malformed(file: Path) -> Iterator[None]:
-    """Whatever bytes make of a reader that trusts them is an error of the file."""
+    """Raise FileError for any error of a reader that trusts the bytes of a file."""
     try:
         yield
     except XshardError as error:

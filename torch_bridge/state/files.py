@@ -1,8 +1,4 @@
-"""`save` and `load`: trees of blocks on processes <-> files.
-
-Decides who writes and reads when, and that all processes fail together. What is where in files is decided in
-`xshard.state.files`.
-"""
+"""`save` and `load`: trees of local blocks <-> files; all processes succeed or fail together."""
 
 from __future__ import annotations
 
@@ -21,17 +17,21 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.state.leaves import WHOLE, Leaf, axes_of, leaves_of, processes_of, rank
-from torch_bridge.state.processes import together
+from torch_bridge.state.leaves import WHOLE, LocalArray, local_arrays
+from torch_bridge.state.processes import all_or_none, axes_of, processes_of, rank
 from xshard import Profile, Rules, XshardError, dtypes, load_profile
 from xshard.cost.machine import node_processes
 from xshard.errors import located
-from xshard.state import Names, files
-from xshard.state.files.loading import cast, in_both, load_of, stored_as
+from xshard.state import Names
+from xshard.state.files import Checkpoint, open_checkpoint
+from xshard.state.files import verify as compare_checksums
+from xshard.state.files.loading import Load, cast, in_both, load_of, plan_load, read_block, stored_as
+from xshard.state.files.saving import Saving, Source, plan_save
+from xshard.state.files.writing import save_blocks
 from xshard.trees import groups, leaf_name, place_of
 
-BUCKET_BYTES = 256 * 2**20  # how much of what is shared is held at a time
-Loads = dict[str, tuple[files.Load, Leaf]]
+BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
+Loads = dict[str, tuple[Load, LocalArray]]
 
 
 def save(
@@ -44,18 +44,18 @@ def save(
     shard_bytes: int | str | None = "5GiB",
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Blocks on processes -> safetensors files and their index in a folder that all processes can reach.
+    """Save local blocks as safetensors files and an index, in a folder that all processes can reach.
 
-    Every element is written once, by one of the processes that have it, all of them at once; until the end
-    the folder keeps the checkpoint that it had. All processes of the mesh call it.
+    Every element is written once, by one of the processes that have it; processes write at the same time. The
+    folder keeps the checkpoint that it had until the new one is complete. All processes of the mesh call it.
 
     tree: a model, a state dict, or any tree of tensors, numbers and texts; parallel models and DTensors bring
-    their layouts. rules: layouts of the other tensors, by name; None: they are whole, and equal everywhere.
-    mesh: of the processes; None: the world. names: what is stored, of what is here. shard_bytes: of a file.
-    shapes: global ones, by name, where blocks differ in size.
+    their layouts. rules: layouts of the other tensors by name; None: they are replicated.
+    mesh: the processes; None: the world. names: maps this program's names to stored names.
+    shard_bytes: the most bytes of a file. shapes: global shapes by name, if blocks differ in size.
 
     Raises, on all processes: before anything is written, XshardError for a name without a rule, PlanError for
-    sums and halos, DtypeError; FileError where the disk is full, with the old checkpoint as it was.
+    sums and halos, DtypeError; FileError if the disk is full, with the old checkpoint as it was.
 
     >>> import tempfile, torch, torch.distributed as dist, torch_bridge as xt
     >>> from xshard import Mesh
@@ -67,111 +67,114 @@ def save(
     [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     path, ranks = Path(path), processes_of(mesh)
-    leaves: dict[str, Leaf] = {}
-    found: list[files.Saving] = []
+    arrays: dict[str, LocalArray] = {}
+    saving: list[Saving] = []
 
     def planned() -> dict[str, Any]:
-        given, constants = leaves_of(tree, rules, mesh, shapes)
-        leaves.update(given)
+        local, constants = local_arrays(tree, rules, mesh, shapes)
+        arrays.update(local)
         sources = {}
-        for name, leaf in leaves.items():
+        for name, array in arrays.items():
             with located(place_of(name)):
-                if leaf.is_meta:
-                    raise XshardError("it is on the meta device", hint="without values there is no state")
-                sources[name] = files.Source(leaf.sharding, dtypes.name_of(leaf.dtype), leaf.ranks)
-        found.append(files.plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
+                if array.is_meta:
+                    raise XshardError("it is on the meta device", hint="save after the model has values")
+                sources[name] = Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
+        saving.append(plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
         facts = {name: source.sharding for name, source in sources.items()} | constants
-        said = {place_of(name): repr(fact) for name, fact in facts.items()}
-        return {"folder": str(path), "files": found[0].digest} | said
+        texts = {place_of(name): repr(fact) for name, fact in facts.items()}
+        return {"folder": str(path), "files": saving[0].digest} | texts
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
-        block = leaves[name].block
+        block = arrays[name].block
         assert block is not None
-        return _carried(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
+        return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
-    meet = partial(together, ranks, f"save to {path}")
-    meet(planned, agree=True)
-    files.save_blocks(found[0], path, block_of, meet, rank(), leads=rank() == ranks[0])
+    on_all_ranks = partial(all_or_none, ranks, f"save to {path}")
+    on_all_ranks(planned, agree=True)
+    save_blocks(saving[0], path, block_of, on_all_ranks, rank(), leads=rank() == ranks[0])
 
 
 def load(
-    path: str | Path | files.Checkpoint,
+    path: str | Path | Checkpoint,
     rules: Rules | Mapping[Any, Any] | None = None,
     mesh: MeshLike | None = None,
     *,
     names: Names | None = None,
-    into: Any = None,
+    like: Any = None,
     strict: bool = True,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     profile: str | Path | Profile = "auto",
     verify: bool = False,
 ) -> Any:
-    """Files -> this process's blocks, by name: each process reads the rows that it needs, and no others.
+    """Load files -> local blocks by name: each process reads the rows that it needs, and no others.
 
-    path: a safetensors file, a folder of them, or an opened checkpoint of any format. rules: layouts, by the
-    names that result; None: whole arrays. mesh: of the processes, all of which call it; None: the world.
-    names: what results, of what is stored.
-    into: a model or a tree whose tensors are filled in place, on their devices and in their dtypes, and which
-    is returned; parallel models and DTensors bring their layouts. What a parallel model has on the meta
-    device is made on `device`. strict: whether every name has to be in both.
-    dtype: of all floats, without `into`. profile: of the machine; if it has a disk, processes that need the
-    same rows may read a part each and share it. verify: compare checksums, which reads everything once.
+    path: a safetensors file, a folder of them, or an open checkpoint of any format. rules: layouts by the
+    names in this program; None: replicated. mesh: the processes, which all call it; None: the world. names:
+    maps stored names to this program's names. like: a model or a tree whose tensors are filled in place, on
+    their devices and in their dtypes; it is returned. Parallel models and DTensors bring their layouts.
+    Parameters of a parallel model on the meta device are made on `device`. strict: every name has to be in
+    both. dtype: the dtype of all floats, without `like`. profile: the machine; if it has a disk, processes
+    that need the same rows may read a part each and share it. verify: compare checksums, which reads
+    everything once.
 
-    Raises, on all processes, before anything is read: FileError for files that are not right, XshardError for
+    Raises, on all processes, before anything is read: FileError for malformed files, XshardError for
     names without a rule and rules without a name, ShapeError.
     """
     ranks, plan_for = processes_of(mesh), load_profile(machine(profile))
     loads: Loads = {}
-    opened: list[files.Checkpoint] = []
+    opened: list[Checkpoint] = []
     constants: dict[str, Any] = {}
 
     def planned() -> dict[str, Any]:
-        opened.append(path if isinstance(path, files.Checkpoint) else files.open_checkpoint(path))
-        if into is None:
-            given = opened[0], rules or WHOLE, axes_of(mesh), names
-            for name, one in files.plan_load(*given, dtype=dtype, profile=plan_for).items():
-                kind = getattr(torch, one.made.dtype)
-                loads[name] = one, Leaf([name], None, kind, one.target, mesh or axes_of(None), ranks)
+        opened.append(path if isinstance(path, Checkpoint) else open_checkpoint(path))
+        if like is None:
+            args = opened[0], rules or WHOLE, axes_of(mesh), names
+            for name, load in plan_load(*args, dtype=dtype, profile=plan_for).items():
+                kind = getattr(torch, load.array.dtype)
+                array = LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks)
+                loads[name] = load, array
         else:
-            loads.update(_filling(opened[0], names, strict, plan_for, into, rules, mesh))
-            if not isinstance(into, nn.Module):
-                named = ((leaf_name(at), x) for at, x in tree_flatten_with_path(into)[0])
+            loads.update(_plan_filling(opened[0], names, strict, plan_for, like, rules, mesh))
+            if not isinstance(like, nn.Module):
+                leaves = ((leaf_name(keys), x) for keys, x in tree_flatten_with_path(like)[0])
                 stored = opened[0].constant
-                constants.update({name: stored(name, x) for name, x in named if not isinstance(x, Tensor)})
+                constants.update({name: stored(name, x) for name, x in leaves if not isinstance(x, Tensor)})
         if verify:
-            files.verify(opened[0], ranks.index(rank()), len(ranks))
-        return {name: (one.made.shape, str(one.source.layout)) for name, (one, _) in loads.items()}
+            compare_checksums(opened[0], ranks.index(rank()), len(ranks))
+        return {name: (load.array.shape, str(load.source.layout)) for name, (load, _) in loads.items()}
 
-    together(ranks, f"load {path}", planned, agree=True)
+    all_or_none(ranks, f"load {path}", planned, agree=True)
     result: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor | None:
         return _read(opened[0], *loads[name], result[name])
 
-    ends = {name: (one.source.max_local_shape, one.stored) for name, (one, _) in loads.items()}
-    shared = {name: loads[name][0].is_shared * dtypes.n_bytes(*end) for name, end in ends.items()}
-    near = node_processes(len(ranks)) or len(ranks)
-    # Disks, and copies in numpy, leave the interpreter to others; more threads than cores only cost memory.
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // near)) as threads:
-        arrays = list(shared)
-        for group in groups(list(shared.values()), BUCKET_BYTES):
-            here = [arrays[i] for i in group if rank() in loads[arrays[i]][1].ranks]
-            result |= {name: loads[name][1].target(device) for name in here}
-            parts = zip(here, threads.map(read, here), strict=True)
+    shared_bytes = [
+        load.is_shared * dtypes.n_bytes(load.source.max_local_shape, load.stored)
+        for load, _ in loads.values()
+    ]
+    node_ranks = node_processes(len(ranks)) or len(ranks)
+    # Disks, and copies in numpy, release the interpreter; more threads than cores only cost memory.
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // node_ranks)) as threads:
+        every = list(loads)
+        for group in groups(shared_bytes, BUCKET_BYTES):
+            local = [every[i] for i in group if rank() in loads[every[i]][1].ranks]
+            result |= {name: loads[name][1].target(device) for name in local}
+            parts = zip(local, threads.map(read, local), strict=True)
             _share({name: part for name, part in parts if part is not None}, loads, result, plan_for)
-    if not isinstance(path, files.Checkpoint):
+    if not isinstance(path, Checkpoint):
         opened[0].close()
-    for name, (_, leaf) in loads.items():
-        if leaf.is_meta and leaf.put is not None:
-            leaf.put(result[name])
-    if into is None or isinstance(into, nn.Module):
-        return result if into is None else into
-    return tree_map_with_path(lambda at, x: constants.get(leaf_name(at), x), into)
+    for name, (_, array) in loads.items():
+        if array.is_meta and array.put is not None:
+            array.put(result[name])
+    if like is None or isinstance(like, nn.Module):
+        return result if like is None else like
+    return tree_map_with_path(lambda keys, x: constants.get(leaf_name(keys), x), like)
 
 
-def _filling(
-    checkpoint: files.Checkpoint,
+def _plan_filling(
+    checkpoint: Checkpoint,
     names: Names | None,
     strict: bool,
     profile: Profile,
@@ -179,51 +182,52 @@ def _filling(
     rules: Any,
     mesh: MeshLike | None,
 ) -> Loads:
-    """What is loaded into the leaves of a tree, each under the first of its names that is stored."""
-    made, found = stored_as(checkpoint, names), Loads()
-    leaves = leaves_of(tree, rules, mesh, {name: each.shape for name, each in made.items()})[0].values()
-    for leaf, name in zip(leaves, in_both(made, [leaf.names for leaf in leaves], strict), strict=True):
-        if leaf.is_meta and leaf.put is None:
+    """The loads that fill a tree; an array with several names takes the first that is stored."""
+    stored, loads = stored_as(checkpoint, names), Loads()
+    shapes = {name: each.shape for name, each in stored.items()}
+    arrays = local_arrays(tree, rules, mesh, shapes)[0].values()
+    for array, name in zip(arrays, in_both(stored, [array.names for array in arrays], strict), strict=True):
+        if array.is_meta and array.put is None:
             raise XshardError(
-                f"{leaf.names[0]} is on the meta device",
+                f"{array.names[0]} is on the meta device",
                 hint="xt.parallelize or model.to_empty(device=...) first",
             )
         if name is not None:
             with located(name):
-                each = cast(made[name], dtypes.name_of(leaf.dtype))
-                found[name] = load_of(checkpoint, each, leaf.sharding, profile), leaf
-    return found
+                as_filled = cast(stored[name], dtypes.name_of(array.dtype))
+                loads[name] = load_of(checkpoint, as_filled, array.sharding, profile), array
+    return loads
 
 
-def _read(checkpoint: files.Checkpoint, one: files.Load, leaf: Leaf, out: Tensor) -> Tensor | None:
-    """Fill a block, in its own memory where files have the same bytes; return what is to be shared."""
-    stored = getattr(torch, one.stored)
+def _read(checkpoint: Checkpoint, load: Load, array: LocalArray, out: Tensor) -> Tensor | None:
+    """Fill a block; return it instead if it is to be shared. Equal bytes are read right into its memory."""
+    stored = getattr(torch, load.stored)
     is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
-    direct = is_plain and not one.is_shared and out.dtype == stored
-    read = files.read_block(checkpoint, one, leaf.device, _carried(out) if direct else None)
+    direct = is_plain and not load.is_shared and out.dtype == stored
+    read = read_block(checkpoint, load, array.device, _as_numpy(out) if direct else None)
     if direct:
         return None
     block = torch.from_numpy(read).view(stored)
-    if one.is_shared:
+    if load.is_shared:
         return block.to(out.device, out.dtype)
     out.copy_(block)
     return None
 
 
 def _share(blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile) -> None:
-    """What processes read for others goes on by the network."""
-    together: dict[MeshLike, dict[str, files.Load]] = {}
+    """Send blocks to the other processes that need them."""
+    by_mesh: dict[MeshLike, dict[str, Load]] = {}
     for name in blocks:
-        one, leaf = loads[name]
-        together.setdefault(leaf.mesh, {})[name] = one
-    for mesh, ends in together.items():
-        moves = {name: f"{one.source.layout} -> {one.target.layout}" for name, one in ends.items()}
-        shapes = {name: one.made.shape for name, one in ends.items()}
-        some = {name: blocks[name] for name in ends}
+        load, array = loads[name]
+        by_mesh.setdefault(array.mesh, {})[name] = load
+    for mesh, on_mesh in by_mesh.items():
+        moves = {name: f"{load.source.layout} -> {load.target.layout}" for name, load in on_mesh.items()}
+        shapes = {name: load.array.shape for name, load in on_mesh.items()}
+        some = {name: blocks[name] for name in on_mesh}
         for name, block in redistribute_many(some, moves, mesh, shapes=shapes, profile=profile).items():
             result[name].copy_(block)
 
 
-def _carried(x: Tensor) -> NDArray[Any]:
-    """A tensor on a CPU as numpy has it, sharing its memory."""
+def _as_numpy(x: Tensor) -> NDArray[Any]:
+    """A tensor on a CPU as numpy has it, in the same memory."""
     return x.detach().view(getattr(torch, dtypes.carrier(dtypes.name_of(x.dtype)).name)).numpy()

@@ -18,11 +18,14 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.pictures.console import console, headed_table
 from xshard.state import Names
-from xshard.state.differences import differences
-from xshard.state.files import Source, open_checkpoint, plan_load, plan_save, read_block, save_blocks, verify
+from xshard.state.differences import diff_checkpoints
+from xshard.state.files import open_checkpoint, verify
+from xshard.state.files.loading import plan_load, read_block
+from xshard.state.files.saving import Source, plan_save
+from xshard.state.files.writing import save_blocks
 from xshard.state.llama import named
+from xshard.state.names import names_from_json
 from xshard.state.progress import reporting
-from xshard.state.text import names_from_json
 
 state = typer.Typer(help="Checkpoints: show one, convert one, compare two.", no_args_is_help=True)
 PathArgument = Annotated[
@@ -83,7 +86,7 @@ def convert(
     with open_checkpoint(path) as found:
         loads = plan_load(found, laid, on, _names(names), dtype=dtype or None)
         saving = plan_save(
-            {name: Source(one.target, one.made.dtype, [0] * on.n_devices) for name, one in loads.items()},
+            {name: Source(load.target, load.array.dtype, [0] * on.n_devices) for name, load in loads.items()},
             shard_bytes=shard_bytes,
             constants=found.constants,
         )
@@ -112,7 +115,7 @@ def diff(
     """
     older = None if before is None else open_checkpoint(before)
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        found, n = list(differences(first, second, older)), len(first)
+        found, n = list(diff_checkpoints(first, second, older)), len(first)
     table = headed_table("array", "difference", left=("array", "difference"))
     for each in found:
         table.add_row(Text(each.name), Text(each.what))

@@ -1,7 +1,4 @@
-"""Where two checkpoints differ, and by which of the mistakes that are often made.
-
-Decides what a difference is called. Values are compared as bits.
-"""
+"""Differences of two checkpoints, bit by bit, with the name of a common mistake that explains them."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ class Difference(NamedTuple):
     what: str
 
 
-def differences(a: Checkpoint, b: Checkpoint, before: Checkpoint | None = None) -> Iterator[Difference]:
-    """What of `b` is not as in `a`. before: an older state of `b`, which shows what was not updated."""
+def diff_checkpoints(a: Checkpoint, b: Checkpoint, before: Checkpoint | None = None) -> Iterator[Difference]:
+    """The arrays of `b` that are not as in `a`. before: an older state of `b`, to detect missing updates."""
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:
             yield Difference(name, f"only in the {'first' if name in a else 'second'}")
@@ -38,8 +35,8 @@ def differences(a: Checkpoint, b: Checkpoint, before: Checkpoint | None = None) 
 
 
 def _bits(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
-    found = checkpoint.read(name)
-    return found.view(f"u{found.itemsize}")
+    values = checkpoint.read(name)
+    return values.view(f"u{values.itemsize}")
 
 
 def _how(x: NDArray[Any], y: NDArray[Any]) -> str:

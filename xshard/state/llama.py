@@ -1,7 +1,4 @@
-"""The names of Llama-like models: Hugging Face's -> those of others; `.inverse` is the way back.
-
-Decides what is called how elsewhere, and what is fused there. `named` has them for the command line.
-"""
+"""Names of Llama-like models, from Hugging Face's to those in other systems; `.inverse` maps back."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _GATE_UP = [f"{_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
 def to_flax() -> Names:
-    """-> leaves of the Flax model in transformers: kernels are [in, out].
+    """Names to the Flax model in transformers: kernels are [in, out].
 
     >>> str(to_flax().relations[0])
     '**.self_attn.*_proj.weight -> **.self_attn.*_proj.kernel'
@@ -31,7 +28,7 @@ def to_flax() -> Names:
 
 
 def to_fused(heads: int, kv_heads: int, head: int) -> Names:
-    """-> q, k and v in `qkv_proj`, gate and up in `gate_up_proj`, as in vLLM. head: rows of one head."""
+    """Names to vLLM's: q, k and v in `qkv_proj`, gate and up in `gate_up_proj`. head: rows of one head."""
     rows = heads * head, kv_heads * head, kv_heads * head
     return Names(
         concat(_QKV, f"{_LAYER}self_attn.qkv_proj.weight", rows=rows),
@@ -41,7 +38,7 @@ def to_fused(heads: int, kv_heads: int, head: int) -> Names:
 
 
 def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
-    """-> Megatron core: group after group of heads, queries, keys, values; gate and up in `linear_fc1`."""
+    """Names to Megatron core's: q, k and v by groups of heads; gate and up in `linear_fc1`."""
     layer, rows = "decoder.layers.*.", (heads // kv_heads * head, head, head)
     qkv, fc1 = f"{layer}self_attention.linear_qkv", f"{layer}mlp.linear_fc1"
     return Names(
@@ -59,16 +56,16 @@ def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
 
 
 def named(text: str) -> Names:
-    """`"llama-to-flax"`, `"llama-to-megatron:32,8,128"`, or from there to Llama. Raises XshardError."""
+    """The names `"llama-to-flax"`, `"llama-to-megatron:32,8,128"`, or to Llama. Raises XshardError."""
     makers: dict[str, Callable[..., Names]] = {"flax": to_flax, "fused": to_fused, "megatron": to_megatron}
     name, _, numbers = text.partition(":")
-    given = [int(n) for n in numbers.split(",") if n.strip().isdecimal()]
-    for other, made in makers.items():
-        if name in (f"llama-to-{other}", f"{other}-to-llama") and len(given) == (0 if other == "flax" else 3):
-            return made(*given) if name.startswith("llama") else made(*given).inverse
-    ways = [f"llama-to-{other}" for other in makers]
+    sizes = [int(n) for n in numbers.split(",") if n.strip().isdecimal()]
+    for other, maker in makers.items():
+        if name in (f"llama-to-{other}", f"{other}-to-llama") and len(sizes) == (0 if other == "flax" else 3):
+            return maker(*sizes) if name.startswith("llama") else maker(*sizes).inverse
+    known = [f"llama-to-{other}" for other in makers]
     raise XshardError(
-        f"{text!r} are no names",
-        hint=f"{did_you_mean(name, ways)}a JSON file of relations, or {', '.join(ways)}, or the other way; "
+        f"{text!r} does not name names",
+        hint=f"{did_you_mean(name, known)}a JSON file of relations, or {', '.join(known)}, or back to llama; "
         "for fused and megatron with heads, key heads, and rows per head, as in llama-to-fused:32,8,128",
     )

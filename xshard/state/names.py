@@ -1,7 +1,4 @@
-"""Names of arrays here -> names there: renamed, transposed, fused and split, each element with one origin.
-
-Decides how relations are written, and that together they make every array of all arrays, once. Knows no tree.
-"""
+"""Source names -> target names: arrays renamed, transposed, fused and split, each element with one origin."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ from numpy.typing import NDArray
 from xshard.arguments import did_you_mean, shown
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.layout import parse_expression
+from xshard.plans.plain import fields_from_plain, fields_to_plain
 from xshard.rules import match_stars, spellings, stars_in
-from xshard.state.relations import Made, Relation, made_by, uses
+from xshard.state.relations import Relation, TargetArray, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
 
@@ -25,7 +23,7 @@ _KEEP = Relation(("**",), "**")
 def rename(
     src: str, dst: str, order: str | None = None, *, dtype: str | None = None, optional: bool = False
 ) -> Iterator[Relation]:
-    """Arrays get other names, and their dims another order.
+    """Rename arrays, and permute their dims.
 
     src, dst: patterns as in `xshard.Rules`, with the same stars in the same order: each stands for the same
     text on both sides. Braces pair up: `{a,b}` with `{c,d}` renames a to c, and b to d.
@@ -33,8 +31,8 @@ def rename(
     optional: accept that no array has such a name.
     Raises XshardError if the two sides differ in their stars or in their number of alternatives.
 
-    >>> made = Names(rename("*.{q,k}", "*.{query,key}", "o i -> i o")).resolve({"a.q": (4, 2), "a.k": (1, 2)})
-    >>> {name: array.shape for name, array in made.items()}
+    >>> names = Names(rename("*.{q,k}", "*.{query,key}", "o i -> i o"))
+    >>> {name: array.shape for name, array in names.resolve({"a.q": (4, 2), "a.k": (1, 2)}).items()}
     {'a.query': (2, 4), 'a.key': (2, 1)}
     """
     for one, other in _pairs(src, dst):
@@ -49,14 +47,14 @@ def concat(
     rows: Sequence[int] | None = None,
     order: str | None = None,
 ) -> Iterator[Relation]:
-    """Arrays become one, side by side along `dim`: q, k and v in one weight, or gate and up.
+    """Join arrays along `dim`: q, k and v in one weight, or gate and up.
 
-    srcs: patterns with the same stars. rows: how many rows of each come in turn, as (4 * 128, 128, 128)
-    for the groups of heads of grouped queries, or (1, 1) for alternation; by default all rows of each.
-    order: of the dims of every part first, as in "o i -> i o"; `dim` counts after that.
+    srcs: patterns with the same stars. rows: rows of each array in turn, as (4 * 128, 128, 128) for the
+    groups of heads of grouped queries, or (1, 1) for alternation; by default all rows of each. order:
+    permutes the dims of every part first, as in "o i -> i o"; `dim` counts after that.
 
-    >>> made = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve({"a.gate": (4, 2), "a.up": (4, 2)})
-    >>> made["a.gate_up"].shape, made["a.gate_up"].pieces[1].dst.rows
+    >>> arrays = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve({"a.gate": (4, 2), "a.up": (4, 2)})
+    >>> arrays["a.gate_up"].shape, arrays["a.gate_up"].pieces[1].dst.rows
     ((8, 2), (Run(start=4, length=4, repeats=1, stride=0),))
     """
     if rows is not None and (len(rows) != len(srcs) or min(rows, default=1) < 1):
@@ -73,13 +71,13 @@ def split(
     rows: Sequence[int] | None = None,
     order: str | None = None,
 ) -> Iterator[Relation]:
-    """One array becomes several: the inverse of `concat(dsts, src, ...)`. Parts without `rows` are equal."""
+    """Split an array: the inverse of `concat(dsts, src, ...)`. Without `rows` the parts are equal."""
     for relation in concat(dsts, src, dim, rows=rows, order=order):
         yield relation.inverse
 
 
 def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
-    """Arrays with numbers in their names become one, along a new dim: experts, or layers for a scan.
+    """Stack arrays with numbers in their names along a new dim: experts, or layers for a scan.
 
     src: a pattern whose last star stands for 0, 1, 2, ...; dst has one star less.
     """
@@ -87,93 +85,123 @@ def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
 
 
 def unstack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
-    """One array becomes several with numbers in their names: the inverse of `stack(dst, src, dim)`."""
+    """Split an array into arrays with numbers in their names: the inverse of `stack(dst, src, dim)`."""
     for relation in stack(dst, src, dim):
         yield relation.inverse
 
 
 class Names:
-    """Relations between the names of arrays here and there; of those that fit a name, the first decides.
+    """Relations between source and target names; the first one that fits a name applies.
 
     >>> to_flax = Names(
     ...     rename("layers.*.out.weight", "layers_*.out.kernel", "o i -> i o"),
     ...     concat(["layers.*.q", "layers.*.k"], "layers_*.qk"),
     ...     rename("**", "**"),
     ... )
-    >>> here = {"layers.0.out.weight": (4, 2), "layers.0.q": (8,), "layers.0.k": (2,), "norm": (4,)}
-    >>> there = to_flax.resolve(here)
-    >>> {name: made.shape for name, made in there.items()}
+    >>> shapes = {"layers.0.out.weight": (4, 2), "layers.0.q": (8,), "layers.0.k": (2,), "norm": (4,)}
+    >>> {name: array.shape for name, array in to_flax.resolve(shapes).items()}
     {'layers_0.out.kernel': (2, 4), 'layers_0.qk': (10,), 'norm': (4,)}
     """
 
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
         self.relations: tuple[Relation, ...] = tuple(
-            relation for each in relations for relation in ((each,) if isinstance(each, Relation) else each)
+            relation for some in relations for relation in ((some,) if isinstance(some, Relation) else some)
         )
         for relation in self.relations:
             _check_patterns(relation)
 
     @cached_property
     def inverse(self) -> Names:
-        """From the names there to those here."""
+        """The names from targets to sources."""
         return Names(*(relation.inverse for relation in self.relations))
 
     def resolve(
         self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
-    ) -> dict[str, Made]:
-        """Shapes by name, here -> what is made there, each element with exactly one origin.
+    ) -> dict[str, TargetArray]:
+        """The target arrays for these source arrays; each element has exactly one origin.
 
         dtypes: by name; float32 by default.
         Raises XshardError for names without a relation, relations without a name, and names with two origins;
-        ShapeError where shapes do not fit together.
+        ShapeError if shapes do not fit together.
         """
         left = {name: tuple(shape) for name, shape in shapes.items()}
-        made: dict[str, Made] = {}
+        targets: dict[str, TargetArray] = {}
         makers: dict[str, Relation] = {}
-        idle = []
+        unused = []
         for relation in self.relations:
-            found = list(uses(relation, left))
-            if not (found or relation.optional or replace(relation, splits=False) == _KEEP):
-                idle.append(str(relation))
-            for targets, sources in found:
-                given = []
+            uses = list(applications(relation, left))
+            if not (uses or relation.optional or replace(relation, splits=False) == _KEEP):
+                unused.append(str(relation))
+            for sources, names in uses:
+                source_shapes = []
                 for name in sources:
                     if name not in left:
-                        used = " any more" if name in shapes else ""
+                        again = " any more" if name in shapes else ""
                         hint = did_you_mean(name, list(left)) or "every array is used once"
-                        raise XshardError(f"{relation}: there is no {name}{used}", hint=hint)
-                    given.append(left.pop(name))
+                        raise XshardError(f"{relation}: there is no {name}{again}", hint=hint)
+                    source_shapes.append(left.pop(name))
                 kinds = sorted({dtypes[name] if dtypes else "float32" for name in sources})
                 if len(kinds) > 1:
                     raise ShapeError(f"{relation}: {' and '.join(sources)} are {' and '.join(kinds)}")
-                for target, shape, pieces in made_by(relation, targets, sources, given):
-                    if target in made:
-                        origins = f"{makers[target]}; {relation}"
-                        raise XshardError(f"{target} would have two origins", hint=origins)
-                    makers[target] = relation
-                    made[target] = Made(shape, relation.dtype or kinds[0], pieces)
-        if left or idle:
+                for name, shape, pieces in make_targets(relation, sources, names, source_shapes):
+                    if name in targets:
+                        origins = f"{makers[name]}; {relation}"
+                        raise XshardError(f"{name} would have two origins", hint=origins)
+                    makers[name] = relation
+                    targets[name] = TargetArray(shape, relation.dtype or kinds[0], pieces)
+        if left or unused:
             reasons = [f"no relation for {len(left)} names: {', '.join(list(left)[:8])}"] if left else []
-            reasons += [f"'{text}' fits no name" for text in idle]
+            reasons += [f"'{text}' fits no name" for text in unused]
             raise XshardError("; ".join(reasons), hint="rename('**', '**') keeps all others as they are")
-        return made
+        return targets
 
     def apply(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Whole numpy arrays by name, here -> those there, which are new.
+        """New numpy arrays by target name, from global source arrays.
 
-        >>> Names(rename("w", "kernel", "o i -> i o")).apply({"w": np.arange(6).reshape(2, 3)})[
-        ...     "kernel"
-        ... ].shape
+        >>> kernels = Names(rename("w", "kernel", "o i -> i o")).apply({"w": np.arange(6).reshape(2, 3)})
+        >>> kernels["kernel"].shape
         (3, 2)
         """
         shapes = {name: array.shape for name, array in arrays.items()}
+        dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         results = {}
-        for target, made in self.resolve(shapes, {name: str(x.dtype) for name, x in arrays.items()}).items():
-            out = results[target] = np.empty(made.shape, arrays[made.pieces[0].src.name].dtype)
-            for src, dst, order in made.pieces:
-                out[dst.at] = np.transpose(arrays[src.name][src.at], order)
-            results[target] = out.astype(made.dtype)
+        for name, target in self.resolve(shapes, dtypes).items():
+            out = results[name] = np.empty(target.shape, arrays[target.pieces[0].src.name].dtype)
+            for src, dst, order in target.pieces:
+                out[dst.index] = np.transpose(arrays[src.name][src.index], order)
+            results[name] = out.astype(target.dtype)
         return results
+
+
+def names_to_json(names: Names) -> list[dict[str, Any]]:
+    """Names as JSON, for files and the command line: the fields of each relation that are not the default.
+
+    >>> names_to_json(Names(concat(["*.gate", "*.up"], "*.gate_up", rows=(1, 1))))
+    [{'parts': ['*.gate', '*.up'], 'whole': '*.gate_up', 'rows': [1, 1]}]
+    """
+    defaults = fields_to_plain(Relation((), ""))
+    return [
+        {field: value for field, value in fields_to_plain(relation).items() if value != defaults[field]}
+        for relation in names.relations
+    ]
+
+
+def names_from_json(data: Any) -> Names:
+    """The inverse. Raises XshardError for malformed relations."""
+    relations = []
+    for each in data if isinstance(data, list) else [data]:
+        try:
+            fields = fields_from_plain(Relation, each)
+            if not {"parts", "whole"} <= fields.keys() or () in fields.values():
+                raise XshardError("it needs parts and a whole")
+        except XshardError as error:
+            raise XshardError(
+                f"{shown(each)} is not a relation: {error.reason}",
+                hint='as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
+                "order, dim, rows, stacks, splits, dtype and optional",
+            ) from None
+        relations.append(Relation(**fields))
+    return Names(*relations)
 
 
 def _check_patterns(relation: Relation) -> None:
@@ -202,7 +230,7 @@ def _pairs(src: str, dst: str) -> list[tuple[str, str]]:
     if len(left) != len(right):
         raise XshardError(
             f"'{src}' stands for {len(left)} names, '{dst}' for {len(right)}",
-            hint="as many in the braces of both",
+            hint="as many alternatives in both",
         )
     return list(zip(left, right, strict=True))
 
@@ -212,8 +240,10 @@ def _permutation(order: str | None) -> tuple[int, ...] | None:
         return None
     src, dst = parse_expression(order)
     if src.axes or dst.axes:
-        raise XshardError(f"'{shown(order)}' cuts dims", hint="an order of dims alone, as in 'o i -> i o'")
+        raise XshardError(
+            f"'{shown(order)}' has mesh axes", hint="an order of dims alone, as in 'o i -> i o'"
+        )
     return tuple(src.names.index(name) for name in dst.names)
 
 
-SAME = Names(_KEEP)  # every array is as it is, under its own name
+SAME = Names(_KEEP)  # every array under its own name

@@ -1,45 +1,51 @@
-"""Who hears how far a tree has come: a function, or whoever looks at a bar.
-
-Decides what `progress=` means. Knows numbers of bytes, and no arrays.
-"""
+"""`progress=`: a function that hears of bytes, or a bar on the terminal."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from xshard.errors import XshardError
 
-Progress = bool | Callable[[int, int], object]
+Progress = bool | Callable[[int, int], object] | None
+LARGE_BYTES = 2**28  # a larger tree shows a bar on a terminal
 
 
 @contextmanager
 def reporting(
     progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
 ) -> Iterator[Callable[[int], object]]:
-    """What is to be called with the number of bytes that have come since.
+    """Yield a callback; call it with the bytes done since the last call.
 
-    progress: called with the bytes that have come, and all of them; True: a bar, where it is seen.
-    console: of rich, where the bar vanishes. Raises XshardError, on all alike, where there is no rich for it.
+    progress: called with the bytes done and the total; True: a bar; None: a bar if `total` is large, stderr
+    is a terminal and rich is installed. is_seen: this process shows the bar. console: rich's; stderr by
+    default. Raises XshardError for True without rich.
     """
     done = 0
 
     def report(n_bytes: int) -> None:
         nonlocal done
+        done += n_bytes
         if callable(progress):
-            done += n_bytes
             progress(done, total)
 
+    has_rich = find_spec("rich") is not None
+    if progress is True and not has_rich:
+        raise XshardError("progress=True needs rich", hint="pip install 'xshard[cli]', or leave progress out")
+    if progress is None:
+        progress = total >= LARGE_BYTES and sys.stderr.isatty() and has_rich
     if progress is not True:
         yield report
         return
-    try:
-        from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bar
-    except ImportError as error:
-        raise XshardError("progress=True needs rich", hint="pip install 'xshard[cli]'") from error
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
     columns = what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with Bar(*columns, console=console, transient=console is not None, disable=not is_seen) as bar:
+    console = console or Console(stderr=True)
+    with Bar(*columns, console=console, transient=console.is_terminal, disable=not is_seen) as bar:
         task = bar.add_task("", total=total)
         yield lambda n_bytes: bar.advance(task, n_bytes)

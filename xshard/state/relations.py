@@ -1,7 +1,4 @@
-"""Relations between arrays: which part of which array becomes which part of another.
-
-Decides what a relation makes of given names, the shapes of that, and the pieces. Knows no layout and no tree.
-"""
+"""Relations between arrays: which part of a source array becomes which part of a target array."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from xshard.rules import fill_stars, match_stars
 Shape = tuple[int, ...]
 
 
-class Side(NamedTuple):
+class ArrayPart(NamedTuple):
     """A part of the array `name`: all of it, or the rows `rows` of dim `dim`.
 
-    adds: the array lacks dim `dim`, and is seen with that dim of length 1.
+    adds: the array lacks dim `dim`; its part has that dim, with length 1.
     """
 
     name: str
@@ -27,8 +24,8 @@ class Side(NamedTuple):
     rows: Runs = ()
     adds: bool = False
 
-    def seen(self, shape: Shape) -> Shape:
-        """The shape of the array -> that of the part."""
+    def part_shape(self, shape: Shape) -> Shape:
+        """The shape of the array -> the shape of the part."""
         if self.dim is None:
             return shape
         if self.adds:
@@ -36,42 +33,42 @@ class Side(NamedTuple):
         return (*shape[: self.dim], n_rows(self.rows), *shape[self.dim + 1 :])
 
     @property
-    def at(self) -> tuple[Any, ...]:
+    def index(self) -> tuple[Any, ...]:
         """The numpy index of the part in the array."""
         if self.dim is None:
             return ()
         return *(slice(None),) * self.dim, None if self.adds else as_index(self.rows)
 
 
-class Piece(NamedTuple):
+class PartMapping(NamedTuple):
     """Elements of one array that become elements of another. Dim i of `dst` is dim `order[i]` of `src`."""
 
-    src: Side
-    dst: Side
+    src: ArrayPart
+    dst: ArrayPart
     order: tuple[int, ...]
 
     @property
-    def inverse(self) -> Piece:
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return Piece(self.dst, self.src, tuple(back))
+    def inverse(self) -> PartMapping:
+        order = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return PartMapping(self.dst, self.src, tuple(order))
 
 
-class Made(NamedTuple):
-    """An array that a mapping makes: its shape, its dtype, and where each part comes from."""
+class TargetArray(NamedTuple):
+    """An array that names make: its shape, its dtype, and the source of each of its parts."""
 
     shape: Shape
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PartMapping, ...]
 
 
 @dataclass(frozen=True)
 class Relation:
-    """Arrays `parts`, each with its dims permuted by `order`, are `whole`, side by side along `dim`.
+    """The arrays `parts`, each with its dims permuted by `order`, make the array `whole` along dim `dim`.
 
-    rows: of every part in turn, group after group; None: all of one part, then all of the next.
-    stacks: along a new dim, one array for every number in the place of the last star of the one part.
-    splits: read from right to left: `whole` is what there is, `parts` are made. dtype: of what is made.
-    optional: whether it may fit no name.
+    rows: rows of each part in turn, in groups that repeat; None: all of one part, then all of the next.
+    stacks: `dim` is new, and the last star of the one part stands for the numbers 0, 1, 2, ...
+    splits: the inverse direction: `parts` are made from `whole`. dtype: the dtype of the targets.
+    optional: accept that no array fits.
     """
 
     parts: tuple[str, ...]
@@ -86,96 +83,99 @@ class Relation:
 
     @property
     def inverse(self) -> Relation:
-        """What makes the sources of the targets. Raises XshardError for a cast: of what, it does not know."""
+        """The relation from targets to sources. Raises XshardError for a cast."""
         if self.dtype is not None:
             raise XshardError(f"a cast to {self.dtype} has no inverse", hint="cast in a mapping of its own")
         return replace(self, splits=not self.splits)
 
+    @property
+    def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The patterns of the sources and of the targets."""
+        return ((self.whole,), self.parts) if self.splits else (self.parts, (self.whole,))
+
     def __str__(self) -> str:
-        here, there = ", ".join(self.parts), self.whole
-        return f"{there} -> {here}" if self.splits else f"{here} -> {there}"
+        return " -> ".join(map(", ".join, self.sides))
 
 
-def uses(relation: Relation, names: Mapping[str, Shape]) -> Iterator[tuple[list[str], list[str]]]:
-    """What a relation makes of these names, and of which of them."""
-    here = (relation.whole,) if relation.splits else relation.parts
-    there = relation.parts if relation.splits else (relation.whole,)
-    found = [(name, stars) for name in names if (stars := match_stars(here[0], name)) is not None]
+def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[tuple[list[str], list[str]]]:
+    """Each use of a relation for these arrays: the names of its sources and of its targets."""
+    src, dst = relation.sides
+    matches = [(name, stars) for name in shapes if (stars := match_stars(src[0], name)) is not None]
     if not relation.stacks:
-        for _, stars in found:
-            yield [fill_stars(each, stars) for each in there], [fill_stars(each, stars) for each in here]
-        return
-    if relation.splits:
-        for name, stars in found:
-            yield [fill_stars(there[0], (*stars, str(i))) for i in range(names[name][relation.dim])], [name]
-        return
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, (*outer, _) in found:
-        groups.setdefault(tuple(outer), []).append(name)
-    for outer_stars, members in groups.items():
-        numbered = [fill_stars(here[0], (*outer_stars, str(i))) for i in range(len(members))]
-        yield [fill_stars(there[0], outer_stars)], numbered
+        for _, stars in matches:
+            yield [fill_stars(p, stars) for p in src], [fill_stars(p, stars) for p in dst]
+    elif relation.splits:
+        for name, stars in matches:
+            numbers = range(shapes[name][relation.dim])
+            yield [name], [fill_stars(dst[0], (*stars, str(i))) for i in numbers]
+    else:
+        members: dict[tuple[str, ...], int] = {}
+        for _, (*outer, _) in matches:
+            members[tuple(outer)] = members.get(tuple(outer), 0) + 1
+        for stars, n in members.items():
+            yield [fill_stars(src[0], (*stars, str(i))) for i in range(n)], [fill_stars(dst[0], stars)]
 
 
-def made_by(
-    relation: Relation, targets: list[str], sources: list[str], given: list[Shape]
-) -> Iterator[tuple[str, Shape, tuple[Piece, ...]]]:
-    """Every array that a use of a relation makes: its name, its shape and its pieces."""
-    d, new = relation.dim, relation.stacks
+def make_targets(
+    relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape]
+) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
+    """The name, shape and parts of each array that one use of a relation makes. shapes: of the sources."""
+    d, new, order = relation.dim, relation.stacks, relation.order
     if relation.splits:
-        n = len(targets)
-        order = relation.order or tuple(range(len(given[0]) - new))
-        for part, side in zip(targets, _sides(relation, sources[0], given[0], [None] * n), strict=True):
-            piece = _piece(part, side, order, relation).inverse
-            seen = [side.seen(given[0])[i] for i in piece.order]
-            yield part, tuple(seen[:d] + seen[d + 1 :] if new else seen), (piece,)
+        order = order or tuple(range(len(shapes[0]) - new))
+        parts = _parts_of_whole(relation, sources[0], shapes[0], [None] * len(targets))
+        for name, part in zip(targets, parts, strict=True):
+            piece = _mapping(name, part, order, relation).inverse
+            shape = [part.part_shape(shapes[0])[i] for i in piece.order]
+            yield name, tuple(shape[:d] + shape[d + 1 :] if new else shape), (piece,)
         return
-    order = relation.order or tuple(range(len(given[0])))
-    if any(len(shape) != len(order) for shape in given):
-        raise ShapeError(f"{relation}: shapes {given}, an order of {len(order)} dims")
-    turned = [tuple(shape[i] for i in order) for shape in given]
-    others = {(*shape[:d], *shape[d + (not new) :]) for shape in turned}
-    if len(turned) == 1 and not new:
-        yield targets[0], turned[0], (Piece(Side(sources[0]), Side(targets[0]), order),)
+    order = order or tuple(range(len(shapes[0])))
+    if any(len(shape) != len(order) for shape in shapes):
+        raise ShapeError(f"{relation}: shapes {shapes}, an order of {len(order)} dims")
+    permuted = [tuple(shape[i] for i in order) for shape in shapes]
+    if len(permuted) == 1 and not new:
+        yield targets[0], permuted[0], (PartMapping(ArrayPart(sources[0]), ArrayPart(targets[0]), order),)
         return
+    others = {(*shape[:d], *shape[d + (not new) :]) for shape in permuted}
     if len(others) > 1 or not 0 <= d < len(order) + new:
-        raise ShapeError(f"{relation}: {turned} do not lie side by side along dim {d}")
+        raise ShapeError(f"{relation}: {permuted} cannot be joined along dim {d}")
     rest = others.pop()
-    whole = (*rest[:d], len(turned) if new else sum(shape[d] for shape in turned), *rest[d:])
-    sides = _sides(relation, targets[0], whole, [1 if new else shape[d] for shape in turned])
-    pieces = (_piece(name, side, order, relation) for name, side in zip(sources, sides, strict=True))
+    lengths = [1 if new else shape[d] for shape in permuted]
+    whole = (*rest[:d], sum(lengths), *rest[d:])
+    parts = _parts_of_whole(relation, targets[0], whole, lengths)
+    pieces = (_mapping(name, part, order, relation) for name, part in zip(sources, parts, strict=True))
     yield targets[0], whole, tuple(pieces)
 
 
-def _piece(part: str, side: Side, order: tuple[int, ...], relation: Relation) -> Piece:
-    """A part, as a piece of the whole; where it is stacked both are seen to have the new dim."""
+def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation) -> PartMapping:
+    """The array `name` as a part of the whole. If it is stacked, both have the new dim."""
     if not relation.stacks:
-        return Piece(Side(part), side, order)
+        return PartMapping(ArrayPart(name), part, order)
     d = relation.dim
-    moved = [i + (i >= d) for i in order]
-    return Piece(Side(part, d, adds=True), side, (*moved[:d], d, *moved[d:]))
+    shifted = [i + (i >= d) for i in order]
+    return PartMapping(ArrayPart(name, d, adds=True), part, (*shifted[:d], d, *shifted[d:]))
 
 
-def _sides(relation: Relation, whole: str, shape: Shape, lengths: Sequence[int | None]) -> list[Side]:
-    """The rows of each part in the whole. lengths: of the parts; None: as the whole and `rows` say."""
+def _parts_of_whole(
+    relation: Relation, name: str, shape: Shape, lengths: Sequence[int | None]
+) -> list[ArrayPart]:
+    """The parts of the whole array `name`. lengths: of the parts, or None if `rows` and the shape decide."""
     d, n = relation.dim, len(lengths)
-    if len(lengths) == 1 and not relation.stacks:
-        return [Side(whole)]
     if relation.stacks:
-        return [Side(whole, d, interval(i, i + 1)) for i in range(n)]
+        return [ArrayPart(name, d, interval(i, i + 1)) for i in range(n)]
+    if n == 1:
+        return [ArrayPart(name)]
     rows = relation.rows or [length if length is not None else shape[d] // n for length in lengths]
-    together = sum(rows)
-    groups = shape[d] // together if together else 0
-    wrong = [
-        length for length, each in zip(lengths, rows, strict=True) if length not in (None, groups * each)
-    ]
-    if wrong or groups * together != shape[d]:
+    group = sum(rows)
+    n_groups = shape[d] // group if group else 0
+    fits = all(length in (None, n_groups * each) for length, each in zip(lengths, rows, strict=True))
+    if not fits or n_groups * group != shape[d]:
         raise ShapeError(
-            f"{relation}: dim {d} of {shape[d]} rows is no whole number of groups of {list(rows)} rows",
-            hint="rows= says how many rows of each part come in turn",
+            f"{relation}: dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows",
+            hint="rows= has the rows of each part that come in turn",
         )
     starts = [sum(rows[:i]) for i in range(n)]
     return [
-        Side(whole, d, (Run(start, each, groups, together) if groups > 1 else Run(start, each),))
+        ArrayPart(name, d, (Run(start, each, n_groups, group) if n_groups > 1 else Run(start, each),))
         for start, each in zip(starts, rows, strict=True)
     ]

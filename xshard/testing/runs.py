@@ -1,6 +1,7 @@
 """The runs of a comparison: one device first, which is the truth, then every mesh.
 
-Each question has its blocks, layouts and cotangents. The bridges' `testing.worker` answers it.
+Decides the blocks, layouts and cotangents of each question. How a runtime answers is in the bridges'
+`testing.equivalence`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from xshard import reference
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.lengths import global_shape
-from xshard.runtimes.backends import BACKENDS, kit_process
+from xshard.runtimes.backends import jax_process, torch_process
+from xshard.runtimes.processes import Process
 from xshard.steps.base import Block
 from xshard.testing.differences import Derivatives
 from xshard.testing.moves import Seen
@@ -41,17 +43,15 @@ class Truth:
     derivatives: Derivatives
 
 
-class Run(NamedTuple):
-    """An answer, and where it is from."""
-
+class TaskRun(NamedTuple):
     runtime: Side
     mesh: Mesh
     answer: Answer
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A problem, and what all its questions have in common. typed: `check_vma` of JAX."""
+class Asked:
+    """A problem, and all that its questions have in common."""
 
     problem: Problem
     functions: dict[str, bytes]
@@ -73,7 +73,7 @@ class Comparison:
                 f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
             ) from None
         question = self._question(runtime, function, mesh, shardings, None)
-        answer = self._answer(runtime, question)
+        answer = self._ask(runtime, question)
         declared = given.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
@@ -90,15 +90,20 @@ class Comparison:
             answer.derivatives,
         )
 
-    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> Run:
+    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
         """Results of a runtime's function on the blocks of a mesh."""
         question = self._on_blocks(runtime, mesh, truth)
-        return Run(runtime, mesh, self._answer(runtime, question))
+        return TaskRun(runtime, mesh, self._ask(runtime, question))
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
         """What the redistributions of such a run were given, and the cotangents of what they made."""
-        seen: list[Seen] = self._ask(runtime, "seen", self._on_blocks(runtime, mesh, truth), quiet=True)
-        return seen
+        found: list[Seen] = self._process(runtime).ask(
+            f"{runtime}_bridge.testing.equivalence.seen",
+            self._on_blocks(runtime, mesh, truth),
+            timeout_s=self.timeout_s,
+            quiet=True,
+        )
+        return found
 
     def _on_blocks(self, runtime: Side, mesh: Mesh, truth: Truth) -> Question:
         results = {}
@@ -118,28 +123,29 @@ class Comparison:
         shardings: tuple[Sharding, ...],
         results: dict[str, Result] | None,
     ) -> Question:
+        given = self.problem
+        wide = any(x.dtype.name in ("float64", "complex128") for x in given.values)
         return Question(
             function,
             mesh,
-            self.problem.arguments,
-            self.problem.inputs(shardings),
+            given.arguments,
+            given.inputs(shardings),
             shardings,
             results,
             self.updates.get(runtime),
-            wide=any(x.dtype.name in ("float64", "complex128") for x in self.problem.values),
-            mode="vma" if self.typed else "novma",
-            differences=self.differences and results is None,
+            wide,
+            self.typed,
+            self.differences and results is None,
         )
 
-    def _answer(self, runtime: Side, question: Question) -> Answer:
-        answers: list[Answer] = self._ask(runtime, "answers", [question])
-        return answers[0]
+    def _process(self, runtime: Side) -> Process:
+        return torch_process(self.preload) if runtime == "torch" else jax_process()
 
-    def _ask(self, runtime: Side, name: str, asked: Any, *, quiet: bool = False) -> Any:
-        """Call a function of the bridge's kit in its process."""
-        process = kit_process(runtime, self.preload if runtime == "torch" else ())
-        function = BACKENDS[runtime].function(f"worker.{name}")
-        return process.ask(function, asked, timeout_s=self.timeout_s, quiet=quiet)
+    def _ask(self, runtime: Side, question: Question) -> Answer:
+        answer: Answer = self._process(runtime).ask(
+            f"{runtime}_bridge.testing.equivalence.answer", question, timeout_s=self.timeout_s
+        )
+        return answer
 
 
 def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:

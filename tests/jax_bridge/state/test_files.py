@@ -19,7 +19,8 @@ import xshard as xs
 from tests.jax_bridge.helpers import in_jax, needs_flax
 from xshard.cost.model import Link
 from xshard.state import Names, concat, rename
-from xshard.state.files import FileError, open_checkpoint, plan_load
+from xshard.state.files import FileError, open_checkpoint
+from xshard.state.files.loading import plan_load
 
 LAYOUTS = ["o i", "o/a i", "o/(b,a) i/c", "o/zigzag(a) i/b", "o/cyclic(b) i", "o/block(b,4,12) i/c"]
 DTYPES = ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"]
@@ -129,7 +130,7 @@ def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
     like = {"norm": jax.ShapeDtypeStruct((3,), jnp.float32), "new": jnp.ones(2)}
     part = xj.load(tmp_path, None, here, like=like, strict=False)
     assert bits(part["norm"]) == bits(np.ones(3, np.float32)) and part["new"] is like["new"]
-    with pytest.raises(xs.XshardError, match="new is in the tree alone\n  names= says"):
+    with pytest.raises(xs.XshardError, match="new is in the tree alone\n  names= maps"):
         xj.load(tmp_path, None, here, like=like)
     with pytest.raises(
         xs.errors.DtypeError, match="norm: the block is float64, which JAX would make float32"

@@ -82,7 +82,7 @@ def test_what_orbax_did_not_finish(tmp_path: Path) -> None:
     metadata.write_text(text)
     (tmp_path / "zarr" / "norm").rename(tmp_path / "norm")
     (tmp_path / "zarr" / "norm").symlink_to(tmp_path / "norm")
-    with pytest.raises(FileError, match="'norm' is no place in the folder"):
+    with pytest.raises(FileError, match="'norm' is not in the folder"):
         open_checkpoint(tmp_path / "zarr")
     (tmp_path / "zarr" / "norm").unlink()
     (tmp_path / "norm").rename(tmp_path / "zarr" / "norm")
@@ -95,7 +95,7 @@ def test_what_orbax_did_not_finish(tmp_path: Path) -> None:
             checkpoint.read("layers.0.w")
     (tmp_path / "manager" / "3" / "other").mkdir()
     (tmp_path / "manager" / "3" / "other" / "_METADATA").write_text("{}")
-    with pytest.raises(FileError, match="several: default, other"):
+    with pytest.raises(FileError, match="but has: default, other"):
         open_checkpoint(tmp_path / "manager" / "3")
 
 

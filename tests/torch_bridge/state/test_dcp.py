@@ -79,7 +79,7 @@ def test_what_ranks_have_saved(tmp_path: Path) -> None:
     assert dict(checkpoint.constants) == {"optim.lr": 0.5, "steps": [3, "first"]}
     # Lists are one value there, and leaves here.
     into: dict[str, Any] = {"optim": {"lr": 0.1, "new": 1}, "steps": [0, ""]}
-    found = xt.load(tmp_path, into=into, strict=False)
+    found = xt.load(tmp_path, like=into, strict=False)
     assert found == {"optim": {"lr": 0.5, "new": 1}, "steps": [3, "first"]}
 
 
@@ -89,10 +89,10 @@ def test_what_is_stored_as_its_conjugate(tmp_path: Path) -> None:
     dcp.save({"x": x.conj(), "y": x, "what": Runs(tmp_path / "ran")}, checkpoint_id=tmp_path / "dcp")
     checkpoint = open_checkpoint(tmp_path / "dcp")
     assert torch.equal(torch.from_numpy(checkpoint.read("y")), x)
-    with pytest.raises(FileError, match="is there as its conjugate"):
+    with pytest.raises(FileError, match="is stored as its conjugate"):
         checkpoint.read("x")
     with pytest.raises(FileError, match="Weights only load failed"):
-        xt.load(tmp_path / "dcp", into={"what": 0}, strict=False)
+        xt.load(tmp_path / "dcp", like={"what": 0}, strict=False)
     assert not (tmp_path / "ran").exists()
 
 
@@ -133,10 +133,10 @@ def other_file(name: str) -> Callable[[Metadata, Path], object]:
 
 
 BAD = {
-    "it runs a function": (lambda found, path: [found, Runs(path)], "it asks for pathlib.Path.touch"),
+    "it runs a function": (lambda found, path: [found, Runs(path)], "it names pathlib.Path.touch"),
     "it is no metadata": (lambda found, path: {"w": found.storage_data}, "has no attribute"),
-    "the folder above": (other_file("../x"), "'../x' is no file in the folder"),
-    "an absolute path": (other_file("/etc/passwd"), "is no file in the folder"),
+    "the folder above": (other_file("../x"), "'../x' is not a file in the folder"),
+    "an absolute path": (other_file("/etc/passwd"), "is not a file in the folder"),
     "no file": (other_file("none"), "No such file or directory"),
     "behind the file": (lying(lambda _, place: setattr(place, "length", 10**9)), "has 2"),
     "before the file": (lying(lambda _, place: setattr(place, "offset", -1)), "and not -1 to"),
@@ -177,8 +177,8 @@ def test_files_that_have_another_thing(tmp_path: Path) -> None:
     others = {
         "a pickle": (Runs(tmp_path / "ran"), "is not what DCP writes: Weights only load failed"),
         "a number": (3, "is not what DCP writes"),
-        "another shape": (torch.zeros(3, 2), "where the metadata has"),
-        "another dtype": (torch.zeros(2, 3, dtype=torch.float16), "where the metadata has"),
+        "another shape": (torch.zeros(3, 2), "in the metadata"),
+        "another dtype": (torch.zeros(2, 3, dtype=torch.float16), "in the metadata"),
         "a tensor that ends behind its bytes": (torch.zeros(4000)[-6:].view(2, 3), "has more than"),
     }
     for what, (other, message) in others.items():

@@ -77,7 +77,7 @@ def _from_training_to_serving(folder: str) -> None:
     xt.save(cut(FSDP), f"{folder}/plain", FSDP, MESH, shard_bytes=100)
     check_equal(xt.load(f"{folder}/plain", SERVED, MESH, verify=True), cut(SERVED))
     blocks = {name: torch.zeros_like(x) for name, x in cut(SERVED).items()}  # of different sizes, as norm's
-    check_equal(xt.load(f"{folder}/plain", SERVED, MESH, into=blocks), cut(SERVED))
+    check_equal(xt.load(f"{folder}/plain", SERVED, MESH, like=blocks), cut(SERVED))
     xt.save(cut(FSDP), f"{folder}/fused", FSDP, MESH, names=FUSED)
     check_equal(xt.load(f"{folder}/fused", SERVED, MESH, names=FUSED.inverse), cut(SERVED))
     with files.open_checkpoint(f"{folder}/plain") as opened:
@@ -101,7 +101,7 @@ def _trees_and_dtensors(folder: str) -> None:
     averages = optimizer.state[weight]["exp_avg"].clone()
     for state in optimizer.state[weight].values():
         state.zero_()
-    found = xt.load(folder, rules, MESH, into=zeros)
+    found = xt.load(folder, rules, MESH, like=zeros)
     assert isinstance(found["x"], DTensor) and torch.equal(found["x"].full_tensor(), x.full_tensor())
     assert (found["epoch"], found["name"]) == (3, "a")
     assert found["optimizer"]["param_groups"][0]["lr"] == 0.5 and found["optimizer"]["state"][0]["step"] == 1
@@ -113,14 +113,14 @@ def _models(folder: str) -> None:
     with torch.no_grad():
         trained[2].weight.add_(1)
     xt.save(trained, folder)
-    assert xt.load(folder, into=served) is served
+    assert xt.load(folder, like=served) is served
     x = torch.ones(3, 4)
     assert torch.equal(served(x), trained(x))
     before = [parameter.data_ptr() for parameter in served.parameters()]
     with torch.no_grad():
         for parameter in served.parameters():
             parameter.zero_()
-    xt.load(folder, into=served, profile=SLOW)
+    xt.load(folder, like=served, profile=SLOW)
     assert torch.equal(served(x), trained(x))
     assert [parameter.data_ptr() for parameter in served.parameters()] == before
 
@@ -140,8 +140,8 @@ def _errors(folder: str) -> None:
         (lambda: xt.save({"a": torch.ones(2, device="meta")}, folder), "leaf 'a': it is on the meta"),
         (lambda: xt.load(folder, {"a": "n"}, Mesh(tp=4), dtype="int8"), "a: float32 in the checkpoint, int8"),
         (lambda: xt.load(folder, {"b": "n"}, Mesh(tp=4)), "no rule for 1 of 1 arrays: a"),
-        (lambda: xt.load(folder, into={"b": torch.ones(2)}), "b is in the tree alone"),
-        (lambda: xt.load(folder, into={"a": torch.ones(2)}), "shape \\(2,\\), not \\(8,\\)"),
+        (lambda: xt.load(folder, like={"b": torch.ones(2)}), "b is in the tree alone"),
+        (lambda: xt.load(folder, like={"a": torch.ones(2)}), "shape \\(2,\\), not \\(8,\\)"),
         (lambda: xt.load(f"{folder}/none"), "none: No such file"),
     ):
         with pytest.raises(xs.XshardError, match=why.replace("|", "\\|")):
@@ -181,7 +181,7 @@ def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None
     into = {"w": torch.zeros(512, 512)}
     tracemalloc.start()
     try:
-        assert xt.load(tmp_path / "big", into=into)["w"] is into["w"]
+        assert xt.load(tmp_path / "big", like=into)["w"] is into["w"]
         assert tracemalloc.get_traced_memory()[1] < big["w"].nbytes / 2
     finally:
         tracemalloc.stop()
@@ -192,11 +192,11 @@ def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None
     xt.save(turned | {"best": float("inf")}, tmp_path / "turned")
     into = {name: torch.zeros(3, dtype=torch.complex64).conj() for name in turned}
     into = {"conj": into["conj"], "neg": into["neg"].imag, "best": 0.0}
-    found = xt.load(tmp_path / "turned", into=into)
+    found = xt.load(tmp_path / "turned", like=into)
     assert found["best"] == float("inf") and all(torch.equal(found[name], x) for name, x in turned.items())
     with pytest.raises(xs.errors.DtypeError, match="conj: complex64 in the checkpoint, float32 here"):
-        xt.load(tmp_path / "turned", into={"conj": torch.zeros(3), "neg": torch.zeros(3)})
+        xt.load(tmp_path / "turned", like={"conj": torch.zeros(3), "neg": torch.zeros(3)})
     with pytest.raises(xs.errors.MeshError, match="no process group"):
         xt.load(tmp_path / "big", None, Mesh(tp=2))
     with pytest.raises(xs.XshardError, match="w is on the meta device"):
-        xt.load(tmp_path / "big", into={"w": torch.empty(512, 512, device="meta")})
+        xt.load(tmp_path / "big", like={"w": torch.empty(512, 512, device="meta")})

@@ -25,16 +25,17 @@ import torch.distributed as dist
 
 import torch_bridge as xt
 from tests.torch_bridge.helpers import PRELOADED
-from torch_bridge.state import ends, live
+from torch_bridge.live import endpoint
+from torch_bridge.state import execute
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
 
-ROOM = str(Path(live.__file__).parent)
+ROOMS = str(Path(endpoint.__file__).parent), str(Path(execute.__file__).parent)
 # How often their lines run is a matter of time.
-WAITING = {"wait", "_offered", "guarded", "check", "_beat", "ask"}
-TAKEN = "planned"  # what a server calls before it answers
-OFFERED = "join"  # what both call when a version has been offered and taken
+WAITING = {"recv", "_offered", "guarded", "check", "_beat", "store_call"}
+TAKEN = "plan"  # what a server calls before it answers
+OFFERED = "connect"  # what both call when a version has been offered and taken
 AMID, AMID_NUMBER = "amid a message", 3  # a version of messages of 4 MiB
 LARGE = {"w": (8, 1 << 19)}
 TRAINERS, SERVERS = 9, 4  # how many are killed elsewhere
@@ -72,10 +73,10 @@ class Trainer(xt.live.Publisher):
     def act(self, order: Order) -> bool:
         return self.publish(state(order.number, 0)) > 0
 
-    def wait(self, *parts: object) -> str | None:
+    def recv(self, *parts: object) -> str | None:
         """A server that is to take the version may be dead before it says so."""
         with mock.patch.object(self, "timeout_s", self.answer_s if parts[0] == "taken" else self.timeout_s):
-            return super().wait(*parts)
+            return super().recv(*parts)
 
     def has(self) -> int:
         return 0
@@ -104,13 +105,13 @@ def state(number: int, cut: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def killed_before(line: int | str | None, room: str | tuple[str, ...] = ROOM) -> Iterator[list[str]]:
-    """The lines of the room that run, and the end of this process before one of them, or after the last."""
+def killed_before(line: int | str | None, rooms: str | tuple[str, ...] = ROOMS) -> Iterator[list[str]]:
+    """The lines of the rooms that run, and the end of this process before one of them, or after the last."""
     lines: list[str] = []
     begin = dist.batch_isend_irecv
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(room) or frame.f_code.co_name in WAITING:
+        if not frame.f_code.co_filename.startswith(rooms) or frame.f_code.co_name in WAITING:
             return None
         if event == "line":
             if line in (len(lines), frame.f_code.co_name):
@@ -133,7 +134,7 @@ def killed_before(line: int | str | None, room: str | tuple[str, ...] = ROOM) ->
 
 def _rank(kind: Callable[..., Any], rank: int, folder: Path, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    ends.within = lambda timeout, call, *args: call(*args)  # the store is there, however slow the machine
+    endpoint.within = lambda timeout, call, *args: call(*args)  # the store is there, however slow the machine
     dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=2)
     end = kind(store=dist.TCPStore("127.0.0.1", port), **BOTH)
     while (order := pipe.recv()) is not None:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import PRELOADED, error_of, on_ranks
+from torch_bridge.live import versions
 from torch_bridge.mesh.desync import compare_ranks
-from torch_bridge.state import live, processes
+from torch_bridge.state import processes
 from xshard import Mesh
 
 assert PRELOADED  # the server of forks has torch_bridge already
@@ -165,7 +166,7 @@ def test_a_version_is_whole_or_invisible(tmp_path: Path) -> None:
 
 
 def test_texts_that_differ_in_a_last_break_differ() -> None:
-    assert str(live._differing("a\nb\n", "a\nb")).endswith("  here:  'b\\n'\n  there: 'b'")
+    assert str(versions._differing("a\nb\n", "a\nb")).endswith("  here:  'b\\n'\n  there: 'b'")
 
 
 def test_all_ranks_of_a_trainer_hear_that_nobody_serves(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""A checkpoint: named arrays that lie in a place, any box of which can be read alone.
-
-Decides what a format of files has to offer. Knows no format, no framework and no process.
-"""
+"""A checkpoint of any format: named arrays; any box of an array can be read alone."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Box = tuple[slice, ...]  # per dim; steps are > 0
 
 
 class Stored(Protocol):
-    """An array in a place. dtype: a name of xshard's, as "bfloat16"."""
+    """An array in files. dtype: a name as "bfloat16"."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -31,16 +28,16 @@ class Stored(Protocol):
     def dtype(self) -> str: ...
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of the array, as `dtypes.carrier(self.dtype)`; threads may read at once."""
+        """Fill `out` with a box of the array, as `dtypes.carrier(self.dtype)`; threads may read at once."""
 
 
 @dataclass(eq=False)
 class Checkpoint(Mapping[str, Stored]):
-    """Arrays by name, and what the place says of them.
+    """Arrays by name, and their metadata.
 
-    layouts, mesh: how the arrays were cut. names: what made them of the arrays of the program that saved.
-    constants: leaves of its tree that are no arrays, by name. sums: by name, checksums of boxes that together
-    are the array. places: the file of each. bytes_read: so far, by `read`.
+    layouts, mesh: the shardings when they were saved. names: maps the names of the program that saved to
+    stored names. constants: other leaves by name. sums: by name, checksums of boxes that together are the
+    array. places: the file of each array. bytes_read: bytes read so far by `read`.
     """
 
     arrays: Mapping[str, Stored]
@@ -71,7 +68,7 @@ class Checkpoint(Mapping[str, Stored]):
         return {name: array.dtype for name, array in self.items()}
 
     def read(self, name: str, box: Box = (), out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """A box of an array, in new memory or in `out`; it is counted."""
+        """Read a box of an array, into new memory or into `out`."""
         stored = self[name]
         box = (*box, *map(slice, stored.shape[len(box) :]))
         if out is None:
@@ -83,19 +80,19 @@ class Checkpoint(Mapping[str, Stored]):
         return out
 
     def constant(self, name: str, default: Any) -> Any:
-        """A leaf that is a constant, or part of one: of a list, or of a dict.
+        """A constant leaf, or an item of one that is a list or a dict.
 
         >>> Checkpoint({}, constants={"groups": [{"lr": 0.5}]}).constant("groups.0.lr", 0.1)
         0.5
         """
-        top = next((each for each in self.constants if f"{name}.".startswith(f"{each}.")), None)
+        top = next((known for known in self.constants if f"{name}.".startswith(f"{known}.")), None)
         if top is None:
             return default
-        found = self.constants[top]
+        value = self.constants[top]
         with suppress(LookupError, TypeError, ValueError):  # a tree of another form
             for key in name[len(top) :].split(".")[1:]:
-                found = found[int(key) if isinstance(found, list | tuple) else key]
-            return found
+                value = value[int(key) if isinstance(value, list | tuple) else key]
+            return value
         return default
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """`open_checkpoint`: a safetensors file, or a folder of them, as a checkpoint.
 
-Decides which files of a folder count, what index and metadata say, and which places are refused. Files
-are mapped into memory: what is read is copied once, by whoever uses it, and costs no memory of its own.
+Files are mapped into memory: an array is copied once, by its reader, and needs no memory before that.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pkgutil
 import re
 import weakref
 import zlib
@@ -24,18 +24,23 @@ from xshard.arguments import shown
 from xshard.errors import XshardError, with_path
 from xshard.layout import Layout, Mesh
 from xshard.state.files.checkpoint import Box, Checkpoint
-from xshard.state.files.formats import opened_by_its_system
 from xshard.state.files.header import Entry, FileError, check_regular, read_header
-from xshard.state.text import names_from_json
+from xshard.state.names import names_from_json
 
 INDEX = "model.safetensors.index.json"
-OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # what a save calls its files
+OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-KEY = "xshard"  # of what is ours, in the metadata of files and of the index
+KEY = "xshard"  # of xshard's own metadata, in files and in the index
+# Other systems: a file in each of their folders -> the extra that installs the reader, and the reader.
+_SYSTEMS = {
+    ".metadata": ("torch", "torch_bridge.state.dcp:open_dcp"),
+    "_METADATA": ("orbax", "jax_bridge.state.orbax:open_orbax"),
+    "_CHECKPOINT_METADATA": ("orbax", "jax_bridge.state.orbax:open_orbax"),
+}
 
 
 class Mapped(NamedTuple):
-    """An array in a file that is mapped into memory, and open as long. start: of its bytes in the file."""
+    """An array in a file that is mapped into memory. start: the offset of its bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,14 +50,14 @@ class Mapped(NamedTuple):
     place: str
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        at: Any = (*box, ...)
-        part = self.whole[at]
+        index: Any = (*box, ...)
+        part = self.whole[index]
         start = self.start + part.ctypes.data - self.whole.ctypes.data
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
             self._check_end(self.start + self.whole.nbytes)
             out[...] = part  # many small reads would take two to eight times as long
             return
-        # To be given the pages of the file takes as long as to copy them, and one piece does without.
+        # Mapping the pages of a file takes as long as copying them; one contiguous read avoids it.
         left = out.reshape(-1).view(np.uint8)
         while left.size:
             n = os.preadv(self.file, [left.data], start)
@@ -60,49 +65,46 @@ class Mapped(NamedTuple):
             left, start = left[n:], start + n
 
     def _check_end(self, end: int) -> None:
-        """Raise FileError where the file is shorter by now: to look at a page behind its end would kill."""
+        """Raise FileError if the file has become shorter: reading a page behind its end kills the process."""
         if (size := os.fstat(self.file).st_size) < end:
             raise FileError(f"{self.place} ends at byte {size}, and did not when it was opened")
 
 
 def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
-    """A safetensors file, or a folder of them with or without an index -> its arrays; no data is read yet.
+    """Open a safetensors file, or a folder of them with or without an index; no data is read yet.
 
-    Folders of torch's DCP and of orbax, too, which are read by their own libraries.
-    links: whether files may be symlinks to elsewhere, as in the cache of Hugging Face's hub.
-    Raises FileError, with the file and the array, for what is not right: pickles, files that are truncated
-    or whose header lies, an index that names other arrays, or files outside of the folder.
+    Folders of torch's DCP and of orbax are read by their own libraries.
+    links: allow files that are symlinks out of the folder, as in the cache of Hugging Face's hub.
+    Raises FileError, with the file and the array, for pickles, truncated files, headers that do not fit the
+    data, an index that names other arrays, and files outside of the folder.
     """
     path = Path(path)
-    if (others := opened_by_its_system(path)) is not None:
-        return others
+    if (other := _opened_by_other_system(path)) is not None:
+        return other
     try:
-        if path.is_dir():
-            found, index = _shards(path)
-        else:
-            found, index = [path], None
+        files, index = _shards(path) if path.is_dir() else ([path], None)
         arrays: dict[str, Mapped] = {}
         places: dict[str, str] = {}
-        said: list[Any] = []
-        for file in found:
+        notes: list[Any] = []
+        for file in files:
             if not links and path.is_dir() and not file.resolve().is_relative_to(path.resolve()):
                 raise FileError(
                     f"{file.name} is a link out of the folder, to {file.resolve()}",
-                    hint="links=True allows that, where whoever made the folder is trusted",
+                    hint="links=True allows that, if you trust the author of the folder",
                 )
             entries, metadata = read_header(file)
             for name, array in _mapped(file, entries).items():
                 if name in arrays:
                     raise FileError(f"{name} is in {places[name]} and in {file.name}")
                 arrays[name], places[name] = array, file.name
-            said.append(_json(metadata.get(KEY, "{}"), file.name))
+            notes.append(_json(metadata.get(KEY, "{}"), file.name))
     except OSError as error:
         raise FileError(f"{error.filename or path}: {error.strerror}") from error
     if index is not None:
         _check_index(index, places)
-        said.append(index.get("metadata", {}).get(KEY, {}))
+        notes.append(index.get("metadata", {}).get(KEY, {}))
     try:
-        return Checkpoint(arrays, places=places, **_told(said, arrays))
+        return Checkpoint(arrays, places=places, **_noted(notes, arrays))
     except XshardError as error:
         raise with_path(error, str(path)) from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -110,16 +112,16 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
-    """Compare the arrays with the checksums that were written with them; return how many boxes have one.
+    """Compare the arrays with their saved checksums -> the number of boxes with a checksum.
 
-    part, of: every of-th box alone, from this one. Raises FileError for the first that differs.
+    part, of: only every of-th box, from this one. Raises FileError for the first that differs.
     """
     boxes = [(name, *each) for name, sums in checkpoint.sums.items() for each in sums]
     for name, box, expected in boxes[part::of]:
-        found = checksum(checkpoint.read(name, box))
-        if found != expected:
+        actual = checksum(checkpoint.read(name, box))
+        if actual != expected:
             raise FileError(
-                f"{checkpoint.places.get(name, '')}: {name}: wrong checksum {found:08x}, not {expected:08x}",
+                f"{checkpoint.places.get(name, '')}: {name}: wrong checksum {actual:08x}, not {expected:08x}",
                 hint="the file was changed after it was saved: copy or download it again",
             )
     return len(boxes)
@@ -128,7 +130,7 @@ def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
 def checksum(array: NDArray[Any]) -> int:
     """CRC-32 of the bytes of an array in the order of its rows.
 
-    It finds accidents, not malice: at 6 GB/s, where SHA-256 has 1.8 and BLAKE2b 1.2.
+    It detects accidents, not attacks, at 6 GB/s (SHA-256: 1.8, BLAKE2b: 1.2).
     """
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
@@ -139,40 +141,58 @@ def read_index(path: Path) -> dict[str, Any]:
     index = _json(path.read_text(errors="replace"), path.name)
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise FileError(f"{path.name} has no weight_map of texts", hint="the index maps arrays to files")
+        raise FileError(f"{path.name}: weight_map must map texts to texts", hint="arrays to their files")
     for name, file in files.items():
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise FileError(
-                f"{path.name}: {name}: {shown(file)} is no safetensors file of this folder",
+                f"{path.name}: {name}: {shown(file)} is not a safetensors file of this folder",
                 hint="the index has names of files beside it, without a folder",
             )
     if not isinstance(index.get("metadata", {}), dict):
-        raise FileError(f"{path.name}: metadata is no object")
+        raise FileError(f"{path.name}: metadata is not an object")
     return index
 
 
 def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
-    """The files of a folder that count, and its index."""
+    """The files of the checkpoint in a folder, and its index."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise FileError(f"{folder} has {len(indexes)} indexes: {', '.join(p.name for p in indexes)}")
     if indexes:
         index = read_index(indexes[0])
         return [folder / file for file in dict.fromkeys(index["weight_map"].values())], index
-    found = sorted(folder.glob("*.safetensors"))
-    _check_complete(folder, [file.name for file in found])
-    if not found:
-        there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    files = sorted(folder.glob("*.safetensors"))
+    _check_complete(folder, [file.name for file in files])
+    if not files:
+        content = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FileError(
-            f"no safetensors files in {folder}: it has {there}",
-            hint="pickles (.bin, .pt) run code when read: convert them where their author is trusted; "
+            f"no safetensors files in {folder}: it has {content}",
+            hint="pickles (.bin, .pt) run code when read: convert them if you trust their author; "
             "a folder of DCP has .metadata, one of orbax _METADATA",
         )
-    return found, None
+    return files, None
+
+
+def _opened_by_other_system(folder: Path) -> Checkpoint | None:
+    """A folder of torch's DCP or of orbax; None for any other.
+
+    Raises FileError as the system's reader does, and if the system is not installed.
+    """
+    system = next((system for name, system in _SYSTEMS.items() if (folder / name).exists()), None)
+    if system is None:
+        return None
+    extra, reader = system
+    try:
+        function = pkgutil.resolve_name(reader)
+    except ImportError as error:
+        hint = f"pip install 'xshard[{extra}]'"
+        raise FileError(f"{folder} needs {extra} to be read: {error}", hint=hint) from None
+    opened: Checkpoint = function(folder)
+    return opened
 
 
 def _check_complete(folder: Path, names: list[str]) -> None:
-    """Raise FileError for files that count themselves, where some are missing or have lost their index."""
+    """Raise FileError for numbered files of which some, or their index, are missing."""
     sets = [match.group(1, 3) for name in names if (match := _NUMBERED.fullmatch(name)) is not None]
     for start, total in sets:
         if sets.count((start, total)) != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
@@ -183,19 +203,19 @@ def _check_complete(folder: Path, names: list[str]) -> None:
 
 
 def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
-    found = {}
+    arrays = {}
     file, memory = map_file(path)
     for name, (shape, dtype, start) in entries.items():
         try:
             whole = np.ndarray(shape, dtypes.carrier(dtype), memory, start)
-            found[name] = Mapped(shape, dtype, whole, file, start, path.name)
+            arrays[name] = Mapped(shape, dtype, whole, file, start, path.name)
         except (ValueError, OverflowError) as error:
             raise FileError(f"{path.name}: {name}: no array has shape {shape}: {error}") from None
-    return found
+    return arrays
 
 
 def map_file(path: Path) -> tuple[int, mmap.mmap]:
-    """A file, open as long as its map, which costs no memory of its own."""
+    """A file and its memory map; the file is open as long as the map."""
     file = os.open(path, os.O_RDONLY)
     memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
     weakref.finalize(memory, os.close, file)
@@ -203,39 +223,39 @@ def map_file(path: Path) -> tuple[int, mmap.mmap]:
 
 
 def _check_index(index: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    said = index["weight_map"]
-    for name in (*said, *places):
-        if said.get(name) != places.get(name):
-            raise FileError(f"{name} is in {places.get(name)}, and the index says {said.get(name)}")
+    weight_map = index["weight_map"]
+    for name in (*weight_map, *places):
+        if weight_map.get(name) != places.get(name):
+            raise FileError(f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}")
 
 
 def _json(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{where}: no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise FileError(f"{where}: no JSON object")
-    return found
+        raise FileError(f"{where}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{where}: not a JSON object")
+    return data
 
 
-def _told(said: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> dict[str, Any]:
-    """The metadata of all files and the index -> what it says of the arrays there are."""
+def _noted(notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> dict[str, Any]:
+    """The metadata of all files and of the index -> fields of a checkpoint."""
     layouts: dict[str, Layout] = {}
-    found: dict[str, Any] = {"layouts": layouts, "sums": {}}
-    for each in said:
-        layouts |= {name: Layout.parse(text) for name, text in each.get("layouts", {}).items()}
-        if each.get("mesh") is not None:
-            found["mesh"] = Mesh.parse(each["mesh"])
-        if each.get("names") is not None:
-            found["names"] = names_from_json(each["names"])
-        found["constants"] = found.get("constants", {}) | _json(each.get("constants", "{}"), "constants")
-        for name, sums in each.get("sums", {}).items():
-            found["sums"][name] = [(_box(box, arrays[name].shape), int(crc)) for box, crc in sums]
-    return found
+    fields: dict[str, Any] = {"layouts": layouts, "sums": {}, "constants": {}}
+    for note in notes:
+        layouts |= {name: Layout.parse(text) for name, text in note.get("layouts", {}).items()}
+        if note.get("mesh") is not None:
+            fields["mesh"] = Mesh.parse(note["mesh"])
+        if note.get("names") is not None:
+            fields["names"] = names_from_json(note["names"])
+        fields["constants"] |= _json(note.get("constants", "{}"), "constants")
+        for name, sums in note.get("sums", {}).items():
+            fields["sums"][name] = [(_box(rows, arrays[name].shape), int(crc)) for rows, crc in sums]
+    return fields
 
 
-def _box(ends: list[list[int]], shape: tuple[int, ...]) -> Box:
-    if any(not 0 <= a < b <= n or step < 1 for (a, b, step), n in zip(ends, shape, strict=True)):
-        raise FileError(f"a checksum of {ends} in shape {shape}")
-    return tuple(slice(a, b, step) for a, b, step in ends)
+def _box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:
+    if any(not 0 <= a < b <= n or step < 1 for (a, b, step), n in zip(rows, shape, strict=True)):
+        raise FileError(f"a checksum of {rows} in shape {shape}")
+    return tuple(slice(a, b, step) for a, b, step in rows)

@@ -1,7 +1,6 @@
-"""The header of a safetensors file: what is in it, and that it does not lie.
+"""The header of a safetensors file: 8 bytes with its length, JSON, and then data without gaps or overlaps.
 
-Decides which headers are right: 8 bytes with its length, JSON, and then data without gaps or overlaps.
-Source: https://huggingface.co/docs/safetensors. Knows no folder, no index and no layout.
+Source: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class FileError(XshardError):
-    """A file that is not what it has to be, or that cannot be read or written."""
+    """A malformed file, or one that cannot be read or written."""
 
 
 class Entry(NamedTuple):
-    """An array in a file. start: where its bytes begin in the file."""
+    """An array in a file. start: the offset of its bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -53,14 +52,14 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """A safetensors file -> its arrays by name, in the order of their bytes, and its `__metadata__`.
+    """Read the arrays of a safetensors file by name, in the order of their bytes, and its `__metadata__`.
 
-    Raises FileError for whatever does not fit, with the file and the array; nothing of the data is read.
+    Raises FileError, with the file and the array, for a malformed header; no data is read.
     """
     if path.suffix in _PICKLES:
         raise FileError(
             f"{path.name} is a pickle, which runs code when it is read",
-            hint="convert it where its author is trusted: safetensors.torch.save_file(torch.load(...))",
+            hint="convert it if you trust its author: safetensors.torch.save_file(torch.load(...))",
         )
     check_regular(path)
     with path.open("rb") as file:
@@ -68,39 +67,40 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_BYTES):
-            said = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
+            sizes = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
             raise FileError(
-                f"{path.name} is no whole safetensors file: {said}",
+                f"{path.name} is not a whole safetensors file: {sizes}",
                 hint="it is truncated, or of another format: copy or download it again",
             )
         text = file.read(length)
     try:
-        found = json.loads(text, object_pairs_hook=_once)
+        header = json.loads(text, object_pairs_hook=_once)
     except FileError as error:
         raise FileError(f"{path.name}: {error.reason}") from None
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path.name}: the header is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise FileError(f"{path.name}: the header is no JSON object")
-    metadata = found.pop(_METADATA, {})
+        raise FileError(f"{path.name}: the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise FileError(f"{path.name}: the header is not a JSON object")
+    metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileError(f"{path.name}: __metadata__ is no object of texts")
-    return _entries(path, found, 8 + length, size), metadata
+        raise FileError(f"{path.name}: __metadata__ is not an object of texts")
+    return _entries(path, header, 8 + length, size), metadata
 
 
 def check_regular(path: Path) -> None:
-    """Raise FileError for a folder, and for a pipe, which would be read for ever."""
+    """Raise FileError for a folder, and for a pipe, which a reader would wait for."""
     if path.exists() and not path.is_file():
-        raise FileError(f"{path.name} is no file")
+        raise FileError(f"{path.name} is not a file")
 
 
 def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
-    """Shapes and dtypes by name, in the order of their bytes -> what a file begins with, 8 bytes aligned.
+    """The first bytes of a file with these shapes and dtypes, in the order of their bytes, 8 bytes aligned.
 
-    Raises DtypeError for a dtype that safetensors lacks, FileError for the name of its metadata.
+    Raises DtypeError for a dtype that safetensors lacks, FileError for an array with the name of its
+    metadata.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
-    at = 0
+    start = 0
     if _METADATA in entries:
         raise FileError(f"an array is called {_METADATA!r}", hint="safetensors notes texts under that name")
     for name, (shape, dtype) in entries.items():
@@ -108,9 +108,9 @@ def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Map
             raise DtypeError(
                 f"{name}: safetensors has no {dtype}", hint=f"it has {', '.join(sorted(_SHORT))}"
             )
-        stop = at + dtypes.n_bytes(shape, dtype)
-        header[name] = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
+        stop = start + dtypes.n_bytes(shape, dtype)
+        header[name] = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_BYTES:
@@ -119,46 +119,47 @@ def write_header(entries: Mapping[str, tuple[Sequence[int], str]], metadata: Map
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    items = dict(pairs)
+    if len(items) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
         raise FileError(f"the header has {shown(twice)} twice")
-    return found
+    return items
 
 
-def _entries(path: Path, found: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
-    """The arrays of a header, whose bytes together are all that follows it."""
+def _entries(path: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
+    """The arrays of a header; their bytes are all data of the file, which begins at `data`."""
     spans = []
-    for name, entry in found.items():
+    for name, entry in header.items():
         try:
             spans.append((*_entry(entry, data, size), name))
         except FileError as error:
             hint = "the header and the data do not fit: copy or download the file again"
             raise FileError(f"{path.name}: {name}: {error.reason}", hint=hint) from None
-    at = 0
+    last = 0
     for start, stop, _, name in sorted(spans, key=lambda span: span[:2]):
-        if start != at:
-            fault = "overlap" if start < at else "leave a gap"
-            raise FileError(f"{path.name}: the bytes of {name}, from {start}, {fault}: others end at {at}")
-        at = stop
-    if at != size - data:
-        raise FileError(f"{path.name}: arrays of {at} bytes in a file with {size - data}")
+        if start != last:
+            fault = "overlap" if start < last else "leave a gap"
+            raise FileError(f"{path.name}: the bytes of {name}, from {start}, {fault}: others end at {last}")
+        last = stop
+    if last != size - data:
+        raise FileError(f"{path.name}: arrays of {last} bytes in a file with {size - data}")
     return {name: entry for _, _, entry, name in sorted(spans, key=lambda span: span[:2])}
 
 
 def _entry(entry: Any, data: int, size: int) -> tuple[int, int, Entry]:
-    """What a header says of an array -> where its bytes begin and end in the data, and the array."""
+    """The first and last offset of an array's bytes in the data, and the array."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise FileError("an array has dtype, shape and data_offsets, and nothing else")
-    dtype, shape, ends = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _LONG:
         raise FileError(f"unknown dtype {shown(dtype)}")
-    if not _are_counts(shape) or not _are_counts(ends) or len(ends) != 2:
-        raise FileError(f"shape {shown(shape)} at {shown(ends)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise FileError(f"shape {shown(shape)} at {shown(offsets)}")
+    start, stop = offsets
     n = dtypes.n_bytes(shape, _LONG[dtype])
-    if ends[1] - ends[0] != n or data + ends[1] > size:
-        raise FileError(f"{n} bytes of shape {tuple(shape)} at {ends} of {size - data}")
-    return ends[0], ends[1], Entry(tuple(shape), _LONG[dtype], data + ends[0])
+    if stop - start != n or data + stop > size:
+        raise FileError(f"{n} bytes of shape {tuple(shape)} at {offsets} of {size - data}")
+    return start, stop, Entry(tuple(shape), _LONG[dtype], data + start)
 
 
 def _are_counts(values: Any) -> bool:
