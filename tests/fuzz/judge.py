@@ -232,7 +232,7 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
         return any(
             rows(b, n, not isinstance(b.overlap, Fold), i + 1) - rows(a, n, False) for a, b, n in pairs
         )
-    if "has no place" in error.reason:
+    if "is in no block" in error.reason:
         folds = [pair for pair in pairs if isinstance(pair[1].overlap, Fold)]
         rolled = any(end.kind == "pole" for _, end in ends)
         return rolled or any(rows(a, n, True) - rows(b, n, False, i + 1) for a, b, n in folds)

@@ -160,7 +160,7 @@ REFUSED = [
     (
         "b:fold(halo(1,-1,pole)) -> b:fold(window(k=3,d=2,p=[1,0],edge))",
         (1,),
-        "row 0 of dim 'b' has no place",
+        "row 0 of dim 'b' is in no block",
     ),
 ]
 

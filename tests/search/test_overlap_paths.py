@@ -172,7 +172,7 @@ def planned(src, dst, mesh, shape):
     try:
         return xs.plan((src, dst), mesh, shape, "float64")
     except xs.errors.PlanError as error:
-        if "holds row" in error.reason or "has no place" in error.reason:
+        if "holds row" in error.reason or "is in no block" in error.reason:
             return None
         raise
 
@@ -341,7 +341,7 @@ ERRORS = [
     ("h/a w -> h/a:halo(1,1,pole(h)) w", "dim 'h' has the pole and cannot be the dim that is rolled"),
     ("h/a w -> h/a:halo(1,1,pole) w", "beyond a pole, but has 5 rows"),
     ("h/a:window(k=1,s=2) w -> h w", "holds row 3 of dim 'h'"),
-    ("h w -> h/a:fold(halo(-1,0)) w", "row 0 of dim 'h' has no place"),
+    ("h w -> h/a:fold(halo(-1,0)) w", "row 0 of dim 'h' is in no block"),
     ("h/sizes(a,3,4) w -> h w", "'sizes(a,3,4)' adds up to 7 rows, not 8"),
     ("h/sizes(a,3,4,1) w -> h w", "3 sizes for 2 parts"),
     ("h/a w -> h/a:halo([1,1,1],1) w", "3 widths for 2 parts"),
