@@ -27,6 +27,7 @@ from xshard.errors import PlanError
 from xshard.formatting import format_bytes
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
+from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
 RING_SHARE = 0.9  # of its seconds in turn, at most, that a part in rounds has to take: predictions err
@@ -123,12 +124,16 @@ class _Solver:
             yield from map(self._plan, self._in_pairs())
             return
         none, takes = _Way(0.0, 0, self.ends.operands, ()), tuple(range(len(self.ends.operands)))
-        for found in self._places(self.ends):
-            yield self._plan(none.then(takes, self.ends, found))
+        plans = (self._plan(none.then(takes, self.ends, found)) for found in self._places(self.ends))
+        if self.request.objective == BOTH and (first := next(plans, None)):
+            # Places are ranked with waiting, plans by their cost: the place of the forward pass may be best.
+            found = next(self._places(self.ends, objective=FORWARD))
+            yield min(first, self._plan(none.then(takes, self.ends, found)), key=lambda plan: plan.cost)
+        yield from plans
 
-    def _places(self, ends: Ends, **options: Any) -> Iterator[Found]:
+    def _places(self, ends: Ends, *, objective: str | None = None, **options: Any) -> Iterator[Found]:
         options = {"flops_limit": self.request.flops_limit, **options}
-        return best_places(ends, self.prices, self.request.objective, **options)
+        return best_places(ends, self.prices, objective or self.request.objective, **options)
 
     def _in_pairs(self) -> list[_Way]:
         """The best ways to contract pair by pair: found by bounds of their moves, ranked by prices."""
