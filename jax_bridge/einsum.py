@@ -25,10 +25,10 @@ from jax_bridge.autodiff.product import multiplied
 from jax_bridge.calls import execute, with_entry_type
 from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here, planned_mesh_here
 from xshard import ContractionPlan, Layout, Mesh, Plan, Profile, planner
-from xshard.contractions.blocks import Shapes, whole_shapes
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.plan import Part
-from xshard.contractions.ring import Ring
+from xshard.contractions.ring import ContractionRing
+from xshard.contractions.shapes import Shapes, whole_shapes
 from xshard.errors import DtypeError, ShapeError
 from xshard.notation.parser import text_spans
 
@@ -164,7 +164,7 @@ def _local(part: Part, used: Sequence[jax.Array], product: Product) -> jax.Array
     return multiplied(used[0], used[1], names, **options)
 
 
-def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) -> list[jax.Array]:
+def _in_rounds(part: Part, ring: ContractionRing, used: Sequence[Any], product: Product) -> list[jax.Array]:
     """What a device contracts, piece by piece, where an operand that travels is the blocks that it gets.
 
     No product waits for the message that is sent in its round.
@@ -179,7 +179,7 @@ def _in_rounds(part: Part, ring: Ring, used: Sequence[Any], product: Product) ->
     return [_local(part, each, product) for each in zip(*parts, strict=True)]
 
 
-def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
+def _together(blocks: list[jax.Array], layout: Layout, ring: ContractionRing) -> jax.Array:
     """The blocks of all pieces, laid side by side in the order of their rows."""
     at = layout.dim_index(ring.dim)
     y = jnp.zeros_like(jnp.concatenate(blocks, at))
@@ -188,6 +188,6 @@ def _together(blocks: list[jax.Array], layout: Layout, ring: Ring) -> jax.Array:
     return y
 
 
-def _starts(ring: Ring, rows: int) -> list[jax.Array]:
+def _starts(ring: ContractionRing, rows: int) -> list[jax.Array]:
     """The row at which each piece begins that a device contracts."""
     return [piece * rows for piece in ring.order(lax.axis_index(ring.axis))]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, overload
 
 from xshard.arguments import lengths_of, limit_of, shown
-from xshard.contractions.expression import contraction, is_contraction, shapes_of, whole_lengths
+from xshard.contractions.expression import contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
+from xshard.contractions.shapes import shapes_of, whole_lengths
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import without_devices
 from xshard.cost.model import Profile
@@ -174,7 +175,7 @@ def plan_contraction(
     machine = name, load_profile(profile)
     request = ContractionRequest(*operands, *machine, memory_limit, flops_limit, objective, overlap)
     with mark_errors(text):
-        _ = request.ends  # a wrong shape is found before the cache of plans is asked
+        _ = request.shardings  # a wrong shape is found before the cache of plans is asked
     return find_contraction(request)
 
 

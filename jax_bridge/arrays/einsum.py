@@ -32,9 +32,8 @@ from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes
 from jax_bridge.mesh.machine import machine
 from xshard import ContractionPlan, Profile
-from xshard.contractions.blocks import Shapes, check_operands
-from xshard.contractions.expression import shapes_of, whole_lengths
 from xshard.contractions.ring import NEVER
+from xshard.contractions.shapes import Shapes, check_operands, shapes_of, whole_lengths
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
 

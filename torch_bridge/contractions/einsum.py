@@ -27,9 +27,9 @@ from torch_bridge.mesh import desync
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, world
 from xshard import Profile
-from xshard.contractions.expression import shapes_of
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
+from xshard.contractions.shapes import shapes_of
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.notation.parser import text_spans
 

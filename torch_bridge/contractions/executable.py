@@ -21,7 +21,7 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, dtypes
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.ring import Ring
+from xshard.contractions.ring import ContractionRing
 from xshard.plans.plan import find_plan
 
 
@@ -74,7 +74,7 @@ class Lowering:
             self._move(part.result),
         )
 
-    def _in_rounds(self, made: PartExecutable, ring: Ring | None) -> PartExecutable:
+    def _in_rounds(self, made: PartExecutable, ring: ContractionRing | None) -> PartExecutable:
         """With its rounds; none if blocks travel in another dtype, in which sums would not be added."""
         if ring is None or self.travels != (self.block, self.block):
             return made

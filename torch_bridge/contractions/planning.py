@@ -22,10 +22,10 @@ from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, World, check_d
 from torch_bridge.planning import links_along, require_mesh
 from xshard import Mesh, Profile, dtypes, planner
 from xshard.arguments import limit_of
-from xshard.contractions.blocks import whole_shapes
-from xshard.contractions.expression import Contraction, contraction, shapes_of, whole_lengths
+from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER
+from xshard.contractions.shapes import shapes_of, whole_lengths, whole_shapes
 from xshard.cost.machine import asked_for
 from xshard.errors import DtypeError, MeshError, NotationError, ShapeError
 from xshard.layout import Sharding

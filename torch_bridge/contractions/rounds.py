@@ -16,15 +16,17 @@ from torch import Tensor
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.executable import Executable
-from xshard.contractions.ring import Ring
+from xshard.contractions.ring import ContractionRing
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
     """The blocks of operands -> the local result.
 
-    local: the contraction of a piece. operand, dim, pieces: as a `Ring` has them. rotation: gets a piece of
-    the next device. order: the pieces of the dim, as this device contracts them.
+    local: the contraction of a piece.
+    operand, dim, pieces: the same as in `ContractionRing`.
+    rotation: gets a piece of the next device.
+    order: the pieces of the dim, in the order in which this device contracts them.
     """
 
     local: LocalContraction
@@ -35,7 +37,7 @@ class Rounds:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, whole: LocalContraction, ring: Ring, rotation: Executable | None) -> Rounds:
+    def of(cls, whole: LocalContraction, ring: ContractionRing, rotation: Executable | None) -> Rounds:
         """`whole`, of operands where they are used, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
         lengths = tuple((name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths)

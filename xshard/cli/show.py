@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from xshard.cli.options import MeshText, ShapeOrNone, SizesOrNone, lengths_of_arrays
-from xshard.contractions.expression import contraction, shapes_of
+from xshard.contractions.expression import contraction
+from xshard.contractions.shapes import shapes_of
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.pictures.console import console

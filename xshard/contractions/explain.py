@@ -1,7 +1,7 @@
-"""Why a contraction is computed where it is: the part of every mesh axis, and what other places would cost.
+"""Why a contraction is computed where it is: the role of every mesh axis, and the costs of other placements.
 
-Decides which names the parts of axes have, and which places are shown beside the plan's: where an end already
-is, and where every device computes all. The names of schemes take the second operand for the weight.
+The other placements are those that an operand, or the result, already has, and the one in which every device
+computes all. The names of the schemes take the second operand for the weight.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xshard.contractions.places import Ends
+from xshard.contractions.placements import EinsumShardings
 from xshard.contractions.prices import Prices
-from xshard.contractions.search import found_at
+from xshard.contractions.search import candidate_at
 from xshard.formatting import align_columns, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,37 +21,34 @@ HEAD = ("", "time", "received", "backward", "GFLOP", "computed as")
 
 
 def explain(plan: ContractionPlan) -> str:
-    """The part of every axis, then the plan and the other places as a table."""
+    """The role of every axis, then the plan and the other placements as a table."""
     parts = [f"{part.local}\n{_axes_text(part)}" for part in plan.parts]
-    return "\n".join([*parts, "", align_columns([HEAD, *(_row(*way) for way in alternatives(plan))])])
+    return "\n".join([*parts, "", align_columns([HEAD, *(_row(*each) for each in alternatives(plan))])])
 
 
 def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
-    """The plan, then with one or two operands the same in other places, each by what is computed there.
+    """The plan and, for one or two operands, plans in other placements that differ, each with its name.
 
     >>> from xshard import Mesh, plan
     >>> sizes = {"b": 8, "s": 512, "d": 256, "f": 1024}
-    >>> made = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
-    >>> [name for name, _ in alternatives(made)]
+    >>> layer = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
+    >>> [name for name, _ in alternatives(layer)]
     ['the plan', 'all of it on every device', "where 'b s/tp d' is"]
     """
-    found = [("the plan", plan)]
+    plans = [("the plan", plan)]
     if len(plan.parts) > 1:
-        return found
+        return plans
     [part] = plan.parts
-    ends = Ends(tuple(move.source for move in part.moves), part.result.target)
+    shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, plan.profile)
-    names = [
-        "all of it on every device",
-        *(f"where '{end.layout}' is" for end in (*ends.operands, ends.result)),
-    ]
-    for name, place in zip(names, ends.seeds(), strict=True):
-        at = found_at(ends, place, prices, plan.objective, stays=False)
-        moves, result = tuple(map(prices.plan, at.moves)), prices.plan(at.result)
-        other = replace(part, moves=moves, result=result)
-        if all(other.moves != known.parts[0].moves for _, known in found):
-            found.append((name, replace(plan, parts=(other,), memory_limit=None)))
-    return found
+    names = ["all of it on every device", *(f"where '{array.layout}' is" for array in shardings.arrays)]
+    for name, placement in zip(names, shardings.seeds(), strict=True):
+        candidate = candidate_at(shardings, placement, prices, plan.objective, stays=False)
+        moves, result = tuple(map(prices.plan, candidate.moves)), prices.plan(candidate.result)
+        if all(moves != known.parts[0].moves for _, known in plans):
+            other = replace(part, moves=moves, result=result)
+            plans.append((name, replace(plan, parts=(other,), memory_limit=None)))
+    return plans
 
 
 def _row(name: str, plan: ContractionPlan) -> tuple[str, ...]:
@@ -60,40 +57,39 @@ def _row(name: str, plan: ContractionPlan) -> tuple[str, ...]:
 
 
 def _axes_text(part: Part) -> str:
-    """A line for every axis: its part, and the name of the scheme."""
+    """A line for every axis: its role, and the name of the scheme."""
     mesh = part.result.mesh
     axes = [axis for axis in mesh.axes if mesh.size(axis) > 1]
-    return "\n".join(f"  {axis}: {_scheme(part, axis)}" for axis in axes)
+    return "\n".join(f"  {axis}: {_role(part, axis)}" for axis in axes)
 
 
-def _scheme(part: Part, axis: str) -> str:
-    cut = next((dim.name for use in part.used for dim in use.layout.dims if axis in dim.axes), None)
-    if cut is None:
-        held = any(axis in use.layout.axes for use in part.used)
+def _role(part: Part, axis: str) -> str:
+    sharded = next(
+        (dim.name for operand in part.used for dim in operand.layout.dims if axis in dim.axes), None
+    )
+    if sharded is None:
+        held = any(axis in operand.layout.axes for operand in part.used)
         return "holds addends or copies of all operands" if held else "idle: replicas repeat the work"
-    owners = [i for i, use in enumerate(part.used) if cut in use.layout.names]
-    kept = cut in part.result.src.names
+    kept = sharded in part.result.src.names
+    scheme = _kept_scheme(part, axis, sharded) if kept else _row_parallel(part, axis)
+    return f"cuts {sharded!r}, which is {'kept' if kept else 'summed'}: {scheme}"
+
+
+def _row_parallel(part: Part, axis: str) -> str:
+    role = part.result.dst.role(axis)
+    if not role:
+        return "row parallel (Megatron), the result reduced"
+    scattered = role[0] in part.result.dst.names
+    return f"row parallel (Megatron), the result {'reduce-scattered' if scattered else 'kept as addends'}"
+
+
+def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
+    """The name of the scheme of an axis that shards a dim of the result."""
+    owners = [i for i, operand in enumerate(part.used) if sharded in operand.layout.names]
     moved = [i for i, move in enumerate(part.moves) if move.src.role(axis) != move.dst.role(axis)]
-    what = f"cuts {cut!r}, which is {'kept' if kept else 'summed'}"
-    return f"{what}: {_name(part, axis, owners, moved, kept=kept)}"
-
-
-def _name(part: Part, axis: str, owners: list[int], moved: list[int], *, kept: bool) -> str:
-    """What the field calls it."""
-    if not kept:
-        end = part.result.dst.role(axis)
-        how = (
-            "reduce-scattered"
-            if end and end[0] in part.result.dst.names
-            else "kept as addends"
-            if end
-            else "reduced"
-        )
-        return f"row parallel (Megatron), the result {how}"
     if len(owners) == len(part.used) > 1:
-        return "every operand has it (experts, heads)" + (
-            ", some after a move (Ulysses, dispatch)" if moved else ""
-        )
+        after = ", some after a move (Ulysses, dispatch)" if moved else ""
+        return f"every operand has it (experts, heads){after}"
     if owners == [0]:
         return "data parallel, the weight gathered (ZeRO-3)" if 1 in moved else "data parallel"
     gathered = ", the activations gathered (sequence parallel)" if 0 in moved else ""

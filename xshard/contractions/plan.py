@@ -1,27 +1,26 @@
 """A plan of a contraction: the moves of its operands, the local contractions, the move of its result.
 
-Decides what makes it right: what devices get is the type of what they contract, and the moves lead from
-where the operands are to where the result is to be. Every gradient of a local contraction is a contraction
-again, in the same place.
+A plan is right if the devices get what the type of their local contraction says, and the moves lead from the
+operands' layouts to the result's. Every gradient of a local contraction is a contraction again, of the
+cotangent and the other operands, under the layouts of the forward pass.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from xshard import dtypes
 from xshard.contractions import serialize, table
 from xshard.contractions.explain import explain
 from xshard.contractions.expression import Contraction
-from xshard.contractions.memory import accesses
-from xshard.contractions.ring import Ring, rings
+from xshard.contractions.ring import ContractionRing, rings
 from xshard.contractions.types import local_type
+from xshard.contractions.work import accesses, operations
 from xshard.cost.model import Profile
 from xshard.cost.profile_files import load_profile
+from xshard.dtypes import itemsize
 from xshard.errors import PlanError
 from xshard.formatting import Pictured
 from xshard.layout import Mesh, Sharding
@@ -34,14 +33,14 @@ from xshard.search.request import BOTH
 class Part:
     """One local contraction, with the moves before it and after it.
 
-    takes: which operands, counted among those that are left; the result goes behind them.
+    takes: indices of its operands among those that are left; the result goes behind the others.
     ring: how a move and the contraction run at the same time, in rounds; None: one after the other.
     """
 
     takes: tuple[int, ...]
     moves: tuple[Plan, ...]
     result: Plan
-    ring: Ring | None = None
+    ring: ContractionRing | None = None
 
     @property
     def seconds(self) -> float:
@@ -52,53 +51,48 @@ class Part:
 
     @cached_property
     def used(self) -> tuple[Sharding, ...]:
-        """The operands where they are contracted."""
+        """The shardings under which the operands are contracted."""
         return tuple(move.target for move in self.moves)
 
     @cached_property
     def local(self) -> str:
-        """`"layout, layout -> layout"`: what every device contracts, and what it gets."""
+        """`"layout, layout -> layout"`: the local contraction of every device."""
         return f"{', '.join(str(move.dst) for move in self.moves)} -> {self.result.src}"
 
     @cached_property
     def dims(self) -> str:
-        """`"b s d, d f -> b s f"`: the local contraction without its cuts."""
+        """`"b s d, d f -> b s f"`: the local contraction without its layouts."""
         left = ", ".join(" ".join(move.dst.names) for move in self.moves)
         return f"{left} -> {' '.join(self.result.src.names)}"
 
     @cached_property
     def flops(self) -> int:
-        """Floating point operations of the busiest device: products of operands, and additions in sums."""
+        """Floating point operations of the busiest device."""
         lengths = {
             name: n
             for operand in self.used
             for name, n in zip(operand.layout.names, operand.max_local_shape, strict=True)
         }
-        sums = set(lengths) - set(self.result.src.names)
-        return ((len(self.moves) > 1) + bool(sums)) * math.prod(lengths.values())
+        has_sum = len(lengths) > len(self.result.src.names)
+        return operations(lengths.values(), len(self.moves), has_sum=has_sum)
 
     @cached_property
     def work(self) -> float:
         """Predicted seconds of the local contraction, and of each gradient."""
-        ends = *self.used, self.result.source
-        times = accesses([end.layout.names for end in ends])
-        touched = sum(n * end.max_local_size for n, end in zip(times, ends, strict=True))
+        arrays = *self.used, self.result.source
+        times = accesses([array.layout.names for array in arrays])
+        touched = sum(n * array.max_local_size for n, array in zip(times, arrays, strict=True))
         return self.result.profile.work(self.flops, touched, self.result.dtype)
 
     @property
-    def pulled(self) -> tuple[Plan, ...]:
-        """The moves of the backward pass."""
+    def backward_moves(self) -> tuple[Plan, ...]:
+        """The moves of the cotangent and of the operands' gradients."""
         return (self.result.backward, *(move.backward for move in self.moves))
-
-    @property
-    def backward_flops(self) -> int:
-        """Floating point operations of the busiest device for all gradients."""
-        return self.flops * len(self.moves)
 
     @property
     def backward_seconds(self) -> float:
         """Predicted seconds of all gradients."""
-        return self.work * len(self.moves) + sum(move.cost for move in self.pulled)
+        return self.work * len(self.moves) + sum(move.cost for move in self.backward_moves)
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +101,7 @@ class ContractionPlan(Pictured):
 
     parts: one local contraction, or with three and more operands one for every pair.
     objective: with "forward+backward", `cost` is the seconds of the forward pass and of all gradients.
-    Raises PlanError where the parts do not lead from the operands to the result.
+    Raises PlanError if the parts do not lead from the operands to the result.
 
     >>> from xshard import plan
     >>> sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
@@ -131,16 +125,16 @@ class ContractionPlan(Pictured):
             for i, move in zip(part.takes, part.moves, strict=True):
                 if move.src != left[i]:
                     raise PlanError(f"an operand is under '{left[i]}', its plan is for '{move.src}'")
-            found = local_type([move.dst for move in part.moves], part.result.src.names, part.local)
-            if found != part.result.src:
-                raise PlanError(f"devices get '{found}', the plan goes on from '{part.result.src}'")
+            result = local_type([move.dst for move in part.moves], part.result.src.names, part.local)
+            if result != part.result.src:
+                raise PlanError(f"devices get '{result}', the plan goes on from '{part.result.src}'")
             left = [layout for i, layout in enumerate(left) if i not in part.takes] + [part.result.dst]
         if left != [self.contraction.result]:
             raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}")
 
-    def __hash__(self) -> int:  # cheap: plans are keys of caches that are asked at every call
+    def __hash__(self) -> int:  # cheap: plans are keys of caches that every call looks at
         return hash((self.contraction.text, self.mesh, self.shapes, self.dtype))
 
     @property
@@ -151,15 +145,15 @@ class ContractionPlan(Pictured):
     @cached_property
     def moves(self) -> tuple[Plan, ...]:
         """For every operand, the plan that leads it to where it is contracted."""
-        left, found = list(range(len(self.shapes))), dict[int, Plan]()
+        left, moves = list(range(len(self.shapes))), dict[int, Plan]()
         for part in self.parts:
-            found |= {left[i]: move for i, move in zip(part.takes, part.moves, strict=True)}
+            moves |= {left[i]: move for i, move in zip(part.takes, part.moves, strict=True)}
             left = [n for i, n in enumerate(left) if i not in part.takes] + [-1]
-        return tuple(found[i] for i in range(len(self.shapes)))
+        return tuple(moves[i] for i in range(len(self.shapes)))
 
     @property
     def result(self) -> Plan:
-        """The plan from what the last local contraction gives to the result."""
+        """The plan from the last local result to the result."""
         return self.parts[-1].result
 
     @property
@@ -169,7 +163,7 @@ class ContractionPlan(Pictured):
 
     @property
     def itemsize(self) -> int:
-        return dtypes.itemsize(self.dtype)
+        return itemsize(self.dtype)
 
     @property
     def flops(self) -> int:
@@ -179,7 +173,7 @@ class ContractionPlan(Pictured):
     @property
     def backward_flops(self) -> int:
         """Floating point operations of the busiest device for all gradients."""
-        return sum(part.backward_flops for part in self.parts)
+        return sum(part.flops * len(part.moves) for part in self.parts)
 
     @property
     def bytes_received(self) -> int:
@@ -189,11 +183,11 @@ class ContractionPlan(Pictured):
     @property
     def backward_bytes_received(self) -> int:
         """Bytes that it receives for all gradients, with the operands kept where they were contracted."""
-        return sum(move.bytes_received for part in self.parts for move in part.pulled)
+        return sum(move.bytes_received for part in self.parts for move in part.backward_moves)
 
     @property
     def cost(self) -> float:
-        """Predicted seconds, of all that the objective counts."""
+        """Predicted seconds of all passes that the objective counts."""
         return self.forward_cost + (self.backward_cost if self.objective == BOTH else 0.0)
 
     @cached_property
@@ -210,7 +204,7 @@ class ContractionPlan(Pictured):
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass.
 
-        The operands as they are given, and as they are used, are held to the end.
+        The operands are held to the end, as they are given and as they are contracted.
         """
         held = sum(_bytes(move.source, self.itemsize) for move in self.moves)
         peak = held
@@ -226,11 +220,11 @@ class ContractionPlan(Pictured):
         return table.text(self)
 
     def __repr__(self) -> str:
-        given = f"{self.text.strip()!r}, {self.mesh!r}, {self.shapes}, {self.dtype!r}"
-        return f"ContractionPlan({given}, local={self.local!r})"
+        arguments = f"{self.text.strip()!r}, {self.mesh!r}, {self.shapes}, {self.dtype!r}"
+        return f"ContractionPlan({arguments}, local={self.local!r})"
 
     def explain(self) -> str:
-        """What every mesh axis does, by the names that schemes have, and what other places would cost."""
+        """The role of every mesh axis, by the names of the schemes, and the costs of other placements."""
         return explain(self)
 
     def to_json(self) -> str:
@@ -241,22 +235,19 @@ class ContractionPlan(Pictured):
     def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
         """Text of `to_json` -> the plan, checked again. Raises PlanError for malformed or wrong text.
 
-        profile: the machine to price it for, where the text names one that is not shipped.
+        profile: the machine to price it for, if the text names one that is not shipped.
         """
         with reading_plan():
-            return _from_values(serialize.from_plain(json.loads(text), profile))
+            values = serialize.from_plain(json.loads(text), profile)
+            return ContractionPlan(**{**values, "parts": tuple(map(_part, values["parts"]))})
 
 
-def _from_values(values: dict[str, Any]) -> ContractionPlan:
-    return ContractionPlan(**{**values, "parts": tuple(map(_part_from_values, values["parts"]))})
-
-
-def _part_from_values(values: dict[str, Any]) -> Part:
-    part, wanted = Part(**{**values, "ring": None}), values["ring"]
-    found = [ring for ring in rings(part) if wanted == ring.key]
-    if wanted and not found:
-        raise PlanError(f"no part of '{part.local}' can be a ring of {wanted}")
-    return replace(part, ring=found[0]) if found else part
+def _part(values: dict[str, Any]) -> Part:
+    part, key = Part(**{**values, "ring": None}), values["ring"]
+    ring = next((ring for ring in rings(part) if ring.key == key), None)
+    if key and not ring:
+        raise PlanError(f"no part of '{part.local}' can be a ring of {key}")
+    return replace(part, ring=ring)
 
 
 def _bytes(sharding: Sharding, itemsize: int) -> int:

@@ -1,10 +1,10 @@
-"""Ring forms: a gather and the contraction behind it, or a contraction and its reduce-scatter, in rounds.
+"""Contractions in rounds: while one part is contracted, the next one travels.
 
-Decides which moves may run so, and what that costs. With n devices along the axis there are n rounds: in
-each, a device contracts one of n parts, while the part of the next round travels by a permutation. A gathered
-dim that the result keeps gives parts that lie side by side; one that is summed gives parts that are added. In
-front of a reduce-scatter the sums travel: what a device gets is added to its own part and passed on.
-Between few devices a part travels in pieces, each contracted as it comes: two parts hide half a move at most.
+With n devices along an axis there are n rounds. Each contracts one of n parts of a gathered operand, while a
+permutation brings the part of the next round. If the result keeps the gathered dim, the results of the parts
+lie side by side; if the dim is summed, they are added. In front of a reduce-scatter the sums travel: a device
+adds its own part to the sum that it receives and passes it on. Between few devices a part travels in pieces,
+each contracted as it comes, since two parts hide half a move at most.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 NEVER, AUTO, ALWAYS = OVERLAPS = "never", "auto", "always"
 
-# Products that a contraction is cut into, unless there are more devices: small ones are slow.
+# Most products that a contraction is divided into, unless there are more devices: small ones are slow.
 MAX_PRODUCTS = 8
 
 
 @dataclass(frozen=True)
-class Ring:
-    """What travels along one axis while devices contract.
+class ContractionRing:
+    """Parts that travel along one mesh axis while devices contract.
 
-    operand: which one is passed on in parts; None: the sums of the result are. dim: the one that is cut in
-    parts. pieces: how many a part travels in. rotation: the plan by which every device gets a piece of the
-    part of the next device of the axis. rest: what the move does beside it: to an operand's block before the
-    rounds, to the result's block after them.
+    operand: index of the operand that travels; None: the sums of the result do.
+    dim: the dim that is divided into parts.
+    pieces: the number of pieces that a part travels in.
+    rotation: the plan by which every device gets a piece of the part of the axis' next device.
+    rest: the rest of the move: before the rounds for an operand, after them for the result.
     """
 
     operand: int | None
@@ -49,17 +50,17 @@ class Ring:
 
     @property
     def rounds(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return self.rotation.mesh.size(self.axis)
 
     @property
     def products(self) -> int:
-        """How many pieces all parts have."""
+        """The number of pieces of all parts."""
         return self.rounds * self.pieces
 
     @property
     def key(self) -> tuple[int | None, str, str, int]:
-        """What tells it from the other rings of its part."""
+        """Tells it from the other rings of its part."""
         return self.operand, self.dim, self.axis, self.pieces
 
     def __str__(self) -> str:
@@ -67,25 +68,28 @@ class Ring:
         return f"in {self.rounds} rounds{pieces} along {self.axis}"
 
     def order(self, device: Any) -> list[Any]:
-        """The piece that a device contracts in each of its products, where sums travel its own ones last.
+        """The piece that a device contracts in each of its products; if sums travel, its own pieces are last.
 
-        device: its position along the axis, a number or a scalar of JAX, as what is returned.
+        device: its position along the axis, a number or a scalar of JAX, which the pieces are then too.
         """
         first, n = device + (self.operand is None), self.rounds
         return [(first + k) % n * self.pieces + i for k in range(n) for i in range(self.pieces)]
 
     def seconds(self, part: Part) -> float:
-        """Predicted seconds of the part. Products fill the time, or messages do."""
-        around = [*part.moves, part.result]
-        del around[-1 if self.operand is None else self.operand]
-        share, moved = part.work / self.products, (self.products - self.pieces) * self.rotation.cost
-        return sum(move.cost for move in around) + share + max(part.work - share, moved)
+        """Predicted seconds of the part: one product, then the other products or the messages.
+
+        The longer of both counts.
+        """
+        others = [*part.moves, part.result]
+        del others[-1 if self.operand is None else self.operand]
+        product_s, moved_s = part.work / self.products, (self.products - self.pieces) * self.rotation.cost
+        return sum(move.cost for move in others) + product_s + max(part.work - product_s, moved_s)
 
 
-def rings(part: Part) -> Iterator[Ring]:
-    """The rings that a part may be computed in: of moves of one step, between even contiguous blocks.
+def rings(part: Part) -> Iterator[ContractionRing]:
+    """The rings that a part may be computed in: for moves of one step, between even contiguous blocks.
 
-    What is gathered has to be copies: replicas would each give the gradient of one.
+    The gathered operand has to be copies: of replicas, each would give the whole gradient.
     """
     for i, move in enumerate(part.moves):
         gather = _only_step(move)
@@ -94,36 +98,42 @@ def rings(part: Part) -> Iterator[Ring]:
                 continue  # each copy of the result would be added in another order
             block = Layout(move.src.dims, without_tags(move.dst, gather.copies).tags)
             yield from _rings(i, gather.dim, move, move.source, block)
-    scatter = _only_step(part.result)
-    if isinstance(scatter, ReduceScatter) and scatter.op == "sum" and _is_plain(scatter.shards):
-        move, tags = part.result, without_tags(part.result.src, scatter.shards[0].axes).tags
-        src = move.target.with_layout(Layout(move.dst.dims, tags))
-        yield from _rings(None, scatter.dim, move, src, move.dst)
+    scatter, result = _only_step(part.result), part.result
+    if isinstance(scatter, ReduceScatter) and scatter.op == "sum":
+        axes = scatter.shards[0].axes
+        if scatter.shards == (Shard(axes[:1]),):
+            tags = without_tags(result.src, axes).tags
+            src = result.target.with_layout(Layout(result.dst.dims, tags))
+            yield from _rings(None, scatter.dim, result, src, result.dst)
 
 
 def _only_step(move: Plan) -> Step | None:
-    """The only step of a move that does more than rename, if it has just one."""
+    """The only step of a move beside changes of tags, if there is just one."""
     steps = [step for step in move.steps if not isinstance(step, Retag)]
     return steps[0] if len(steps) == 1 and not move.split else None
 
 
-def _is_plain(shards: tuple[Shard, ...]) -> bool:
-    return len(shards) == 1 and shards[0] == Shard(shards[0].axes[:1])
-
-
-def _rings(operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout) -> Iterator[Ring]:
-    """The rings of parts under `src`, and under `dst` after the rest of the move: the same cuts."""
+def _rings(
+    operand: int | None, dim: str, move: Plan, src: Sharding, dst: Layout
+) -> Iterator[ContractionRing]:
+    """The rings of parts under `src`, and under `dst` after the rest of the move, sharded equally."""
     tags = src.layout.tags if operand is None else dst.tags
-    dims, ends = src.normal.dims, (src.mesh, src.mesh, move.devices, move.devices)  # groups as nested cuts
-    at = src.dim_index(dim)
-    (axis,), rows = dims[at].shards[-1].axes, src.max_local_shape[at]
-    n, machine = src.mesh.size(axis), (move.dtype, move.profile)
-    rest = find_plan(Request(src.layout, dst, *ends, src.shape, *machine))
+    dims, mesh = src.normal.dims, src.mesh  # groups as nested shards
+
+    def plan(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Plan:
+        return find_plan(
+            Request(src, dst, mesh, mesh, move.devices, move.devices, shape, move.dtype, move.profile)
+        )
+
+    d = src.dim_index(dim)
+    (axis,), rows = dims[d].shards[-1].axes, src.max_local_shape[d]
+    n = mesh.size(axis)
+    rest = plan(src.layout, dst, src.shape)
     for pieces in (1, 2, 4):
         if rows % pieces or (pieces > 1 and n * pieces > MAX_PRODUCTS):
             continue
-        piece = rows // pieces
-        turned = replace(dims[at], shards=(*dims[at].shards[:-1], rotated((axis,), n, piece, -1)))
-        here, there = Layout(dims, tags), Layout((*dims[:at], turned, *dims[at + 1 :]), tags)
-        shape = (*src.shape[:at], src.shape[at] // pieces, *src.shape[at + 1 :])
-        yield Ring(operand, dim, axis, pieces, find_plan(Request(here, there, *ends, shape, *machine)), rest)
+        next_part = rotated((axis,), n, rows // pieces, -1)
+        next_dim = replace(dims[d], shards=(*dims[d].shards[:-1], next_part))
+        shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
+        rotation = plan(Layout(dims, tags), Layout((*dims[:d], next_dim, *dims[d + 1 :]), tags), shape)
+        yield ContractionRing(operand, dim, axis, pieces, rotation, rest)

@@ -1,8 +1,7 @@
-"""The best place for a contraction: fewest seconds of moves and of operations, then fewest operations.
+"""The best placements of a contraction: fewest seconds of moves and work, then fewest operations.
 
-Decides in which order places are looked at. Each begins with a bound of its moves; a bound gives way to a
-guess only where its place would win, and a guess to the price for a few finalists, so that few moves are ever
-planned. Places share their moves.
+Each candidate begins with bounds of its moves. A bound is refined only while its candidate would win, and
+prices are computed for a few finalists only, so that few moves are planned. Candidates share their moves.
 """
 
 from __future__ import annotations
@@ -12,68 +11,72 @@ import itertools
 import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from xshard.contractions.places import MAX_PLACES, Ends, Place, Use
-from xshard.contractions.prices import GUESS, PRICE, Leg, Move, Prices
+from xshard.contractions.placements import EinsumShardings, OperandSharding, Placement
+from xshard.contractions.prices import ESTIMATE, PRICE, ArrayMove, MoveEstimate, Prices
 from xshard.search.request import BOTH
 
-FINALISTS = 8  # places that are priced, the best by guesses first
-SLACK = 1.04  # how much too dear a guess may be
+MAX_PLACEMENTS = 5000  # beyond, the search climbs from the arrays' own placements, one change at a time
+FINALISTS = 8  # candidates that are priced, the best by estimates first
+SLACK = 1.04  # how much too high an estimate may be
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
-class Found(NamedTuple):
-    """A place with its operations and the moves that count there.
+class Candidate(NamedTuple):
+    """A placement with its cost.
 
-    touched: elements that memory reads and writes for the local contraction. work: seconds of all that count.
-    legs: of the operands, of the result, and of their gradients, if those count. stays: the result stays
-    where it is contracted.
+    touched: elements that memory reads and writes for the local contraction.
+    work: seconds of the contraction, and of its gradients if those count.
+    estimates: the moves of operands and result, and of their gradients if those count.
+    stays: whether the result stays where it is contracted.
     """
 
-    ends: Ends
-    place: Place
+    shardings: EinsumShardings
+    placement: Placement
     flops: int
     touched: int
     work: float
-    legs: tuple[Leg, ...]
+    estimates: tuple[MoveEstimate, ...]
     stays: bool
 
     @property
     def seconds(self) -> float:
-        """Of the moves, by all that is known, of the work, and of waiting."""
-        times = [leg.seconds for leg in self.legs if leg.seconds]
+        """Seconds of the moves as far as they are known, of the work, and of waiting."""
+        times = [estimate.seconds for estimate in self.estimates if estimate.seconds]
         return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
 
     @property
-    def moves(self) -> tuple[Move, ...]:
-        """Of the operands, to the place."""
-        return tuple(_move(self.ends, self.place, i, self.stays) for i in range(len(self.ends.operands)))
+    def moves(self) -> tuple[ArrayMove, ...]:
+        """The moves of the operands."""
+        numbers = range(len(self.shardings.operands))
+        return tuple(_move(self.shardings, self.placement, i, self.stays) for i in numbers)
 
     @property
-    def result(self) -> Move:
-        """From the place to where the result is to be."""
-        return _move(self.ends, self.place, -1, self.stays)
+    def result(self) -> ArrayMove:
+        """The move of the local result."""
+        return _move(self.shardings, self.placement, -1, self.stays)
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
-        """Seconds by the prices of all moves, the dearest first; of fewer moves once it is not below."""
-        for leg in sorted(self.legs, key=lambda leg: -leg.seconds):
-            while leg.level < PRICE and self.seconds < below:
-                prices.look_closer(leg)
+        """Seconds by the prices of all moves, the most expensive first; of fewer once it is not below."""
+        for estimate in sorted(self.estimates, key=lambda estimate: -estimate.seconds):
+            while estimate.level < PRICE and self.seconds < below:
+                prices.refine(estimate)
         return self.seconds
 
 
-def _move(ends: Ends, place: Place, i: int, stays: bool) -> Move:
-    """Of operand `i` to a place, -1: of the result from there."""
-    at, end = ends.layout(place, i), (*ends.operands, ends.result)[i]
-    before, after = (at, at if stays else end.layout) if i < 0 else (end.layout, at)
-    return Move(before, after, end.shape)
+def _move(shardings: EinsumShardings, placement: Placement, i: int, stays: bool) -> ArrayMove:
+    """The move of operand `i` to a placement, -1: of the result from there."""
+    array, local = shardings.arrays[i], shardings.layout_at(placement, i)
+    if i >= 0:
+        return ArrayMove(array.layout, local, array.shape)
+    return ArrayMove(local, local if stays else array.layout, array.shape)
 
 
-def best_places(
-    ends: Ends,
+def best_candidates(
+    shardings: EinsumShardings,
     prices: Prices,
     objective: str,
     *,
@@ -81,123 +84,120 @@ def best_places(
     flops_limit: int | None = None,
     below: float = math.inf,
     level: int = PRICE,
-) -> Iterator[Found]:
-    """Places, the best first.
+) -> Iterator[Candidate]:
+    """Candidates, the best first.
 
-    stays: the result may stay where it is contracted. flops_limit: operations of the forward pass that no
-    device may exceed. below: only places of fewer seconds. level: what has to be known of their moves.
+    stays: the result may stay where it is contracted. flops_limit: operations that no device may exceed.
+    below: only candidates of fewer seconds. level: how much has to be known of their moves.
     """
-    search = _Search(ends, prices, objective, stays, below)
-    places = list(itertools.islice(ends.places(), MAX_PLACES + 1))
-    if len(places) > MAX_PLACES:
-        places = search.climbed()
-    found = search.ordered(p for p in places if flops_limit is None or ends.flops(p) <= flops_limit)
-    yield from (search.ranked(found) if level == PRICE else found)
+    search = _Search(shardings, prices, objective, stays, below)
+    placements = list(itertools.islice(shardings.placements(), MAX_PLACEMENTS + 1))
+    if len(placements) > MAX_PLACEMENTS:
+        placements = search.hill_climb()
+    allowed = (p for p in placements if flops_limit is None or shardings.flops(p) <= flops_limit)
+    candidates = search.by_estimates(allowed)
+    yield from (search.by_prices(candidates) if level == PRICE else candidates)
 
 
-def found_at(ends: Ends, place: Place, prices: Prices, objective: str, *, stays: bool) -> Found:
-    """A given place, with bounds of its seconds. stays: the result stays where it is contracted."""
-    return _Search(ends, prices, objective, stays, math.inf).found(place)
+def candidate_at(
+    shardings: EinsumShardings, placement: Placement, prices: Prices, objective: str, *, stays: bool
+) -> Candidate:
+    """The candidate of one placement, with bounds of its seconds."""
+    return _Search(shardings, prices, objective, stays, math.inf).candidate(placement)
 
 
 @dataclass(frozen=True)
 class _Search:
-    ends: Ends
+    shardings: EinsumShardings
     prices: Prices
     objective: str
     stays: bool
     below: float
+    _estimates: dict[tuple[object, ...], tuple[MoveEstimate, ...]] = field(default_factory=dict)
 
-    def ordered(self, places: Iterable[Place]) -> Iterator[Found]:
-        """Places by their seconds, then their operations, then what is touched there; the best first."""
+    def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
+        """Candidates by their seconds, then their operations, then the elements touched; the best first."""
         queue: list[Any] = []
-        for n, place in enumerate(places):
-            one = self.found(place)
-            if (seconds := one.seconds) < self.below:
-                queue.append((seconds, one.flops, one.touched, n, one))
+        for n, placement in enumerate(placements):
+            candidate = self.candidate(placement)
+            if (seconds := candidate.seconds) < self.below:
+                queue.append((seconds, candidate.flops, candidate.touched, n, candidate))
         heapq.heapify(queue)
         while queue and queue[0][0] < self.below:
-            seconds, *rest, one = queue[0]
-            if (now := one.seconds) > seconds:
-                heapq.heapreplace(queue, (now, *rest, one))
-                continue
-            if unknown := [leg for leg in one.legs if leg.level < GUESS]:
-                self.prices.look_closer(max(unknown, key=lambda leg: leg.seconds))
+            seconds, *rest, candidate = queue[0]
+            if (now := candidate.seconds) > seconds:
+                heapq.heapreplace(queue, (now, *rest, candidate))
+            elif bounds := [e for e in candidate.estimates if e.level < ESTIMATE]:
+                self.prices.refine(max(bounds, key=lambda estimate: estimate.seconds))
             else:
                 heapq.heappop(queue)
-                yield one
+                yield candidate
 
-    def ranked(self, guessed: Iterator[Found]) -> Iterator[Found]:
-        """Places in the order of guesses, but the first of them in that of their prices."""
+    def by_prices(self, candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+        """The finalists in the order of their prices, then the other candidates as they come."""
         finalists: list[Any] = []
-        for n, one in enumerate(itertools.islice(guessed, FINALISTS)):
+        for n, candidate in enumerate(itertools.islice(candidates, FINALISTS)):
             least = finalists[0][0] if finalists else math.inf
-            seconds = one.priced(self.prices, SLACK * least)
-            insort(finalists, (seconds, one.flops, one.touched, n, one))
-        yield from (one for *_, one in finalists)
-        yield from guessed
+            seconds = candidate.priced(self.prices, SLACK * least)
+            insort(finalists, (seconds, candidate.flops, candidate.touched, n, candidate))
+        yield from (candidate for *_, candidate in finalists)
+        yield from candidates
 
-    def climbed(self) -> list[Place]:
-        """Places reached from those of the ends by changes of one axis, each for the better by the bounds."""
-        found = []
-        for place in self.ends.seeds():
-            least = self._rank(place)
+    def hill_climb(self) -> list[Placement]:
+        """The placements reached from the seeds by changes of one axis, while the bounds fall."""
+        tops = []
+        for placement in self.shardings.seeds():
+            least = self._rank(placement)
             while True:
-                rank, other = min(
-                    ((self._rank(p), p) for p in self.ends.neighbours(place)), key=lambda pair: pair[0]
-                )
+                pairs = ((self._rank(p), p) for p in self.shardings.neighbors(placement))
+                rank, neighbor = min(pairs, key=lambda pair: pair[0])
                 if rank >= least:
                     break
-                place, least = other, rank
-            found.append(place)
-        return list(dict.fromkeys(found))
+                placement, least = neighbor, rank
+            tops.append(placement)
+        return list(dict.fromkeys(tops))
 
-    def _rank(self, place: Place) -> tuple[float, int]:
-        one = self.found(place)
-        return one.seconds, one.flops
+    def _rank(self, placement: Placement) -> tuple[float, int]:
+        candidate = self.candidate(placement)
+        return candidate.seconds, candidate.flops
 
-    def found(self, place: Place) -> Found:
-        """A place, with what is known of its moves."""
-        ends, legs, touched = self.ends, list[Leg](), 0
-        for i in self._numbers:
-            cuts = ends.cuts_of(place, i)
-            touched += ends.accesses[i] * math.prod([cut.rows for cut in cuts])
-            key: tuple[object, ...] = i, cuts, place.sums
+    def candidate(self, placement: Placement) -> Candidate:
+        """The candidate of a placement, with the estimates as far as they are known."""
+        shardings, estimates, touched = self.shardings, list[MoveEstimate](), 0
+        n = len(shardings.operands)
+        for i in (*range(n), -1):
+            dims = shardings.dims_of(placement, i)
+            touched += shardings.accesses[i] * math.prod([dim.rows for dim in dims])
+            key: tuple[object, ...] = i, dims, placement.sums
             if i < 0 or self.objective == BOTH:
-                key = *key, place.busy, place.copies
-            legs += self._legs.get(key) or self._new_legs(key, place, i)
-        flops = ends.flops(place)
-        passes = 1 + len(ends.operands) if self.objective == BOTH else 1
+                key = *key, placement.busy, placement.copies
+            estimates += self._estimates.get(key) or self._new_estimates(key, placement, i)
+        flops = shardings.flops(placement)
+        passes = 1 + n if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
-        return Found(ends, place, flops, touched, work, tuple(legs), self.stays)
+        return Candidate(shardings, placement, flops, touched, work, tuple(estimates), self.stays)
 
-    @cached_property
-    def _numbers(self) -> tuple[int, ...]:
-        """Of the operands; -1 for the result."""
-        return (*range(len(self.ends.operands)), -1)
+    def _new_estimates(
+        self, key: tuple[object, ...], placement: Placement, i: int
+    ) -> tuple[MoveEstimate, ...]:
+        """The move of operand `i` to a placement, -1: of the result from there; and that of its gradient."""
+        shardings = self.shardings
+        given, local = shardings.endpoints[i], shardings.sharding_at(placement, i)
+        before, after = (local, local if self.stays else given) if i < 0 else (given, local)
+        shape = shardings.arrays[i].shape
 
-    @cached_property
-    def _legs(self) -> dict[tuple[object, ...], tuple[Leg, ...]]:
-        """By what their prices depend on."""
-        return {}
+        def estimate(
+            before: OperandSharding, after: OperandSharding, make: Callable[[], ArrayMove]
+        ) -> MoveEstimate:
+            return MoveEstimate(self.prices.bound(before, after, shape), before, after, shape, make)
 
-    def _new_legs(self, key: tuple[object, ...], place: Place, i: int) -> tuple[Leg, ...]:
-        """The move of operand `i` to a place, -1: of the result from there; and that of its gradient."""
-        ends = self.ends
-        given, at = ends.given[i], ends.used(place, i)
-        before, after = (at, at if self.stays else given) if i < 0 else (given, at)
-        shape = (*ends.operands, ends.result)[i].shape
-
-        def leg(before: Use, after: Use, make: Callable[[], Move]) -> Leg:
-            return Leg(self.prices.least(before, after, shape), before, after, shape, make)
-
-        move = partial(_move, ends, place, i, self.stays)  # does not hold on to `self`, which keeps the legs
+        move = partial(_move, shardings, placement, i, self.stays)  # without `self`, which keeps it
 
         # Forward, an operand's copies are as good as its replicas.
         forward = key if i < 0 else key[:3]
-        found = self._legs.get(forward, ())[:1] or (leg(before, after, move),)
-        self._legs[forward] = found
+        estimates = self._estimates.get(forward, ())[:1] or (estimate(before, after, move),)
+        self._estimates[forward] = estimates
         if self.objective == BOTH:
-            found = *found, leg(after.dual, before.dual, lambda: move().dual)
-            self._legs[key] = found
-        return found
+            estimates = *estimates, estimate(after.dual, before.dual, lambda: move().dual)
+            self._estimates[key] = estimates
+        return estimates

@@ -1,7 +1,6 @@
-"""The cheapest plan of a contraction: its place, and the order of its pairs.
+"""The cheapest plan of a contraction: its placement and, of three and more operands, the order of its pairs.
 
-Decides which orders of pairs are weighed: all of them up to
-four operands, then the one that numpy finds for whole arrays.
+All orders are weighed up to four operands; beyond, the one that numpy finds for unsharded arrays.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard.contractions.expression import Contraction
-from xshard.contractions.places import Ends, Place
+from xshard.contractions.placements import Axes, EinsumShardings, Placement, dim_lengths
 from xshard.contractions.plan import ContractionPlan, Part
-from xshard.contractions.prices import GUESS, Prices
+from xshard.contractions.prices import ESTIMATE, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
-from xshard.contractions.search import SLACK, Found, best_places, found_at
+from xshard.contractions.search import SLACK, Candidate, best_candidates, candidate_at
+from xshard.contractions.work import operations
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import format_bytes
@@ -29,17 +29,17 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.request import BOTH, FORWARD
 
-ALL_ORDERS = 4  # operands up to which every order of pairs is weighed
-RING_SHARE = 0.9  # of its seconds in turn, at most, that a part in rounds has to take: predictions err
-WIDTH = 8  # places of a pair that are followed up, the best first
+ALL_ORDERS = 4  # most operands of which every order of pairs is weighed
+RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
+WIDTH = 8  # candidates of a pair that are followed up, the best first
 
-# Which of the operands that are left every part takes; its result goes behind them.
+# The indices of the operands that every part takes, among those left; its result goes behind the others.
 Order = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class ContractionRequest:
-    """What a plan of a contraction is asked for, as one value that planning is cached by."""
+    """All that a plan of a contraction depends on, as the key of a cache."""
 
     contraction: Contraction
     mesh: Mesh
@@ -52,206 +52,215 @@ class ContractionRequest:
     overlap: str = NEVER
 
     @property
-    def ends(self) -> Ends:
-        """The operands and the result."""
+    def shardings(self) -> EinsumShardings:
+        """The operands and the result on the mesh."""
         pairs = zip(self.contraction.operands, self.shapes, strict=True)
         operands = tuple(Sharding(layout, self.mesh, shape) for layout, shape in pairs)
-        lengths = {n: k for o in operands for n, k in zip(o.layout.names, o.shape, strict=True)}
+        lengths = dim_lengths(operands)
         result = self.contraction.result
-        return Ends(operands, Sharding(result, self.mesh, tuple(lengths[name] for name in result.names)))
+        shape = tuple(lengths[name] for name in result.names)
+        return EinsumShardings(operands, Sharding(result, self.mesh, shape))
 
 
 @lru_cache(maxsize=4096)
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
-    """The cheapest plan. Raises PlanError where none keeps to the limits."""
+    """The cheapest plan. Raises PlanError if none keeps to the limits."""
     limit, least = request.memory_limit, None
-    for made in _Solver(request).plans():
-        if limit is None or made.peak_bytes <= limit:
-            return replace(made, memory_limit=limit)
-        least = made.peak_bytes if least is None else min(least, made.peak_bytes)
+    for plan in _Solver(request).plans():
+        if limit is None or plan.peak_bytes <= limit:
+            return replace(plan, memory_limit=limit)
+        least = plan.peak_bytes if least is None else min(least, plan.peak_bytes)
     if least is None:
-        raise PlanError(
-            f"every way takes more than {request.flops_limit} operations", hint="raise flops_limit="
-        )
+        what = f"every way takes more than {request.flops_limit} operations"
+        raise PlanError(what, hint="raise flops_limit=")
     raise PlanError(
         f"no plan stays within {format_bytes(limit or 0)} per device",
         hint=f"the least of those weighed is {format_bytes(least)} ({least} bytes)",
     )
 
 
-class _Step(NamedTuple):
-    """One contraction of a way: which of the operands left it takes, what they are, and where."""
+class _PathStep(NamedTuple):
+    """One contraction of a path. takes: indices of its operands among those left."""
 
     takes: tuple[int, ...]
-    ends: Ends
-    found: Found
+    candidate: Candidate
 
 
-class _Way(NamedTuple):
-    """Contractions one after the other, what is left, and the seconds and operations of what is done."""
+class ContractionPath(NamedTuple):
+    """Contractions one after the other, with their seconds and operations.
+
+    left: the operands that are not contracted yet, results of earlier contractions included.
+    """
 
     seconds: float
     flops: int
     left: tuple[Sharding, ...]
-    steps: tuple[_Step, ...]
+    steps: tuple[_PathStep, ...]
 
-    def then(self, takes: tuple[int, ...], ends: Ends, found: Found) -> _Way:
-        """With one more; what it gives goes behind the operands that are left."""
-        rest = tuple(one for i, one in enumerate(self.left) if i not in takes)
-        result = ends.result.with_layout(found.result.dst)
-        total = self.seconds + found.seconds, self.flops + found.flops
-        return _Way(*total, (*rest, result), (*self.steps, _Step(takes, ends, found)))
+    def then(self, takes: tuple[int, ...], candidate: Candidate) -> ContractionPath:
+        """The path with one more contraction, whose result goes behind the operands that are left."""
+        rest = tuple(operand for i, operand in enumerate(self.left) if i not in takes)
+        result = candidate.shardings.result.with_layout(candidate.result.dst)
+        total = self.seconds + candidate.seconds, self.flops + candidate.flops
+        return ContractionPath(*total, (*rest, result), (*self.steps, _PathStep(takes, candidate)))
 
     def priced(self, prices: Prices, below: float) -> float:
         """Seconds by the prices of all moves; of fewer moves once it is not below."""
-        for step in sorted(self.steps, key=lambda step: -step.found.seconds):
-            others = sum(other.found.seconds for other in self.steps if other is not step)
-            step.found.priced(prices, below - others)
-        return sum(step.found.seconds for step in self.steps)
+        candidates = [step.candidate for step in self.steps]
+        for candidate in sorted(candidates, key=lambda candidate: -candidate.seconds):
+            others = sum(other.seconds for other in candidates if other is not candidate)
+            candidate.priced(prices, below - others)
+        return sum(candidate.seconds for candidate in candidates)
 
 
 class _Solver:
     """The plans for one request, the cheapest first."""
 
     def __init__(self, request: ContractionRequest) -> None:
-        self.request, self.ends = request, request.ends
+        self.request, self.shardings = request, request.shardings
         self.prices = Prices(request.mesh, request.dtype, request.profile)
-        self.best: list[float] = []  # seconds of whole ways pair by pair
+        self.start = ContractionPath(0.0, 0, self.shardings.operands, ())
+        self.best: list[float] = []  # seconds of complete paths
 
     def plans(self) -> Iterator[ContractionPlan]:
         """Plans, the cheapest first."""
-        if len(self.ends.operands) > 2:
-            yield from map(self._plan, self._in_pairs())
+        n = len(self.shardings.operands)
+        if n > 2:
+            yield from map(self._plan, self._paths())
             return
-        none, takes = _Way(0.0, 0, self.ends.operands, ()), tuple(range(len(self.ends.operands)))
-        plans = (self._plan(none.then(takes, self.ends, found)) for found in self._places(self.ends))
+        paths = (self.start.then(tuple(range(n)), c) for c in self._candidates(self.shardings))
+        plans = map(self._plan, paths)
         if self.request.objective == BOTH and (first := next(plans, None)):
-            # Places are ranked with waiting, plans by their cost: the place of the forward pass may be best.
-            found = next(self._places(self.ends, objective=FORWARD))
-            yield min(first, self._plan(none.then(takes, self.ends, found)), key=lambda plan: plan.cost)
+            # Candidates are ranked with waiting, plans without: that of the forward pass may cost less.
+            candidate = next(self._candidates(self.shardings, objective=FORWARD))
+            other = self._plan(self.start.then(tuple(range(n)), candidate))
+            yield min(first, other, key=lambda plan: plan.cost)
         yield from plans
 
-    def _places(self, ends: Ends, *, objective: str | None = None, **options: Any) -> Iterator[Found]:
+    def _candidates(
+        self, shardings: EinsumShardings, *, objective: str | None = None, **options: Any
+    ) -> Iterator[Candidate]:
         options = {"flops_limit": self.request.flops_limit, **options}
-        return best_places(ends, self.prices, objective or self.request.objective, **options)
+        return best_candidates(shardings, self.prices, objective or self.request.objective, **options)
 
-    def _in_pairs(self) -> list[_Way]:
-        """The best ways to contract pair by pair: found by bounds of their moves, ranked by prices."""
-        together = next(self._places(self.ends, flops_limit=None, level=GUESS)).place
-        ways = [way for order in _orders(self.ends) for way in self._in_order(order, together)]
-        if self.request.flops_limit is not None:
-            ways = [way for way in ways if way.flops <= self.request.flops_limit]
-        finalists: list[tuple[float, int, _Way]] = []
-        for n, way in enumerate(sorted(ways, key=lambda way: way.seconds)[:WIDTH]):
+    def _paths(self) -> list[ContractionPath]:
+        """The best paths pair by pair: searched by estimates of their moves, ranked by prices."""
+        limit = self.request.flops_limit
+        at_once = next(self._candidates(self.shardings, flops_limit=None, level=ESTIMATE)).placement
+        paths = [path for order in _orders(self.shardings) for path in self._paths_in(order, at_once)]
+        paths = [path for path in paths if limit is None or path.flops <= limit]
+        finalists: list[tuple[float, int, ContractionPath]] = []
+        for n, path in enumerate(sorted(paths, key=lambda path: path.seconds)[:WIDTH]):
             least = finalists[0][0] if finalists else math.inf
-            insort(finalists, (way.priced(self.prices, SLACK * least), n, way))
-        return [way for *_, way in finalists]
+            insort(finalists, (path.priced(self.prices, SLACK * least), n, path))
+        return [path for *_, path in finalists]
 
-    def _in_order(self, order: Order, together: Place) -> Iterator[_Way]:
-        """The best ways in one order, and the way on which all pairs are contracted in one place."""
-        ways = [_Way(0.0, 0, self.ends.operands, ())]
-        one_place, numbers = ways[0], list(range(len(self.ends.operands)))
+    def _paths_in(self, order: Order, at_once: Placement) -> Iterator[ContractionPath]:
+        """The best paths in one order, and the path on which every pair has the placement `at_once`."""
+        paths, in_one_placement = [self.start], self.start
+        numbers = list(range(len(self.shardings.operands)))
         for takes in order:
-            longer = [way for known in ways for way in self._longer(known, takes, order)]
-            ways = sorted(longer, key=lambda way: way.seconds)[:WIDTH]
-            pair = self._pair(one_place, takes)
-            place = _narrowed(self.ends, together, pair, [numbers[i] for i in takes])
+            longer = [path for shorter in paths for path in self._extended(shorter, takes, order)]
+            paths = sorted(longer, key=lambda path: path.seconds)[:WIDTH]
+            pair, stays = self._pair(in_one_placement, takes), len(in_one_placement.left) > 2
+            placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
             numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
-            found = found_at(pair, place, self.prices, self.request.objective, stays=len(one_place.left) > 2)
-            one_place = one_place.then(takes, pair, found)
-        yield from (*ways, one_place)
+            candidate = candidate_at(pair, placement, self.prices, self.request.objective, stays=stays)
+            in_one_placement = in_one_placement.then(takes, candidate)
+        yield from (*paths, in_one_placement)
 
-    def _longer(self, way: _Way, takes: tuple[int, ...], order: Order) -> Iterator[_Way]:
-        """A way with one more contraction, in each of its best places."""
-        pair, is_last = self._pair(way, takes), len(way.left) == len(takes)
+    def _extended(
+        self, path: ContractionPath, takes: tuple[int, ...], order: Order
+    ) -> Iterator[ContractionPath]:
+        """A path with one more contraction, in each of its best placements."""
+        pair, is_last = self._pair(path, takes), len(path.left) == len(takes)
         limit = self.request.flops_limit
         if limit is not None:
-            limit -= way.flops + sum(self._even_flops(order)[len(way.steps) + 1 :])
-        # A whole way has to be among the best of all orders.
+            limit -= path.flops + sum(self._least_flops(order)[len(path.steps) + 1 :])
+        # A complete path has to be among the best of all orders.
         most = self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf
-        below = most - way.seconds if is_last else math.inf
-        places = self._places(pair, stays=not is_last, flops_limit=limit, level=GUESS, below=below)
-        for found in itertools.islice(places, 1 if is_last else WIDTH):
-            longer = way.then(takes, pair, found)
+        below = most - path.seconds if is_last else math.inf
+        candidates = self._candidates(pair, stays=not is_last, flops_limit=limit, level=ESTIMATE, below=below)
+        for candidate in itertools.islice(candidates, 1 if is_last else WIDTH):
+            longer = path.then(takes, candidate)
             if is_last:
                 insort(self.best, longer.seconds)
             yield longer
 
-    def _even_flops(self, order: Order) -> list[int]:
-        """Of the contractions in an order, if no device repeats the work of another: there are no fewer."""
-        lengths, left, found = self.ends.lengths, [set(o.layout.names) for o in self.ends.operands], []
+    def _least_flops(self, order: Order) -> list[int]:
+        """The operations of each contraction in an order, if no device repeats the work of another."""
+        lengths, flops = self.shardings.lengths, []
+        left = [set(operand.layout.names) for operand in self.shardings.operands]
         for takes in order:
             rest = [names for i, names in enumerate(left) if i not in takes]
             names = set().union(*(left[i] for i in takes))
-            kept = names & set(self.ends.result.layout.names).union(*rest)
-            flops = (2 if names - kept else 1) * math.prod(lengths[name] for name in names)
-            found.append(flops // self.request.mesh.n_devices)
+            kept = names & set(self.shardings.result.layout.names).union(*rest)
+            total = operations((lengths[n] for n in names), len(takes), has_sum=names > kept)
+            flops.append(total // self.request.mesh.n_devices)
             left = [*rest, kept]
-        return found
+        return flops
 
-    def _pair(self, way: _Way, takes: tuple[int, ...]) -> Ends:
-        """Some of the operands that are left, and what they are contracted to."""
-        rest = tuple(one for i, one in enumerate(way.left) if i not in takes)
-        taken = tuple(way.left[i] for i in takes)
-        return Ends(taken, _whole(taken, (*rest, self.ends.result)) if rest else self.ends.result)
+    def _pair(self, path: ContractionPath, takes: tuple[int, ...]) -> EinsumShardings:
+        """Two of the operands that are left, and their result: unsharded if others are left."""
+        operands = tuple(path.left[i] for i in takes)
+        rest = [operand for i, operand in enumerate(path.left) if i not in takes]
+        if not rest:
+            return EinsumShardings(operands, self.shardings.result)
+        kept = {name for other in (*rest, self.shardings.result) for name in other.layout.names}
+        dims = {name: length for name, length in dim_lengths(operands).items() if name in kept}
+        result = Sharding(Layout(tuple(map(Dim, dims))), self.request.mesh, tuple(dims.values()))
+        return EinsumShardings(operands, result)
 
-    def _plan(self, way: _Way) -> ContractionPlan:
-        r = self.request
-        parts = tuple(map(self._part, way.steps))
+    def _plan(self, path: ContractionPath) -> ContractionPlan:
+        r, parts = self.request, tuple(map(self._part, path.steps))
         return ContractionPlan(r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective)
 
-    def _part(self, step: _Step) -> Part:
-        moves, result = tuple(map(self.prices.plan, step.found.moves)), self.prices.plan(step.found.result)
-        return self._in_rounds(Part(step.takes, moves, result))
-
-    def _in_rounds(self, part: Part) -> Part:
-        """The part in the ring in which it takes the fewest seconds, if that is wanted."""
-        if self.request.overlap == NEVER:
+    def _part(self, step: _PathStep) -> Part:
+        """The part, in the ring in which it takes the fewest seconds if that is wanted."""
+        moves = tuple(map(self.prices.plan, step.candidate.moves))
+        part, overlap = Part(step.takes, moves, self.prices.plan(step.candidate.result)), self.request.overlap
+        if overlap == NEVER:
             return part
-        ways = (replace(part, ring=ring) for ring in rings(part))
-        best = min(ways, key=lambda way: way.seconds, default=part)
-        gains = best.seconds < RING_SHARE * part.seconds
-        return best if gains or self.request.overlap == ALWAYS else part
+        in_rounds = (replace(part, ring=ring) for ring in rings(part))
+        best = min(in_rounds, key=lambda part: part.seconds, default=part)
+        return best if overlap == ALWAYS or best.seconds < RING_SHARE * part.seconds else part
 
 
-def _narrowed(ends: Ends, place: Place, pair: Ends, numbers: Sequence[int]) -> Place:
-    """What the axes do in a place of all operands, seen by two of them: those that cut no dim hold copies.
+def restrict_to_pair(
+    shardings: EinsumShardings, placement: Placement, pair: EinsumShardings, numbers: Sequence[int]
+) -> Placement:
+    """A placement of all operands as two of them see it: axes that do not shard their dims hold copies.
 
-    numbers: which of the operands the two are; -1 for what a pair before them gives.
+    numbers: the indices of the two operands; -1 for the result of an earlier pair.
     """
-    cuts = dict(zip(ends.lengths, place.cuts, strict=True))
-    mine = tuple(cuts[name] for name in pair.lengths)
-    busy = [axis for axis in ends.axes if axis in place.busy.difference(*(cut.axes for cut in mine))]
+    all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
+    dims = tuple(all_dims[name] for name in pair.lengths)
+    sharding = Axes().union(*(dim.axes for dim in dims))
+    busy = [axis for axis in shardings.axes if axis in placement.busy - sharding]
     sums = tuple(
         (axis, i)
         for i, (n, operand) in enumerate(zip(numbers, pair.operands, strict=True))
         for axis in operand.layout.tagged("sum", "mean")
-        if axis in busy and (n < 0 or (axis, n) in place.sums)
+        if axis in busy and (n < 0 or (axis, n) in placement.sums)
     )
     held = {axis for axis, _ in sums}
-    return Place.of(mine, sums, tuple(axis for axis in busy if axis not in held))
+    return Placement.of(dims, sums, tuple(axis for axis in busy if axis not in held))
 
 
-def _whole(operands: Sequence[Sharding], others: Sequence[Sharding]) -> Sharding:
-    """The result of a pair, uncut: the dims that others have."""
-    wanted = {name for other in others for name in other.layout.names}
-    dims = {n: k for o in operands for n, k in zip(o.layout.names, o.shape, strict=True) if n in wanted}
-    return Sharding(Layout(tuple(map(Dim, dims))), operands[0].mesh, tuple(dims.values()))
-
-
-def _orders(ends: Ends) -> Iterator[Order]:
+def _orders(shardings: EinsumShardings) -> Iterator[Order]:
     """Orders in which to contract pairs."""
-    n = len(ends.operands)
-    if n > ALL_ORDERS:
-        letters = {name: i for i, name in enumerate(ends.lengths)}
-        given: list[Any] = []
-        for o in ends.operands:
-            given += [np.broadcast_to(np.float32(0), o.shape), [letters[name] for name in o.layout.names]]
-        kept = [letters[name] for name in ends.result.layout.names]
-        path = np.einsum_path(*given, kept, optimize="greedy")[0][1:]
-        # Where pairs save no operations, numpy takes all that are left at once.
-        each = ([takes] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1) for takes in path)
-        yield tuple(map(tuple, itertools.chain.from_iterable(each)))
+    n = len(shardings.operands)
+    if n <= ALL_ORDERS:
+        pairs = [list(itertools.combinations(range(left), 2)) for left in range(n, 1, -1)]
+        yield from itertools.product(*pairs)
         return
-    pairs = [list(itertools.combinations(range(left), 2)) for left in range(n, 1, -1)]
-    yield from itertools.product(*pairs)
+    numbers = {name: i for i, name in enumerate(shardings.lengths)}
+    arguments: list[Any] = []
+    for operand in shardings.operands:
+        dims = [numbers[name] for name in operand.layout.names]
+        arguments += [np.broadcast_to(np.float32(0), operand.shape), dims]
+    result = [numbers[name] for name in shardings.result.layout.names]
+    path = np.einsum_path(*arguments, result, optimize="greedy")[0][1:]
+    # If pairs save no operations, numpy takes all that are left at once.
+    each = ([takes] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1) for takes in path)
+    yield tuple(map(tuple, itertools.chain.from_iterable(each)))

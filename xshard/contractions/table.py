@@ -1,7 +1,4 @@
-"""A plan of a contraction as the rows of a table: the moves of the operands, the contraction, the result's.
-
-Decides the rows that a contraction adds to those of its moves. Who prints them aligns or colours them.
-"""
+"""A plan of a contraction as rows of a table: moves of the operands, the contraction, the result's move."""
 
 from __future__ import annotations
 
@@ -22,30 +19,31 @@ def text(plan: ContractionPlan) -> str:
 
 
 def title(plan: ContractionPlan) -> str:
-    """What is contracted, and where."""
+    """The expression, the operands' shapes and the mesh."""
     shapes = ", ".join(str(list(shape)) for shape in plan.shapes)
     return f"{plan.text.strip()}   {plan.dtype} {shapes} on {plan.mesh}"
 
 
 def rows(plan: ContractionPlan) -> tuple[Row, ...]:
-    """Per local contraction: the moves of its operands, itself, and the move of what it gives."""
-    return tuple(row for part in plan.parts for row in _part_rows(plan, part))
+    """For each local contraction: the moves of its operands, itself, and the move of its result."""
+    return tuple(row for part in plan.parts for row in _part_rows(part, plan.itemsize))
 
 
-def _part_rows(plan: ContractionPlan, part: Part) -> list[Row]:
-    found = [row for move in part.moves for row in table.rows(move)]
-    held = sum(end.max_local_size for end in (*part.used, part.result.source)) * plan.itemsize
-    seconds = format_seconds(part.work)
-    contracted, *steps = table.rows(part.result)
-    where = f", {part.ring}" if part.ring else ""
-    row = contracted._replace(step=f"contract {part.dims}{where}", received=format_bytes(0))
-    return [*found, row._replace(time=seconds, peak=format_bytes(held)), *steps]
+def _part_rows(part: Part, itemsize: int) -> list[Row]:
+    start, *steps = table.rows(part.result)
+    contraction = start._replace(
+        step=f"contract {part.dims}" + (f", {part.ring}" if part.ring else ""),
+        received=format_bytes(0),
+        time=format_seconds(part.work),
+        peak=format_bytes(itemsize * sum(a.max_local_size for a in (*part.used, part.result.source))),
+    )
+    return [*(row for move in part.moves for row in table.rows(move)), contraction, *steps]
 
 
 def total(plan: ContractionPlan) -> str:
-    """What the whole plan costs, forward and backward."""
-    lines = [_pass("forward", plan.bytes_received, plan.flops, plan.forward_cost)]
-    lines[0] += f", peak {format_bytes(plan.peak_bytes)}"
+    """The totals of the plan, forward and backward."""
+    forward = _pass("forward", plan.bytes_received, plan.flops, plan.forward_cost)
+    lines = [f"{forward}, peak {format_bytes(plan.peak_bytes)}"]
     if plan.objective == BOTH:
         lines += [_pass("backward", plan.backward_bytes_received, plan.backward_flops, plan.backward_cost)]
     return "\n".join([*lines, f"priced for {plan.profile.name}"])

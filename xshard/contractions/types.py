@@ -1,6 +1,6 @@
-"""The type of a local contraction: what devices get that each contract the blocks they have.
+"""The type of a local contraction: the layout of the result if every device contracts its own blocks.
 
-Decides by one table. Every mesh axis plays one part, and the parts do not meet:
+Every mesh axis plays one part of this table, and the parts do not meet:
 
     part of the axis        operands that have the dim    other operands    result
     cuts a dim it keeps     the same cut                  copy              the same cut
@@ -9,9 +9,9 @@ Decides by one table. Every mesh axis plays one part, and the parts do not meet:
     copies                  copy                          copy              copy
     replicas                unnamed                       unnamed           unnamed
 
-An operand that lacks the dim is used apart by every device, so it is a copy: a replica would get the gradient
-of one. The table is closed under differentiation: a cotangent under the dual of the result, contracted with
-the other operands, is under the dual of the operand that is left out. Knows no shape and no cost.
+Devices use an operand that lacks the dim for different results, so it is a copy: a replica would get the
+gradient of one device. The table is closed under differentiation: a cotangent under the dual of the result,
+contracted with the other operands, is under the dual of the operand that is left out.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from xshard.notation.parser import Dim, text_spans
 def einsum_type(expression: str, mesh: Mesh) -> Layout:
     """`"layout, layout -> dims"` -> the layout of the result, if every device contracts its own blocks.
 
-    A layout on the right has to be that one; dims alone, in any order, are all of them that are not summed.
-    Raises NotationError, and PlanError for an axis that plays no part of the table: the error says which move
-    would make it one.
+    A layout on the right has to be that layout; dims alone, in any order, say which ones are not summed.
+    Raises NotationError, and PlanError for an axis that does not fit the table: the error proposes a move.
 
     >>> str(einsum_type("b s d | copy(tp), d f/tp -> b s f", Mesh(tp=4)))
     'b s f/tp'
@@ -40,22 +39,20 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
     'b s d | sum(tp)'
     """
     check_mesh(mesh)
-    given = contraction(expression)
-    for layout in (*given.operands, given.result):
-        check_axes(layout, mesh, given.text)
-    found = local_type(given.operands, given.result.names, given.text)
-    if given.result.axes and found != given.result:
-        raise PlanError(
-            f"the local contraction gives '{found}'",
-            text=given.text,
-            span=text_spans(given.text).layouts[-1],
-            hint=f"write that, or move it afterwards: {found} -> {given.result}",
-        )
-    return found
+    parsed = contraction(expression)
+    text, wanted = parsed.text, parsed.result
+    for layout in (*parsed.operands, wanted):
+        check_axes(layout, mesh, text)
+    result = local_type(parsed.operands, wanted.names, text)
+    if wanted.axes and result != wanted:
+        what, span = f"the local contraction gives '{result}'", text_spans(text).layouts[-1]
+        hint = f"write that, or move it afterwards: {result} -> {wanted}"
+        raise PlanError(what, text=text, span=span, hint=hint)
+    return result
 
 
 def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> Layout:
-    """Layouts of the operands, and the dims that the result has -> its layout. Raises PlanError."""
+    """The layouts of the operands and the dims of the result -> its layout. Raises PlanError."""
     cuts = _cuts(operands, text)
     tags: list[tuple[str, tuple[str, ...]]] = []
     for axis in dict.fromkeys(axis for layout in operands for axis in layout.axes):
@@ -90,14 +87,14 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
 
 
 def _cuts(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
-    """Every dim as all operands that have it cut it."""
-    found: dict[str, Dim] = {}
+    """Every dim as all operands that have it shard it."""
+    dims: dict[str, Dim] = {}
     for i, layout in enumerate(operands):
         for dim in layout.dims:
-            other = found.setdefault(dim.name, dim)
+            other = dims.setdefault(dim.name, dim)
             if other != dim:
                 raise _illegal(f"'{other}' in one operand is '{dim}' in another", operands, i, other, text)
-    return found
+    return dims
 
 
 def _part(layout: Layout, axis: str) -> str | None:
@@ -107,7 +104,7 @@ def _part(layout: Layout, axis: str) -> str | None:
 
 
 def _illegal(what: str, operands: Sequence[Layout], i: int, wanted: Dim | str, text: str) -> PlanError:
-    """The error about operand `i`. wanted: what would be legal there, a dim or an axis that holds copies."""
+    """The error about operand `i`. wanted: the legal dim, or the axis along which copies are legal."""
     layout = operands[i]
     axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
     dims = tuple(

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import xshard as xs
-from xshard.contractions.memory import accesses
-from xshard.contractions.places import Ends
+from xshard.contractions.placements import EinsumShardings
 from xshard.contractions.prices import Prices
-from xshard.contractions.search import found_at
+from xshard.contractions.search import candidate_at
+from xshard.contractions.work import accesses
 
 # The sizes of dims are such that products are thin: each element is used a few times.
 VALUES = "b h s/tp t, b t/tp h k -> b s/tp h k"
@@ -70,10 +70,10 @@ def test_search_and_plan_count_the_same(text):
     profile = replace(HOST, flops_per_s=())  # no limit but memory
     plan = xs.plan(text, xs.Mesh(tp=8), sizes={name: SIZES[name] for name in names}, profile=profile)
     [part] = plan.parts
-    ends = Ends(tuple(move.source for move in part.moves), part.result.target)
+    shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, profile)
     works = {}
-    for place in ends.places():
-        found = found_at(ends, place, prices, "forward+backward", stays=False)
-        works[tuple(move.dst for move in found.moves)] = found.work
+    for placement in shardings.placements():
+        candidate = candidate_at(shardings, placement, prices, "forward+backward", stays=False)
+        works[tuple(move.dst for move in candidate.moves)] = candidate.work
     assert works[tuple(move.dst for move in part.moves)] == (1 + len(part.moves)) * part.work

@@ -1,0 +1,264 @@
+"""Where a contraction can be computed: a placement says what every mesh axis does.
+
+An axis shards a dim, inside or outside of the axes that shard it already; or it holds the partial sums of an
+operand; or copies, if the result is to hold them; or it is idle: the devices along it hold replicas and
+repeat each other's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from xshard.contractions.work import accesses, operations
+from xshard.layout import Layout, Sharding
+from xshard.layout.partition import block_length, misfit
+from xshard.notation.parser import Dim, Shard
+from xshard.steps.base import axes_of
+
+Axes = frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class DimSharding:
+    """How a dim is sharded, outermost first.
+
+    rows: the length of the longest block. fits: whether the dim can be sharded so.
+    Equal shardings of a dim are one object, so that placements are compared and looked up by identity.
+    """
+
+    shards: tuple[Shard, ...]
+    axes: Axes
+    rows: int
+    fits: bool
+
+
+class Placement(NamedTuple):
+    """What the axes do. dims: how each dim is sharded, in the order of `EinsumShardings.lengths`.
+
+    sums: pairs of an axis and the operand whose partial sums it holds. copies: axes along which all operands
+    are copies. busy: all axes that are not idle.
+    """
+
+    dims: tuple[DimSharding, ...]
+    sums: tuple[tuple[str, int], ...]
+    copies: tuple[str, ...]
+    busy: Axes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every dim can be sharded so."""
+        return all(dim.fits for dim in self.dims)
+
+    @classmethod
+    def of(
+        cls,
+        dims: tuple[DimSharding, ...],
+        sums: tuple[tuple[str, int], ...] = (),
+        copies: tuple[str, ...] = (),
+    ) -> Placement:
+        """A placement with its busy axes."""
+        busy = Axes(copies).union((axis for axis, _ in sums), *(dim.axes for dim in dims))
+        return cls(dims, sums, copies, busy)
+
+
+class OperandSharding(NamedTuple):
+    """How an array is sharded: its dims, and the axes that hold its partial sums and its copies."""
+
+    dims: tuple[DimSharding, ...]
+    sums: Axes
+    copies: Axes
+
+    @property
+    def dual(self) -> OperandSharding:
+        """The sharding of the gradient."""
+        return OperandSharding(self.dims, self.copies, self.sums)
+
+
+def dim_lengths(operands: Sequence[Sharding]) -> dict[str, int]:
+    """The length of every dim, in the order of the operands."""
+    return {n: k for o in operands for n, k in zip(o.layout.names, o.shape, strict=True)}
+
+
+@dataclass(frozen=True)
+class EinsumShardings:
+    """The operands as they are given and the result as it is wanted; enumerates placements.
+
+    Methods that take the index of an array count the operands; -1 is the result.
+    """
+
+    operands: tuple[Sharding, ...]
+    result: Sharding
+    _dim_shardings: dict[tuple[int, tuple[Shard, ...]], DimSharding] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _finer: dict[tuple[int, DimSharding, str], list[tuple[DimSharding, Axes]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @cached_property
+    def arrays(self) -> tuple[Sharding, ...]:
+        """The operands, then the result."""
+        return (*self.operands, self.result)
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """The length of every dim, in the order of the operands."""
+        return dim_lengths(self.operands)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of more than one device."""
+        mesh = self.result.mesh
+        return tuple(axis for axis in mesh.axes if mesh.size(axis) > 1)
+
+    @cached_property
+    def idle(self) -> Placement:
+        """Every device contracts all."""
+        return Placement.of(tuple(self._sharded(d, ()) for d in range(len(self.lengths))))
+
+    def placements(self) -> Iterator[Placement]:
+        """All placements, each once."""
+        yield from self._extensions(self.idle, Axes(self.axes))
+
+    def neighbors(self, placement: Placement) -> Iterator[Placement]:
+        """The placements in which one axis, with the axes of its shard, does something else."""
+        for axis in self.axes:
+            dims = tuple(
+                self._sharded(d, tuple(s for s in dim.shards if axis not in s.axes))
+                if axis in dim.axes
+                else dim
+                for d, dim in enumerate(placement.dims)
+            )
+            sums = tuple(pair for pair in placement.sums if pair[0] != axis)
+            rest = Placement.of(dims, sums, tuple(a for a in placement.copies if a != axis))
+            others = self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
+            yield from (other for other in others if other.fits)
+
+    def seeds(self) -> Iterator[Placement]:
+        """The idle placement, then the placement that each operand, and the result, already has."""
+        yield self.idle
+        for array in self.arrays:
+            shards = {dim.name: dim.shards for dim in array.normal.dims}
+            dims = (self._sharded(d, shards.get(name, ())) for d, name in enumerate(self.lengths))
+            yield Placement.of(tuple(dims))
+
+    def _extensions(self, placement: Placement, free: Axes) -> Iterator[Placement]:
+        axis = next((a for a in self.axes if a in free), None)
+        if axis is None:
+            if placement.fits:
+                yield placement
+            return
+        for extended in self._with_axis(placement, axis, free):
+            yield from self._extensions(extended, free - extended.busy - {axis})
+
+    def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
+        """`axis` idle, then everything else that it can do, with free axes only."""
+        yield placement
+        dims, sums, copies, busy = placement
+        for d, dim in enumerate(dims):
+            for finer, axes in self._finer_shardings(d, dim, axis):
+                if axes <= free:
+                    yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
+        for i, operand in enumerate(self.operands):
+            if axis in operand.layout.tagged("sum", "mean"):
+                yield Placement(dims, (*sums, (axis, i)), copies, busy | {axis})
+        if axis in self.result.layout.tagged("copy"):
+            yield Placement(dims, sums, (*copies, axis), busy | {axis})
+
+    def _finer_shardings(self, d: int, dim: DimSharding, axis: str) -> list[tuple[DimSharding, Axes]]:
+        """Dim `d` sharded once more by an axis, each time with the axes that it takes."""
+        finer = self._finer.get((d, dim, axis))
+        if finer is None:
+            finer = self._finer[d, dim, axis] = []
+            length, mesh = self._all_lengths[d], self.result.mesh
+            for shard in self._shards[d]:
+                for i in range(len(dim.shards) + 1) if axis in shard.axes else ():
+                    shards = (*dim.shards[:i], shard, *dim.shards[i:])
+                    if shards in self._given_shards or mesh.size(*axes_of(shards)) <= length:
+                        finer.append((self._sharded(d, shards), Axes(shard.axes)))
+        return finer
+
+    def _sharded(self, d: int, shards: tuple[Shard, ...]) -> DimSharding:
+        """Dim `d` with these shards."""
+        known = self._dim_shardings.get((d, shards))
+        if known is None:
+            dim, length = Dim("", shards), self._all_lengths[d]
+            sizes = self.result.mesh.sizes_of(dim.axes)
+            rows, fits = block_length(dim, length, sizes)[0], misfit(dim, length, sizes) is None
+            known = DimSharding(shards, Axes(dim.axes).intersection(self.axes), rows, fits)
+            self._dim_shardings[d, shards] = known
+        return known
+
+    @cached_property
+    def _shards(self) -> tuple[tuple[Shard, ...], ...]:
+        """The shards that each dim may have: those in an array, else one axis each, in contiguous blocks."""
+        options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
+        for array in self.arrays:
+            for dim in array.normal.dims:
+                options[dim.name] |= dict.fromkeys(dim.shards)
+        for shards in options.values():
+            odd = {a for s in shards for a in s.axes if s.order != "block" or len(s.axes) > 1}
+            shards |= dict.fromkeys(Shard((a,)) for a in self.axes if a not in odd)
+        return tuple(map(tuple, options.values()))
+
+    @cached_property
+    def _given_shards(self) -> set[tuple[Shard, ...]]:
+        """All shards of a dim in an array: they are possible, however short the dim is."""
+        return {dim.shards for array in self.arrays for dim in array.normal.dims}
+
+    @cached_property
+    def _all_lengths(self) -> tuple[int, ...]:
+        return tuple(self.lengths.values())
+
+    @cached_property
+    def endpoints(self) -> tuple[OperandSharding, ...]:
+        """The operands as they are given, then the result as it is wanted."""
+        endpoints = []
+        for positions, array in zip(self._positions, self.arrays, strict=True):
+            dims = (self._sharded(d, dim.shards) for d, dim in zip(positions, array.normal.dims, strict=True))
+            tagged = (array.layout.tagged(*kinds) for kinds in (("sum", "mean"), ("copy",)))
+            endpoints.append(OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged)))
+        return tuple(endpoints)
+
+    def dims_of(self, placement: Placement, i: int) -> tuple[DimSharding, ...]:
+        """The dims of an array as the placement shards them."""
+        return tuple([placement.dims[d] for d in self._positions[i]])
+
+    def sharding_at(self, placement: Placement, i: int) -> OperandSharding:
+        """An operand as it is contracted in the placement; -1: what the devices get."""
+        dims, copies = self.dims_of(placement, i), Axes(placement.copies)
+        others = placement.busy.difference(*(dim.axes for dim in dims))
+        if i < 0:
+            return OperandSharding(dims, others - copies, copies)
+        sums = Axes(axis for axis, owner in placement.sums if owner == i)
+        return OperandSharding(dims, sums, others - sums)
+
+    def layout_at(self, placement: Placement, i: int) -> Layout:
+        """`sharding_at` as a layout."""
+        local, sums, copies = self.sharding_at(placement, i)
+        kinds = {axis: self._kind(axis, owner) for axis, owner in placement.sums}
+        tags = [("copy", tuple(copies)), *((kinds.get(axis, "sum"), (axis,)) for axis in sums)]
+        dims = (Dim(n, dim.shards) for n, dim in zip(self.arrays[i].layout.names, local, strict=True))
+        return Layout(tuple(dims), tuple(tags))
+
+    def _kind(self, axis: str, owner: int) -> str:
+        return next(kind for kind, axes in self.operands[owner].layout.tags if axis in axes)
+
+    @cached_property
+    def _positions(self) -> list[list[int]]:
+        """The positions of each array's dims among all dims."""
+        names = list(self.lengths)
+        return [[names.index(name) for name in array.layout.names] for array in self.arrays]
+
+    @cached_property
+    def accesses(self) -> tuple[int, ...]:
+        """How often each operand, and the local result, is read or written."""
+        return accesses([array.layout.names for array in self.arrays])
+
+    def flops(self, placement: Placement) -> int:
+        """Floating point operations of the busiest device."""
+        has_sum = len(self.result.shape) < len(self.lengths)
+        return operations((dim.rows for dim in placement.dims), len(self.operands), has_sum=has_sum)
