@@ -1,9 +1,12 @@
-"""jax_bridge: JAX carries out the plans of xshard, forward and backward.
+"""jax_bridge: JAX runs the plans of xshard, forward and backward.
 
 Rooms beside the names below, imported when they are first used:
-`ops` collectives by their usual names; `specs` layouts and PartitionSpecs; `nn` layers on sharded arrays;
-`torch_interop` arrays and functions of torch and JAX together; `compat` functions of other systems, a module
-per system.
+
+- `ops`: collectives on blocks by their usual names (`all_gather`, `halo_exchange`, ...)
+- `specs`: layouts <-> JAX's PartitionSpec and NamedSharding
+- `nn`: convolutions, pools, norms and attention on sharded arrays
+- `torch_interop`: arrays and functions of torch and JAX together
+- `compat`: functions of other systems under their own names, a module per system
 """
 
 from importlib import import_module
@@ -16,11 +19,11 @@ from jax_bridge.arrays.reshard import reshard
 from jax_bridge.arrays.shard_map import shard_map
 from jax_bridge.positions import positions
 from jax_bridge.redistribution import redistribute
-from jax_bridge.state.files import load, save
-from jax_bridge.state.transfer import transfer
 
 if TYPE_CHECKING:
     from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401
+    from jax_bridge.state.files import load, save
+    from jax_bridge.state.transfer import transfer
 
 __all__ = [
     "einsum",
@@ -36,9 +39,16 @@ __all__ = [
 ]
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
+_STATE = {
+    "load": "files",
+    "save": "files",
+    "transfer": "transfer",
+}  # imported when used, as that takes a while
 
 
 def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return import_module(f"jax_bridge.{name}")
+    if name in _STATE:
+        return getattr(import_module(f"jax_bridge.state.{_STATE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

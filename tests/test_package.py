@@ -45,7 +45,7 @@ assert "scipy" in sys.modules
 EXTRAS = {
     "": ALONE,
     "torch": "import torch_bridge.nn, torch_bridge.compat",
-    "jax": "import jax_bridge.nn, jax_bridge.compat",
+    "jax": "import jax_bridge.nn, jax_bridge.compat.credit",
     "orbax": "import jax_bridge.state.orbax",
     "cli": "import xshard.cli.app",
     "explore": "import xshard.cli.explore.server; xshard.cli.explore.server.live_page()",

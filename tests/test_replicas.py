@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
-from xshard import replicas
+from xshard import replicas, tolerances
 from xshard.environment import is_on
 from xshard.replicas import ReplicaCheck, are_checked
 
@@ -35,7 +35,7 @@ def test_axes_along_which_blocks_are_equal(layout, axes):
     [("float64", 2**-26), ("bfloat16", 2**-3.5), ("complex64", 2**-11.5), ("int64", 0), ("bool", 0)],
 )
 def test_tolerance_is_the_root_of_the_precision(dtype, tolerance):
-    assert check_of("n d", dtype).tolerance == tolerance
+    assert tolerances.replicas(dtype) == tolerance
 
 
 def table(*differences, largest=2.0):

@@ -1,19 +1,19 @@
-"""Checks that replicated blocks really are equal: along which axes, how closely, and the error if not.
+"""The check of `check_replicated=True`: replicated blocks really are equal.
 
-Decides what `check_replicated=True` of the bridges means. They compare blocks along the axes and collect
-the differences of all devices; the verdict is computed here, the same on every device. Knows no framework.
+The bridges compare blocks along the axes and collect the differences of all devices; the verdict is computed
+here, the same on every device.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xshard import dtypes
+from xshard import tolerances
 from xshard.environment import is_on
 from xshard.errors import ReplicaError, with_path
 from xshard.layout import Mesh, Sharding
@@ -22,9 +22,25 @@ from xshard.notation.parser import ARROW
 # True if calls without `check_replicated=` compare replicas.
 ALWAYS = is_on("XSHARD_CHECK_REPLICATED")
 
-# Set by `xshard.testing`: given each check that calls make, it returns what is told the number of a device of
-# the whole mesh and its block, where otherwise blocks are compared.
-WATCH: Callable[[ReplicaCheck], Callable[[int, Any], object]] | None = None
+Watcher = Callable[["ReplicaCheck"], Callable[[int, Any], object]]
+WatcherT = TypeVar("WatcherT", bound=Watcher)
+
+# Set by `watched`: blocks are then not compared.
+WATCH: Watcher | None = None
+
+
+@contextmanager
+def watched(watcher: WatcherT) -> Iterator[WatcherT]:
+    """Call `watcher` with each check that calls make, instead of comparing blocks.
+
+    It returns a function of a device's number in the whole mesh, and of its block.
+    """
+    global WATCH
+    WATCH = watcher
+    try:
+        yield watcher
+    finally:
+        WATCH = None
 
 
 class ReplicaCheck(NamedTuple):
@@ -50,28 +66,18 @@ class ReplicaCheck(NamedTuple):
         }
         return tuple(a for a in mesh.axes if a not in apart and mesh.size(a) > 1)
 
-    @property
-    def tolerance(self) -> float:
-        """The largest difference between replicas, relative to the largest value of a block; 0 for integers.
-
-        It is the square root of the dtype's precision. Kernels that add in different orders make replicas
-        differ in their last bits, which is no fault; gradients of different work differ by as much as
-        they are large.
-        """
-        return math.sqrt(dtypes.precision(self.dtype))
-
-    def fault(self, found: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
+    def fault(self, differences: ArrayLike, names: Sequence[object] | None = None) -> ReplicaError | None:
         """The error to raise, or None if the blocks agree.
 
-        found: `[devices, axes, 2]`: per device of `mesh` and axis, the largest difference and the largest
-        finite value. names: the names of the devices in the message; by default their numbers.
+        differences: `[devices, axes, 2]`: per device of `mesh` and axis, the largest difference and the
+        largest finite value. names: the names of the devices in the message; by default their numbers.
         """
-        difference, largest = np.moveaxis(np.asarray(found, np.float64), -1, 0)
-        wrong = difference > self.tolerance * largest
+        difference, largest = np.moveaxis(np.asarray(differences, np.float64), -1, 0)
+        wrong = difference > tolerances.replicas(self.dtype) * largest
         if not wrong.any():
             return None
-        at = int(wrong.any(axis=0).argmax())
-        axis, device = self.axes[at], int(wrong[:, at].argmax())
+        i = int(wrong.any(axis=0).argmax())
+        axis, device = self.axes[i], int(wrong[:, i].argmax())
         group = self.mesh.group(device, (axis,))
         called = ", ".join(str(names[d] if names else d) for d in group)
         left, _, right = self.text.partition(ARROW)
@@ -82,8 +88,8 @@ class ReplicaCheck(NamedTuple):
             f"{what} differ along {axis!r}, where one value is meant",
             text=self.text,
             span=side,
-            hint=f"by {difference[device, at]:.3g} on {'ranks' if names else 'devices'} {called}, where the "
-            f"largest value is {largest[device, at]:.3g}\n  {self._way_out(axis)}",
+            hint=f"by {difference[device, i]:.3g} on {'ranks' if names else 'devices'} {called}, where the "
+            f"largest value is {largest[device, i]:.3g}\n  {self._way_out(axis)}",
         )
         return with_path(fault, self.name)
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.drop_ins.ways import VERBS, Verb
 from benchmarks.torch_calls import Calls, Figures, calls, medians
-from torch_bridge import compat
+from torch_bridge.compat import credit
 from torch_bridge.testing.byte_counter import Meter
 
 
@@ -54,5 +54,5 @@ def host(ranks: int, rounds: int) -> list[Figures]:
 def _ways(verb: Verb) -> dict[str, Calls]:
     # nn.functional warns at every call that it is deprecated; the replacement it names is private.
     warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
-    compat.initialize_domain_parallel(dist.get_world_size(), dist.get_world_size())
+    credit.initialize_domain_parallel(dist.get_world_size(), dist.get_world_size())
     return {name: calls(way, verb.block()) for name, way in verb.ways.items()}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from benchmarks.drop_ins import transcribed
-from torch_bridge import compat
+from torch_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 
 OURS, RAW, FUNCTIONAL, DTENSOR = "xshard", "transcribed", "nn.functional", "DTensor"
 
@@ -83,7 +83,7 @@ VERBS = (
         "nvSubquadratic",
         (2, 64, 512),
         {
-            OURS: lambda x: compat.AllToAllSingleFunction.apply(x, None, "split_to_full", True),
+            OURS: lambda x: nvsubquadratic.AllToAllSingleFunction.apply(x, None, "split_to_full", True),
             RAW: transcribed.SplitToFull.apply,
             FUNCTIONAL: _functional_sequence,
             DTENSOR: lambda x: _in_natural_order(_dtensor(Shard(2), Shard(1))(x)),
@@ -94,7 +94,7 @@ VERBS = (
         "ksuit",
         (64, 1024),
         {
-            OURS: compat.all_gather_grad,
+            OURS: ksuit.all_gather_grad,
             RAW: lambda x: torch.cat(transcribed.AllGatherGrad.apply(x)),
             FUNCTIONAL: lambda x: torch.cat(functional.all_gather(x)),
             DTENSOR: _dtensor(Shard(0), Replicate(), Partial()),
@@ -105,7 +105,7 @@ VERBS = (
         "ksuit",
         (64, 1024),
         {
-            OURS: compat.all_gather_grad_overwrite,
+            OURS: ksuit.all_gather_grad_overwrite,
             RAW: lambda x: torch.cat(transcribed.gathered_overwritten(x)),
             DTENSOR: _dtensor(Shard(0), Replicate()),
         },
@@ -115,7 +115,7 @@ VERBS = (
         "ksuit",
         (64, 1024),
         {
-            OURS: compat.all_reduce_sum_grad,
+            OURS: ksuit.all_reduce_sum_grad,
             RAW: transcribed.ReducedSum.apply,
             DTENSOR: _dtensor(Partial(), Replicate()),
         },
@@ -124,14 +124,14 @@ VERBS = (
         "HaloExchange",
         "CREDIT",
         (1, 16, 64, 64),
-        {OURS: compat.HaloExchange(transcribed.HALO), RAW: transcribed.Halo.apply, DTENSOR: _gathered_halo},
+        {OURS: credit.HaloExchange(transcribed.HALO), RAW: transcribed.Halo.apply, DTENSOR: _gathered_halo},
     ),
     Verb(
         "all_reduce_cross_replica_sum(.., True)",
         "poptorch",
         (64, 1024),
         {
-            OURS: lambda x: compat.all_reduce_cross_replica_sum(x, dist.get_world_size(), True),
+            OURS: lambda x: poptorch.all_reduce_cross_replica_sum(x, dist.get_world_size(), True),
             RAW: transcribed.SummedGradient.apply,
             DTENSOR: _dtensor(Replicate(), Replicate(), Partial()),
         },
@@ -142,7 +142,7 @@ VERBS = (
         "poptorch",
         (64, 1024),
         {
-            OURS: lambda x: compat.all_to_all_single_cross_replica(x, dist.get_world_size()),
+            OURS: lambda x: poptorch.all_to_all_single_cross_replica(x, dist.get_world_size()),
             RAW: transcribed.AllToAllSingle.apply,
             FUNCTIONAL: lambda x: functional.all_to_all_single(torch.empty_like(x), x),
         },

@@ -28,7 +28,7 @@ from benchmarks.claim import Named
 from benchmarks.einsum import claims, measures, peers
 from benchmarks.einsum.cases import Case, load, scaled
 from benchmarks.einsum.measures import BOTH, FORWARD, TIMED_DEVICES, Row
-from benchmarks.planner.ratios import geomean
+from benchmarks.planner.claims import geomean
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def ask_peers(sets: Sets, *, live: bool) -> dict[str, dict[str, dict[str, collec
 
 
 def show_results(
-    found: Sequence[claims.Claim], rows: dict[str, list[Row]], speed: Row, options: argparse.Namespace
+    found: Sequence[claims.PeerClaim], rows: dict[str, list[Row]], speed: Row, options: argparse.Namespace
 ) -> None:
     """Print the table; write the JSON file and the plot to the output folder."""
     console = Console(width=max(Console().width, LEAST_WIDTH))

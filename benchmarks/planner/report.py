@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
-from benchmarks.planner import ratios
-from benchmarks.planner.claims import SECONDS_PROFILES, PeerClaim
+from benchmarks.planner.claims import SECONDS_PROFILES, PeerClaim, bytes_ratios, node_ratios, seconds_ratios
 from benchmarks.planner.measures import Row
 from benchmarks.planner.peers.collect import PEERS
 from xshard.formatting import format_bytes
@@ -64,22 +63,16 @@ def write_plot(folder: Path, scaled: Sequence[Row]) -> Path:
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     (bytes_, nodes), (seconds, speed) = axes
-    for panel, title, of_all, ours, of_peer in (
-        (bytes_, "bytes received / lower bound", ratios.bytes_ratios, ratios.our_bytes, ratios.peer_bytes),
-        (
-            nodes,
-            "bytes crossing 8-device nodes / bound",
-            ratios.node_ratios,
-            ratios.our_crossing("network"),
-            ratios.peer_crossing,
-        ),
+    for panel, title, ratios in (
+        (bytes_, "bytes received / lower bound", bytes_ratios),
+        (nodes, "bytes crossing 8-device nodes / bound", node_ratios),
     ):
-        _curve(panel, "xshard", (v for _, v in of_all(scaled, ours)), color="black")
+        _curve(panel, "xshard", (v for _, v in ratios(scaled)), color="black")
         for name, peer in PEERS.items():
-            _curve(panel, peer.title, (v for _, v in of_all(scaled, of_peer(name))))
+            _curve(panel, peer.title, (v for _, v in ratios(scaled, name)))
         _label(panel, title)
     for profile in SECONDS_PROFILES:
-        _curve(seconds, profile, (v for _, v in ratios.seconds_ratios(scaled, profile)))
+        _curve(seconds, profile, (v for _, v in seconds_ratios(scaled, profile)))
     seconds.axhline(1, color="black", linewidth=0.6)
     _label(seconds, "predicted time / best peer's")
     _curve(speed, "xshard", (row["cold_s"] * 1e3 for row in scaled), color="black")

@@ -1,7 +1,6 @@
 """`credit.domain_parallel` for JAX: blocks of a sphere, widened by rows of their neighbours.
 
-The functions of `torch_bridge.compat.credit`, with a mesh axis instead of the manager. Layers are functions
-in `jax_bridge.nn`.
+Layers are functions in `jax_bridge.nn`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`ksuit.distributed` for JAX: gathers and reductions along a mesh axis, in both gradient conventions.
 
-The functions of `torch_bridge.compat.ksuit`, which take an axis too. The axis None means "not distributed":
-every block is the whole array. With types, results that are equal on all devices (reductions,
-`..._overwrite`, `..._nograd`) are invariant along the axis.
+The axis None means "not distributed": every block is the whole array. With types, results that are equal on
+all devices (reductions, `..._overwrite`, `..._nograd`) are invariant along the axis.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from jax_bridge.mesh.axis_types import axis_size
 from jax_bridge.ops import Grad, all_gather, all_reduce
@@ -23,46 +24,46 @@ _ADDED_AS = {"bool": "int32", "bfloat16": "float32"}
 
 
 def all_gather_grad(
-    x: jax.typing.ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Sequence[int] | None = None
+    x: ArrayLike, axis: Axes | None, batch_dim: int = 0, *, shape: Sequence[int] | None = None
 ) -> jax.Array:
     """Concatenate all devices' blocks along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
 
-    shape: of the result, needed if blocks differ in size.
+    shape: the global shape, needed if blocks differ in size.
 
     >>> jax.pmap(lambda x: all_gather_grad(x, "dp"), "dp")(jnp.ones(1)).shape  # one scalar on one device
     (1, 1)
     """
-    return _gathered(x, axis, batch_dim, "sum", shape)
+    return _gathered(x, axis, "sum", batch_dim, shape)
 
 
-def all_gather_grad_autograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
+def all_gather_grad_autograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """`all_gather_grad` along the first dim: [n, ...] -> [P n, ...]; gradients are summed."""
-    return _gathered(x, axis, 0, "sum")
+    return _gathered(x, axis, "sum")
 
 
-def all_gather_grad_overwrite(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
+def all_gather_grad_overwrite(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """[n, ...] -> [P n, ...]; the gradient of a block is the one on its own device."""
-    return _gathered(x, axis, 0, "replicated")
+    return _gathered(x, axis, "replicated")
 
 
-def all_gather_nograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
+def all_gather_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """[n, ...] -> [P n, ...], without a gradient."""
-    return _gathered(jax.lax.stop_gradient(x), axis, 0, "replicated")
+    return _gathered(stop_gradient(x), axis, "replicated")
 
 
-def all_gather_nograd_clipped(x: jax.typing.ArrayLike, max_length: int, axis: Axes | None) -> jax.Array:
+def all_gather_nograd_clipped(x: ArrayLike, max_length: int, axis: Axes | None) -> jax.Array:
     """Gather samples that a sampler dealt out in turns: the first `max_length`, in their original order.
 
     [n, ...] -> [min(P n, max_length), ...]: device r holds samples r, r + P, ..., the last ones as filling.
-    With the axis None nothing was dealt out, and nothing is clipped.
+    With the axis None all samples are returned.
     """
-    block = jax.lax.stop_gradient(_rows(x))
+    block = stop_gradient(jnp.atleast_1d(jnp.asarray(x)))
     if axis is None:
         return block
     return redistribute(block, compat.sampler_gather(block.shape, axis))[:max_length]
 
 
-def all_reduce_sum_grad(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
+def all_reduce_sum_grad(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """The sum over devices, on every device: [...] -> [...]; the gradient passes as it is.
 
     The sum of bools is true if any is true.
@@ -73,42 +74,33 @@ def all_reduce_sum_grad(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array
     return _reduced(x, axis, mean=False)
 
 
-def all_reduce_mean_grad(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
-    """The mean over devices, on every device: [...] -> [...]; the gradient is divided by P.
-
-    Integers have a float mean.
-    """
+def all_reduce_mean_grad(x: ArrayLike, axis: Axes | None) -> jax.Array:
+    """The mean over devices, a float: [...] -> [...]; the gradient is divided by P."""
     return _reduced(x, axis, mean=True)
 
 
-def all_reduce_sum_nograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
+def all_reduce_sum_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """The sum over devices, on every device: [...] -> [...], without a gradient."""
-    return _reduced(jax.lax.stop_gradient(x), axis, mean=False)
+    return _reduced(stop_gradient(x), axis, mean=False)
 
 
-def all_reduce_mean_nograd(x: jax.typing.ArrayLike, axis: Axes | None) -> jax.Array:
+def all_reduce_mean_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
     """The mean over devices, on every device: [...] -> [...], without a gradient."""
-    return _reduced(jax.lax.stop_gradient(x), axis, mean=True)
-
-
-def _rows(x: jax.typing.ArrayLike) -> jax.Array:
-    """An array with rows to concatenate: a scalar is one row."""
-    return jnp.atleast_1d(jnp.asarray(x))
+    return _reduced(stop_gradient(x), axis, mean=True)
 
 
 def _gathered(
-    x: jax.typing.ArrayLike, axis: Axes | None, dim: int, grad: Grad, shape: Sequence[int] | None = None
+    x: ArrayLike, axis: Axes | None, grad: Grad, dim: int = 0, shape: Sequence[int] | None = None
 ) -> jax.Array:
-    block = _rows(x)
+    block = jnp.atleast_1d(jnp.asarray(x))  # a scalar is one row
     return block if axis is None else all_gather(block, dim, axis, grad=grad, shape=shape)
 
 
-def _reduced(x: jax.typing.ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
+def _reduced(x: ArrayLike, axis: Axes | None, *, mean: bool) -> jax.Array:
     block = jnp.asarray(x)
     if axis is None:
         return block
-    wide = _ADDED_AS.get(block.dtype.name)
-    total = all_reduce(block if wide is None else block.astype(wide), axis, grad="replicated")
+    total = all_reduce(block.astype(_ADDED_AS.get(block.dtype.name, block.dtype)), axis, grad="replicated")
     if mean:
         total = total / axis_size(axis)
-    return total if wide is None else total.astype(block.dtype)
+    return total.astype(block.dtype) if block.dtype.name in _ADDED_AS else total

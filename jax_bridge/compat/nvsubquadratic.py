@@ -1,8 +1,4 @@
-"""`nvsubquadratic.parallel` for JAX: sequence and channels change places, in zigzag order.
-
-The functions of `torch_bridge.compat.nvsubquadratic`, with a mesh axis instead of the process group. They
-work wherever `redistribute` does, under every transformation.
-"""
+"""`nvsubquadratic.parallel` for JAX: sequence and channels change places, in zigzag order."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ def all_to_all_single_fn(
 ) -> jax.Array:
     """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split").
 
-    input: of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: cut it in zigzag
-    order instead of contiguous pieces. shape: the global shape, [B, C, L, ...], needed if it does not divide.
+    input: a block of 3, 4 or 5 dims; the sequence is the first spatial one. with_zigzag_splitting: shard it
+    in zigzag order instead of contiguous parts. shape: the global shape, needed if it does not divide.
     Raises XshardError, which is a ValueError, for another `type` or number of dims, and without `shape` for
     lengths that do not divide.
 
@@ -55,10 +51,9 @@ def all_to_all_single_fn(
 def zigzag_split_across_group_ranks(data: jax.Array, axis: Axes, seq_dim: int = 0) -> jax.Array:
     """This device's chunks r and 2P-1-r of a whole array along `seq_dim`: [L, ...] -> [L/P, ...].
 
-    A length that does not divide into 2P chunks is cut unevenly, like the layout `l/zigzag(cp)`.
+    A length that does not divide into 2P chunks is sharded unevenly, like the layout `l/zigzag(cp)`.
 
-    >>> import jax.numpy as jnp
-    >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
+    >>> jax.pmap(lambda x: zigzag_split_across_group_ranks(x, "cp"), "cp")(jax.numpy.ones((1, 4))).shape
     (1, 4)
     """
     return redistribute(data, compat.zigzag_split(data.shape, seq_dim, axis))
@@ -70,9 +65,5 @@ def zigzag_gather_from_group_ranks(
     """Gather all devices' chunks in their natural order on every device: [L/P, ...] -> [L, ...].
 
     shape: the global shape, needed if L does not divide. Gradients are summed over devices.
-
-    >>> import jax.numpy as jnp
-    >>> jax.pmap(lambda x: zigzag_gather_from_group_ranks(x, "cp"), "cp")(jnp.ones((1, 4))).shape
-    (1, 4)
     """
     return redistribute(data, compat.zigzag_gather(data.shape, seq_dim, axis), shape=shape)

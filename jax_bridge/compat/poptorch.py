@@ -1,7 +1,4 @@
-"""`poptorch_experimental_addons.collectives` for JAX: collectives across the replicas along a mesh axis.
-
-The functions of `torch_bridge.compat.poptorch`, with the axis instead of `replication_factor`.
-"""
+"""`poptorch_experimental_addons.collectives` for JAX: collectives across the replicas along a mesh axis."""
 
 from __future__ import annotations
 
@@ -44,10 +41,6 @@ def all_to_all_single_cross_replica(x: jax.Array, axis: Axes) -> jax.Array:
     """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
 
     Its own adjoint. Raises ShapeError if N does not divide the leading dim.
-
-    >>> import jax.numpy as jnp
-    >>> jax.pmap(lambda x: all_to_all_single_cross_replica(x, "replica"), "replica")(jnp.ones((1, 2))).shape
-    (1, 2)
     """
     parts = x.reshape(compat.equal_parts(x.shape, axis_size(axis)))
     return all_to_all(parts, 1, 0, axis).reshape(x.shape)

@@ -1,7 +1,7 @@
 """The JAX side of `xshard calibrate`: seconds of plans on host devices, forward only.
 
-Decides how a time is taken. A plan is timed as programs use it: inside one compiled program, which
-calls it in a loop, so that the launch of the program itself hardly counts.
+A plan is timed as programs use it: inside one compiled program, which calls it in a loop, so that the launch
+of the program itself hardly counts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh as JaxMesh
-from jax.sharding import PartitionSpec
 
-from jax_bridge.einsum import Product, einsum_blocks
-from jax_bridge.redistribution import redistribute
-from xshard import ContractionPlan, Plan
-from xshard.contractions.ring import NEVER
-from xshard.runtimes.tasks import sources_of, target_of
+from jax_bridge.testing.stacked import DeviceProgram
+from jax_bridge.testing.worker import apply
+from xshard import ContractionPlan, Layout, Plan, Sharding
+from xshard.dtypes import numpy_dtype
+from xshard.testing.plans import sources_of, target_of
 
 TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from it
 MOST_CALLS = 100
@@ -31,7 +29,7 @@ MOST_CALLS = 100
 def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, _timeout_s: float) -> list[float]:
     """The median time of every plan over some rounds."""
     timers = [Timer(plan) for plan in plans]
-    # All are measured once before any is measured again: a slow spell of the machine falls on all alike.
+    # All are measured once before any is measured again: a slow spell of the machine falls on all.
     by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
     return [statistics.median(times) for times in zip(*by_round, strict=True)]
 
@@ -60,46 +58,37 @@ class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 
     def __init__(self, plan: Plan | ContractionPlan) -> None:
-        mesh, spec = plan.mesh, PartitionSpec(*plan.mesh.axes)
-        devices = JaxMesh(np.array(jax.devices()[: mesh.n_devices]).reshape(mesh.sizes), mesh.axes)
-        shapes = [(*mesh.sizes, *end.max_local_shape) for end in sources_of(plan)]  # a block per device
-        self.blocks = [
-            jax.device_put(jnp.ones(shape, plan.dtype), jax.NamedSharding(devices, spec)) for shape in shapes
-        ]
-        looped = jax.shard_map(
-            lambda calls, *blocks: _loop(plan, calls, *blocks),
-            mesh=devices,
-            in_specs=(PartitionSpec(), *[spec] * len(shapes)),
-            out_specs=spec,
-            check_vma=False,
+        counter = Sharding(Layout(()), plan.mesh, ())
+        sources, dtype, n = sources_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
+        inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
+        calls = [np.int32(1)] * n, counter
+        self.program = DeviceProgram(
+            lambda calls, *blocks: [_loop(plan, calls, *blocks)],
+            plan.mesh,
+            [calls, *inputs],
+            [target_of(plan)],
+            "novma",
         )
-        self.program = jax.jit(looped).lower(jnp.int32(1), *self.blocks).compile()
         self.calls = 3
         self.seconds()
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
 
     def seconds(self) -> float:
         """Seconds per call; a program ends when its busiest device does."""
-        calls = jnp.int32(self.calls)
+        self.program.arrays[0] = jnp.full_like(self.program.arrays[0], self.calls)
         start = time.perf_counter()
-        jax.block_until_ready(self.program(calls, *self.blocks))
+        self.program()
         return (time.perf_counter() - start) / self.calls
 
 
-def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *stacked: jax.Array) -> jax.Array:
+def _loop(plan: Plan | ContractionPlan, calls: jax.Array, *operands: jax.Array) -> jax.Array:
     """The plan on one device's blocks, `calls` times, each waiting for the one before."""
-    lead = len(plan.mesh.axes)
-    given = tuple(x.reshape(x.shape[lead:]) for x in stacked)
 
     def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         blocks, _ = state
-        if isinstance(plan, ContractionPlan):
-            y = einsum_blocks(plan, blocks, None, plan.shapes, plan.profile, NEVER, Product(None, None))
-        else:
-            y = redistribute(blocks[0], plan)
+        y = apply(plan, *blocks)
         # The whole result is kept: if one element is all that is read, XLA computes that element alone.
         return tuple(x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]) for x in blocks), y
 
-    made = jnp.zeros(target_of(plan).max_local_shape, given[0].dtype)
-    _, made = lax.fori_loop(0, calls, again, (given, made))
-    return made.reshape((*stacked[0].shape[:lead], *made.shape))
+    result = jnp.zeros(target_of(plan).max_local_shape, operands[0].dtype)
+    return lax.fori_loop(0, calls, again, (operands, result))[1]

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 import xshard as xs
 from xshard.cli.app import app
 from xshard.cli.options import parse_shape
+from xshard.cli.selfcheck import EXAMPLES
 from xshard.plans.table import rows
-from xshard.runtimes import backends, registry
-from xshard.runtimes.examples import EXAMPLES
-from xshard.runtimes.tasks import run_reference
+from xshard.runtimes import backends
+from xshard.testing import runtimes
+from xshard.testing.plans import answer_in_numpy
 
 ULYSSES = ("b s/cp c -> b s c/cp", "--mesh", "dp=2,cp=4", "--shape", "2,64,32")
 
@@ -292,7 +293,7 @@ def test_without_the_extra_the_script_says_what_to_install(package):
 
 def test_the_library_needs_neither_typer_nor_rich():
     code = """
-import sys, xshard, xshard.runtimes.registry, xshard.pictures.grid
+import sys, xshard, xshard.testing.runtimes, xshard.pictures.grid
 print({'typer', 'rich'} & set(sys.modules))
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
@@ -310,9 +311,9 @@ def answer_with(monkeypatch, change):
     calls = []
 
     class Answers:
-        def ask(self, function, tasks, *options, **_):
-            calls.append((function, options, len(tasks)))
-            return [change(run_reference(task)) for task in tasks]
+        def ask(self, function, questions, **_):
+            calls.append((function, questions[0].mode, len(questions)))
+            return [change(answer_in_numpy(question)) for question in questions]
 
     monkeypatch.setattr(backends, "running", lambda package, environment: Answers())
     monkeypatch.setattr(backends, "find_spec", lambda _: object())
@@ -320,10 +321,15 @@ def answer_with(monkeypatch, change):
 
 
 def one_off(blocks):
-    """Blocks with one element of the last device changed."""
+    """The blocks of one array, with one element of the last device changed."""
+    [(name, blocks)] = blocks.items()
     last = blocks[-1].copy()
     last.flat[-1] += 1
-    return (*blocks[:-1], last)
+    return {name: (*blocks[:-1], last)}
+
+
+def each(arrays, change):
+    return {name: tuple(map(change, blocks)) for name, blocks in arrays.items()}
 
 
 def test_selfcheck_on_numpy_alone():
@@ -343,10 +349,10 @@ def test_selfcheck_asks_every_worker_and_shows_what_it_measured(monkeypatch):
     result = selfcheck_one()
     assert result.exit_code == 0
     assert calls == [
-        ("torch_bridge.testing.worker.run_tasks", (), 1),
-        *(("jax_bridge.testing.worker.run_tasks", (mode,), 1) for mode in ("vma", "novma", "pmap")),
+        ("torch_bridge.testing.worker.answers", "", 1),
+        *(("jax_bridge.testing.worker.answers", mode, 1) for mode in ("vma", "novma", "pmap")),
     ]
-    for runtime in registry.RUNTIMES[1:]:
+    for runtime in runtimes.RUNTIMES[1:]:
         assert f"{runtime.name} 0 0 24 B/24 B 48 B/24 B" in words(result.stdout)
 
 
@@ -355,9 +361,9 @@ def test_selfcheck_asks_every_worker_and_shows_what_it_measured(monkeypatch):
     [
         (lambda o: replace(o, outputs=one_off(o.outputs)), "torch 1 0 "),
         (lambda o: replace(o, gradients=one_off(o.gradients)), "torch 0 1 "),
-        (lambda o: replace(o, outputs=o.outputs[:1]), "torch inf 0 "),
-        (lambda o: replace(o, outputs=tuple(b.astype("float64") for b in o.outputs)), "torch inf 0 "),
-        (lambda o: replace(o, gradients=tuple(b * np.nan for b in o.gradients)), "torch 0 inf "),
+        (lambda o: replace(o, outputs={"output": o.outputs["output"][:1]}), "torch inf 0 "),
+        (lambda o: replace(o, outputs=each(o.outputs, lambda b: b.astype("float64"))), "torch inf 0 "),
+        (lambda o: replace(o, gradients=each(o.gradients, lambda b: b * np.nan)), "torch 0 inf "),
     ],
 )
 def test_selfcheck_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, row):
@@ -371,22 +377,22 @@ def test_selfcheck_exits_with_1_where_a_runtime_is_wrong(monkeypatch, change, ro
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
 def test_selfcheck_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
-    right = run_reference
+    right = answer_in_numpy
     monkeypatch.setattr(
-        registry, "run_reference", lambda t: replace(o := right(t), **{where: one_off(getattr(o, where))})
+        runtimes, "answer_in_numpy", lambda q: replace(o := right(q), **{where: one_off(getattr(o, where))})
     )
     assert selfcheck_one("--runtime", "numpy").exit_code == 1
 
 
 def test_selfcheck_exits_with_1_where_a_runtime_fails(monkeypatch):
-    broken = replace(backends.BACKENDS["torch"], package="numpy", worker="xshard.no_such_worker.run")
-    monkeypatch.setattr(registry, "RUNTIMES", (registry.RUNTIMES[0], registry.Runtime("torch", broken)))
+    broken = replace(backends.BACKENDS["torch"], package="numpy")
+    monkeypatch.setattr(runtimes, "RUNTIMES", (runtimes.RUNTIMES[0], runtimes.Runtime("torch", broken)))
     result = selfcheck_one()
     assert result.exit_code == 1
     assert "numpy 0 0" in words(result.stdout)
     assert re.search(r"torch( -)+ failed", words(result.stdout))
-    assert "FunctionError: torch: ModuleNotFoundError in xshard.no_such_worker.run" in result.stderr
-    assert "No module named 'xshard.no_such_worker'" in result.stderr
+    assert "FunctionError: torch: ModuleNotFoundError in numpy_bridge.testing.worker.answers" in result.stderr
+    assert "No module named 'numpy_bridge'" in result.stderr
 
 
 def test_selfcheck_does_not_skip_a_package_that_is_missing(monkeypatch):
@@ -437,16 +443,16 @@ def test_selfcheck_end_to_end(expression, lengths):
     """Every runtime in its own process, for real."""
     result = xshard("selfcheck", expression, "--mesh", "cp=2", *lengths)
     assert result.exit_code == 0, result.output
-    for runtime in registry.RUNTIMES:
+    for runtime in runtimes.RUNTIMES:
         assert f"{runtime.name} 0 0 " in words(result.stdout)
 
 
 @pytest.mark.parametrize("which", [0, -1])
 def test_selfcheck_compares_the_gradient_of_every_operand(monkeypatch, which):
     def change(outcome):
-        gradients = list(outcome.gradients)
-        gradients[which] = gradients[which] + 1
-        return replace(outcome, gradients=tuple(gradients))
+        number = list(outcome.gradients)[which]
+        first, *others = outcome.gradients[number]
+        return replace(outcome, gradients=outcome.gradients | {number: (first + 1, *others)})
 
     answer_with(monkeypatch, change)
     contraction = ("s/cp d, d f/cp | mean(x) -> f/cp s", "--mesh", "cp=2,x=2", "--sizes", "s=4,d=3,f=2")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
+from types import ModuleType
 
 import pytest
 
@@ -16,12 +18,7 @@ SYSTEMS = ("credit", "ksuit", "nvsubquadratic", "poptorch")
 
 
 def test_examples_of_torch() -> None:
-    assert (
-        failed_examples(
-            [f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "credit_layers", "spmd_types")]
-        )
-        == {}
-    )
+    assert failed_examples([f"torch_bridge.compat.{system}" for system in (*SYSTEMS, "spmd_types")]) == {}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -32,13 +29,22 @@ def test_examples_of_jax(system) -> None:
 
 
 def test_both_frameworks_have_the_functions() -> None:
-    """But for classes, whose functions JAX has, what holds process groups, and modules."""
+    """Except functions of managers, which hold process groups, and modules."""
     torch_only = {
-        "AllGatherGradAutograd", "AllGatherGradOverwrite", "AllToAllSingleFunction",
-        "HaloExchange", "convert_to_domain_parallel", "get_domain_parallel_manager",
-        "initialize_domain_parallel", "sync_domain_gradients",
+        "convert_to_domain_parallel", "get_domain_parallel_manager", "initialize_domain_parallel",
+        "sync_domain_gradients",
     }  # fmt: skip
-    layers = {name for name in torch_bridge.compat.__all__ if name.startswith("DomainParallel")}
-    ours, theirs = set(torch_bridge.compat.__all__) - layers, set(jax_bridge.compat.__all__)
+    ours, theirs = map(functions, (torch_bridge.compat, jax_bridge.compat))
     assert ours - theirs == torch_only
     assert theirs - ours == {"halo_exchange", "trim"}
+
+
+def functions(compat: ModuleType) -> set[str]:
+    """The public functions of all systems."""
+    systems = [getattr(compat, system) for system in SYSTEMS]
+    return {
+        name
+        for system in systems
+        for name, value in vars(system).items()
+        if inspect.isfunction(value) and value.__module__ == system.__name__ and not name.startswith("_")
+    }

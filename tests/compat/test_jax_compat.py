@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import xshard as xs
-from jax_bridge import compat
 from jax_bridge.testing.stacked import padded, unpadded
+from tests.compat.test_jax_worked import compat
 from tests.jax_bridge.helpers import in_jax
 from xshard.compat import DIRECTIONS
 

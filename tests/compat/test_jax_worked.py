@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_bridge import compat
+from jax_bridge.compat import credit, ksuit, nvsubquadratic, poptorch
 from tests.compat.table import WORKED
 from tests.jax_bridge.helpers import in_jax
 
 AXIS = "a"
+compat = SimpleNamespace(**vars(poptorch) | vars(nvsubquadratic) | vars(ksuit) | vars(credit))
 
 
 def _ran(worked, mapped):

@@ -18,15 +18,14 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
 from tests.torch_bridge.nn_helpers import same, weights_of, whole_gradients
-from torch_bridge import compat
 from torch_bridge.compat import credit
 
 
 def _managers() -> None:
     rank = dist.get_rank()
     for size, shard_dim in ((1, -2), (2, -1), (4, -2)):
-        manager = compat.initialize_domain_parallel(4, size, shard_dim=shard_dim)
-        assert compat.get_domain_parallel_manager() is manager
+        manager = credit.initialize_domain_parallel(4, size, shard_dim=shard_dim)
+        assert credit.get_domain_parallel_manager() is manager
         assert (manager.world_size, manager.domain_parallel_size, manager.shard_dim) == (4, size, shard_dim)
         first = rank // size * size
         ranks = dist.get_process_group_ranks
@@ -38,7 +37,7 @@ def _managers() -> None:
         assert edges == (rank == first, rank == first + size - 1)
         assert manager.neighbor_ranks() == (None if edges[0] else rank - 1, None if edges[1] else rank + 1)
     for sizes in ((4, 3), (8, 2)):
-        kind, text = error_of(lambda sizes=sizes: compat.DomainParallelManager(*sizes))
+        kind, text = error_of(lambda sizes=sizes: credit.DomainParallelManager(*sizes))
         assert kind == "MeshError" and str(sizes[0]) in text
     assert still_connected()
 
@@ -49,25 +48,25 @@ def test_managers() -> None:
 
 def test_without_a_manager_a_block_is_the_whole() -> None:
     x = torch.ones(1, 2, 4, 4)
-    assert compat.get_domain_parallel_manager() is None
-    for call in (compat.HaloExchange(1), compat.shard_tensor, compat.gather_tensor):
+    assert credit.get_domain_parallel_manager() is None
+    for call in (credit.HaloExchange(1), credit.shard_tensor, credit.gather_tensor):
         assert call(x) is x
     batch = {"x": x, "y": x[None], "stop": torch.tensor(1), "name": "a"}
-    assert all(compat.shard_batch(batch)[key] is value for key, value in batch.items())
-    assert error_of(lambda: compat.convert_to_domain_parallel(nn.Conv2d(1, 1, 3)))[0] == "MeshError"
+    assert all(credit.shard_batch(batch)[key] is value for key, value in batch.items())
+    assert error_of(lambda: credit.convert_to_domain_parallel(nn.Conv2d(1, 1, 3)))[0] == "MeshError"
 
 
 def _halos() -> None:
     """Two widths, over several blocks, other boundaries, uneven blocks, all derivatives."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    manager = compat.initialize_domain_parallel(n, n)
+    manager = credit.initialize_domain_parallel(n, n)
     whole = torch.from_numpy(numbers(1, 1, 10, 2))
-    block = compat.shard_tensor(whole, manager=manager, uneven=True)
+    block = credit.shard_tensor(whole, manager=manager, uneven=True)
     start = sum(len(part) for part in torch.arange(10).chunk(n)[:rank])
     for (before, after), boundary in itertools.product(
         ((1, 2), (4, 0), (3, 3)), ("zero", "periodic", "edge")
     ):
-        halo = compat.HaloExchange((before, after), boundary=boundary, shape=whole.shape)
+        halo = credit.HaloExchange((before, after), boundary=boundary, shape=whole.shape)
         rows = torch.arange(start - before, start + block.shape[2] + after)
         beyond = (rows < 0) | (rows > 9)
         rows = rows % 10 if boundary == "periodic" else rows.clamp(0, 9)
@@ -83,8 +82,8 @@ def _halos() -> None:
         (second,) = torch.autograd.grad(first.sum(), leaf)
         copies = torch.autograd.grad(halo(leaf).sum(), leaf)[0]
         assert torch.equal(second, 6 * block * copies)
-    assert torch.equal(compat.gather_tensor(block, shape=whole.shape), whole)
-    assert compat.HaloExchange(0)(block) is block
+    assert torch.equal(credit.gather_tensor(block, shape=whole.shape), whole)
+    assert credit.HaloExchange(0)(block) is block
 
 
 def test_halos_beyond_the_original() -> None:
@@ -92,21 +91,21 @@ def test_halos_beyond_the_original() -> None:
 
 
 def _batches() -> None:
-    manager = compat.initialize_domain_parallel(2, 2)
+    manager = credit.initialize_domain_parallel(2, 2)
     rank = dist.get_rank()
     x = torch.arange(16.0).view(1, 1, 4, 4)
     batch = {"x": x, "y": x.view(1, 1, 1, 4, 4), "index": torch.arange(4), "name": "a"}
-    mine = compat.shard_batch(batch, spatial_dims_5d=-1, manager=manager)
+    mine = credit.shard_batch(batch, spatial_dims_5d=-1, manager=manager)
     assert torch.equal(mine["x"], x.chunk(2, 2)[rank])
     assert torch.equal(mine["y"], batch["y"].chunk(2, 4)[rank])
     assert mine["index"] is batch["index"] and mine["name"] == "a"
-    kind, text = error_of(lambda: compat.shard_tensor(torch.ones(1, 1, 5, 4)))
+    kind, text = error_of(lambda: credit.shard_tensor(torch.ones(1, 1, 5, 4)))
     assert kind == "ShapeError" and "the length 5 is not divisible by 2" in text and "uneven=True" in text
     assert issubclass(xs.errors.ShapeError, ValueError)
     # Both gradients of a gather: addends, or one and the same.
     for grad, wanted in (("sum", 3.0), ("replicated", 1.0 + rank)):
         leaf = mine["x"].clone().requires_grad_()
-        y = compat.gather_tensor(leaf, grad=grad)
+        y = credit.gather_tensor(leaf, grad=grad)
         (gradient,) = torch.autograd.grad(y, leaf, torch.full_like(y, 1.0 + rank))
         assert torch.equal(y, x) and gradient.unique().tolist() == [wanted]
 
@@ -159,23 +158,23 @@ MODELS: dict[str, Any] = {
 def _models() -> None:
     """Outputs, gradients of inputs, and those of parameters once they are averaged, times the processes."""
     n = dist.get_world_size()
-    manager = compat.initialize_domain_parallel(n, n)
+    manager = credit.initialize_domain_parallel(n, n)
     for name, make in MODELS.items():
         torch.manual_seed(0)
         x, model = torch.randn(2, 2, 16, 6, dtype=torch.float64), make().double()
         y, of_x, of_parameters = whole_gradients(copy.deepcopy(model), x)
-        converted = compat.convert_to_domain_parallel(model, manager, custom_converters={Opaque: lambda m: m})
+        converted = credit.convert_to_domain_parallel(model, manager, custom_converters={Opaque: lambda m: m})
         assert converted is model
         assert list(model.state_dict()) == list(make().state_dict())
-        block = compat.shard_tensor(x).requires_grad_()
+        block = credit.shard_tensor(x).requires_grad_()
         mine = model(block)
         part = xt.nn.sharding_of(mine)
         rows = part.mesh.index(dist.get_rank(), ("domain",))
         cuts = list(part.local_sizes[2])
         same(mine, y.split(cuts, 2)[rows], f"{name}: outputs")
         (mine * weights_of(y).split(cuts, 2)[rows]).sum().backward()
-        same(block.grad, compat.shard_tensor(of_x), f"{name}: gradient of the input")
-        compat.sync_domain_gradients(model, manager)
+        same(block.grad, credit.shard_tensor(of_x), f"{name}: gradient of the input")
+        credit.sync_domain_gradients(model, manager)
         for (parameter, p), wanted in zip(model.named_parameters(), of_parameters, strict=True):
             same(p.grad * n, wanted, f"{name}: gradient of {parameter}")
 
@@ -186,22 +185,22 @@ def test_converted_models_are_exact() -> None:
 
 def _five_dims() -> None:
     """Inputs of 4 and of 5 dims in one model, cut along the same dim."""
-    manager = compat.initialize_domain_parallel(2, 2)
+    manager = credit.initialize_domain_parallel(2, 2)
     torch.manual_seed(0)
     for model, shape in (
         (nn.Conv3d(1, 2, 3, padding=1), (1, 1, 3, 8, 4)),
         (nn.Conv2d(1, 2, 3, padding=1), (1, 1, 8, 4)),
     ):
         x, alone = torch.randn(shape), copy.deepcopy(model)
-        compat.convert_to_domain_parallel(model, manager)
-        torch.testing.assert_close(compat.gather_tensor(model(compat.shard_tensor(x))), alone(x))
+        credit.convert_to_domain_parallel(model, manager)
+        torch.testing.assert_close(credit.gather_tensor(model(credit.shard_tensor(x))), alone(x))
         columns, beside = copy.deepcopy(alone), x.chunk(2, -1)[dist.get_rank()]
-        compat.convert_to_domain_parallel(columns, manager, shard_dim=-1)
-        torch.testing.assert_close(compat.gather_tensor(columns(beside), dim=-1), alone(x))
+        credit.convert_to_domain_parallel(columns, manager, shard_dim=-1)
+        torch.testing.assert_close(credit.gather_tensor(columns(beside), dim=-1), alone(x))
     flat = nn.Conv1d(1, 1, 3, padding=1)
     alone, x = copy.deepcopy(flat), torch.randn(1, 1, 8)
-    compat.convert_to_domain_parallel(flat, manager, shard_dim=2)
-    torch.testing.assert_close(compat.gather_tensor(flat(compat.shard_tensor(x, 2)), 2), alone(x))
+    credit.convert_to_domain_parallel(flat, manager, shard_dim=2)
+    torch.testing.assert_close(credit.gather_tensor(flat(credit.shard_tensor(x, 2)), 2), alone(x))
 
 
 def test_dims_that_are_cut() -> None:
@@ -212,16 +211,16 @@ def test_any_manager_that_counts_its_domain() -> None:
     """Nothing is sent for a part, so that one process can take each of them."""
     x = torch.from_numpy(numbers(1, 2, 5, 2)).requires_grad_()
     manager = SimpleNamespace(domain_parallel_size=2, domain_rank=1)
-    part = compat.shard_tensor(x, manager=manager, uneven=True)
+    part = credit.shard_tensor(x, manager=manager, uneven=True)
     assert torch.equal(part, x[:, :, 3:]) and part.is_contiguous()
     part.sum().backward()
     assert torch.equal(x.grad, (torch.arange(5) > 2).double()[:, None].expand_as(x))
     assert (
-        "the length 5 is not divisible by 2" in error_of(lambda: compat.shard_tensor(x, manager=manager))[1]
+        "the length 5 is not divisible by 2" in error_of(lambda: credit.shard_tensor(x, manager=manager))[1]
     )
-    assert error_of(lambda: compat.gather_tensor(part, manager=manager))[0] == "MeshError"  # no processes
+    assert error_of(lambda: credit.gather_tensor(part, manager=manager))[0] == "MeshError"  # no processes
     manager.domain_parallel_size = 1
-    assert compat.shard_tensor(x, manager=manager) is x
+    assert credit.shard_tensor(x, manager=manager) is x
 
 
 class Periodic(nn.Module):
@@ -258,25 +257,25 @@ def _layers() -> None:
             nn.init.normal_(p)
         x, layer = torch.randn(shape).double(), copy.deepcopy(alone[name])
         y, of_x, of_parameters = whole_gradients(alone[name], x)
-        layer = getattr(compat, f"DomainParallel{name}")(layer)
+        layer = getattr(credit, f"DomainParallel{name}")(layer)
         same(layer(x), y, f"{name}, without a manager")
         credit._manager = manager
-        block = compat.shard_tensor(x, manager=manager).requires_grad_()
+        block = credit.shard_tensor(x, manager=manager).requires_grad_()
         mine = layer(block)
-        same(compat.gather_tensor(mine.detach(), manager=manager), y, name)
-        (mine * compat.shard_tensor(weights_of(y))).sum().backward()
-        same(block.grad, compat.shard_tensor(of_x), f"{name}: gradient of the input")
-        compat.sync_domain_gradients(layer, manager)
+        same(credit.gather_tensor(mine.detach(), manager=manager), y, name)
+        (mine * credit.shard_tensor(weights_of(y))).sum().backward()
+        same(block.grad, credit.shard_tensor(of_x), f"{name}: gradient of the input")
+        credit.sync_domain_gradients(layer, manager)
         for p, wanted in zip(layer.parameters(), of_parameters, strict=True):
             same(p.grad * n, wanted, f"{name}: gradient of a parameter")
         credit._manager = None
-    names = [name for name, _ in compat.DomainParallelConv2d(nn.Conv2d(1, 1, 3)).named_parameters()]
+    names = [name for name, _ in credit.DomainParallelConv2d(nn.Conv2d(1, 1, 3)).named_parameters()]
     assert names == ["conv.weight", "conv.bias"]
-    resize, x = compat.DomainParallelInterpolate((6, 10)), torch.randn(1, 2, 8, 5)
+    resize, x = credit.DomainParallelInterpolate((6, 10)), torch.randn(1, 2, 8, 5)
     wanted = F.interpolate(x, size=(6 * n, 10), mode="bilinear")
-    compat.initialize_domain_parallel(n, n)
-    torch.testing.assert_close(compat.gather_tensor(resize(compat.shard_tensor(x))), wanted)
-    assert error_of(lambda: compat.DomainParallelPeriodicConv2d(Periodic(), -1))[0] == "XshardError"
+    credit.initialize_domain_parallel(n, n)
+    torch.testing.assert_close(credit.gather_tensor(resize(credit.shard_tensor(x))), wanted)
+    assert error_of(lambda: credit.DomainParallelPeriodicConv2d(Periodic(), -1))[0] == "XshardError"
 
 
 def test_layers_by_their_names() -> None:
@@ -285,15 +284,15 @@ def test_layers_by_their_names() -> None:
 
 def _one_by_one() -> None:
     """The parts of a converted model, called as those of the model: with blocks, records lost or not."""
-    manager = compat.initialize_domain_parallel(2, 2)
+    manager = credit.initialize_domain_parallel(2, 2)
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     model, x = copy.deepcopy(alone), torch.randn(1, 4, 16, 8)
-    compat.convert_to_domain_parallel(model, manager)
-    y, mine = x, compat.shard_tensor(x)
+    credit.convert_to_domain_parallel(model, manager)
+    y, mine = x, credit.shard_tensor(x)
     for part, whole in zip(model, alone, strict=True):
         y, mine = whole(y), part(mine)
-        torch.testing.assert_close(compat.gather_tensor(mine), y)
+        torch.testing.assert_close(credit.gather_tensor(mine), y)
         if isinstance(whole, nn.GroupNorm):
             mine = mine.detach().clone()
 
@@ -308,11 +307,11 @@ class Shrinking(nn.Module):
 
 
 def _refused() -> list[tuple[str, str]]:
-    manager = compat.initialize_domain_parallel(2, 2)
+    manager = credit.initialize_domain_parallel(2, 2)
     x = torch.ones(1, 2, 4, 4)
 
     def run(model: nn.Module, **options: Any) -> Any:
-        return compat.convert_to_domain_parallel(model, manager, **options)(x)
+        return credit.convert_to_domain_parallel(model, manager, **options)(x)
 
     found = [
         error_of(lambda: run(nn.Sequential(nn.MultiheadAttention(4, 2)))),

@@ -13,7 +13,7 @@ from torch import Tensor
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
-from torch_bridge import compat
+from torch_bridge.compat import ksuit, nvsubquadratic, poptorch
 from torch_bridge.compat.ksuit import _served_in
 from torch_bridge.testing.byte_counter import Meter
 
@@ -24,14 +24,14 @@ def _dtypes() -> None:
     rank = dist.get_rank()
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8):
         x = torch.tensor([rank, 1]).to(dtype)
-        for gather in (compat.all_gather_grad, compat.all_gather_grad_overwrite, compat.all_gather_nograd):
+        for gather in (ksuit.all_gather_grad, ksuit.all_gather_grad_overwrite, ksuit.all_gather_nograd):
             y = gather(x)
             assert y.dtype == dtype and y.tolist() == [0, 1, 1, 1]
-        assert compat.all_gather_nograd_clipped(x, 3).tolist() == torch.tensor([0, 1, 1]).to(dtype).tolist()
-        total = compat.all_reduce_sum_grad(x)
+        assert ksuit.all_gather_nograd_clipped(x, 3).tolist() == torch.tensor([0, 1, 1]).to(dtype).tolist()
+        total = ksuit.all_reduce_sum_grad(x)
         assert total.dtype == dtype
         assert total.tolist() == ([True, True] if dtype == torch.bool else [1, 2])
-        mean = compat.all_reduce_mean_nograd(x)
+        mean = ksuit.all_reduce_mean_nograd(x)
         if dtype == torch.bool:
             assert mean.tolist() == [True, True]
         else:
@@ -42,7 +42,7 @@ def _dtypes() -> None:
 def _rounding() -> None:
     x = torch.tensor([256.0, 1.0, 1.0, 1.0][dist.get_rank()]).bfloat16()
     assert x + 1 == 256 or dist.get_rank()
-    total = compat.all_reduce_sum_grad(x)
+    total = ksuit.all_reduce_sum_grad(x)
     assert total.dtype == torch.bfloat16 and total == torch.tensor(259.0).bfloat16() == 260
 
 
@@ -56,15 +56,15 @@ def test_dtypes_come_back_as_they_were() -> None:
 
 def _plain_values() -> None:
     rank = dist.get_rank()
-    assert compat.all_gather_grad(1.5 + rank).tolist() == [1.5, 2.5]
-    assert compat.all_gather_nograd([rank, 7]).tolist() == [0, 7, 1, 7]
-    assert compat.all_gather_nograd((rank,)).tolist() == [0, 1]
-    assert compat.all_gather_nograd(rank == 0).tolist() == [True, False]
-    assert compat.all_reduce_sum_nograd(3).tolist() == 6
-    assert compat.all_reduce_sum_nograd(rank == 0).item() is True
-    assert compat.all_reduce_mean_grad(rank).item() == 0.5
+    assert ksuit.all_gather_grad(1.5 + rank).tolist() == [1.5, 2.5]
+    assert ksuit.all_gather_nograd([rank, 7]).tolist() == [0, 7, 1, 7]
+    assert ksuit.all_gather_nograd((rank,)).tolist() == [0, 1]
+    assert ksuit.all_gather_nograd(rank == 0).tolist() == [True, False]
+    assert ksuit.all_reduce_sum_nograd(3).tolist() == 6
+    assert ksuit.all_reduce_sum_nograd(rank == 0).item() is True
+    assert ksuit.all_reduce_mean_grad(rank).item() == 0.5
     uneven = torch.arange(3 - rank)
-    assert compat.all_gather_grad(uneven[: 2 - rank], shape=(3,)).tolist() == [0, 1, 0]
+    assert ksuit.all_gather_grad(uneven[: 2 - rank], shape=(3,)).tolist() == [0, 1, 0]
 
 
 def test_plain_values_scalars_and_uneven_rows() -> None:
@@ -74,26 +74,26 @@ def test_plain_values_scalars_and_uneven_rows() -> None:
 def test_without_a_process_group_every_block_is_the_whole() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     for name in ("all_gather_grad", "all_gather_grad_autograd", "all_gather_grad_overwrite"):
-        assert getattr(compat, name)(x) is x
-        assert getattr(compat, name)(3).tolist() == [3]
-    assert compat.all_gather_nograd(x).tolist() == [1, 2] and not compat.all_gather_nograd(x).requires_grad
-    assert compat.all_gather_nograd_clipped(x, 1).tolist() == [1, 2]
+        assert getattr(ksuit, name)(x) is x
+        assert getattr(ksuit, name)(3).tolist() == [3]
+    assert ksuit.all_gather_nograd(x).tolist() == [1, 2] and not ksuit.all_gather_nograd(x).requires_grad
+    assert ksuit.all_gather_nograd_clipped(x, 1).tolist() == [1, 2]
     for name in ("sum_grad", "sum_nograd", "mean_grad", "mean_nograd"):
-        reduce = getattr(compat, f"all_reduce_{name}")
+        reduce = getattr(ksuit, f"all_reduce_{name}")
         assert reduce(x).tolist() == [1, 2] and reduce(x).requires_grad == name.endswith("_grad")
         assert reduce(3).tolist() == 3
-    for call in (compat.AllGatherGradAutograd.apply, compat.AllGatherGradOverwrite.apply):
+    for call in (ksuit.AllGatherGradAutograd.apply, ksuit.AllGatherGradOverwrite.apply):
         assert error_of(lambda call=call: call(x))[0] == "MeshError"
 
 
 def _no_gradients() -> None:
     x = torch.ones(2, requires_grad=True)
     for name in ("all_gather_nograd", "all_reduce_sum_nograd", "all_reduce_mean_nograd"):
-        assert not getattr(compat, name)(x).requires_grad
-    assert not compat.all_gather_nograd_clipped(x, 3).requires_grad
+        assert not getattr(ksuit, name)(x).requires_grad
+    assert not ksuit.all_gather_nograd_clipped(x, 3).requires_grad
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # autograd's, of kernels that are not registered
-        compat.all_reduce_sum_grad(x).sum().backward()
+        ksuit.all_reduce_sum_grad(x).sum().backward()
 
 
 def test_no_gradient_where_the_name_says_so() -> None:
@@ -104,9 +104,9 @@ def _clipped() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     samples = torch.arange(10)
     padded = torch.cat([samples, samples[: -10 % n]])  # as DistributedSampler does
-    assert compat.all_gather_nograd_clipped(padded[rank::n], 10).tolist() == samples.tolist()
+    assert ksuit.all_gather_nograd_clipped(padded[rank::n], 10).tolist() == samples.tolist()
     rows = padded[rank::n, None] * torch.tensor([1, 100])
-    assert torch.equal(compat.all_gather_nograd_clipped(rows, 9), samples[:9, None] * torch.tensor([1, 100]))
+    assert torch.equal(ksuit.all_gather_nograd_clipped(rows, 9), samples[:9, None] * torch.tensor([1, 100]))
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -140,10 +140,10 @@ def _adjoints() -> None:
 
 # Those whose gradient is the adjoint where every rank's loss counts.
 LINEAR: dict[str, Any] = {
-    "AllGatherGradAutograd": lambda x: torch.stack(compat.AllGatherGradAutograd.apply(x)),
-    "all_gather_grad": lambda x: compat.all_gather_grad(x, 1),
-    "all_gather_cross_replica": lambda x: compat.all_gather_cross_replica(x, 3),
-    "all_to_all_single_cross_replica": lambda x: compat.all_to_all_single_cross_replica(x, 3),
+    "AllGatherGradAutograd": lambda x: torch.stack(ksuit.AllGatherGradAutograd.apply(x)),
+    "all_gather_grad": lambda x: ksuit.all_gather_grad(x, 1),
+    "all_gather_cross_replica": lambda x: poptorch.all_gather_cross_replica(x, 3),
+    "all_to_all_single_cross_replica": lambda x: poptorch.all_to_all_single_cross_replica(x, 3),
 }
 
 
@@ -155,10 +155,10 @@ def _bytes() -> dict[str, int]:
     x = torch.ones(64, requires_grad=True)
     found = {}
     for name, call in (
-        ("gather", lambda: torch.stack(compat.AllGatherGradAutograd.apply(x))),
-        ("own slot", lambda: torch.stack(compat.AllGatherGradOverwrite.apply(x))),
-        ("sum", lambda: compat.all_reduce_cross_replica_sum(x, 4)),
-        ("copy", lambda: compat.all_reduce_cross_replica_sum(x, 4, insert_in_grad_graph=True)),
+        ("gather", lambda: torch.stack(ksuit.AllGatherGradAutograd.apply(x))),
+        ("own slot", lambda: torch.stack(ksuit.AllGatherGradOverwrite.apply(x))),
+        ("sum", lambda: poptorch.all_reduce_cross_replica_sum(x, 4)),
+        ("copy", lambda: poptorch.all_reduce_cross_replica_sum(x, 4, insert_in_grad_graph=True)),
     ):
         with Meter() as forward, xs.use_profile("h100"):
             y = call()
@@ -189,7 +189,7 @@ def _conventions() -> None:
     weight = float([1, 10][dist.get_rank()])
     x = torch.ones(1, requires_grad=True)
     for y, wanted in (
-        (compat.all_reduce_sum_grad(x), weight),
+        (ksuit.all_reduce_sum_grad(x), weight),
         (xt.ops.all_reduce(x, "dp", xs.Mesh(dp=N), grad="sum"), 11.0),
     ):
         (gradient,) = torch.autograd.grad(y, x, torch.tensor([weight]))
@@ -203,15 +203,15 @@ def test_two_conventions_of_one_sum() -> None:
 def _replicas() -> list[tuple[str, str]]:
     rank = dist.get_rank()
     pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    y = compat.all_gather_cross_replica(torch.tensor(rank), 2, group=pair)
+    y = poptorch.all_gather_cross_replica(torch.tensor(rank), 2, group=pair)
     assert y.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
-    parts = compat.all_to_all_single_cross_replica(torch.tensor([10 * rank, 10 * rank + 1]), 2, group=pair)
+    parts = poptorch.all_to_all_single_cross_replica(torch.tensor([10 * rank, 10 * rank + 1]), 2, group=pair)
     assert parts.tolist() == [10 * (rank // 2 * 2 + other) + rank % 2 for other in (0, 1)]
     found = [
-        error_of(lambda: compat.all_gather_cross_replica(torch.ones(2), 2)),
-        error_of(lambda: compat.all_to_all_single_cross_replica(torch.ones(6, 2), 4)),
-        error_of(lambda: compat.all_to_all_single_cross_replica(torch.tensor(1.0), 4)),
-        error_of(lambda: compat.all_gather_grad(torch.ones(2), batch_dim=1)),
+        error_of(lambda: poptorch.all_gather_cross_replica(torch.ones(2), 2)),
+        error_of(lambda: poptorch.all_to_all_single_cross_replica(torch.ones(6, 2), 4)),
+        error_of(lambda: poptorch.all_to_all_single_cross_replica(torch.tensor(1.0), 4)),
+        error_of(lambda: ksuit.all_gather_grad(torch.ones(2), batch_dim=1)),
     ]
     assert still_connected()
     return found
@@ -248,10 +248,10 @@ def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
 def _compiled() -> None:
     """One graph of each, with the values and gradients of the call that is not compiled."""
     for name, call in (
-        ("all_gather_grad", compat.all_gather_grad),
-        ("all_reduce_mean_grad", compat.all_reduce_mean_grad),
-        ("all_to_all_single_fn", lambda x: compat.all_to_all_single_fn(None, "split_to_full", x)),
-        ("all_gather_cross_replica", lambda x: compat.all_gather_cross_replica(x, N)),
+        ("all_gather_grad", ksuit.all_gather_grad),
+        ("all_reduce_mean_grad", ksuit.all_reduce_mean_grad),
+        ("all_to_all_single_fn", lambda x: nvsubquadratic.all_to_all_single_fn(None, "split_to_full", x)),
+        ("all_gather_cross_replica", lambda x: poptorch.all_gather_cross_replica(x, N)),
     ):
         x = torch.arange(8.0).view(1, 2, 4).requires_grad_()
         y, compiled = call(x), torch.compile(call, backend="aot_eager", fullgraph=True)(x)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
-from torch_bridge import compat
+from torch_bridge.compat import ksuit, nvsubquadratic, poptorch
 from torch_bridge.mesh import desync
 from xshard.compat import DIRECTIONS
 
@@ -37,16 +37,16 @@ def _uneven() -> None:
         ends = [block_of(x, layout, MESH) for layout in (split, "b c/cp l w")]
         for direction, (before, after) in zip(DIRECTIONS, (ends, ends[::-1]), strict=True):
             block = before.clone().requires_grad_()
-            y = compat.AllToAllSingleFunction.apply(block, None, direction, zigzag, shape=x.shape)
+            y = nvsubquadratic.AllToAllSingleFunction.apply(block, None, direction, zigzag, shape=x.shape)
             assert torch.equal(y, after)
             cotangent = torch.arange(y.numel(), dtype=torch.float64).reshape(y.shape) % 7 - 3
             (gradient,) = torch.autograd.grad(y, block, cotangent)
             assert _dot(y.detach(), cotangent) == _dot(before, gradient)
     # A whole that nothing divides is cut, and put together again.
     whole = torch.from_numpy(numbers(2, 19))
-    mine = compat.zigzag_split_across_group_ranks(whole, None, seq_dim=-1)
+    mine = nvsubquadratic.zigzag_split_across_group_ranks(whole, None, seq_dim=-1)
     assert mine.shape[1] < 19
-    assert torch.equal(compat.zigzag_gather_from_group_ranks(mine, None, -1, shape=(2, 19)), whole)
+    assert torch.equal(nvsubquadratic.zigzag_gather_from_group_ranks(mine, None, -1, shape=(2, 19)), whole)
 
 
 def test_uneven_blocks() -> None:
@@ -59,9 +59,9 @@ def _dims() -> None:
     block, columns = block_of(x, "l/zigzag(cp) b c", MESH), block_of(x, "l b c/cp", MESH)
     for channel_dim, sequence_dim in ((2, 0), (-1, -3)):
         dims = {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
-        y = compat.all_to_all_single_fn(None, "split_to_full", block, **dims)
+        y = nvsubquadratic.all_to_all_single_fn(None, "split_to_full", block, **dims)
         assert torch.equal(y, columns)
-        assert torch.equal(compat.all_to_all_single_fn(None, "full_to_split", y, **dims), block)
+        assert torch.equal(nvsubquadratic.all_to_all_single_fn(None, "full_to_split", y, **dims), block)
 
 
 def test_any_dims() -> None:
@@ -74,7 +74,7 @@ def _derivatives() -> None:
     direction = torch.full_like(x, rank + 1.0)
 
     def moved(x: Tensor) -> Tensor:
-        return compat.AllToAllSingleFunction.apply(x, None, "split_to_full", True)
+        return nvsubquadratic.AllToAllSingleFunction.apply(x, None, "split_to_full", True)
 
     y, tangent = torch.func.jvp(moved, (x,), (direction,))
     assert torch.equal(y, moved(x)) and torch.equal(tangent, moved(direction))
@@ -106,7 +106,9 @@ class Mixer(nn.Module):
         parts = self.enter(x).movedim(-1, 1).chunk(3, 1)  # the strides of channels-last
         kernel, shift = self.kernel, self.shift
         if group is not False:
-            parts = [compat.AllToAllSingleFunction.apply(p, group, "split_to_full", True) for p in parts]
+            parts = [
+                nvsubquadratic.AllToAllSingleFunction.apply(p, group, "split_to_full", True) for p in parts
+            ]
             kernel, shift = (p.chunk(dist.get_world_size())[dist.get_rank()] for p in (kernel, shift))
         q, k, v = parts
         space = tuple(range(2, x.ndim))
@@ -116,7 +118,7 @@ class Mixer(nn.Module):
         y = torch.fft.irfftn(waves, s=double, dim=space)[(..., *map(slice, q.shape[2:]))]
         y = q * (y + shift.view(-1, *[1] * len(space)) * (k * v))
         if group is not False:
-            y = compat.AllToAllSingleFunction.apply(y, group, "full_to_split", True)
+            y = nvsubquadratic.AllToAllSingleFunction.apply(y, group, "full_to_split", True)
         return self.leave(y.movedim(1, -1))
 
 
@@ -128,13 +130,13 @@ def _mixers() -> None:
         y = mixer(x)
         weights = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).reshape(y.shape)
         wanted = torch.autograd.grad(y, [x, *mixer.parameters()], weights)
-        mine = compat.zigzag_split_across_group_ranks(x.detach(), None, 1).requires_grad_()
+        mine = nvsubquadratic.zigzag_split_across_group_ranks(x.detach(), None, 1).requires_grad_()
         mixed = mixer(mine, None)
-        split = compat.zigzag_split_across_group_ranks(weights, None, 1)
+        split = nvsubquadratic.zigzag_split_across_group_ranks(weights, None, 1)
         found = torch.autograd.grad(mixed, [mine, *mixer.parameters()], split)
         for part in found[1:]:
             dist.all_reduce(part)
-        whole = compat.zigzag_gather_from_group_ranks
+        whole = nvsubquadratic.zigzag_gather_from_group_ranks
         together = [whole(mixed, None, 1), whole(found[0], None, 1), *found[1:]]
         for a, b in zip(together, [y, *wanted], strict=True):
             torch.testing.assert_close(a, b)
@@ -151,13 +153,16 @@ def _groups() -> None:
     mine, other = pairs[rank % 2], pairs[1 - rank % 2]
     x = numbers(1, 2, 8)
     block = torch.from_numpy(x)[:, [rank // 2]]
-    y = compat.all_to_all_single_fn(mine, "full_to_split", block)
+    y = nvsubquadratic.all_to_all_single_fn(mine, "full_to_split", block)
     rows = [[0, 1, 6, 7], [2, 3, 4, 5]][rank // 2]
     assert np.array_equal(y, x[..., rows])
-    kind, text = error_of(lambda: compat.all_to_all_single_fn(other, "full_to_split", block))
+    kind, text = error_of(lambda: nvsubquadratic.all_to_all_single_fn(other, "full_to_split", block))
     assert kind == "MeshError" and f"rank {rank} is not in the group" in text
     alone = [dist.new_group([r]) for r in range(N)][rank]
-    for function in (compat.zigzag_split_across_group_ranks, compat.zigzag_gather_from_group_ranks):
+    for function in (
+        nvsubquadratic.zigzag_split_across_group_ranks,
+        nvsubquadratic.zigzag_gather_from_group_ranks,
+    ):
         assert torch.equal(function(block, alone, 2), block)
     assert still_connected()
 
@@ -169,42 +174,42 @@ def test_process_groups() -> None:
 X = torch.ones(2, 4, 8)
 REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "direction": (
-        lambda: compat.all_to_all_single_fn(None, "full_to_full", X),  # type: ignore[arg-type]
+        lambda: nvsubquadratic.all_to_all_single_fn(None, "full_to_full", X),  # type: ignore[arg-type]
         "XshardError",
         ("unknown direction 'full_to_full'", "'split_to_full' or 'full_to_split'"),
     ),
     "dims": (
-        lambda: compat.AllToAllSingleFunction.apply(X[0], None, "nonsense", True),  # type: ignore[arg-type]
+        lambda: nvsubquadratic.AllToAllSingleFunction.apply(X[0], None, "nonsense", True),  # type: ignore[arg-type]
         "ShapeError",
         ("2 dims, not 3, 4 or 5", "[B, C, L]", "all_to_all"),
     ),
     "length of zigzag": (
-        lambda: compat.all_to_all_single_fn(None, "full_to_split", torch.ones(2, 4, 12)),
+        lambda: nvsubquadratic.all_to_all_single_fn(None, "full_to_split", torch.ones(2, 4, 12)),
         "ShapeError",
         ("the sequence length 12 is not divisible by 8", "^^", "pass shape="),
     ),
     "length of half a chunk": (
-        lambda: compat.all_to_all_single_fn(None, "split_to_full", torch.ones(2, 4, 3)),
+        lambda: nvsubquadratic.all_to_all_single_fn(None, "split_to_full", torch.ones(2, 4, 3)),
         "ShapeError",
         ("the sequence length 12 is not divisible by 8", "'d0 d1 d2/zigzag(cp) -> d0 d1/cp d2'"),
     ),
     "contiguous length": (
-        lambda: compat.all_to_all_single_fn(None, "full_to_split", torch.ones(2, 4, 6), False),
+        lambda: nvsubquadratic.all_to_all_single_fn(None, "full_to_split", torch.ones(2, 4, 6), False),
         "ShapeError",
         ("the sequence length 6 is not divisible by 4",),
     ),
     "channels": (
-        lambda: compat.all_to_all_single_fn(None, "split_to_full", torch.ones(2, 6, 8)),
+        lambda: nvsubquadratic.all_to_all_single_fn(None, "split_to_full", torch.ones(2, 6, 8)),
         "ShapeError",
         ("the number of channels 6 is not divisible by 4",),
     ),
     "another global shape": (
-        lambda: compat.all_to_all_single_fn(None, "full_to_split", X, shape=(2, 9, 8)),
+        lambda: nvsubquadratic.all_to_all_single_fn(None, "full_to_split", X, shape=(2, 9, 8)),
         "ShapeError",
         ("has shape (2, 4, 8), not (2, ", "of a (2, 9, 8) array"),
     ),
     "no group": (
-        lambda: compat.all_to_all_single_fn("cp", "full_to_split", X),  # type: ignore[arg-type]
+        lambda: nvsubquadratic.all_to_all_single_fn("cp", "full_to_split", X),  # type: ignore[arg-type]
         "MeshError",
         ("'cp' is no process group", "or None"),
     ),
@@ -239,7 +244,7 @@ def _flags_that_differ() -> list[tuple[str, str]]:
     x = torch.ones(1, 4, 8)
 
     def turned(direction: Any = "full_to_split", zigzag: bool = True, x: Tensor = x) -> Any:
-        return compat.AllToAllSingleFunction.apply(x, None, direction, zigzag, debug=True)
+        return nvsubquadratic.AllToAllSingleFunction.apply(x, None, direction, zigzag, debug=True)
 
     found = [
         error_of(lambda: turned("split_to_full" if rank == 1 else "full_to_split")),
@@ -251,8 +256,8 @@ def _flags_that_differ() -> list[tuple[str, str]]:
     assert turned().shape == (1, 16, 2)
     # Every verb, as the environment variable XSHARD_DEBUG does.
     desync.ALWAYS = True
-    found.append(error_of(lambda: compat.all_reduce_cross_replica_sum(x, N, rank == 1)))
-    found.append(error_of(lambda: compat.all_gather_grad(x, batch_dim=rank % 2)))
+    found.append(error_of(lambda: poptorch.all_reduce_cross_replica_sum(x, N, rank == 1)))
+    found.append(error_of(lambda: ksuit.all_gather_grad(x, batch_dim=rank % 2)))
     assert still_connected()
     return found
 

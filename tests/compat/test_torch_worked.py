@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.table import WORKED
+from tests.compat.table import SYSTEM_OF, WORKED
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge import compat
 
@@ -21,7 +21,7 @@ def _run(names: list[str]) -> Found:
         worked = WORKED[name]
         x = torch.from_numpy(worked.blocks[rank].copy()).requires_grad_()
         cotangent = torch.from_numpy(worked.cotangents[rank].copy())
-        y = worked.torch(compat, x)
+        y = worked.torch(getattr(compat, SYSTEM_OF[name]), x)
         (gradient,) = torch.autograd.grad(y, x, cotangent)
         assert np.array_equal(x.detach(), worked.blocks[rank]), f"{name}: the input was written to"
         assert np.array_equal(cotangent, worked.cotangents[rank]), f"{name}: the gradient was written to"

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from xshard.runtimes.backends import jax_process
+from xshard.runtimes.backends import kit_process
 from xshard.runtimes.processes import Process, running
 from xshard.testing import FunctionError
 from xshard.testing.pickling import packed
 
 TIMEOUT_S = 600.0
-CALL = "jax_bridge.testing.equivalence.call_packed"
+CALL = "jax_bridge.testing.worker.call_packed"
 
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, and little garbage that is in cycles
 
@@ -45,7 +45,7 @@ needs_flax = pytest.mark.skipif(
 
 def in_jax(test: Callable[..., None]) -> Callable[..., None]:
     """The test, run in the process with devices; it fails with the traceback from there."""
-    return _run_in(jax_process, test)
+    return _run_in(functools.partial(kit_process, "jax"), test)
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:

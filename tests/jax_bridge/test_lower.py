@@ -6,6 +6,7 @@ padding, the order of axes in ppermute, and HLO.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -20,10 +21,9 @@ from tests.cases import one_of_each
 from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression
 from xshard.plans.transfer import Transfer
-from xshard.runtimes.registry import RUNTIMES
-from xshard.runtimes.tasks import make_task, run_reference
-from xshard.runtimes.verdict import difference
 from xshard.steps import Exchange, Step
+from xshard.testing.plans import answer_in_numpy, judge, plan_question
+from xshard.testing.runtimes import RUNTIMES
 
 MODES = {runtime.mode: runtime for runtime in RUNTIMES if runtime.mode}
 
@@ -117,57 +117,53 @@ def random_plan(seed: int) -> xs.Plan:
     return xs.plan(f"{layout()} -> {layout()}", xs.Mesh(axes), shape)
 
 
-TASKS = [make_task(plan, seed) for seed, plan in enumerate(plans())]
+QUESTIONS = [plan_question(plan, seed) for seed, plan in enumerate(plans())]
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    """The outcomes of every task, by mode; None where a mode does not run it."""
-    found = {}
-    plans = {i: task.plan for i, task in enumerate(TASKS)}
+def answers():
+    """The answers to every question, by mode; None if a mode does not run it."""
+    by_mode = {}
+    plans = {i: question.plan for i, question in enumerate(QUESTIONS)}
     # Without types `shard_map` runs the rules that it runs with types, and `pmap` too: one case of each kind.
     kept = one_of_each(plans)
     for mode, runtime in MODES.items():
         taken = [runtime.takes(plan.mesh) and (mode == "vma" or i in kept) for i, plan in plans.items()]
-        answers = iter(
-            runtime.run([task for task, is_taken in zip(TASKS, taken, strict=True) if is_taken], 300)
-        )
-        found[mode] = [next(answers) if is_taken else None for is_taken in taken]
-    return found
+        answers = iter(runtime.answers(list(itertools.compress(QUESTIONS, taken)), 300))
+        by_mode[mode] = [next(answers) if is_taken else None for is_taken in taken]
+    return by_mode
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_values_and_gradients_are_those_of_the_reference(outcomes, mode) -> None:
+def test_values_and_gradients_are_those_of_the_reference(answers, mode) -> None:
     wrong = []
-    for task, outcome in zip(TASKS, outcomes[mode], strict=True):
-        if outcome is not None:
-            expected = run_reference(task)
-            forward = difference(outcome.outputs, expected.outputs)
-            backward = difference(outcome.gradients, expected.gradients)
-            if forward or backward:
-                wrong.append((str(task.plan), forward, backward))
-    assert not wrong, "\n\n".join(f"off by {f}, {b}:\n{plan}" for plan, f, b in wrong)
+    for question, answer in zip(QUESTIONS, answers[mode], strict=True):
+        if answer is not None:
+            verdict = judge(answer, answer_in_numpy(question))
+            if not verdict.agrees:
+                wrong.append(f"{verdict}:\n{question.plan}")
+    assert not wrong, "\n\n".join(wrong)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_program_moves_what_the_plan_says(outcomes, mode) -> None:
+def test_the_program_moves_what_the_plan_says(answers, mode) -> None:
     """Exactly, where blocks are even. XLA:CPU widens 16-bit floats to add them; those that move are bits."""
-    for task, outcome in zip(TASKS, outcomes[mode], strict=True):
-        plan = task.plan
+    for question, answer in zip(QUESTIONS, answers[mode], strict=True):
+        plan = question.plan
         steps = [stage.after.is_even for stage in plan.stages]
-        if outcome is None or not plan.source.is_even or not all(steps):
+        if answer is None or not plan.source.is_even or not all(steps):
             continue
-        assert outcome.forward_bytes == plan.bytes_received, plan
+        assert answer.forward_bytes == plan.bytes_received, plan
         widened = plan.dtype == "float16"  # backward, where its plan adds
         if plan.src.is_linear and all(s.after.is_even for s in plan.backward.stages) and not widened:
-            assert outcome.backward_bytes == plan.backward.bytes_received, plan.backward
+            assert answer.backward_bytes == plan.backward.bytes_received, plan.backward
 
 
 def test_every_step_has_a_rule_and_runs_here() -> None:
     steps = set(Step.registry.values()) - {Transfer}  # between two meshes torch carries out the plan
     assert not (missing := steps - set(RULES)), f"no rule in jax_bridge for {missing}"
-    run = {type(step) for task in TASKS for step in task.plan.steps}
-    run |= {type(s) for t in TASKS if t.plan.src.is_linear for s in t.plan.backward.steps}
+    run = {type(step) for question in QUESTIONS for step in question.plan.steps}
+    run |= {type(s) for q in QUESTIONS if q.plan.src.is_linear for s in q.plan.backward.steps}
     assert run == set(RULES), f"no case here runs {set(RULES) - run}"
 
 

@@ -14,59 +14,62 @@ from tests.cases import CASES, one_of_each
 from tests.jax_bridge.helpers import GPU, needs_gpu
 from xshard.runtimes.backends import BACKENDS, QUICK_XLA_FLAGS
 from xshard.runtimes.processes import Process
-from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
-from xshard.runtimes.verdict import difference
+from xshard.testing.plans import answer_in_numpy, judge, plan_question
+from xshard.testing.question import Answer, Question
 
 TIMEOUT_S = 400.0  # without any progress
 MOST_DEVICES = 8
-TASKS = {case.name: make_task(case.plan(), seed) for seed, case in enumerate(CASES)}
+QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
 
 
 def names_for(processes: int) -> list[str]:
     """The cases with a device of every process in their mesh."""
-    return [name for name, task in TASKS.items() if task.plan.mesh.n_devices % processes == 0]
+    return [name for name, question in QUESTIONS.items() if question.mesh.n_devices % processes == 0]
 
 
-def run_together(environments: Sequence[Mapping[str, str]], tasks: list[Task]) -> list[list[Outcome]]:
-    """The outcomes of every process. They end together: one that fails takes the others with it."""
+def run_together(environments: Sequence[Mapping[str, str]], questions: list[Question]) -> list[list[Answer]]:
+    """The answers of every process. They end together: one that fails takes the others with it."""
     processes = len(environments)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
 
-    def outcomes(process: Process, i: int) -> list[Outcome]:
+    def answers(process: Process, i: int) -> list[Answer]:
         process.ask("jax_bridge.testing.worker.join", address, processes, i, timeout_s=TIMEOUT_S)
-        found: list[Outcome] = process.ask(
-            "jax_bridge.testing.worker.run_tasks", tasks, "vma", timeout_s=TIMEOUT_S
+        answered: list[Answer] = process.ask(
+            "jax_bridge.testing.worker.answers", questions, timeout_s=TIMEOUT_S
         )
-        return found
+        return answered
 
     with ThreadPoolExecutor(processes) as threads, ExitStack() as ends:
         started = [Process(environment) for environment in environments]
         for process in started:
             ends.callback(process.end)
-        asked = [threads.submit(outcomes, process, i) for i, process in enumerate(started)]
+        asked = [threads.submit(answers, process, i) for i, process in enumerate(started)]
         for each in as_completed(asked):
             each.result()
     return [each.result() for each in asked]
 
 
-def together(parts):
-    """Blocks of several processes, each with None for those of others."""
-    blocks = [[block for block in blocks if block is not None] for blocks in zip(*parts, strict=True)]
-    assert all(len(held) == 1 for held in blocks)  # every device is one process's own
-    return [held[0] for held in blocks]
+def merged(parts):
+    """Blocks by name of several processes, each with None for blocks of others."""
+    blocks = {}
+    for name in parts[0]:
+        by_device = zip(*(part[name] for part in parts), strict=True)
+        held = [[block for block in blocks if block is not None] for blocks in by_device]
+        assert all(len(one) == 1 for one in held)  # every device is one process's own
+        blocks[name] = tuple(one[0] for one in held)
+    return blocks
 
 
 def check(environments: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
     """Values and gradients of these cases are those of numpy."""
-    by_process, wrong = run_together(environments, [TASKS[name] for name in names]), []
+    by_process, wrong = run_together(environments, [QUESTIONS[name] for name in names]), []
     for name, parts in zip(names, zip(*by_process, strict=True), strict=True):
-        expected = run_reference(TASKS[name])
-        forward = difference(together([part.outputs for part in parts]), expected.outputs)
-        backward = difference(together([part.gradients for part in parts]), expected.gradients)
-        if forward or backward:
-            wrong.append((name, forward, backward))
+        answer = Answer(merged([part.outputs for part in parts]), merged([part.gradients for part in parts]))
+        verdict = judge(answer, answer_in_numpy(QUESTIONS[name]))
+        if not verdict.agrees:
+            wrong.append((name, verdict))
     assert not wrong
 
 
@@ -75,7 +78,7 @@ def test_values_and_gradients_of_every_case(processes: int) -> None:
     """On 2 x 4 and 4 x 2 devices. Their numbers are not contiguous: those of a process begin at a multiple
     of 2048, and a mesh takes the processes in turn. One case of each kind: one process runs them all. Two
     processes, which compile half as much, run one on every mesh."""
-    names = one_of_each({name: TASKS[name].plan for name in names_for(processes)}, meshes=processes == 2)
+    names = one_of_each({name: QUESTIONS[name].plan for name in names_for(processes)}, meshes=processes == 2)
     assert len(names) > (25 if processes == 2 else 8)
     # Only values are compared here, no bytes of compiled programs.
     settings = {"PJRT_NPROC": "16", "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ['XLA_FLAGS']}"}
@@ -86,7 +89,7 @@ def test_values_and_gradients_of_every_case(processes: int) -> None:
 @needs_gpu
 def test_every_case_by_nccl(processes: int) -> None:
     """Processes that share one GPU: to NCCL, which refuses that, each is a host of its own."""
-    names = [name for name, task in TASKS.items() if task.plan.mesh.n_devices == processes]
+    names = [name for name, question in QUESTIONS.items() if question.mesh.n_devices == processes]
     shared = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}
     shared["XLA_FLAGS"] = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
     check([GPU | shared | {"NCCL_HOSTID": f"process {i}"} for i in range(processes)], names)

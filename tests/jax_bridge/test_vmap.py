@@ -11,7 +11,7 @@ import xshard as xs
 from jax_bridge.testing.stacked import padded
 from tests.cases import CASES
 from tests.jax_bridge.helpers import in_jax
-from xshard.runtimes.tasks import make_task, run_reference
+from xshard.testing.plans import answer_in_numpy, plan_question
 
 ONE_AXIS = [
     case
@@ -29,8 +29,8 @@ def test_every_case_of_one_axis() -> None:
     assert len(ONE_AXIS) > 30
     for seed, case in enumerate(ONE_AXIS):
         plan = case.plan()
-        task = make_task(plan, seed)
-        expected = run_reference(task)
+        question = plan_question(plan, seed)
+        expected = answer_in_numpy(question)
 
         modes = ("linear",) if seed % 3 else ("linear", "custom_vjp")
 
@@ -41,10 +41,13 @@ def test_every_case_of_one_axis() -> None:
                 results.append((y, *pull(g)))
             return results
 
-        inputs, cotangents = padded(task.inputs, plan.source), padded(task.cotangents, plan.target)
+        inputs, cotangents = (
+            padded(question.inputs[0], plan.source),
+            padded(question.cotangents, plan.target),
+        )
         for y, g in jax.jit(jax.vmap(local, axis_name="a"))(inputs, cotangents):
-            assert np.array_equal(y, padded(expected.outputs, plan.target)), case.name
-            assert np.array_equal(g, padded(expected.gradients, plan.source)), case.name
+            assert np.array_equal(y, padded(expected.outputs["output"], plan.target)), case.name
+            assert np.array_equal(g, padded(expected.gradients[0], plan.source)), case.name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The table of cases on every runtime: values and gradients equal to the last bit.
 
-A runtime runs the whole table once; each outcome is a test. A runtime that is missing or dies fails all of
+A runtime runs the whole table once; each answer is a test. A runtime that is missing or dies fails all of
 its tests. Each has a class, which pytest-xdist keeps in one process (--dist=loadscope), so that none runs
 twice.
 """
@@ -14,12 +14,11 @@ from jax_bridge.lower.schedule import rounds
 from tests import oracle
 from tests.cases import CASES, one_of_each
 from xshard.plans.transfer import Transfer
-from xshard.runtimes.registry import RUNTIMES
-from xshard.runtimes.tasks import make_task, run_reference
-from xshard.runtimes.verdict import difference
 from xshard.steps import AllReduce, ReduceScatter, Step
+from xshard.testing.plans import Verdict, answer_in_numpy, judge, plan_question
+from xshard.testing.runtimes import RUNTIMES
 
-TASKS = {case.name: make_task(case.plan(), seed) for seed, case in enumerate(CASES)}
+QUESTIONS = {case.name: plan_question(case.plan(), seed) for seed, case in enumerate(CASES)}
 RUNTIME = {runtime.name: runtime for runtime in RUNTIMES}
 
 
@@ -31,7 +30,7 @@ def names_for(runtime):
     names = [case.name for case in CASES if runtime.takes(case.mesh)]
     if runtime.name not in ("jax-novma", "jax-pmap"):
         return names
-    return one_of_each({name: TASKS[name].plan for name in names})
+    return one_of_each({name: QUESTIONS[name].plan for name in names})
 
 
 def sends_what_is_planned(runtime, plan):
@@ -60,32 +59,30 @@ def pytest_generate_tests(metafunc):
         if "name" in metafunc.fixturenames:
             metafunc.parametrize("name", names)
         else:
-            exact = [name for name in names if sends_what_is_planned(runtime, TASKS[name].plan)]
+            exact = [name for name in names if sends_what_is_planned(runtime, QUESTIONS[name].plan)]
             metafunc.parametrize("counted_name", exact)
 
 
 @pytest.fixture(scope="class")
-def outcomes(request):
-    """The outcomes of a runtime, by the name of the case."""
+def answers(request):
+    """The answers of a runtime, by the name of the case."""
     runtime = request.cls.runtime
     names = names_for(runtime)
-    return dict(zip(names, runtime.run([TASKS[name] for name in names], timeout_s=500), strict=True))
+    return dict(zip(names, runtime.answers([QUESTIONS[name] for name in names], timeout_s=500), strict=True))
 
 
 class Table:
     """What holds on every runtime."""
 
-    def test_values_and_gradients(self, outcomes, name):
-        found, expected = outcomes[name], run_reference(TASKS[name])
-        assert difference(found.outputs, expected.outputs) == 0
-        assert difference(found.gradients, expected.gradients) == 0
+    def test_values_and_gradients(self, answers, name):
+        assert judge(answers[name], answer_in_numpy(QUESTIONS[name])) == Verdict(0, 0)
 
-    def test_bytes_are_those_planned(self, outcomes, counted_name):
+    def test_bytes_are_those_planned(self, answers, counted_name):
         """Counted at torch's process groups and in XLA's optimised programs."""
-        found, plan = outcomes[counted_name], TASKS[counted_name].plan
-        assert found.forward_bytes == plan.bytes_received
+        answer, plan = answers[counted_name], QUESTIONS[counted_name].plan
+        assert answer.forward_bytes == plan.bytes_received
         if plan.src.is_linear:
-            assert found.backward_bytes == plan.backward.bytes_received
+            assert answer.backward_bytes == plan.backward.bytes_received
 
 
 class TestTorch(Table):
@@ -104,23 +101,23 @@ class TestJaxPmap(Table):
     runtime = RUNTIME["jax-pmap"]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_the_reference_does_what_the_layouts_say(name):
     """Forward the array stays as it is; backward is the adjoint. For winners see plans/test_max_min.py."""
-    task, plan = TASKS[name], TASKS[name].plan
-    outcome = run_reference(task)
-    x = oracle.gather(task.inputs, plan.src, plan.mesh, plan.shape)
+    question, plan = QUESTIONS[name], QUESTIONS[name].plan
+    answer, [inputs] = answer_in_numpy(question), question.inputs
+    x = oracle.gather(inputs, plan.src, plan.mesh, plan.shape)
     expected = x.transpose([plan.source.layout.names.index(name) for name in plan.target.layout.names])
-    found = oracle.gather(outcome.outputs, plan.dst, plan.mesh, plan.target.shape)
-    assert np.array_equal(found, expected)
+    result = oracle.gather(answer.outputs["output"], plan.dst, plan.mesh, plan.target.shape)
+    assert np.array_equal(result, expected)
     if plan.src.is_linear:
-        linear = xs.reference.run(plan.tangent, task.inputs)  # without what a boundary fills in
-        forward = oracle.paired(linear, task.cotangents, plan.dst, plan.mesh)
-        assert forward == oracle.paired(task.inputs, outcome.gradients, plan.src, plan.mesh)
+        linear = xs.reference.run(plan.tangent, inputs)  # without what a boundary fills in
+        forward = oracle.paired(linear, question.cotangents, plan.dst, plan.mesh)
+        assert forward == oracle.paired(inputs, answer.gradients[0], plan.src, plan.mesh)
 
 
 def test_the_table_has_a_row_for_every_step():
-    plans = [task.plan for task in TASKS.values()]
+    plans = [question.plan for question in QUESTIONS.values()]
     plans += [plan.backward for plan in plans if plan.src.is_linear]
     used = {step.kind for plan in plans for step in plan.steps}
     assert Step.registry.keys() - used == {Transfer.kind}  # between two meshes, in test_transfer.py

@@ -100,7 +100,7 @@ def test_refused_before_anything_runs(name: str, monkeypatch: pytest.MonkeyPatch
 def test_a_number_of_devices_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XSHARD_HOST_DEVICES", "many")
     with pytest.raises(
-        xs.errors.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment is no number"
+        xs.errors.MeshError, match="XSHARD_HOST_DEVICES='many' in the environment: a number of devices"
     ):
         assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 
@@ -194,7 +194,7 @@ def test_a_process_that_dies_is_replaced() -> None:
         os._exit(3)
 
     message = raised_by(same, dies, FunctionError)
-    assert message.startswith("jax_bridge.testing.equivalence.answer ended its process with status 3\n")
+    assert message.startswith("jax_bridge.testing.worker.answers ended its process with status 3\n")
     assert message.endswith("my last words")
     assert_equivalent(same, same, args=[normal(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
 

@@ -21,7 +21,7 @@ import jax_bridge as xj
 import torch_bridge as xt
 import xshard as xs
 from tests.strategies import layouts, meshes, shapes
-from tests.testing.programs import PROGRAMS, normal
+from tests.testing.programs import TWINS, Jax, Torch, block, normal, rows, sharded, unsharded
 from xshard.testing import EquivalenceError, StructureError, assert_equivalent
 
 MESHES = "dp=2,tp=2; tp=3; dp=2"
@@ -201,7 +201,7 @@ def test_another_dtype_is_a_mismatch() -> None:
 
 def test_another_shape_is_a_mismatch_and_tells_both() -> None:
     error = wrong(
-        PROGRAMS["part"].torch,
+        lambda x, mesh: xt.redistribute(x, "n d -> n/(a,b) d", mesh),
         lambda x: lax.pcast(x, ("a", "b"), to="varying"),
         args=[normal(16, 4)],
         layouts=(["n d"], "n/(a,b) d"),
@@ -265,18 +265,18 @@ def test_the_port_itself_may_be_wrong() -> None:
 
 
 def test_a_reference_in_torch_or_jax() -> None:
-    program = PROGRAMS["mlp"]
+    program = TWINS["block"]
 
     def whole(x, up, down, bias):
         return torch.tanh(x @ up) @ down + bias
 
-    for reference, runtime in ((whole, "torch"), (program.whole, "jax")):
+    for reference, runtime in ((whole, "torch"), (unsharded(block), "jax")):
         assert_equivalent(
-            program.torch,
-            program.jax,
+            sharded(Torch, block),
+            sharded(Jax, block),
             args=program.args,
-            layouts=program.layouts,
-            mesh=program.mesh,
+            layouts=(program.layouts, program.result),
+            mesh="dp=1,tp=4",
             reference=reference,
             reference_runtime=runtime,
         )
@@ -380,10 +380,8 @@ def test_a_replica_in_jax_without_types_and_two_weights_that_are_transposed() ->
 
 
 def test_a_mesh_may_be_given_as_a_value() -> None:
-    program = PROGRAMS["rows"]
-    assert_equivalent(
-        program.torch, program.jax, args=program.args, layouts=program.layouts, mesh=[xs.Mesh(tp=2), "tp=4"]
-    )
+    options = {"args": [normal(4, 4)], "layouts": (["n/tp d"], "n d"), "mesh": [xs.Mesh(tp=2), "tp=4"]}
+    assert_equivalent(sharded(Torch, rows), sharded(Jax, rows), **options)
 
 
 def test_what_differs_on_one_device_is_told_once_and_cuts_are_judged_by_themselves() -> None:

@@ -10,8 +10,20 @@ import pytest
 import torch
 
 import torch_bridge as xt
-from tests.testing.mistakes import IN_JAX, MISTAKES, PROGRAMS, Jax, Mistake, Program, Torch, sharded, together
-from tests.testing.programs import normal
+from tests.testing.programs import (
+    IN_JAX,
+    MISTAKES,
+    PROGRAMS,
+    Jax,
+    Mistake,
+    Program,
+    Torch,
+    all_of,
+    normal,
+    sharded,
+    together,
+    wide,
+)  # fmt: skip
 from xshard import Mesh
 from xshard.testing import EquivalenceError, Mismatch, assert_mesh_invariant
 from xshard.testing.mismatch import DIFFERENCES
@@ -25,14 +37,9 @@ def alone(name: str) -> dict[str, Any]:
     return {"function": function, "args": program.args, "layouts": layouts, "mesh": wrong.mesh}
 
 
-def all_of(library: Callable, functions: dict[str, Callable], programs: dict[str, Program]) -> dict[str, Any]:
+def many(library: Callable, functions: dict[str, Callable], programs: dict[str, Program]) -> dict[str, Any]:
     """The options for many at once. programs: the arguments of each."""
-    layouts = {name: list(program.layouts) for name, program in programs.items()}
-    return {
-        "function": sharded(library, together(functions)),
-        "args": [{name: list(program.args) for name, program in programs.items()}],
-        "layouts": ([layouts], {name: program.result for name, program in programs.items()}),
-    }
+    return {"function": sharded(library, together(functions)), **all_of(programs)}
 
 
 def found(function: Callable, **options: Any) -> EquivalenceError:
@@ -43,13 +50,13 @@ def found(function: Callable, **options: Any) -> EquivalenceError:
 
 def test_right_programs_are_not_accused() -> None:
     right = {name: program.function for name, program in PROGRAMS.items()}
-    assert_mesh_invariant(**all_of(Torch, right, PROGRAMS), mesh="dp=2,tp=3; dp=3,tp=1")
+    assert_mesh_invariant(**many(Torch, right, PROGRAMS), mesh="dp=2,tp=3; dp=3,tp=1")
 
 
 def test_right_programs_are_not_accused_in_jax() -> None:
     programs = {name: PROGRAMS[name] for name in dict.fromkeys(MISTAKES[name].program for name in IN_JAX)}
     right = {name: program.function for name, program in programs.items()}
-    assert_mesh_invariant(**all_of(Jax, right, programs), framework="jax", mesh="dp=2,tp=3")
+    assert_mesh_invariant(**many(Jax, right, programs), framework="jax", mesh="dp=2,tp=3")
 
 
 def check(wrong: Mistake, first: Mismatch) -> None:
@@ -69,9 +76,9 @@ def test_a_mistake_is_found_named_and_located(name: str) -> None:
 
 def test_mistakes_in_jax() -> None:
     functions = {name: MISTAKES[name].function for name in IN_JAX}
-    options = all_of(Jax, functions, {name: PROGRAMS[MISTAKES[name].program] for name in IN_JAX})
+    options = many(Jax, functions, {name: PROGRAMS[MISTAKES[name].program] for name in IN_JAX})
     error = found(**options, framework="jax", mesh="dp=2,tp=3", check_vma=False)
-    assert error.mismatches[0].first.startswith("what 'b o | sum(tp) -> b o' (mistakes.py:")
+    assert error.mismatches[0].first.startswith("what 'b o | sum(tp) -> b o' (programs.py:")
     for name in IN_JAX:
         check(MISTAKES[name], next(m for m in error.mismatches if repr(name) in m.subject.name))
 
@@ -80,7 +87,7 @@ def test_differences_may_be_left_out_and_short_floats_are_compared_with_them_all
     def straight_through(x, mesh):
         return x + (x.round() - x).detach()
 
-    options = {"args": [normal(6).astype(np.float32)], "layouts": (["n/tp"], "n/tp"), "mesh": "tp=2"}
+    options = {"args": [normal(6)], "layouts": (["n/tp"], "n/tp"), "mesh": "tp=2"}
     error = found(straight_through, **options)
     (first,) = error.mismatches
     assert (first.subject.against, first.subject.mesh.n_devices) == (DIFFERENCES, 1)
@@ -102,7 +109,7 @@ def test_uneven_blocks_on_the_usual_meshes() -> None:
         return xt.redistribute(x, "n/tp d -> n d/tp", mesh, shape=(7, 5))
 
     assert usual_meshes(["tp"]) == [Mesh(tp=2), Mesh(tp=3)]
-    assert_mesh_invariant(swapped, args=[normal(7, 5)], layouts=(["n/tp d"], "n d/tp"))
+    assert_mesh_invariant(swapped, args=[wide(7, 5)], layouts=(["n/tp d"], "n d/tp"))
 
 
 def test_the_line_and_blocks_that_are_cut_along_an_axis_that_the_expression_leaves_out() -> None:
@@ -111,7 +118,7 @@ def test_the_line_and_blocks_that_are_cut_along_an_axis_that_the_expression_leav
         return torch.tanh(xt.ops.all_reduce(h, "tp", mesh, grad="replicated"))
 
     layouts = (["b/zigzag(dp) d/tp", "d/tp f | copy(dp)"], "b/zigzag(dp) f")
-    error = found(twice, args=[normal(8, 6), normal(6, 3, seed=1)], layouts=layouts, mesh="dp=2,tp=3")
+    error = found(twice, args=[wide(8, 6), wide(6, 3, seed=1)], layouts=layouts, mesh="dp=2,tp=3")
     first = error.mismatches[0]
     assert first.cause.name == "summed" and "size of tp" in first.cause.text
     line = twice.__code__.co_firstlineno
@@ -128,7 +135,7 @@ def test_what_devices_hold_under_a_max_and_the_share_of_a_mean_are_right() -> No
         return xt.redistribute((x - most).sum(), "() -> () | copy(tp)", mesh)
 
     error = found(
-        own_sum, args=[normal(6)], layouts=(["n/tp"], "() | copy(tp)"), mesh="tp=2", differences=False
+        own_sum, args=[wide(6)], layouts=(["n/tp"], "() | copy(tp)"), mesh="tp=2", differences=False
     )
     first = error.mismatches[0].first
     assert (
@@ -139,7 +146,7 @@ def test_what_devices_hold_under_a_max_and_the_share_of_a_mean_are_right() -> No
         x = xt.ops.copy_to(x, "tp", mesh)
         return xt.redistribute(xt.redistribute(x, "n -> n | mean(tp)", mesh), "n | mean(tp) -> n", mesh)
 
-    error = found(copied, args=[normal(6)], layouts=(["n"], "n"), mesh="tp=2")
+    error = found(copied, args=[wide(6)], layouts=(["n"], "n"), mesh="tp=2")
     first = error.mismatches[0].first
     assert first.startswith("the gradient that comes back to 'd0 -> d0 | copy(tp)' (")
     assert "; right is the gradient that comes back to 'n -> n | mean(tp)' (" in first

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.testing.listening import addresses
-from xshard.runtimes.backends import jax_process
+from xshard.runtimes.backends import kit_process
 from xshard.runtimes.processes import FunctionError, Process
 from xshard.testing.pickling import packed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-CALL = "torch_bridge.testing.equivalence.call_packed"
+CALL = "torch_bridge.testing.worker.call_packed"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_no_pickle_is_read_that_a_rank_did_not_send(process: Process, tmp_path: 
 
 
 def test_jax_listens_nowhere() -> None:
-    where = jax_process().ask(
-        "jax_bridge.testing.equivalence.call_packed", packed(addresses), timeout_s=300.0
+    where = kit_process("jax").ask(
+        "jax_bridge.testing.worker.call_packed", packed(addresses), timeout_s=300.0
     )
     assert where == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.testing.programs import normal
-from xshard.runtimes.backends import host_devices, jax_process, torch_process
+from xshard.runtimes.backends import host_devices, kit_process
 from xshard.testing.plugin import _on_devices, _on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -22,29 +23,38 @@ TIMEOUT_S = 600.0  # a few seconds, as a rule
 def test_the_kit_and_its_plugin_load_no_framework() -> None:
     code = (
         "import sys, xshard.testing, xshard.testing.plugin\n"
-        "assert not {'torch', 'jax', 'chex', 'hypothesis', 'cloudpickle'} & set(sys.modules)"
+        "assert not {'torch', 'jax', 'hypothesis', 'cloudpickle'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=TIMEOUT_S)
 
 
-def test_a_comparison_starts_neither_framework_here() -> None:
-    """chex imports JAX, which then has no devices yet; torch is not even imported."""
+def test_a_comparison_of_torch_functions_needs_no_jax(tmp_path: Path) -> None:
+    """Neither here, where torch is not imported either, nor in the process that forks ranks."""
     code = """
 import sys
 import numpy as np
-from xshard.testing import assert_equivalent
-assert_equivalent(abs, abs, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
+from xshard.testing import EquivalenceError, assert_mesh_invariant
+def mean(x):
+    return x.mean()
+given = {"args": [np.arange(4.0)], "layouts": (["n/tp"], "()"), "mesh": "tp=2"}
+assert_mesh_invariant(abs, **given | {"layouts": (["n/tp"], "n/tp")})
+try:
+    assert_mesh_invariant(mean, **given)
+except EquivalenceError as error:
+    assert "likely cause" in str(error)
+else:
+    raise SystemExit("a mean of each block is no mean")
 assert "torch" not in sys.modules
-from jax._src import xla_bridge
-assert not xla_bridge._backends
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=TIMEOUT_S)
+    (tmp_path / "jax.py").write_text("raise ImportError('JAX is forbidden here')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=TIMEOUT_S, env=environment)
 
 
 def test_processes_stay() -> None:
-    assert torch_process() is torch_process()
-    assert jax_process() is jax_process()
-    assert torch_process() is not jax_process()
+    assert kit_process("torch") is kit_process("torch")
+    assert kit_process("jax") is kit_process("jax")
+    assert kit_process("torch") is not kit_process("jax")
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_another() -> None:

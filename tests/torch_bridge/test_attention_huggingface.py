@@ -34,7 +34,7 @@ def _trained() -> None:
         ("ulysses", {"attention_mask": causal}, {"documents": documents[:, rows]}, padding | True),
         ("ring", {}, {}, padding | True),
     ):
-        xt.nn.register_attention(MESH, LAYOUT, how=how, shape=(None, LENGTH, None, None))
+        xt.nn.register_attention(LAYOUT, MESH, how=how, shape=(None, LENGTH, None, None))
         mine = _model("xshard")
         mine.load_state_dict(one.state_dict())
         position_ids = places[None]
@@ -52,7 +52,7 @@ def _trained() -> None:
 
 
 def _refusals(model: Any, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-    xt.nn.register_attention(MESH, LAYOUT, shape=(None, LENGTH, None, None))
+    xt.nn.register_attention(LAYOUT, MESH, shape=(None, LENGTH, None, None))
     kind, text = error_of(lambda: model(tokens[:, : len(rows)], use_cache=False))
     assert kind == "ShapeError" and "position_ids" in text and "xt.positions" in text
     from transformers import AttentionInterface, AttentionMaskInterface

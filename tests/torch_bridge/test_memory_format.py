@@ -17,7 +17,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks
 from tests.torch_bridge.test_lower import CPU
-from torch_bridge.compat import all_to_all_single_fn
+from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.subarray import subarray
 from xshard.layout.layout import parse_expression

@@ -23,8 +23,8 @@ from tests.contractions.cases import CASES as CONTRACTIONS
 from tests.torch_bridge.gpus import needs_gpu, on_gpus
 from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks
 from torch_bridge.testing import arrays, worker
-from xshard.runtimes.tasks import Task, make_task, run_reference
-from xshard.runtimes.verdict import difference
+from xshard.testing.plans import answer_in_numpy, backward_bytes, is_linear, judge, plan_question
+from xshard.testing.question import Question
 
 MESH = xs.Mesh(a=2)
 EXPRESSIONS = [
@@ -59,12 +59,12 @@ def _block(name: str) -> Tensor:
     return block.cuda() if dist.get_backend() == "nccl" else block
 
 
-def _outcomes(tasks: Sequence[Task]) -> list[worker.RankOutcome]:
-    """Those of the kit's worker, of tensors on the GPU."""
+def _answers(questions: Sequence[Question]) -> list[Any]:
+    """The answers of the kit's worker, of tensors on the GPU."""
     to_gpu = mock.patch.object(worker, "tensor_of", lambda block: arrays.tensor_of(block).cuda())
     from_gpu = mock.patch.object(worker, "array_of", lambda tensor: arrays.array_of(tensor.cpu()))
     with to_gpu, from_gpu:
-        return worker._run_all(tasks)
+        return worker.answer_all(questions)
 
 
 @pytest.mark.parametrize(("backend", "n"), [("nccl", 2), ("nccl", 3), ("nccl", 4), ("gloo", 2), ("gloo", 4)])
@@ -77,16 +77,16 @@ def test_values_gradients_and_bytes_of_the_case_tables(backend: str, n: int) -> 
         if xs.Mesh(mesh).n_devices == n and i % 4 == 0:
             plans[name] = xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
             kept.add(name)
-    tasks = {name: make_task(plan) for name, plan in plans.items() if name in kept}
-    by_rank, wrong = on_gpus(n, backend, _outcomes, list(tasks.values())), []
-    for (name, task), *parts in zip(tasks.items(), *by_rank, strict=True):
-        found, expected = worker._outcome(parts), run_reference(task)
-        error = [difference(found.outputs, expected.outputs), difference(found.gradients, expected.gradients)]
-        planned = task.plan.bytes_received, task.backward_bytes
-        counted = found.forward_bytes, found.backward_bytes
-        if any(error) or counted != (planned if task.is_linear else (planned[0], counted[1])):
-            wrong.append((name, error, counted, planned))
-    assert tasks and not wrong
+    questions = {name: plan_question(plan) for name, plan in plans.items() if name in kept}
+    by_rank, wrong = on_gpus(n, backend, _answers, list(questions.values())), []
+    for (name, question), *parts in zip(questions.items(), *by_rank, strict=True):
+        answer, plan = worker.merge_ranks(parts), question.plan
+        verdict = judge(answer, answer_in_numpy(question))
+        planned = plan.bytes_received, backward_bytes(plan)
+        counted = answer.forward_bytes, answer.backward_bytes
+        if not verdict.agrees or counted != (planned if is_linear(plan) else (planned[0], counted[1])):
+            wrong.append((name, verdict, counted, planned))
+    assert questions and not wrong
 
 
 def _captured() -> None:

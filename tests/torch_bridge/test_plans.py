@@ -6,15 +6,17 @@ packing, every dtype, groups that are a part of the mesh.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes  # noqa: F401  (tells numpy of bfloat16 and 8-bit floats)
 import pytest
 
 import xshard as xs
 from xshard.layout.layout import parse_expression
-from xshard.runtimes.registry import RUNTIMES
-from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
-from xshard.runtimes.verdict import difference
 from xshard.steps import Exchange, Permute
+from xshard.testing.plans import Verdict, answer_in_numpy, judge, plan_question
+from xshard.testing.question import Answer
+from xshard.testing.runtimes import RUNTIMES
 
 (TORCH,) = (runtime for runtime in RUNTIMES if runtime.name == "torch")
 
@@ -53,8 +55,10 @@ MOVED = ["float64", "float16", "bfloat16", "complex64", "complex128", "int64", "
 MOVED += ["uint8", "uint16", "uint32", "uint64", "bool"]
 ADDED = [d for d in MOVED if d not in ("int16", "uint16", "uint32", "uint64", "bool")]
 
-TASKS = {
-    f"{expression} on {mesh} {shape}": make_task(xs.plan(expression, xs.Mesh.parse(mesh), shape, "float32"))
+QUESTIONS = {
+    f"{expression} on {mesh} {shape}": plan_question(
+        xs.plan(expression, xs.Mesh.parse(mesh), shape, "float32")
+    )
     for expression, mesh, shape in EXPRESSIONS
 }
 for expression, shape, names in (
@@ -66,7 +70,7 @@ for expression, shape, names in (
     ("n d | max(a) -> n/a d", (4, 2), ["float16", "bfloat16"]),
 ):
     for name in names:
-        TASKS[f"{name} {expression}"] = make_task(xs.plan(expression, xs.Mesh(a=4), shape, name))
+        QUESTIONS[f"{name} {expression}"] = plan_question(xs.plan(expression, xs.Mesh(a=4), shape, name))
 
 # Exchanges that add up as they arrive, which a planner rarely prefers.
 for text in (
@@ -77,7 +81,7 @@ for text in (
 ):
     src, dst = parse_expression(text)
     plan = xs.Plan(src, dst, xs.Mesh(a=2, b=2), (7, 5), "float32", (Exchange(dst),))
-    TASKS[f"exchange {text}"] = make_task(plan)
+    QUESTIONS[f"exchange {text}"] = plan_question(plan)
 
 # Exchanges whose senders are replicas in the receiver's node, of three devices.
 for text, mesh in (
@@ -87,39 +91,40 @@ for text, mesh in (
 ):
     src, dst = parse_expression(text)
     plan = xs.Plan(src, dst, xs.Mesh.parse(mesh), (9, 4), "float32", (Exchange(dst, 3),))
-    TASKS[f"near exchange {text} on {mesh}"] = make_task(plan)
+    QUESTIONS[f"near exchange {text} on {mesh}"] = plan_question(plan)
+
+
+RIGHT = Verdict(0, 0)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    found = TORCH.run(list(TASKS.values()), timeout_s=300)
-    return dict(zip(TASKS, found, strict=True))
+def answers() -> dict[str, Answer]:
+    return dict(zip(QUESTIONS, TORCH.answers(list(QUESTIONS.values()), timeout_s=300), strict=True))
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_values_gradients_and_bytes(name: str, outcomes: dict[str, Outcome]) -> None:
-    task, found = TASKS[name], outcomes[name]
-    expected = run_reference(task)
-    assert difference(found.outputs, expected.outputs) == 0
-    assert difference(found.gradients, expected.gradients) == 0
-    assert found.forward_bytes == task.plan.bytes_received
-    if task.plan.src.is_linear:
-        assert found.backward_bytes == task.plan.backward.bytes_received
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_values_gradients_and_bytes(name: str, answers: dict[str, Answer]) -> None:
+    question, answer = QUESTIONS[name], answers[name]
+    assert judge(answer, answer_in_numpy(question)) == RIGHT
+    assert answer.forward_bytes == question.plan.bytes_received
+    if question.plan.src.is_linear:
+        assert answer.backward_bytes == question.plan.backward.bytes_received
 
 
-def test_a_wrong_answer_is_seen(outcomes: dict[str, Outcome]) -> None:
+def test_a_wrong_answer_is_seen(answers: dict[str, Answer]) -> None:
     """The comparison above can fail: one element off is a difference."""
-    name = next(iter(TASKS))
-    outputs = [block.copy() for block in outcomes[name].outputs]
-    outputs[-1].flat[-1] += 1
-    assert difference(outputs, run_reference(TASKS[name]).outputs) == 1
+    name = next(iter(QUESTIONS))
+    blocks = [block.copy() for block in answers[name].outputs["output"]]
+    blocks[-1].flat[-1] += 1
+    wrong = replace(answers[name], outputs={"output": tuple(blocks)})
+    assert judge(wrong, answer_in_numpy(QUESTIONS[name])) == Verdict(1, 0)
 
 
 def test_bytes_of_an_uneven_permutation_are_at_most_planned() -> None:
     """Its price is that of the largest block, which need not be one that moves."""
     plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=2, b=2), (7, 5))
     assert [type(step) for step in plan.steps] == [Permute]
-    task: Task = make_task(plan)
-    (found,) = TORCH.run([task], timeout_s=120)
-    assert found.forward_bytes is not None and 0 < found.forward_bytes <= plan.bytes_received
-    assert difference(found.outputs, run_reference(task).outputs) == 0
+    question = plan_question(plan)
+    (answer,) = TORCH.answers([question], timeout_s=120)
+    assert answer.forward_bytes is not None and 0 < answer.forward_bytes <= plan.bytes_received
+    assert judge(answer, answer_in_numpy(question)) == RIGHT

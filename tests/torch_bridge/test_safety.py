@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
-from torch_bridge.compat import all_gather_grad
+from torch_bridge.compat.ksuit import all_gather_grad
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import check_device
 

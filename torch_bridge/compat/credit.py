@@ -1,31 +1,36 @@
-"""Drop-ins for `credit.domain_parallel`: weather models with rows of latitude cut over processes.
+"""Drop-ins for `credit.domain_parallel`: weather models with rows of latitude sharded over processes.
 
-Replaces `DomainParallelManager`, `initialize_domain_parallel`, `get_domain_parallel_manager`, `HaloExchange`,
-`shard_tensor`, `gather_tensor`, `shard_batch`, `convert_to_domain_parallel`, and of `credit.parallel.domain`
-`sync_domain_gradients`; its `DomainParallel...` layers are in `credit_layers`. One manager serves the whole
-program, as there; a manager may be any object with `domain_parallel_size` and `domain_rank`.
+Replaces all names of `credit.domain_parallel`, and `sync_domain_gradients` of `credit.parallel.domain`. One
+manager serves the whole program, as there; a manager may be any object with `domain_parallel_size` and
+`domain_rank`. Without one, or on one process, blocks stay as they are and layers are the ordinary modules.
 
 Better here: a halo may be wider than a block, have two widths, and be periodic, reflected or cross a pole;
-`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model is
-exact for every kernel, stride, dilation and padding, for transposed convolutions, pools, interpolation and
-norms; a module without an exact form is refused, with its path, and not run on each part separately.
+`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. A converted model and the
+layers are exact for every kernel, stride, dilation and padding, for transposed convolutions, pools,
+interpolation and norms, and at the poles; a module without an exact form is refused, with its path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from torch_bridge.many import redistribute_many
 from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
+from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.domain_parallel import domain_parallel
+from torch_bridge.nn.layers import layer_of, same_state
+from torch_bridge.nn.placed import Placement, placed_as, record
+from torch_bridge.nn.resample import interpolate
 from torch_bridge.ops import Grad, all_gather, halo_exchange
-from xshard import Mesh, compat
+from xshard import Layout, Mesh, XshardError, compat
 from xshard.errors import MeshError
 from xshard.ops import HaloWidth
 
@@ -33,13 +38,13 @@ AXIS = "domain"
 
 
 class DomainParallelManager:
-    """Groups of D processes, ranks [i D, (i+1) D), that cut one sample; ranks j, j + D, ... have others.
+    """Groups of D processes, ranks [i D, (i+1) D), that shard one sample; ranks j, j + D, ... have others.
 
-    world_size, domain_parallel_size: the number of processes, and D. shard_dim: the dim to cut.
+    world_size, domain_parallel_size: the number of processes, and D. shard_dim: the sharded dim.
     Raises MeshError, a ValueError, if D does not divide the number, or that is not the world's size.
 
     >>> import torch_bridge as xt
-    >>> from torch_bridge.compat import DomainParallelManager
+    >>> from torch_bridge.compat.credit import DomainParallelManager
     >>> def turn():
     ...     manager = DomainParallelManager(4, 2)
     ...     return manager.dp_rank, manager.domain_rank, manager.neighbor_ranks()
@@ -56,38 +61,16 @@ class DomainParallelManager:
         self.world_size, self.domain_parallel_size = world_size, domain_parallel_size
         self.data_parallel_size, self.shard_dim = world_size // domain_parallel_size, shard_dim
         self.processes = process_mesh(Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size}))
-        # Made here, where all processes are.
-        self._groups = {axis: self.processes.group((axis,)).process_group for axis in ("data", AXIS)}
+        # All processes make the groups together, here.
+        self.domain_group: dist.ProcessGroup = self.processes.group((AXIS,)).process_group
+        self.data_parallel_group: dist.ProcessGroup = self.processes.group(("data",)).process_group
         self.dp_rank, self.domain_rank = divmod(self.processes.device, domain_parallel_size)
-
-    @property
-    def domain_group(self) -> dist.ProcessGroup:
-        """The processes that cut this one's sample."""
-        return self._groups[AXIS]
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        """The processes with the same rows of other samples."""
-        return self._groups["data"]
-
-    @property
-    def domain_world_size(self) -> int:
-        return self.domain_parallel_size
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.data_parallel_size
-
-    @property
-    def is_first_domain_rank(self) -> bool:
-        return self.domain_rank == 0
-
-    @property
-    def is_last_domain_rank(self) -> bool:
-        return self.domain_rank == self.domain_parallel_size - 1
+        self.domain_world_size, self.dp_world_size = self.domain_parallel_size, self.data_parallel_size
+        self.is_first_domain_rank = self.domain_rank == 0
+        self.is_last_domain_rank = self.domain_rank == domain_parallel_size - 1
 
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
-        """The global ranks that hold the rows before and after, None beyond the ends."""
+        """The global ranks with the rows before and after, None at the edges of the array."""
         rank = self.processes.ranks[self.processes.device]
         return (
             None if self.is_first_domain_rank else rank - 1,
@@ -115,16 +98,15 @@ def get_domain_parallel_manager() -> DomainParallelManager | None:
 class HaloExchange(nn.Module):
     """Widens a block by rows of its neighbours: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
-    Zeros beyond the ends of the array, unless `boundary` says otherwise. The gradients of copied rows are
-    added at their owner. Without a manager, or on one process, a block stays as it is. halo_width, boundary,
-    shape: as in `torch_bridge.halo_exchange`.
+    The rows beyond the edges of the array are zeros, unless `boundary` says otherwise. The gradients of
+    copied rows are added at their owner. halo_width, boundary, shape: as in `torch_bridge.ops.halo_exchange`.
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge import compat
+    >>> from torch_bridge.compat import credit
     >>> def turn():
-    ...     compat.initialize_domain_parallel(2, 2)
+    ...     credit.initialize_domain_parallel(2, 2)
     ...     x = torch.arange(4).view(4, 1) + 100 * torch.distributed.get_rank()
-    ...     return compat.HaloExchange(2)(x).flatten().tolist()
+    ...     return credit.HaloExchange(2)(x).flatten().tolist()
     >>> xt.testing.run_ranks(2, turn)
     [[0, 0, 0, 1, 2, 3, 100, 101], [2, 3, 100, 101, 102, 103, 0, 0]]
     """
@@ -141,16 +123,15 @@ class HaloExchange(nn.Module):
         self.halo_width, self.dim, self.boundary, self.shape = halo_width, dim, boundary, shape
 
     def forward(self, x: Tensor) -> Tensor:
-        manager = cutting_manager(None)
+        manager = _sharding_manager(None)
         if manager is None or self.halo_width == 0:
             return x
-        return halo_exchange(
-            x, self.halo_width, self.dim, AXIS, domain_of(manager), boundary=self.boundary, shape=self.shape
-        )
+        options: Any = {"boundary": self.boundary, "shape": self.shape}
+        return halo_exchange(x, self.halo_width, self.dim, AXIS, _domain_of(manager), **options)
 
     @staticmethod
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
-        """Drop rows at both ends: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
+        """Drop rows at both sides: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
 
 
@@ -161,23 +142,14 @@ def shard_tensor(
 
     uneven: parts may differ in size. Nothing is sent; the gradient is this process's own, zeros elsewhere.
     Raises ShapeError, a ValueError, for a length that D does not divide, unless `uneven`.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge import compat
-    >>> def turn():
-    ...     compat.initialize_domain_parallel(2, 2)
-    ...     mine = compat.shard_tensor(torch.arange(5), dim=0, uneven=True)
-    ...     return mine.tolist(), compat.gather_tensor(mine, dim=0, shape=(5,)).tolist()
-    >>> xt.testing.run_ranks(2, turn)
-    [([0, 1, 2], [0, 1, 2, 3, 4]), ([3, 4], [0, 1, 2, 3, 4])]
     """
-    found = cutting_manager(manager)
-    if found is None:
+    manager = _sharding_manager(manager)
+    if manager is None:
         return x
-    n, length = found.domain_parallel_size, x.shape[dim]
+    n, length = manager.domain_parallel_size, x.shape[dim]
     compat.shard_whole(tuple(x.shape), dim, n, AXIS, uneven=uneven)  # raises for other lengths
-    first, last = (min(i * -(-length // n), length) for i in (found.domain_rank, found.domain_rank + 1))
-    return x.narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
+    start, stop = (min(i * -(-length // n), length) for i in (manager.domain_rank, manager.domain_rank + 1))
+    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def gather_tensor(
@@ -190,13 +162,11 @@ def gather_tensor(
 ) -> Tensor:
     """All parts of a domain, on each of its processes: [H/D, ...] -> [H, ...] along `dim`.
 
-    shape: the global shape, where D does not divide H. grad: the meaning of the results' gradients, as in
-    `torch_bridge.all_gather`: addends ("sum": each process has a loss of its own), or equal ("replicated").
+    shape: the global shape, if D does not divide H. grad: the meaning of the results' gradients, as in
+    `torch_bridge.ops.all_gather`: addends ("sum": each process has its own loss), or equal ("replicated").
     """
-    found = cutting_manager(manager)
-    if found is None:
-        return x
-    return all_gather(x, dim, AXIS, domain_of(found), grad=grad, shape=shape)
+    manager = _sharding_manager(manager)
+    return x if manager is None else all_gather(x, dim, AXIS, _domain_of(manager), grad=grad, shape=shape)
 
 
 def shard_batch(
@@ -207,10 +177,9 @@ def shard_batch(
 ) -> Mapping[str, Any]:
     """`shard_tensor` of the tensors with 4 or 5 dims; everything else is returned as it is."""
     dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
-    ranks = {key: value.ndim if isinstance(value, Tensor) else 0 for key, value in batch.items()}
     return {
-        key: shard_tensor(value, dims[ranks[key]], manager) if ranks[key] in dims else value
-        for key, value in batch.items()
+        key: shard_tensor(x, dims[x.ndim], manager) if isinstance(x, Tensor) and x.ndim in dims else x
+        for key, x in batch.items()
     }
 
 
@@ -224,70 +193,55 @@ def convert_to_domain_parallel(
 ) -> nn.Module:
     """Turn a model, in place, into one of blocks: outputs and gradients are those of the whole array.
 
-    Inputs that have `shard_dim` besides batch and channels are cut along it. custom_converters: class ->
-    function of a module of that class; its result is called on blocks as it is. shape: the inputs' global
-    shape, where blocks differ in size. Gradients of parameters are this process's share, until
-    `sync_domain_gradients`. The rest is as in `torch_bridge.nn.domain_parallel`, which makes another
-    model and leaves this one as it is. Raises XshardError for a module without an exact form, with its path.
+    Inputs that have `shard_dim` besides batch and channels are sharded along it. custom_converters: class ->
+    function that converts its modules; the result is called on blocks. shape: the inputs' global shape, if
+    blocks differ in size. Gradients of parameters are this process's share, until `sync_domain_gradients`.
+    The rest is as in `torch_bridge.nn.domain_parallel`, which makes another model and leaves this one as it
+    is. Raises XshardError for a module without an exact form, with its path.
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge import compat
+    >>> from torch_bridge.compat import credit
     >>> def turn():
-    ...     manager = compat.initialize_domain_parallel(2, 2)
+    ...     manager = credit.initialize_domain_parallel(2, 2)
     ...     conv = torch.nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
     ...     torch.nn.init.ones_(conv.weight)
-    ...     model = compat.convert_to_domain_parallel(torch.nn.Sequential(conv), manager)
-    ...     return model(compat.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
+    ...     model = credit.convert_to_domain_parallel(torch.nn.Sequential(conv), manager)
+    ...     return model(credit.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
     >>> xt.testing.run_ranks(2, turn)
     [[4.0, 6.0], [6.0, 6.0]]
     """
-    found = manager or _manager
-    if found is None:
+    manager = manager or _manager
+    if manager is None:
         raise MeshError("no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)")
-    parallel = domain_parallel(
-        model,
-        layout_text(shard_dim),
-        domain_of(found),
-        shape=shape,
-        sum_gradients=False,
-        converters=custom_converters,
-    )
+    options: Any = {"shape": shape, "sum_gradients": False, "converters": custom_converters}
+    parallel = domain_parallel(model, _layout_text(shard_dim), _domain_of(manager), **options)
     # A dict of its own: Python 3.13 empties a shared one when the other module is collected.
     model.__class__, model.__dict__ = type(parallel), dict(parallel.__dict__)
     return model
 
 
-def layout_text(shard_dim: int) -> str:
-    """The layout with one dim cut, for any number of dims; counted from the end, it is a spatial one."""
-    names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
-    if shard_dim < 0:
-        return " ".join(("b", "c", "...", f"{names[0]}/{AXIS}", *names[1:]))
-    return " ".join((*names[:-1], f"{names[-1]}/{AXIS}", "..."))
-
-
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: DomainParallelManager | None = None) -> None:
-    """Average the gradients of parameters over the domain: those of the mean of its processes' losses.
+    """Average the gradients of parameters over the domain: the loss is the mean of its processes' losses.
 
     One all-reduce per dtype.
     """
-    found = cutting_manager(manager)
-    if found is None:
-        return
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    means = redistribute_many(gradients, f"... | mean({AXIS}) -> ...", domain_of(found))
-    for gradient, mean in zip(gradients, means, strict=True):
-        gradient.copy_(mean)
+    manager = _sharding_manager(manager)
+    if manager is not None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        means = redistribute_many(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean)
 
 
-def cutting_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
-    """The given manager, or that of the program, if its domains have more than one process."""
-    found = manager or _manager
-    return None if found is None or found.domain_parallel_size <= 1 else found
+def _sharding_manager(manager: DomainParallelManager | None) -> DomainParallelManager | None:
+    """The manager, or the one of the program, if its domains have more than one process."""
+    manager = manager or _manager
+    return None if manager is None or manager.domain_parallel_size <= 1 else manager
 
 
-def domain_of(manager: DomainParallelManager) -> ProcessMesh:
-    """The processes that cut this one's sample: those of `domain_group`, or neighbours in the world."""
+def _domain_of(manager: DomainParallelManager) -> ProcessMesh:
+    """The processes that shard this one's sample: its `domain_group`, or neighbours in the world."""
     group = getattr(manager, "domain_group", None)
     if isinstance(group, dist.ProcessGroup):
         return process_mesh(group_mesh(group, AXIS))
@@ -298,3 +252,132 @@ def domain_of(manager: DomainParallelManager) -> ProcessMesh:
 @lru_cache(maxsize=256)
 def _neighbours(first: int, size: int, world: dist.ProcessGroup) -> ProcessMesh:
     return mesh_of_ranks(Mesh({AXIS: size}), range(first, first + size))
+
+
+def _layout_text(shard_dim: int) -> str:
+    """The layout with one sharded dim, for any number of dims; counted from the end, it is a spatial one."""
+    names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
+    if shard_dim < 0:
+        return " ".join(("b", "c", "...", f"{names[0]}/{AXIS}", *names[1:]))
+    return " ".join((*names[:-1], f"{names[-1]}/{AXIS}", "..."))
+
+
+def _placement(x: Tensor, shard_dim: int) -> Placement | None:
+    """The placement of a block in the domain of the program's manager, if there is one."""
+    manager = _sharding_manager(None)
+    if manager is None:
+        return None
+    layout = Layout.parse(_layout_text(shard_dim)).resolved(x.ndim)
+    placement = placed_as(x, layout, _domain_of(manager))
+    return replace(placement, shares=placement.axes)
+
+
+class DomainParallelConv2d(nn.Module):
+    """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`.
+
+    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are this process's
+    share, until `sync_domain_gradients`.
+    """
+
+    default_dim: ClassVar[int] = -2
+    conv: Any
+
+    def __init__(self, conv: nn.Module, shard_dim: int | None = None) -> None:
+        super().__init__()
+        self.conv, self.shard_dim = conv, self.default_dim if shard_dim is None else shard_dim
+
+    @property
+    def weight(self) -> Tensor:
+        return self.conv.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.conv.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        placement = _placement(x, self.shard_dim)
+        if placement is None:
+            return self.conv(x)
+        layer = layer_of(self.conv, placement.layout, placement.processes)
+        return layer(record(x.view_as(x), placement))
+
+
+class DomainParallelConvTranspose2d(DomainParallelConv2d):
+    """A transposed convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`."""
+
+
+class DomainParallelConv3d(DomainParallelConv2d):
+    """A convolution of blocks `(b, c, t, h, w)`: `conv`, `shard_dim=3`."""
+
+    default_dim = 3
+
+
+class DomainParallelConvTranspose3d(DomainParallelConv3d):
+    """A transposed convolution of blocks `(b, c, t, h, w)`: `conv`, `shard_dim=3`."""
+
+
+class DomainParallelPeriodicConv2d(DomainParallelConv2d):
+    """A `PeriodicConv2d` of blocks: circular columns, rows that reflect at the poles: `(b, c, h, w)`.
+
+    The module has a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded
+    columns.
+    """
+
+    def __init__(self, periodic_conv: Any, shard_dim: int = -2) -> None:
+        if shard_dim not in (2, -2):
+            raise XshardError(f"shard_dim={shard_dim}", hint="2 or -2: rows are sharded, columns wrap")
+        super().__init__(periodic_conv.conv, shard_dim)
+        self.padding = periodic_conv.padding
+        self.halo_exchange = HaloExchange(self.padding, shard_dim, boundary="reflect")
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.padding
+        wide = self.halo_exchange(F.pad(x, (p, p, 0, 0), mode="circular"))
+        whole = _sharding_manager(None) is None
+        return self.conv(F.pad(wide, (0, 0, p, p), mode="reflect") if whole else wide)
+
+
+class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
+    """A `ZeroPad2d` and a `Conv2d` without padding, in sequence, of blocks `(b, c, h, w)`."""
+
+    def __init__(self, branch: Any, shard_dim: int = -2) -> None:
+        super().__init__(branch[1], shard_dim)
+        left, right, top, bottom = branch[0].padding
+        self.padding = ((top, bottom), (left, right))
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, placement = self.conv, _placement(x, self.shard_dim)
+        if placement is None:
+            return c(F.pad(x, (*self.padding[1], *self.padding[0])))
+        convolution = Convolution(c.kernel_size, c.stride, self.padding, c.dilation, c.groups)
+        return record(*conv(x, placement, c.weight, c.bias, convolution))
+
+
+class DomainParallelGroupNorm(nn.GroupNorm):
+    """A `GroupNorm` of blocks, with the statistics of the whole array."""
+
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        self.__dict__.update(same_state(norm, type(self)).__dict__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        placement = _placement(x, getattr(_sharding_manager(None), "shard_dim", -2))
+        if placement is None:
+            return super().forward(x)
+        layer = layer_of(self, placement.layout, placement.processes)
+        return layer.forward(record(x.view_as(x), placement))  # a call would run this module's hooks twice
+
+
+class DomainParallelInterpolate(nn.Module):
+    """Resizes blocks `(b, c, h, w)` to a size: the size of the block along `shard_dim`, as there."""
+
+    def __init__(self, size: int | Sequence[int], mode: str = "bilinear", shard_dim: int = -2) -> None:
+        super().__init__()
+        self.size, self.mode, self.shard_dim = size, mode, shard_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = [self.size] * (x.ndim - 2) if isinstance(self.size, int) else list(self.size)
+        placement = _placement(x, self.shard_dim)
+        if placement is None:
+            return F.interpolate(x, size=size, mode=self.mode, align_corners=False)
+        size[self.shard_dim % x.ndim - 2] *= placement.processes.mesh.n_devices
+        return record(*interpolate(x, placement, size, None, self.mode, align_corners=False))

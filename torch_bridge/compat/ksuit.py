@@ -1,13 +1,13 @@
 """Drop-ins for `ksuit.distributed`: gathers and reductions over all processes, in both gradient conventions.
 
-Replaces `AllGatherGradAutograd`, `AllGatherGradOverwrite`, `all_gather_grad` and its kin, and
+Replaces `AllGatherGradAutograd`, `AllGatherGradOverwrite`, the `all_gather_...` functions, and
 `all_reduce_{sum,mean}_{grad,nograd}`. Python numbers and lists become tensors, scalars are gathered to one
 dim, tensors on a device that the backend does not serve travel by way of one that it does, and without a
 process group every block is the whole.
 
-Better here: the gradient of a gather reduce-scatters, where it was an all-reduce of P blocks of which P-1
-were thrown away; no input is written to; bfloat16 comes back as bfloat16; no warning of autograd, and
-derivatives of any order.
+Better here: the gradient of a gather is a reduce-scatter in place of an all-reduce of P blocks, P-1 of them
+thrown away; no input is written to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives
+of any order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AllGatherGradAutograd:
     """The blocks of all ranks; the gradient of a block is the sum over the cotangents of all ranks.
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import AllGatherGradAutograd
+    >>> from torch_bridge.compat.ksuit import AllGatherGradAutograd
     >>> def turn():
     ...     rank = torch.distributed.get_rank()
     ...     x = torch.tensor([1.0 + rank, 2.0 + rank], requires_grad=True)
@@ -55,18 +55,7 @@ class AllGatherGradAutograd:
 class AllGatherGradOverwrite:
     """The blocks of all ranks; the gradient of a block is the cotangent of its own rank.
 
-    Right where all ranks compute the same loss: each then counts once, and nothing is sent.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import AllGatherGradOverwrite
-    >>> def turn():
-    ...     rank = torch.distributed.get_rank()
-    ...     x = torch.tensor([1.0 + rank, 2.0 + rank], requires_grad=True)
-    ...     y = torch.cat(AllGatherGradOverwrite.apply(x))
-    ...     (y * (torch.arange(4) + 10 * (rank + 1))).sum().backward()
-    ...     return x.grad.tolist()
-    >>> xt.testing.run_ranks(2, turn)
-    [[10.0, 11.0], [22.0, 23.0]]
+    Right if all ranks compute the same loss: each then counts once, and nothing is sent.
     """
 
     @staticmethod
@@ -78,12 +67,7 @@ class AllGatherGradOverwrite:
 def all_gather_grad(x: Values, batch_dim: int = 0, *, shape: Sequence[int] | None = None) -> Tensor:
     """The blocks of all ranks, concatenated along `batch_dim`: [n, ...] -> [P n, ...]; gradients are summed.
 
-    shape: of the result, where blocks differ in size.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_gather_grad
-    >>> xt.testing.run_ranks(2, lambda: all_gather_grad(torch.distributed.get_rank() > 0).tolist())[0]
-    [False, True]
+    shape: shape of the result, if blocks differ in size.
     """
     return _gathered(x, batch_dim, "sum", shape)
 
@@ -112,7 +96,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     Without a process group nothing was dealt out, and nothing is clipped.
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_gather_nograd_clipped
+    >>> from torch_bridge.compat.ksuit import all_gather_nograd_clipped
     >>> def turn():
     ...     mine = torch.tensor([[0, 2, 4], [1, 3, 0]][torch.distributed.get_rank()])
     ...     return all_gather_nograd_clipped(mine, 5).tolist()
@@ -122,24 +106,14 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     block = _rows(x)
     if not dist.is_initialized():
         return block
-    wire = block.to(_served(block.device))
-    return redistribute(wire, compat.sampler_gather(wire.shape, AXIS), _world())[:max_length].to(block.device)
+    sent = block.to(_served(block.device))
+    return redistribute(sent, compat.sampler_gather(sent.shape, AXIS), _world())[:max_length].to(block.device)
 
 
 def all_reduce_sum_grad(x: Values) -> Tensor:
     """The sum over ranks, on every rank: [...] -> [...]; the gradient passes as it is.
 
-    That is right where all ranks go on to compute the same loss. A bool becomes whether any is true.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_reduce_sum_grad
-    >>> def turn():
-    ...     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    ...     y = all_reduce_sum_grad(x)
-    ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
-    ...     return x.tolist(), y.tolist(), x.grad.tolist()
-    >>> xt.testing.run_ranks(2, turn)[1]
-    ([1.0, 2.0], [2.0, 4.0], [2.0, 2.0])
+    That is right if all ranks go on to compute the same loss. A bool becomes whether any is true.
     """
     return _reduced(x, mean=False)
 
@@ -182,8 +156,8 @@ def _gathered(x: Values, dim: int, grad: Grad, shape: Sequence[int] | None = Non
     block = _rows(x)
     if not dist.is_initialized():
         return block
-    wire = block.to(_served(block.device))
-    return all_gather(wire, dim, AXIS, _world(), grad=grad, shape=shape).to(block.device)
+    sent = block.to(_served(block.device))
+    return all_gather(sent, dim, AXIS, _world(), grad=grad, shape=shape).to(block.device)
 
 
 def _reduced(x: Values, *, mean: bool) -> Tensor:
@@ -207,5 +181,5 @@ def _served_in(device: torch.device, config: str) -> torch.device:
     """config: the backends as in "cpu:gloo,cuda:nccl"."""
     backends = dict(served.split(":") for served in config.split(","))
     if backends.get(device.type) == "gloo":
-        return torch.device("cpu")  # gloo knows few operations elsewhere
+        return torch.device("cpu")  # gloo has few operations elsewhere
     return device if device.type in backends else torch.device(next(iter(backends)))

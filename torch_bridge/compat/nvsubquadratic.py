@@ -1,8 +1,8 @@
-"""Drop-ins for `nvsubquadratic.parallel`: exchange cuts of sequence and channels, in zigzag order.
+"""Drop-ins for `nvsubquadratic.parallel`: exchange shards of sequence and channels, in zigzag order.
 
 Replaces `a2a_comms.AllToAllSingleFunction`, `a2a_comms.all_to_all_single_fn`,
 `utils.zigzag_split_across_group_ranks` and `utils.zigzag_gather_from_group_ranks`, and the functions of these
-names in savanna, NeMo and BioNeMo. They follow the code, not the docstrings, of those: "split" and "full"
+names in savanna, NeMo and BioNeMo. They follow the code there, not its docstrings: "split" and "full"
 refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
 
 Better here: one copy before the collective and one after it, zigzag order included; derivatives of any order,
@@ -41,58 +41,39 @@ def all_to_all_single_fn(
 ) -> Tensor:
     """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split"), differentiable.
 
-    input: of 3, 4 or 5 dims, the sequence the first spatial one. with_zigzag_splitting: it is cut in zigzag
-    order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], where lengths do not
-    divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the other
-    ranks: where they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
+    input: block with 3, 4 or 5 dims, the sequence the first spatial one. with_zigzag_splitting: the sequence
+    is sharded in zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], if lengths
+    do not divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the
+    other ranks: if they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
 
     Raises XshardError, a ValueError, for another `type` or number of dims, for lengths that do not divide
     without `shape`, and for a group without this process.
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_to_all_single_fn
+    >>> from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
     >>> def turn():
     ...     channel = torch.arange(8).view(1, 1, 8) + 100 * torch.distributed.get_rank()
     ...     return all_to_all_single_fn(None, "full_to_split", channel)[0].tolist()
     >>> xt.testing.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
     [[0, 1, 6, 7], [100, 101, 106, 107]]
     """
-    mesh = group_mesh(group, AXIS)
+    mesh, dims = group_mesh(group, AXIS), {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
+    zigzag, even = with_zigzag_splitting, shape is None
 
     def expression() -> str:
-        return compat.all_to_all_single(
-            type,
-            tuple(input.shape),
-            mesh_of(mesh).n_devices,
-            AXIS,
-            zigzag=with_zigzag_splitting,
-            channel_dim=channel_dim,
-            sequence_dim=sequence_dim,
-            even=shape is None,
-        )
+        n, local = mesh_of(mesh).n_devices, tuple(input.shape)
+        return compat.all_to_all_single(type, local, n, AXIS, zigzag=zigzag, even=even, **dims)
 
     if debug or desync.ALWAYS:
-        flags = {"type": type, "with_zigzag_splitting": str(with_zigzag_splitting), "shape": str(shape)}
-        block = {"input": str(tuple(input.shape))}
-        asked = f"all_to_all_single_fn(.., {type!r}, ..)"
-        ranks = process_mesh(mesh).ranks
-        desync.compare_ranks(ranks, asked, lambda: CallFacts(flags, {"means": expression()}, ranks, block))
+        flags = {"type": type, "with_zigzag_splitting": str(zigzag), "shape": str(shape)}
+        block, ranks = {"input": str(tuple(input.shape))}, process_mesh(mesh).ranks
+        call = f"all_to_all_single_fn(.., {type!r}, ..)"
+        desync.compare_ranks(ranks, call, lambda: CallFacts(flags, {"means": expression()}, ranks, block))
     return redistribute(input, expression(), mesh, shape=shape, debug=debug)
 
 
 class AllToAllSingleFunction:
-    """`all_to_all_single_fn` under the name and with the arguments of the autograd function.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import AllToAllSingleFunction
-    >>> def turn():
-    ...     x = torch.ones(1, 4, 2, requires_grad=True)
-    ...     y = AllToAllSingleFunction.apply(x, None, "split_to_full", True)
-    ...     y.sum().backward()
-    ...     return tuple(y.shape), x.grad.sum().item()
-    >>> xt.testing.run_ranks(2, turn)
-    [((1, 2, 4), 8.0), ((1, 2, 4), 8.0)]
-    """
+    """`all_to_all_single_fn` under the name and with the arguments of the autograd function."""
 
     @staticmethod
     def apply(
@@ -104,7 +85,7 @@ class AllToAllSingleFunction:
         shape: Sequence[int] | None = None,
         debug: bool = False,
     ) -> Tensor:
-        """[B, C, L/P, ...] -> [B, C/P, L, ...] or back, and raises what `all_to_all_single_fn` does."""
+        """[B, C, L/P, ...] -> [B, C/P, L, ...] or back. Raises as `all_to_all_single_fn` does."""
         return all_to_all_single_fn(
             group, type, input_tensor, with_zigzag_splitting, shape=shape, debug=debug
         )
@@ -116,12 +97,7 @@ def zigzag_split_across_group_ranks(
     """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...].
 
     Nothing is sent. The gradient is this rank's own, zeros elsewhere. A length that does not divide into 2P
-    chunks is cut unevenly, as the layout `l/zigzag(cp)` is.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import zigzag_split_across_group_ranks
-    >>> xt.testing.run_ranks(2, lambda: zigzag_split_across_group_ranks(torch.arange(8), None).tolist())
-    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    chunks is sharded unevenly, as the layout `l/zigzag(cp)` is.
     """
     return redistribute(data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS))
 
@@ -131,13 +107,13 @@ def zigzag_gather_from_group_ranks(
 ) -> Tensor:
     """All ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
 
-    shape: the global shape, where L does not divide. Gradients are summed over ranks (reduce-scatter).
+    shape: the global shape, if L does not divide. Gradients are summed over ranks (reduce-scatter).
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge import compat
+    >>> from torch_bridge.compat import nvsubquadratic
     >>> def turn():
-    ...     mine = compat.zigzag_split_across_group_ranks(torch.arange(6), None)
-    ...     return compat.zigzag_gather_from_group_ranks(mine, None, shape=(6,)).tolist()
+    ...     mine = nvsubquadratic.zigzag_split_across_group_ranks(torch.arange(6), None)
+    ...     return nvsubquadratic.zigzag_gather_from_group_ranks(mine, None, shape=(6,)).tolist()
     >>> xt.testing.run_ranks(2, turn)[1]
     [0, 1, 2, 3, 4, 5]
     """

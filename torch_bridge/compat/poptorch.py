@@ -1,7 +1,7 @@
 """Drop-ins for `poptorch_experimental_addons.collectives`: collectives across the replicas of a program.
 
 A replica is a process, and `replication_factor` must be the number of processes. A loss that all replicas
-compute alike counts once in `..._identical_grads_in` and `all_reduce_cross_replica_sum`; in the other
+compute equally counts once in `..._identical_grads_in` and `all_reduce_cross_replica_sum`; in the other
 functions the losses of all replicas are added, as in the original.
 
 Better here: any backend, any group (`group=`), derivatives of any order, and no need for the graph pattern
@@ -19,58 +19,33 @@ from xshard import compat
 from xshard.errors import MeshError
 
 AXIS = "replica"
+Group = dist.ProcessGroup | None
 
 
-def all_gather_cross_replica(
-    x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Every replica's tensor: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter).
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_gather_cross_replica
-    >>> def turn():
-    ...     x = torch.full((2,), 1.0 + torch.distributed.get_rank(), requires_grad=True)
-    ...     y = all_gather_cross_replica(x, 2)
-    ...     y.pow(2).sum().backward()
-    ...     return y.tolist(), x.grad.tolist()
-    >>> xt.testing.run_ranks(2, turn)[1]
-    ([[1.0, 1.0], [2.0, 2.0]], [8.0, 8.0])
-    """
+def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
+    """Every replica's tensor: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter)."""
     return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="sum")
 
 
 def all_gather_cross_replica_identical_grads_in(
-    x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
+    x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:
     """Every replica's tensor: [...] -> [N, ...]; the gradient is this replica's slice of its cotangent.
 
     For cotangents that are equal on all replicas: nothing is sent.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_gather_cross_replica_identical_grads_in
-    >>> def turn():
-    ...     x = torch.full((2,), 1.0 + torch.distributed.get_rank(), requires_grad=True)
-    ...     all_gather_cross_replica_identical_grads_in(x, 2).pow(2).sum().backward()
-    ...     return x.grad.tolist()
-    >>> xt.testing.run_ranks(2, turn)[1]
-    [4.0, 4.0]
     """
     return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated")
 
 
 def all_reduce_cross_replica_sum(
-    x: Tensor,
-    replication_factor: int,
-    insert_in_grad_graph: bool = False,
-    *,
-    group: dist.ProcessGroup | None = None,
+    x: Tensor, replication_factor: int, insert_in_grad_graph: bool = False, *, group: Group = None
 ) -> Tensor:
     """The sum over replicas; the gradient passes unchanged: [...] -> [...].
 
     insert_in_grad_graph: the reverse: x passes unchanged, and its gradient is summed.
 
     >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_reduce_cross_replica_sum
+    >>> from torch_bridge.compat.poptorch import all_reduce_cross_replica_sum
     >>> def turn(where):
     ...     x = torch.ones(2, requires_grad=True)
     ...     y = all_reduce_cross_replica_sum(x, 2, insert_in_grad_graph=where)
@@ -83,27 +58,17 @@ def all_reduce_cross_replica_sum(
     return copy_to(x, AXIS, mesh) if insert_in_grad_graph else all_reduce(x, AXIS, mesh, grad="replicated")
 
 
-def all_to_all_single_cross_replica(
-    x: Tensor, replication_factor: int, *, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def all_to_all_single_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
     """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...].
 
-    Its own adjoint. Raises ShapeError where N does not divide the leading dim.
-
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import all_to_all_single_cross_replica
-    >>> def turn():
-    ...     x = torch.arange(4) + 10 * torch.distributed.get_rank()
-    ...     return all_to_all_single_cross_replica(x, 2).tolist()
-    >>> xt.testing.run_ranks(2, turn)
-    [[0, 1, 10, 11], [2, 3, 12, 13]]
+    Its own adjoint. Raises ShapeError if N does not divide the leading dim.
     """
     mesh = _replicas(replication_factor, group)
     parts = x.reshape(compat.equal_parts(tuple(x.shape), replication_factor))
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
 
 
-def _replicas(n: int, group: dist.ProcessGroup | None) -> MeshLike:
+def _replicas(n: int, group: Group) -> MeshLike:
     mesh = group_mesh(group, AXIS)
     processes = mesh_of(mesh).n_devices
     if n != processes:

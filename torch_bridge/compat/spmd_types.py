@@ -1,11 +1,11 @@
 """Drop-in for `spmd_types.redistribute`, and layouts as types of spmd_types and back.
 
-Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend, S(i) a cut
-along dim i, and V a value of its own, which is stacked. Types are those of the package, or their names:
-"R", "S(0)". The package is imported only where a result has its types, or an axis is given by name.
+Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend, S(i) a
+shard along dim i, and V a value of each device, which is stacked. Types are objects of the package, or their
+names: "R", "S(0)". The package is imported only if a result has its types, or an axis is given by name.
 
 Better here: blocks of different sizes, forward mode and derivatives of any order; a layout moves along
-several axes at once, and knows means, orders and halos, which no type does.
+several axes at once, and has means, orders and halos, for which there are no types.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def redistribute(
     """A block of type `src` along an axis -> the block of type `dst`, with the gradient of those types.
 
     axis: a process group, None for all processes, or an axis of the current mesh of spmd_types. V on the
-    left adds a leading dim, of the axis' length; V on the right takes it away: [n, ...] -> [...]. op_dtype:
-    what travels and, unless `out_dtype`, comes out; in `backward_options`, what travels back. async_op:
-    accepted and not used. shape: the global shape, where blocks of a cut differ in size. The checker of
-    spmd_types takes it inside `no_typecheck(out_types=...)`.
+    left adds a leading dim as long as the axis; V on the right takes it away: [n, ...] -> [...]. op_dtype:
+    dtype in which blocks travel and, without `out_dtype`, arrive; in `backward_options`, dtype in which
+    gradients travel. async_op: accepted and not used. shape: the global shape, if shards differ in size. The
+    checker of spmd_types takes it inside `no_typecheck(out_types=...)`.
     Raises XshardError for unknown types, ShapeError, MeshError.
 
     >>> import torch, torch_bridge as xt
@@ -74,9 +74,9 @@ def redistribute(
 
 
 def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
-    """A layout -> the `SpmdType` of its blocks: a type per axis of the mesh, and which axes cut which dim.
+    """A layout -> the `SpmdType` of its blocks: a type per axis of the mesh, and the axes of each dim.
 
-    Raises PlanError for what spmd_types cannot say: zigzag and other orders, sizes, overlaps, means, maxima.
+    Raises PlanError for layouts without types: zigzag and other orders, sizes, overlaps, means, maxima.
 
     >>> from xshard import Mesh
     >>> to_types("s/cp c | sum(tp)", Mesh(dp=2, cp=2, tp=2))
@@ -86,11 +86,11 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
 
     layout, axes = Layout.parse(layout), mesh_of(mesh)
     check_axes(layout, axes)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
-            raise PlanError(f"no type for '{dim}'", text=str(layout), hint="spmd_types has contiguous cuts")
-        found |= dict.fromkeys(dim.axes, "V")
+            raise PlanError(f"no type for '{dim}'", text=str(layout), hint="it has contiguous shards")
+        names |= dict.fromkeys(dim.axes, "V")
     for kind, tagged in layout.tags:
         if kind not in _TAGS:
             raise PlanError(
@@ -98,18 +98,18 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
                 text=str(layout),
                 hint=f"P is a sum: end it first, as in {kind}(dp) ->",
             )
-        found |= dict.fromkeys(tagged, _TAGS[kind])
+        names |= dict.fromkeys(tagged, _TAGS[kind])
     entries = (dim.axes if len(dim.axes) > 1 else (*dim.axes, None)[0] for dim in layout.dims)
-    kinds: Any = {name: getattr(types, found.get(name, "I")) for name in axes.axes}
+    kinds: Any = {name: getattr(types, names.get(name, "I")) for name in axes.axes}
     return types.SpmdType(kinds, types.PartitionSpec(*entries))
 
 
 def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = None) -> Layout:
     """Types per axis, for an array of `ndim` dims -> the layout, its dims named d0, d1, ...
 
-    types: an `SpmdType`, or a dict from an axis or its name to its type. partition_spec: the axes that cut
-    each dim, as there. Raises PlanError for a V that cuts no dim, and for two axes that cut the same dim in
-    an unknown order.
+    types: an `SpmdType`, or a dict from an axis or its name to its type. partition_spec: the axes that shard
+    each dim, as there. Raises PlanError for a V that does not shard a dim, and for two axes that shard the
+    same dim in an unknown order.
 
     >>> str(from_types({"dp": "S(0)", "tp": "P", "cp": "R"}, 2))
     'd0/dp d1 | sum(tp) copy(cp)'
@@ -119,7 +119,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
     kinds = {_axis_name(axis): _name(kind) for axis, kind in getattr(types, "local_type", types).items()}
     spec = getattr(types, "partition_spec", partition_spec) or ()
     if len(spec) > ndim:
-        raise PlanError(f"{spec!r} cuts {len(spec)} dims, the array has {ndim}")
+        raise PlanError(f"{spec!r} shards {len(spec)} dims, the array has {ndim}")
     cuts = [[_axis_name(axis) for axis in (e if isinstance(e, tuple) else (e,)) if axis] for e in spec]
     cuts += [[] for _ in range(ndim - len(spec))]
     cutting = {name for names in cuts for name in names}
@@ -128,11 +128,11 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         if d is None:
             continue
         if kind == "V" or not -ndim <= d < ndim:
-            raise PlanError(f"{kind} of axis '{name}' cuts no dim", hint="S(0), or a partition_spec")
+            raise PlanError(f"{kind} of axis '{name}' does not shard a dim", hint="S(0), or a partition_spec")
         if cuts[d]:
             other = cuts[d][-1]
             raise PlanError(
-                f"'{other}' and '{name}' cut dim {d} in an unknown order",
+                f"'{other}' and '{name}' shard dim {d} in an unknown order",
                 hint=f'a partition_spec has it, as in PartitionSpec(("{other}", "{name}"))',
             )
         cuts[d].append(name)
@@ -159,7 +159,7 @@ def _axis_name(axis: Any) -> str:
     from spmd_types.types import normalize_axis
 
     axis, names = normalize_axis(axis), current_mesh_all_names() or {}
-    found = next((name for name, its in names.items() if its == axis), None)
-    if found is None:
-        raise PlanError(f"{axis!r} has no name", hint="use it inside set_current_mesh(mesh)")
-    return found
+    name = next((name for name, named in names.items() if named == axis), None)
+    if name is None:
+        raise PlanError(f"{axis!r} is not in the current mesh", hint="use it inside set_current_mesh(mesh)")
+    return name

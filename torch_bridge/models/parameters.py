@@ -20,6 +20,7 @@ from torch_bridge.replicas import Comparison
 from xshard import Layout, Mesh, Profile, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.replicas import ReplicaCheck
+from xshard.tolerances import SAME_SEED
 
 Init = Callable[[nn.Module], Any] | Mapping[str, Tensor] | None
 
@@ -175,7 +176,7 @@ def _check_equal(names: Sequence[str], sums: Tensor, context: ParallelContext) -
     """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them."""
     axes = ",".join(context.axes.axes)
     most, least = redistribute(torch.stack([sums, -sums]), f"a b | max({axes}) -> a b", context.mesh)
-    differ = (most + least).abs() > 1e-6 * torch.maximum(most.abs(), least.abs())
+    differ = (most + least).abs() > SAME_SEED * torch.maximum(most.abs(), least.abs())
     if bool(differ.any()):
         name = names[int(differ.nonzero()[0])]
         raise XshardError(

@@ -241,12 +241,13 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
 @torch.no_grad()
 def _compare(wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None) -> None:
     """Raise EquivalenceError, on all processes, if blocks of some process differ."""
-    from xshard.testing.mismatch import TOLERANCES, Subject, case_of, located  # slow: the kit
+    from xshard.testing.mismatch import Subject, case_of, located  # slow: the kit
     from xshard.testing.report import EquivalenceError
+    from xshard.tolerances import rounding
 
     axes, processes = parallel.context.axes, parallel.context.processes
     if tol is None:
-        tol = max(TOLERANCES[name_of(x.dtype)] for x in blocks)
+        tol = rounding(name_of(x.dtype) for x in blocks)
     most = {kind: max((w.largest for w in wanted if w.kind == kind), default=0.0) for kind in KINDS}
     differ = [
         not torch.isclose(x.double(), w.block.double(), tol, tol * max(w.largest, most[w.kind] / 100)).all()

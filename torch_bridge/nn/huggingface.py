@@ -1,7 +1,7 @@
-"""Context parallelism of models of `transformers`: their attention by `attention`, under one name.
+"""Context parallelism of models of `transformers`: `attention` in place of theirs, under one name.
 
-Decides what of a model's arguments it stands for, and refuses what would be computed wrongly. Their own
-masks are for sequences that are not cut: none is made, and masks follow from positions instead.
+Masks follow from positions: masks of `transformers` are for unsharded sequences, and none is made. Options
+that would be computed wrongly are refused.
 """
 
 from __future__ import annotations
@@ -21,41 +21,38 @@ from xshard import Layout, XshardError
 from xshard.errors import ShapeError
 from xshard.nn.attention import AUTO
 
-# Parts of masks, by the functions of `transformers.masking_utils` that make them. Those of packed sequences
-# stem from position ids that do not count on, as they do not where a sequence is cut: `_check_positions` sees
-# to them.
+# Parts of masks, by the functions of `transformers.masking_utils` that make them. Masks of packed sequences
+# stem from position ids with gaps, which sharded sequences have too: `_check_positions` checks these.
 _MASKS = ["causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "and_masks"]
 _MASKS += ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
 _REFUSED = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 
 
 def register_attention(
-    mesh: MeshLike,
     layout: Layout | str,
+    mesh: MeshLike,
     *,
     name: str = "xshard",
     how: str = AUTO,
     shape: Sequence[int | None] | None = None,
-    sequence: str = "s",
-    heads: str = "h",
-    profile: Any = "auto",
 ) -> None:
-    """Make `attn_implementation=name` of a model of `transformers` attention over a cut sequence.
+    """Make `attn_implementation=name` of a model of `transformers` attention over a sharded sequence.
 
     The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the
-    rows, as `positions` has them. An `attention_mask` `[batch, rows]` tells padding, `documents=` those of
-    packed tokens.
-    layout: of queries, `[batch, rows, heads, width]` in any order. Other options are those of `attention`.
+    rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding, `documents=` the
+    documents of packed tokens.
+    layout: layout of queries, `[batch, rows, heads, width]` in any order, with `s` for rows and `h` for
+    heads. Other options are those of `attention`.
 
-    Raises XshardError, at the call of the model, for what attention here has not: dropout, caches of keys,
-    masks that are neither causal nor windows, biases and soft caps; ShapeError for position ids of other
+    Raises XshardError, at the call of the model, for options that attention here lacks: dropout, caches of
+    keys, masks other than causal ones and windows, biases and soft caps; ShapeError for position ids of other
     rows, which are compared at the first call with a shape.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
     layout, checked = Layout.parse(layout), set[tuple[int, ...]]()
-    roles = {heads: 1, sequence: 2, layout.names[-1]: 3}
-    order = [roles.get(dim, 0) for dim in layout.names]  # of their dims (batch, heads, rows, width)
+    roles = {"h": 1, "s": 2, layout.names[-1]: 3}
+    order = [roles.get(dim, 0) for dim in layout.names]  # dims of theirs: batch, heads, rows, width
 
     def computed(
         module: Any,
@@ -73,31 +70,31 @@ def register_attention(
         **options: Any,
     ) -> tuple[Tensor, None]:
         if refused := [option for option in _REFUSED if options.get(option) is not None]:
-            raise XshardError(f"{name!r} with {refused[0]}", hint="attention over a cut sequence has none")
+            raise XshardError(
+                f"{name!r} with {refused[0]}", hint="attention over a sharded sequence lacks it"
+            )
         if attention_mask is not None and attention_mask.ndim != 2:
             what = f"{name!r} with an attention_mask of {attention_mask.ndim} dims"
-            raise XshardError(
-                what, hint="it takes that of tokens, [batch, rows]; documents= of packed tokens"
-            )
+            raise XshardError(what, hint="a mask of tokens, [batch, rows]; documents= of packed tokens")
         if dropout:
             raise XshardError(f"dropout={dropout}", hint="attention_dropout=0.0 in the model's configuration")
         if query.shape[2] != key.shape[2]:
             what = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
-            raise ShapeError(what, hint="use_cache=False: keys of earlier calls have no place here")
+            raise ShapeError(what, hint="use_cache=False: keys of earlier calls are not here")
         q, k, v = (x.permute(order) for x in (query, key, value))
         if attention_mask is not None:  # padding sees padding: documents of their own
             documents = attention_mask.long() if documents is None else documents.where(attention_mask, -1)
         elif documents is None and position_ids is not None and not torch.compiler.is_compiling():
             whole = placed_as(q, layout, mesh, shape).shape
             if whole not in checked and position_ids.ndim == 2 and layout.axes:
-                _check_positions(position_ids, layout, mesh, whole, sequence)
+                _check_positions(position_ids, layout, mesh, whole)
                 checked.add(whole)
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT
         y = attention(
             q, k, v, layout, mesh, how=how, documents=documents, window=sliding_window, scale=scaling,
             causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            shape=shape, sequence=sequence, heads=heads, profile=profile,
+            shape=shape,
         )  # fmt: skip
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
 
@@ -118,19 +115,19 @@ def _parts(mask: Callable[..., Any]) -> Iterator[str]:
     """The names of the functions that made a mask, and the masks that it is made of."""
     yield mask.__qualname__.partition(".")[0]
     for cell in mask.__closure__ or ():
-        found = cell.cell_contents
-        for part in found if isinstance(found, tuple) else (found,):
+        contents = cell.cell_contents
+        for part in contents if isinstance(contents, tuple) else (contents,):
             if callable(part):
                 yield from _parts(part)
 
 
-def _check_positions(
-    found: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int], sequence: str
-) -> None:
+def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> None:
     """Raise ShapeError on all processes if position ids `[batch or 1, rows]` of one are not of its rows."""
-    rows = positions(layout, mesh, shape, sequence, device=found.device)
-    wrong = (found != rows).any().long()
+    rows = positions(layout, mesh, shape=shape, dim="s", device=ids.device)
+    wrong = (ids != rows).any().long()
     if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
-        mine = f"{found[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
-        hint = f"position_ids=xt.positions('{layout}', mesh, shape, '{sequence}')[None]; documents= if packed"
-        raise ShapeError(f"position_ids {mine}", text=str(layout), hint=hint)
+        what = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
+        hint = (
+            f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; documents= if packed"
+        )
+        raise ShapeError(f"position_ids {what}", text=str(layout), hint=hint)

@@ -1,12 +1,8 @@
-"""The torch side of `xshard calibrate`: seconds of plans on gloo ranks, forward only.
-
-Decides how a time is taken. Which plans are measured is decided in `xshard.runtimes.calibration_plans`.
-"""
+"""The torch side of `xshard calibrate`: seconds of plans on gloo ranks, forward only."""
 
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +14,9 @@ import torch.distributed as dist
 from torch_bridge.contractions.einsum import einsum
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import process_mesh
-from torch_bridge.testing.launch import run_ranks
+from torch_bridge.testing.worker import by_rank, on_ranks
 from xshard import ContractionPlan, Plan
-from xshard.runtimes.tasks import sources_of
+from xshard.testing.plans import sources_of
 
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
@@ -28,53 +24,40 @@ MOST_CALLS = 20
 
 def seconds_of_plans(plans: Sequence[Plan | ContractionPlan], rounds: int, timeout_s: float) -> list[float]:
     """The median time of every plan over some rounds. timeout_s: see `run_ranks`. Raises RankError."""
-    seconds: dict[int, float] = {}
-    for n in sorted({plan.mesh.n_devices for plan in plans}):
-        numbers = [i for i, plan in enumerate(plans) if plan.mesh.n_devices == n]
-        by_rank = _on_ranks(n, _time_all, [plans[i] for i in numbers], rounds, timeout_s=timeout_s)
-        for i, *times in zip(numbers, *by_rank, strict=True):
-            # Of every round the busiest rank counts, as in a plan.
-            seconds[i] = statistics.median(map(max, zip(*times, strict=True)))
-    return [seconds[i] for i in range(len(plans))]
+    return list(map(_median, by_rank(plans, _time_all, rounds, timeout_s=timeout_s)))
 
 
 def seconds_of_products(
     n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, timeout_s: float
 ) -> list[float]:
     """The median time per dtype of a product of square matrices, on all devices at once."""
-    by_rank = _on_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
-    return [statistics.median(map(max, zip(*times, strict=True))) for times in zip(*by_rank, strict=True)]
+    ranks = on_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
+    return list(map(_median, zip(*ranks, strict=True)))
 
 
-def _on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-    """By rank, what a function returns: on new ranks, or on those of a launcher, which all call this."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return run_ranks(n, function, *args, timeout_s=timeout_s)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    found: list[Any] = [None] * n
-    dist.all_gather_object(found, function(*args))
-    return found
+def _median(by_rank: Sequence[Sequence[float]]) -> float:
+    """Seconds by rank, round by round -> their median; of a round the busiest rank counts, as in a plan."""
+    return statistics.median(map(max, zip(*by_rank, strict=True)))
 
 
 def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[float]]:
     """This rank's seconds per dtype, round by round."""
-    found: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
+    seconds: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
     for _ in range(1 + rounds):
         for dtype in dtypes:
             x = torch.ones(rows, rows, dtype=getattr(torch, dtype))
             dist.barrier()
             start = time.perf_counter()
             torch.mm(x, x)
-            found[dtype].append(time.perf_counter() - start)
-    return [times[1:] for times in found.values()]  # the first round warms up
+            seconds[dtype].append(time.perf_counter() - start)
+    return [times[1:] for times in seconds.values()]  # the first round warms up
 
 
 def _time_all(plans: Sequence[Plan | ContractionPlan], rounds: int) -> list[list[float]]:
     """This rank's seconds per call of every plan, round by round.
 
     All plans are measured once before any is measured again, so that a slow spell of the machine
-    falls on all of them alike.
+    falls on all of them.
     """
     timers = [_Timer(plan) for plan in plans]
     by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
@@ -86,9 +69,9 @@ class _Timer:
 
     def __init__(self, plan: Plan | ContractionPlan) -> None:
         processes, dtype = process_mesh(plan.mesh), getattr(torch, plan.dtype)
-        ends = sources_of(plan)
-        self.blocks = [torch.ones(end.local_shape(processes.device), dtype=dtype) for end in ends]
-        self.act: Callable[..., Any] = (
+        shapes = [source.local_shape(processes.device) for source in sources_of(plan)]
+        self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
+        self.run: Callable[..., Any] = (
             functools.partial(einsum, plan, mesh=plan.mesh)
             if isinstance(plan, ContractionPlan)
             else lower(plan, processes, torch.device("cpu"))
@@ -103,5 +86,5 @@ class _Timer:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(self.calls):
-            self.act(*self.blocks)
+            self.run(*self.blocks)
         return (time.perf_counter() - start) / self.calls

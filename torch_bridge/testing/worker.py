@@ -1,15 +1,20 @@
-"""The torch side of `xshard selfcheck`: tasks on gloo ranks.
+"""The torch side of `xshard.testing`: functions of users, and plans, on gloo ranks.
 
-Decides what is measured: each task runs on as many ranks as its mesh has devices, forward and
-backward. Knows no other runtime.
+Runs in a process that has imported torch and done nothing else, so that it can be forked at any time; only
+ranks unpack what users send. Ranks agree on what they return before any of them sends a gradient.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,80 +26,278 @@ from torch_bridge.mesh.process_mesh import process_mesh
 from torch_bridge.redistribution import redistribute
 from torch_bridge.testing.arrays import array_of, tensor_of
 from torch_bridge.testing.byte_counter import Meter
-from torch_bridge.testing.launch import run_ranks
-from xshard import ContractionPlan, Plan
-from xshard.runtimes.tasks import Outcome, Task
+from torch_bridge.testing.launch import RankError, run_ranks
+from xshard import ContractionPlan, Plan, replicas
+from xshard.runtimes.processes import FunctionError
 from xshard.steps.base import Block
+from xshard.testing.differences import Derivatives, derivatives
+from xshard.testing.moves import Recorder, Seen, merged
+from xshard.testing.question import OUTPUT, Answer, Devices, Question, Update, called, draw, named_outputs
+from xshard.testing.trees import StructureError, Tree, mapped, numbered
+
+# The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
+RankAnswer = tuple[Answer, list[int], list[int]]
 
 
-class RankOutcome(NamedTuple):
-    """The outcome of a task on one rank, with bytes per collective."""
-
-    output: Block
-    gradients: list[Block]
-    forward_bytes: list[int]
-    backward_bytes: list[int]
-    seconds: float
-
-
-def run_tasks(tasks: Sequence[Task], timeout_s: float) -> list[Outcome]:
-    """The outcome of every task. timeout_s: see `run_ranks`. Raises RankError."""
-    outcomes: dict[int, Outcome] = {}
-    for n in sorted({task.plan.mesh.n_devices for task in tasks}):
-        numbers = [i for i, task in enumerate(tasks) if task.plan.mesh.n_devices == n]
-        by_rank = run_ranks(n, _run_all, [tasks[i] for i in numbers], timeout_s=timeout_s)
-        for i, *parts in zip(numbers, *by_rank, strict=True):
-            outcomes[i] = _outcome(parts)
-    return [outcomes[i] for i in range(len(tasks))]
+def preload(modules: Sequence[str], _timeout_s: float) -> None:
+    """Import modules here, so that ranks are forked with them. Raises FunctionError."""
+    for name in modules:
+        try:
+            import_module(name)
+        except Exception as error:
+            raise FunctionError(f"preload: {name!r} cannot be imported", hint=repr(error)) from None
 
 
-def _run_all(tasks: Sequence[Task]) -> list[RankOutcome]:
-    return [_run(task) for task in tasks]
+def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
+    """The results of a packed function on `n` ranks, by rank. Raises FunctionError."""
+    try:
+        return run_ranks(n, _call, packed, timeout_s=timeout_s)
+    except RankError as error:
+        raise FunctionError(error.reason, hint=error.hint) from None
 
 
-def _run(task: Task) -> RankOutcome:
+def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
+    """The answer to every question, on as many ranks as its mesh has devices.
+
+    Raises FunctionError for a function that fails, RankError for a plan that does, StructureError.
+    """
+    if any(question.update is not None for question in questions):
+        preload(["torch._dynamo"], timeout_s)  # every optimiser imports it: 0.6 s in each rank
+    try:
+        return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
+    except RankError as error:
+        if not isinstance(questions[0].function, bytes):
+            raise
+        where = f" on {questions[0].mesh}" if questions[0].mesh.axes else ""
+        raise FunctionError(f"the torch function failed{where}: {error.reason}", hint=error.hint) from None
+
+
+def seen(question: Question, timeout_s: float) -> list[Seen]:
+    """What the redistributions of such a run were given, and the cotangents of what they made."""
+    try:
+        return merged(run_ranks(question.mesh.n_devices, _seen, question, timeout_s=timeout_s))
+    except RankError as error:
+        raise FunctionError(error.reason, hint=error.hint) from None
+
+
+def by_rank(
+    items: Sequence[Any], function: Callable[..., list[Any]], *args: Any, timeout_s: float
+) -> list[tuple[Any, ...]]:
+    """For every item, the results of all ranks; ranks start once per number of devices.
+
+    items: have a `mesh`. function: called on each rank with the items of its world, and `args`; returns a
+    result per item.
+    """
+    results: dict[int, tuple[Any, ...]] = {}
+    for n in sorted({item.mesh.n_devices for item in items}):
+        numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
+        ranks = on_ranks(n, function, [items[i] for i in numbers], *args, timeout_s=timeout_s)
+        results |= dict(zip(numbers, zip(*ranks, strict=True), strict=True))
+    return [results[i] for i in range(len(items))]
+
+
+def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+    """The results of a function, by rank: on new ranks, or on a launcher's ranks, which all call this."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return run_ranks(n, function, *args, timeout_s=timeout_s)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    results: list[Any] = [None] * n
+    dist.all_gather_object(results, function(*args))
+    return results
+
+
+def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
+    """The answers of all ranks as one. Of every collective the busiest rank counts, as in a plan."""
+    for part in parts:
+        if isinstance(part, StructureError):
+            raise part
+    answers, forward, backward = zip(*parts, strict=True)  # type: ignore[misc]
+    first: Answer = answers[0]
+    merged_answer = replace(
+        first,
+        outputs=_by_device([answer.outputs for answer in answers]),
+        gradients=None if first.gradients is None else _by_device([a.gradients for a in answers]),
+        updated=_by_device([answer.updated for answer in answers]),
+        cotangents=_by_device([answer.cotangents for answer in answers]),
+    )
+    if first.seconds is None:
+        return merged_answer
+    n_bytes = [sum(map(max, zip(*ranks, strict=True))) for ranks in (forward, backward)]
+    seconds = max(answer.seconds for answer in answers)
+    return replace(merged_answer, forward_bytes=n_bytes[0], backward_bytes=n_bytes[1], seconds=seconds)
+
+
+def _by_device(parts: Sequence[Mapping[Any, Devices]]) -> dict[Any, Devices]:
+    return {key: tuple(block for part in parts for block in part[key]) for key in parts[0]}
+
+
+def answer_all(questions: Sequence[Question]) -> list[RankAnswer | StructureError]:
+    """This rank's answers."""
+    return [
+        _answer(question) if isinstance(question.function, bytes) else _answer_plan(question)
+        for question in questions
+    ]
+
+
+def _seen(question: Question) -> list[Seen]:
+    with replicas.watched(Recorder(lambda x: array_of(x.detach().clone().contiguous()))) as recorder:
+        _answer(question)
+    return recorder.seen
+
+
+def _call(packed: bytes) -> Any:
+    function, arguments = pickle.loads(packed)
+    return function(*arguments)
+
+
+def _answer_plan(question: Question) -> RankAnswer:
+    """A plan on this rank's blocks, measured."""
     rank = dist.get_rank()
-    cotangent, *given = (tensor_of(blocks[rank]) for blocks in (task.cotangents, *task.operands))
+    cotangent, *blocks = (tensor_of(array[rank]) for array in (question.cotangents, *question.inputs))
     with Meter() as forward:
-        output, pull = _forward(task.plan, given)
+        output, pull = _forward(question.plan, blocks)
     with Meter() as backward:
         gradients = pull(cotangent)
     dist.barrier()
     start = time.perf_counter()
-    _forward(task.plan, given)[1](cotangent)
+    _forward(question.plan, blocks)[1](cotangent)
     seconds = time.perf_counter() - start
-    blocks = array_of(output), [array_of(gradient) for gradient in gradients]
-    return RankOutcome(*blocks, forward.received, backward.received, seconds)
+    pulled = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
+    answer = Answer({OUTPUT: (array_of(output),)}, pulled, seconds=seconds)
+    return answer, forward.received, backward.received
 
 
 def _forward(
-    plan: Plan | ContractionPlan, given: list[Tensor]
+    plan: Plan | ContractionPlan, blocks: list[Tensor]
 ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
     """The output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
 
-    def run(*blocks: Tensor) -> Tensor:
+    def run(*operands: Tensor) -> Tensor:
         if isinstance(plan, ContractionPlan):
-            return as_tensor(einsum(plan, *blocks, mesh=plan.mesh))
-        return redistribute(blocks[0], plan, plan.mesh)
+            return as_tensor(einsum(plan, *operands, mesh=plan.mesh))
+        return redistribute(operands[0], plan, plan.mesh)
 
-    if isinstance(plan, Plan) and not (given[0].dtype.is_floating_point or given[0].dtype.is_complex):
-        pull = lower(plan.backward, process_mesh(plan.mesh), given[0].device)
-        return run(*given), lambda cotangent: [pull(cotangent)]
-    leaves = [x.clone().requires_grad_() for x in given]
+    if isinstance(plan, Plan) and not (blocks[0].dtype.is_floating_point or blocks[0].dtype.is_complex):
+        pull = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
+        return run(*blocks), lambda cotangent: [pull(cotangent)]
+    leaves = [x.clone().requires_grad_() for x in blocks]
     y = run(*leaves)
     return y.detach(), lambda cotangent: torch.autograd.grad(y, leaves, cotangent)
 
 
-def _outcome(parts: Sequence[RankOutcome]) -> Outcome:
-    """All ranks together; of every collective the busiest rank counts, as in a plan."""
-    forward, backward = (
-        sum(map(max, zip(*counts, strict=True)))
-        for counts in ([p.forward_bytes for p in parts], [p.backward_bytes for p in parts])
+def _answer(question: Question) -> RankAnswer | StructureError:
+    """A user's function on this rank's blocks; an error on one rank is returned on all."""
+    rank = dist.get_rank()
+    inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
+    named: dict[str, Tensor] | StructureError
+    try:
+        named = _checked(named_outputs(returned, question.results, "torch"))
+    except StructureError as error:
+        named = error
+    is_misshapen = _agreed(named, question)
+    if isinstance(is_misshapen, StructureError):
+        return is_misshapen
+    assert not isinstance(named, StructureError)
+    outputs = {name: (array_of(y.detach()),) for name, y in named.items()}
+    if is_misshapen:
+        return Answer(outputs, None), [], []
+    cotangents = _cotangents(named, question, rank)
+    pulled = [name for name in cotangents if named[name].requires_grad]
+    pulled_back = (
+        torch.autograd.grad(
+            [named[name] for name in pulled],
+            [inputs[i] for i in question.differentiable],
+            [tensor_of(cotangents[name]) for name in pulled],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        if pulled
+        else [torch.zeros_like(inputs[i]) for i in question.differentiable]
     )
-    return Outcome(
-        tuple(p.output for p in parts),
-        tuple(gradient for each in zip(*(p.gradients for p in parts), strict=True) for gradient in each),
-        forward,
-        backward,
-        max(p.seconds for p in parts),
+    gradients = dict(zip(question.differentiable, pulled_back, strict=True))
+    answer = Answer(
+        outputs,
+        {i: (array_of(gradient),) for i, gradient in gradients.items()},
+        {} if question.update is None else _updated(question.update, inputs, gradients),
+        {} if question.results else {name: (block,) for name, block in cotangents.items()},
+        numbered(returned),
+        _derivatives(question, gradients, cotangents) if question.differences else {},
     )
+    return answer, [], []
+
+
+def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Tree]:
+    """Leaves of autograd with the values of the blocks, and what the function returns for them."""
+    # Each rank has its own copy, which the function may write to.
+    inputs = [tensor_of(block).clone() for block in blocks]
+    for i in question.differentiable:
+        inputs[i].requires_grad_()
+    assert isinstance(question.function, bytes)
+    function, _ = pickle.loads(question.function)
+    try:
+        return inputs, called(function, mapped(inputs.__getitem__, question.arguments), question.mesh)
+    except BaseException as error:
+        rank = dist.get_rank()
+        error.add_note(f"on device {rank} of {question.mesh}: {question.mesh.place(rank)}")
+        raise
+
+
+def _derivatives(
+    question: Question, gradients: dict[int, Tensor], cotangents: dict[str, Block]
+) -> Derivatives:
+    def loss(blocks: Sequence[Block]) -> float:
+        named = named_outputs(_returned(question, blocks)[1], None, "torch")
+        return sum(float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items())
+
+    values = {i: (array_of(gradient),) for i, gradient in gradients.items()}
+    return derivatives(loss, [block for (block,) in question.inputs], values)
+
+
+def _checked(outputs: dict[str, Any]) -> dict[str, Tensor]:
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor):
+            raise StructureError(f"{name} of the torch function is a {type(value).__name__}, not a tensor")
+    return outputs
+
+
+def _agreed(named: dict[str, Tensor] | StructureError, question: Question) -> bool | StructureError:
+    """True if some rank has a block that its cotangent does not fit, or the error: the same on all ranks."""
+    mine: bool | StructureError
+    if isinstance(named, StructureError):
+        mine = named
+    else:
+        mine = question.results is not None and any(
+            result.cotangents is not None
+            and tuple(named[name].shape) != result.cotangents[dist.get_rank()].shape
+            for name, result in question.results.items()
+        )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    errors = [each for each in everyone if isinstance(each, StructureError)]
+    return errors[0] if errors else any(everyone)
+
+
+def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> dict[str, Block]:
+    if question.results is None:
+        kinds = {name: y.is_floating_point() or y.is_complex() for name, y in outputs.items()}
+        return {
+            name: draw(i, y.shape, array_of(y.detach()).dtype)
+            for i, (name, y) in enumerate(outputs.items())
+            if kinds[name]
+        }
+    return {
+        name: result.cotangents[rank].astype(array_of(outputs[name].detach()).dtype)
+        for name, result in question.results.items()
+        if result.cotangents is not None
+    }
+
+
+def _updated(update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> dict[int, Devices]:
+    """The values after one step of the user's optimiser."""
+    values = [inputs[i].detach().clone().requires_grad_() for i in update.arrays]
+    for i, value in zip(update.arrays, values, strict=True):
+        value.grad = gradients[i]
+    make: Callable[[list[Tensor]], torch.optim.Optimizer] = pickle.loads(update.function)[0]
+    make(values).step()
+    return {i: (array_of(value.detach()),) for i, value in zip(update.arrays, values, strict=True)}

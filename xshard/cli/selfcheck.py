@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,12 +13,50 @@ from xshard.cli.selfcheck_table import Row, Section, print_sections
 from xshard.layout import Mesh
 from xshard.pictures.console import console, print_error
 from xshard.planner import plan as make_plan
-from xshard.runtimes.examples import EXAMPLES, Example
 from xshard.runtimes.processes import FunctionError
-from xshard.runtimes.registry import RUNTIMES, Runtime, choose
-from xshard.runtimes.tasks import Outcome, Task, make_task, run_reference
+from xshard.testing.plans import answer_in_numpy, plan_question
+from xshard.testing.question import Answer
+from xshard.testing.runtimes import RUNTIMES, Runtime, choose
 
 _NAMES = ",".join(runtime.name for runtime in RUNTIMES)
+
+
+class Example(NamedTuple):
+    """An expression, its name in other systems, and a mesh to run it on.
+
+    lengths: the `shape` of an array, or the `sizes` of a contraction.
+    """
+
+    expression: str
+    elsewhere: str
+    mesh: Mesh
+    lengths: dict[str, Any]
+
+
+# The rows of the notation's table, and three on orders and means: four devices run them within seconds.
+EXAMPLES = (
+    Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", Mesh(cp=4), {"shape": (2, 16, 8)}),
+    Example("b s/zigzag(cp) c -> b s c/cp", "the zigzag all-to-all", Mesh(cp=4), {"shape": (2, 16, 8)}),
+    Example("b s/zigzag(cp) c -> b s/cp c", "zigzag to contiguous", Mesh(cp=4), {"shape": (2, 16, 8)}),
+    Example("n/dp d -> n d", "all-gather, gradients identical", Mesh(dp=4), {"shape": (12, 8)}),
+    Example("n/dp d -> n d | copy(dp)", "all-gather, gradients summed", Mesh(dp=4), {"shape": (12, 8)}),
+    Example("n d | sum(tp) -> n/tp d", "reduce-scatter", Mesh(tp=4), {"shape": (12, 8)}),
+    Example("n d | sum(tp) -> n d", "all-reduce, identity backward", Mesh(tp=4), {"shape": (12, 8)}),
+    Example("n d -> n d | copy(tp)", "identity, all-reduce backward", Mesh(tp=4), {"shape": (12, 8)}),
+    Example("n/x/y d -> n/y/x d", "a permutation of devices", Mesh(x=2, y=2), {"shape": (12, 8)}),
+    Example("b h/sp w -> b h/sp:halo(1,1) w", "halo exchange", Mesh(sp=4), {"shape": (2, 16, 4)}),
+    Example("b h/sp:halo(1,1) w -> b h/sp w", "trim", Mesh(sp=4), {"shape": (2, 16, 4)}),
+    Example("b s/zigzag(cp) -> b s/zigzag(cp):halo(3,0)", "a causal halo", Mesh(cp=4), {"shape": (2, 64)}),
+    Example(
+        "n d | mean(dp,tp) -> n/(dp,tp) d", "mean of gradients, sharded", Mesh(dp=2, tp=2), {"shape": (12, 8)}
+    ),
+    Example(
+        "b s/tp d, d f/tp -> b s f/tp",
+        "sequence and tensor parallel (Megatron)",
+        Mesh(tp=4),
+        {"sizes": {"b": 2, "s": 16, "d": 4, "f": 8}},
+    ),
+)
 
 
 def selfcheck(
@@ -44,23 +82,20 @@ def selfcheck(
     examples = _examples(expression, every, mesh, shape, sizes)
     names = [name for name in map(str.strip, runtime.split(",")) if name]
     runtimes = choose(names, [example.mesh for example in examples])
-    tasks = [make_task(make_plan(e.expression, e.mesh, dtype=dtype, **e.lengths)) for e in examples]
-    rows, failures = _ask(runtimes, tasks, timeout)
-    sections = [
-        Section(task, example.elsewhere, tuple(found))
-        for example, task, found in zip(examples, tasks, rows, strict=True)
-    ]
+    plans = [make_plan(e.expression, e.mesh, dtype=dtype, **e.lengths) for e in examples]
+    sections = [Section(plan_question(p), e.elsewhere, []) for p, e in zip(plans, examples, strict=True)]
+    failures = _run(runtimes, sections, timeout)
     print_sections(sections, console())
     for failure in failures:
         print_error(failure)
-    if not all(row.agrees for found in rows for row in found):
+    if not all(row.agrees for section in sections for row in section.rows):
         raise typer.Exit(1)
 
 
 def _examples(
     expression: str, every: bool, mesh: str | None, shape: str | None, sizes: str | None
 ) -> tuple[Example, ...]:
-    """What to verify. Raises BadParameter where the options contradict or lack one another."""
+    """The expressions to check. Raises BadParameter where the options contradict or lack one another."""
     if every:
         if expression or (mesh, shape, sizes) != (None,) * 3:
             raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
@@ -70,29 +105,27 @@ def _examples(
     return (Example(expression, "", Mesh.parse(mesh), lengths_of_arrays(expression, shape, sizes)),)
 
 
-def _ask(
-    runtimes: Sequence[Runtime], tasks: Sequence[Task], timeout_s: float
-) -> tuple[list[list[Row]], list[FunctionError]]:
-    """Per task, a row for every runtime that can take it; and the errors of runtimes that failed."""
-    expected = [run_reference(task) for task in tasks]
-    rows: list[list[Row]] = [[] for _ in tasks]
+def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float) -> list[FunctionError]:
+    """Add a row per runtime to each section whose mesh it takes -> errors of runtimes that failed."""
+    questions = [section.question for section in sections]
+    expected = list(map(answer_in_numpy, questions))
     failures: list[FunctionError] = []
-    taken = {r.name: [i for i, task in enumerate(tasks) if r.takes(task.plan.mesh)] for r in runtimes}
+    taken = {r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)] for r in runtimes}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     out = console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         bar = progress.add_task("", total=sum(map(len, taken.values())))
         # One after the other: their times are measured, and should not disturb each other.
         for runtime in runtimes:
-            mine = taken[runtime.name]
+            numbers = taken[runtime.name]
             progress.update(bar, description=runtime.name)
-            outcomes: list[Outcome | None] = [None] * len(mine)
+            answers: list[Answer | None] = [None] * len(numbers)
             try:
-                outcomes[:] = runtime.run([tasks[i] for i in mine], timeout_s)
+                answers[:] = runtime.answers([questions[i] for i in numbers], timeout_s)
             except FunctionError as failure:
                 failures.append(failure)
-            for i, outcome in zip(mine, outcomes, strict=True):
-                verdict = None if outcome is None else runtime.judge(tasks[i], outcome, expected[i])
-                rows[i].append(Row(runtime.name, outcome, verdict))
-            progress.advance(bar, len(mine))
-    return rows, failures
+            for i, answer in zip(numbers, answers, strict=True):
+                verdict = None if answer is None else runtime.judge(questions[i], answer, expected[i])
+                sections[i].rows.append(Row(runtime.name, answer, verdict))
+            progress.advance(bar, len(numbers))
+    return failures

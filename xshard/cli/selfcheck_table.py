@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -15,8 +15,8 @@ from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
 from xshard.plans import table
-from xshard.runtimes.tasks import Outcome, Task
-from xshard.runtimes.verdict import Verdict
+from xshard.testing.plans import Verdict, backward_bytes
+from xshard.testing.question import Answer, Question
 
 _HEAD = (
     "runtime",
@@ -29,12 +29,11 @@ _HEAD = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """The outcome of one task on one runtime, and how far it is off; None if it failed."""
+class Row(NamedTuple):
+    """The answer of one runtime to one question, and its errors; None if it failed."""
 
     runtime: str
-    outcome: Outcome | None = None
+    answer: Answer | None = None
     verdict: Verdict | None = None
 
     @property
@@ -42,18 +41,17 @@ class Row:
         return self.verdict is not None and self.verdict.agrees
 
 
-@dataclass(frozen=True)
-class Section:
-    """The rows of one task; `elsewhere` is what the plan is called in other systems."""
+class Section(NamedTuple):
+    """The rows of one question. elsewhere: the plan's name in other systems."""
 
-    task: Task
+    question: Question
     elsewhere: str
-    rows: tuple[Row, ...]
+    rows: list[Row]
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
     """A heading, every section under its expression, and a summary."""
-    cells = [[_cells(section.task, row) for row in section.rows] for section in sections]
+    cells = [[_cells(section.question, row) for row in section.rows] for section in sections]
     # One table to the eye: tables of equal column widths with a line of text between them.
     heads = tuple(Text(head, style="bold") for head in _HEAD)
     columns = zip(heads, *chain(*cells), strict=True)
@@ -62,7 +60,7 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
     for section, rows in zip(sections, cells, strict=True):
         elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
         out.print()
-        plan = section.task.plan
+        plan = section.question.plan
         title = contractions.title(plan) if isinstance(plan, ContractionPlan) else table.title(plan)
         out.print(Text.assemble((title, "bold cyan"), elsewhere), soft_wrap=True)
         out.print(_table(widths, rows))
@@ -79,17 +77,17 @@ def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
     return made
 
 
-def _cells(task: Task, row: Row) -> tuple[Text, ...]:
+def _cells(question: Question, row: Row) -> tuple[Text, ...]:
     name = Text(row.runtime)
-    if row.outcome is None or row.verdict is None:
+    if row.answer is None or row.verdict is None:
         return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
-    seconds = row.outcome.seconds
+    plan, seconds = question.plan, row.answer.seconds
     return (
         name,
         _difference(row.verdict.forward),
         _difference(row.verdict.backward),
-        _bytes(row.outcome.forward_bytes, task.plan.bytes_received),
-        _bytes(row.outcome.backward_bytes, task.backward_bytes),
+        _bytes(row.answer.forward_bytes, plan.bytes_received),
+        _bytes(row.answer.backward_bytes, backward_bytes(plan)),
         Text("-" if seconds is None else format_seconds(seconds)),
         Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
     )
@@ -107,7 +105,7 @@ def _bytes(measured: int | None, planned: int | None) -> Text:
 
 def _summary(sections: Sequence[Section]) -> Text:
     rows = [row for section in sections for row in section.rows]
-    failed = sum(row.outcome is None for row in rows)
+    failed = sum(row.answer is None for row in rows)
     different = len(rows) - failed - sum(row.agrees for row in rows)
     taken = Counter(row.runtime for row in rows)  # not every runtime knows every mesh
     names = [name if n == len(sections) else f"{name} ({n} of them)" for name, n in taken.items()]

@@ -190,20 +190,11 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile as text; in a file, `profile_files.load_profile` reads it back."""
-        data = {
-            "name": self.name,
-            "source": self.source,
-            "launch_s": dict(self.launch_s),
-            "copy_bytes_per_s": None if math.isinf(self.copy_bytes_per_s) else self.copy_bytes_per_s,
-            "default": asdict(self.default),
-            "node_devices": self.node_devices,
-            "across": None if self.across is None else asdict(self.across),
-            "axes": {axis: asdict(link) for axis, link in self.axes},
-            "inside": dict(self.inside),
-            "rounds": self.rounds,
-            "flops_per_s": dict(self.flops_per_s),
-            "disk": None if self.disk is None else asdict(self.disk),
-        }
+        data = asdict(self)
+        for pairs in ("launch_s", "axes", "inside", "flops_per_s"):
+            data[pairs] = dict(data[pairs])
+        if math.isinf(self.copy_bytes_per_s):
+            data["copy_bytes_per_s"] = None
         return json.dumps(data, indent=2) + "\n"
 
 
@@ -223,7 +214,8 @@ class Fabric:
         """Predicted time of a step of a kind on the busiest device."""
         total = self.profile.copied(traffic) * itemsize / self.profile.copy_bytes_per_s
         if kind not in LOCAL:
-            total += self._launches.get(kind, self._other) * self.profile.launches(kind, traffic)
+            launch_s = self._launches.get(kind, self._launches.get("other", 0.0))
+            total += launch_s * self.profile.launches(kind, traffic)
         for hop in traffic.hops:
             link, way = self.link(hop), 1.0
             if link.topology == "ring" and kind in DIRECT:
@@ -258,10 +250,6 @@ class Fabric:
     @cached_property
     def _launches(self) -> dict[str, float]:
         return dict(self.profile.launch_s)
-
-    @cached_property
-    def _other(self) -> float:
-        return self._launches.get("other", 0.0)
 
 
 @lru_cache(maxsize=256)

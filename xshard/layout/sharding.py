@@ -75,7 +75,7 @@ class Sharding(Pictured):
         return Sharding(layout, self.mesh, self.shape)
 
     def in_order(self, names: Sequence[str]) -> Sharding:
-        """That of the array with its dims in the order of `names`."""
+        """The sharding of the array with its dims in the order of `names`."""
         if tuple(names) == self.layout.names:
             return self
         lengths = dict(zip(self.layout.names, self.shape, strict=True))
@@ -133,13 +133,11 @@ class Sharding(Pictured):
     @cached_property
     def _lengths(self) -> tuple[tuple[int, bool], ...]:
         return tuple(
-            self._held_length(d) if dim.overlap else block_length(dim, n, self.mesh.sizes_of(dim.axes))
+            (max(held := self.local_sizes[d]), len(set(held)) == 1)
+            if dim.overlap
+            else block_length(dim, n, self.mesh.sizes_of(dim.axes))
             for d, (dim, n) in enumerate(zip(self.layout.dims, self.shape, strict=True))
         )
-
-    def _held_length(self, dim: int) -> tuple[int, bool]:
-        lengths = set(map(n_rows, self.holders(dim)))
-        return max(lengths), len(lengths) == 1
 
     @cached_property
     def even_cuts(self) -> EvenCuts | None:

@@ -1,7 +1,4 @@
-"""torch and JAX: what must be installed, and which process runs their functions with which settings.
-
-Decides the environment of a process. What it is asked is in `registry`, `calibrate` and `xshard.testing`.
-"""
+"""torch and JAX: the packages they need, and the processes that run their functions, with which settings."""
 
 from __future__ import annotations
 
@@ -29,22 +26,19 @@ class NoRuntimeError(XshardError):
 
 @dataclass(frozen=True)
 class Backend:
-    """A framework that runs plans.
+    """A framework that runs plans, by functions of its bridge's room `testing`.
 
-    package: what must be installed, also the name of the extra that brings it.
-    worker, timing, products: the functions that run tasks, that measure plans, and matrix products.
-    devices: what its devices are. rounds: see `Profile`.
-    environment: number of devices -> the variables that a process needs to have them. world: the variable
-    in which a launcher tells a rank how many there are.
+    package: what must be installed, also the name of the extra that brings it. devices: its devices in words.
+    rounds: see `Profile`. environment: number of devices -> the variables that a process needs to have them.
+    modes: the ways in which it runs a program on its devices. world: the variable in which a launcher says
+    how many ranks there are.
     """
 
     package: str
-    worker: str
-    timing: str
-    products: str
     devices: str
     rounds: bool
     environment: Callable[[int], dict[str, str]]
+    modes: tuple[str, ...]
     world: str = ""
 
     def check_installed(self, way_out: str = "") -> None:
@@ -55,11 +49,16 @@ class Backend:
 
     @property
     def is_launched(self) -> bool:
-        """Whether this process is one of several ranks that a launcher has started."""
+        """True if this process is one of several ranks that a launcher has started."""
         return int(os.environ.get(self.world, "1")) > 1
 
-    def ask(self, n_devices: int, function: str, *arguments: Any, timeout_s: float) -> Any:
-        """What a function returns in the process with these devices; in this one if it is launched."""
+    def function(self, name: str) -> str:
+        """The full name of a function of the bridge's kit, as in "worker.answers"."""
+        return f"{self.package}_bridge.testing.{name}"
+
+    def ask(self, n_devices: int, name: str, *arguments: Any, timeout_s: float) -> Any:
+        """Call a function of the kit in the process with these devices; in this process if it is launched."""
+        function = self.function(name)
         if self.is_launched:
             return resolve_name(function)(*arguments, timeout_s)
         return self.process(n_devices).ask(function, *arguments, timeout_s=timeout_s, quiet=True)
@@ -73,22 +72,18 @@ class Backend:
 BACKENDS = {
     "torch": Backend(
         "torch",
-        "torch_bridge.testing.worker.run_tasks",
-        "torch_bridge.testing.timing.seconds_of_plans",
-        "torch_bridge.testing.timing.seconds_of_products",
         "gloo processes",
         rounds=False,
         environment=lambda n: {},  # ranks are forked
+        modes=("",),
         world="WORLD_SIZE",
     ),
     "jax": Backend(
         "jax",
-        "jax_bridge.testing.worker.run_tasks",
-        "jax_bridge.testing.timing.seconds_of_plans",
-        "jax_bridge.testing.timing.seconds_of_products",
         "host devices of one process",
         rounds=True,
         environment=lambda n: {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)},
+        modes=("vma", "novma", "pmap"),
     ),
 }
 
@@ -101,20 +96,18 @@ def backend_named(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def torch_process(preload: Sequence[str] = ()) -> Process:
-    """The process of the kit that forks gloo ranks, which then have the modules `preload` imported.
+def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
+    """The process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it.
 
+    preload: modules that ranks of torch have imported when they begin.
     Raises NoRuntimeError; FunctionError for a module that cannot be imported.
     """
-    process = BACKENDS["torch"].process(host_devices())
-    if preload:
-        process.ask("torch_bridge.testing.equivalence.preload", tuple(preload), timeout_s=_IMPORT_S)
-    return process
-
-
-def jax_process() -> Process:
-    """The process of the kit in which JAX has host devices. Raises NoRuntimeError."""
-    backend, n = BACKENDS["jax"], host_devices()
+    backend, n = BACKENDS[name], host_devices()
+    if name == "torch":
+        process = backend.process(n)
+        if preload:
+            process.ask(backend.function("worker.preload"), tuple(preload), timeout_s=_IMPORT_S)
+        return process
     backend.check_installed()
     settings = {
         # Two programs at once need a thread for each of their devices: with fewer they wait for
@@ -122,15 +115,15 @@ def jax_process() -> Process:
         "PJRT_NPROC": str(max(64, 2 * n)),
         "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip(),
     }
-    return running("jax", backend.environment(n) | settings)
+    return running(name, backend.environment(n) | settings)
 
 
 def host_devices() -> int:
-    """The most devices that a mesh of the kit has: 16, or what the environment says."""
-    given = os.environ.get(HOST_DEVICES, "16")
-    if not given.isdecimal() or int(given) < 1:
-        raise MeshError(f"{HOST_DEVICES}={given!r} in the environment is no number of devices")
-    return int(given)
+    """The most devices that a mesh of the kit has: 16, or the number in the environment."""
+    text = os.environ.get(HOST_DEVICES, "16")
+    if not text.isdecimal() or int(text) < 1:
+        raise MeshError(f"{HOST_DEVICES}={text!r} in the environment: a number of devices is due")
+    return int(text)
 
 
 def check_size(n: int) -> None:

@@ -92,7 +92,7 @@ def measure_flops(
 ) -> tuple[tuple[str, float], ...]:
     """Floating point operations per second of a device in matrix products, by dtype; all devices compute."""
     request = n_devices, ROWS, PRODUCTS, rounds
-    seconds = backend.ask(n_devices, backend.products, *request, timeout_s=timeout_s)
+    seconds = backend.ask(n_devices, "timing.seconds_of_products", *request, timeout_s=timeout_s)
     return tuple((dtype, float(f"{2 * ROWS**3 / s:.4g}")) for dtype, s in zip(PRODUCTS, seconds, strict=True))
 
 
@@ -116,7 +116,7 @@ def measure(
         progress(len(seconds), len(plans))
         mine = order[first::batches]
         batch = [plans[i] for i in mine]
-        times = backend.ask(n_devices, backend.timing, batch, rounds, timeout_s=timeout_s)
+        times = backend.ask(n_devices, "timing.seconds_of_plans", batch, rounds, timeout_s=timeout_s)
         seconds.update(zip(mine, times, strict=True))
     progress(len(seconds), len(plans))
     return [seconds[i] for i in range(len(plans))]

@@ -44,19 +44,6 @@ class Path(NamedTuple):
         return round(self.seconds + seconds, 15), held, self.plainness + plainness
 
 
-class Left(NamedTuple):
-    """The least that any path from a state must still spend.
-
-    seconds: total. arrives: the part for elements received. received: these elements.
-    is_exact: an exchange straight to the goal receives no more.
-    """
-
-    seconds: float
-    arrives: float
-    received: int
-    is_exact: bool
-
-
 @dataclass(frozen=True)
 class Search:
     """Cheapest-first search over a space.
@@ -211,7 +198,8 @@ class Search:
         if self.space.block(move.after) > self._largest:
             return None
         if best is not None:
-            least = path.seconds + self._least(move, state)
+            step_s = self._least_exchange if move.kind == "exchange" else self._least_step
+            least = path.seconds + (0.0 if move.kind in LOCAL else step_s)
             if least > best.seconds or least + self._remaining(move.after) > best.seconds:
                 return None
         if move.kind == "permute" and not self._permutes(state, move.after):
@@ -229,27 +217,6 @@ class Search:
             (*path.moves, (state, move)),
         )
 
-    def _least(self, move: Move, state: State) -> float:
-        """Seconds that a move takes at least, known without pricing it."""
-        if move.kind in LOCAL:
-            return 0.0
-        if move.kind != "exchange":
-            return self._least_step
-        if set(move.after.sums) - set(state.sums):
-            return self._least_exchange  # devices may contribute without sending
-        # It unpacks all of the new block, and receives at least the elements beyond the old block's size.
-        before, after = self.space.block(state), self.space.block(move.after)
-        here, there = self._left(state), self._left(move.after)
-        received = max(0, after - before)
-        arrives = received / self._fastest * self.space.itemsize
-        if here.is_exact and there.is_exact:
-            # All elements between here and the goal are received now or later.
-            received = max(received, here.received - there.received)
-            arrives = max(arrives, here.arrives - there.arrives)
-        profile = self.space.profile
-        copied = after + (received if profile.rounds else after)
-        return self._least_exchange + arrives + copied * self.space.itemsize / profile.copy_bytes_per_s
-
     def _permutes(self, state: State, after: State) -> bool:
         """Whether both states have the same blocks: known for even cuts, looked up for others."""
         space = self.space
@@ -263,31 +230,27 @@ class Search:
         return True
 
     def _remaining(self, state: State) -> float:
-        """Seconds that any path from a state must still spend."""
-        return self._left(state).seconds
-
-    def _left(self, state: State) -> Left:
-        known = self._lefts.get(state)
+        """A lower bound for the seconds of any path from a state to the goal."""
+        known = self._known_remaining.get(state)
         if known is None:
-            known = self._lefts[state] = self._new_left(state)
+            known = self._known_remaining[state] = self._least_seconds(state)
         return known
 
-    def _new_left(self, state: State) -> Left:
+    def _least_seconds(self, state: State) -> float:
         space, links = self.space, self.space.fabric.links
-        (received, is_exact), crossing = space.least_received(state), space.least_crossing(state)
+        received, crossing = space.least_received(state), space.least_crossing(state)
         if not received:
-            return Left(0.0, 0.0, 0, is_exact)
+            return 0.0
         # The slowest links may be busiest at another device than the others: steps wait for both.
         waits = links[0].latency_s if crossing else self._least_latency
         far, near = crossing / links[0].bytes_per_s, max(0.0, received - crossing) / self._fastest
         if links[0].topology == "port":  # it may carry less than the busiest device receives over it
             near = max(0.0, received / self._fastest - far)
-        arrives = (far + near) * space.itemsize
-        return Left(self._least_launch + waits + arrives, arrives, received, is_exact)
+        return self._least_launch + waits + (far + near) * space.itemsize
 
     @cached_property
-    def _lefts(self) -> dict[State, Left]:
-        return self.space.tables.lefts.setdefault(self.space.goal_state, {})
+    def _known_remaining(self) -> dict[State, float]:
+        return self.space.tables.remaining.setdefault(self.space.goal_state, {})
 
     def _least_peak_bytes(self) -> int:
         """The smallest peak of any path: the limit is lowered until no path is left."""

@@ -24,14 +24,14 @@ Cuts = tuple[tuple[int, ...], ...]  # per dim, the axes that cut it, outermost f
 
 @dataclass(frozen=True)
 class Tables:
-    """Facts about states and moves, by the numbers of shards in a space; lefts: by goal, then by state."""
+    """Facts about states and moves, by the numbers of shards; `remaining`: by goal, then by state."""
 
     lengths: dict[Any, tuple[int, bool]] = field(default_factory=dict)
     blocks: dict[Any, int] = field(default_factory=dict)
     regular: dict[Any, bool] = field(default_factory=dict)
     roles: dict[Any, dict[int, Any]] = field(default_factory=dict)
     costs: dict[Any, Any] = field(default_factory=dict)
-    lefts: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+    remaining: dict[Any, dict[Any, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -143,16 +143,14 @@ class Space:
             self.tables.blocks[state.cuts] = known
         return known
 
-    def least_received(self, state: State) -> tuple[int, bool]:
-        """Fewest elements that the busiest device must receive until the goal; True if an exchange does."""
+    def least_received(self, state: State) -> int:
+        """Fewest elements that the busiest device must receive on any path from a state to the goal."""
         goal = self.goal_state
         if state.sums != goal.sums:
-            return self._least_reduced(state), False
+            return self._least_reduced(state)
         even = self._even_exchange(state, goal)
-        if even is not None:
-            return even.received, True
         # Uneven blocks would have to be compared one by one, too slow for a bound.
-        return max(0, self.block(goal) - self.block(state)), False
+        return max(0, self.block(goal) - self.block(state)) if even is None else even.received
 
     def _least_reduced(self, state: State) -> int:
         """Elements that devices must receive on average if a sum ends: see `bounds.total_elements`."""

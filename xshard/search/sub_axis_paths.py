@@ -106,7 +106,7 @@ def _least_seconds(space: Space, needs: Needs) -> float:
     seconds = profile.launch("permute") + (links[0].latency_s if space.least_crossing(start) else least)
     if any(n > 1 for n in needs[1]) or not _cuts_further(needs):
         seconds += profile.launch("all_gather") + least
-    received = space.least_received(start)[0] * space.itemsize
+    received = space.least_received(start) * space.itemsize
     return seconds + received / max(link.bytes_per_s for link in links)
 
 
@@ -221,15 +221,18 @@ def _cheapest(
     best: SubAxisPath | None = None
     for landed in gathers:
         there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
-        orders = [_gathered(there, landed, order) for order in permutations(_cut_dims(landed))]
+        orders = [
+            _gathered(there, landed, order)
+            for order in permutations(d for d, cut in enumerate(landed) if cut)
+        ]
         priced = [_priced(space, moves, limit) for moves in orders]
         last = min(range(len(orders)), key=lambda i: priced[i])
         for sliced in slices:
-            first = _sliced(start, sliced)
-            here = first[-1][1].after if first else start
+            here = State(tuple(map(tuple.__add__, start.cuts, sliced)), start.sums)
             if here == there or priced[last] >= seconds:
                 continue
-            first = (*first, (here, Move("permute", (), there)))
+            slicing: Moves = ((start, Move("slice", sliced, here)),) if any(sliced) else ()
+            first = (*slicing, (here, Move("permute", (), there)))
             total = _priced(space, first, limit) + priced[last]
             if total < seconds * (1 - LEAST_GAIN):
                 best, seconds = SubAxisPath(total, space, (*first, *orders[last])), total
@@ -255,17 +258,6 @@ def _new_cuts(space: Space, free: Sequence[int], needs: Sequence[int]) -> Iterat
             alike.add(kinds)
             for others in _new_cuts(space, [a for a in free if a not in cut], needs[1:]):
                 yield (cut, *others)
-
-
-def _cut_dims(cuts: Cuts) -> list[int]:
-    return [d for d, cut in enumerate(cuts) if cut]
-
-
-def _sliced(start: State, cuts: Cuts) -> Moves:
-    if not _cut_dims(cuts):
-        return ()
-    after = State(tuple(map(tuple.__add__, start.cuts, cuts)), start.sums)
-    return ((start, Move("slice", cuts, after)),)
 
 
 def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:

@@ -41,12 +41,12 @@ class Step(ABC):
     def after(self, before: Sharding) -> Sharding:
         """The sharding that the step leads to. Raises PlanError if the step does not apply."""
 
-    @abstractmethod
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        """The traffic of the step in elements; `xshard/cost/` turns it into seconds.
+        """The traffic of the step in elements: by default, of a local step that copies its result.
 
         spans: the links along every axis, the slowest first; without them all links are equal.
         """
+        return Traffic(copied=self.after(before).max_local_size)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         """Who sends whom how much: `traffic` of every pair of devices. A local step sends nothing."""

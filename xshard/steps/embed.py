@@ -25,7 +25,6 @@ from xshard.steps.base import (
     with_tag,
     without_inner,
 )
-from xshard.steps.traffic import LinkSpans, Traffic
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,6 @@ class Embed(Step):
     def after(self, before: Sharding) -> Sharding:
         layout = without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(with_tag(layout, "sum", axes_of(self.shards)))
-
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return Traffic(copied=self.after(before).max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after, at = self.after(before), before.dim_index(self.dim)
@@ -68,9 +64,6 @@ class Mask(Step):
 
     def after(self, before: Sharding) -> Sharding:
         return before.with_layout(with_tag(take_free(before.layout, self.axes), "sum", self.axes))
-
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return Traffic(copied=before.max_local_size)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [

@@ -99,9 +99,6 @@ class Slice(Step):
             layout = with_inner(take_free(layout, axes_of(shards)), dim, shards)
         return before.with_layout(layout)
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return Traffic(copied=self.after(before).max_local_size)
-
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         results = []
         for device, block in enumerate(blocks):

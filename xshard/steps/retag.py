@@ -59,9 +59,6 @@ class Scale(Step):
     def after(self, before: Sharding) -> Sharding:
         return before
 
-    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        return Traffic(copied=before.max_local_size)
-
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         numerator, denominator = self.factor.numerator, self.factor.denominator
         # Division is exact where the result is representable; a rounded reciprocal is not.

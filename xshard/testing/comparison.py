@@ -14,13 +14,13 @@ import numpy as np
 from xshard import reference
 from xshard.layout import Layout, Sharding
 from xshard.steps.base import Block
-from xshard.testing import differences
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import in_double
-from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch, tolerance_of
+from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
 from xshard.testing.problem import Problem, wanted_gradient
 from xshard.testing.question import Devices
-from xshard.testing.runs import SIDES, TaskRun, Truth, whole
+from xshard.testing.runs import SIDES, Run, Truth, whole
+from xshard.tolerances import DERIVATIVE, rounding
 
 KINDS = ("output", "gradient", "parameter")
 
@@ -51,7 +51,7 @@ class _Array:
 
 
 def mismatches(
-    given: Problem, truth: Truth, runs: Sequence[TaskRun], tol: float | None
+    given: Problem, truth: Truth, runs: Sequence[Run], tol: float | None
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
@@ -105,7 +105,7 @@ def _wrong_derivatives(given: Problem, truth: Truth, runtime: str) -> Iterator[M
     for i, (got, want, size) in truth.derivatives.items():
         subject = Subject("gradient", given.names[i], runtime, truth.mesh, DIFFERENCES)
         sharding = Sharding(Layout.parse("direction"), truth.mesh, got[0].shape)
-        tolerance = max(differences.TOLERANCE, tolerance_of(given.values[i]))
+        tolerance = max(DERIVATIVE, rounding([given.values[i].dtype.name]))
         wrong = find_mismatch(subject, got, want, sharding, tolerance, max(100 * size, most), {})
         if wrong is not None:
             yield wrong
@@ -119,7 +119,7 @@ def _explained(wrong: Mismatch, before: Sequence[Mismatch]) -> Mismatch:
     return wrong
 
 
-def _arrays(given: Problem, truth: Truth, run: TaskRun) -> Iterator[_Array]:
+def _arrays(given: Problem, truth: Truth, run: Run) -> Iterator[_Array]:
     """Every array of a run."""
     mesh, answer = run.mesh, run.answer
     for name, got in answer.outputs.items():
@@ -134,7 +134,7 @@ def _arrays(given: Problem, truth: Truth, run: TaskRun) -> Iterator[_Array]:
             yield _Array(kind, given.names[i], got, wholes[i], sharding)
 
 
-def whole_of(given: Problem, truth: Truth, run: TaskRun, kind: str, name: str) -> tuple[Block, Block]:
+def whole_of(given: Problem, truth: Truth, run: Run, kind: str, name: str) -> tuple[Block, Block]:
     """The whole array that blocks of a run stand for, and the one that they should; in double precision."""
     (array,) = (each for each in _arrays(given, truth, run) if (each.kind, each.name) == (kind, name))
     return in_double(whole(array.got, array.blocks)), in_double(array.whole)

@@ -12,11 +12,11 @@ import numpy as np
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import in_double
 from xshard.testing.question import Devices
+from xshard.tolerances import DERIVATIVE
 
 _DIRECTIONS = 3
 # Relative to the largest value of a block. A kink (relu, max) that lies within one is not within both.
 _STEPS = (1e-5, 1e-7)
-TOLERANCE = 1e-4  # of a derivative, relative to what it would be for signs at random
 
 Derivatives = dict[int, tuple[Devices, Devices, float]]
 
@@ -45,7 +45,7 @@ def derivatives(
                 slope = (after - before) / (2 * step)
                 if step == _STEPS[0] or abs(slope - got[k]) < abs(want[k] - got[k]):
                     want[k] = slope
-                if abs(want[k] - got[k]) <= TOLERANCE / 10 * size:
+                if abs(want[k] - got[k]) <= DERIVATIVE / 10 * size:
                     break
         found[i] = (got,), (want,), size
     return found

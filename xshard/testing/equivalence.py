@@ -1,8 +1,8 @@
 """`assert_equivalent`: a torch function and a JAX function, sharded, against each other and one device.
 
 `assert_mesh_invariant`: one sharded function means the same on every mesh, and on one device it is right.
-Decides what runs where, and what is compared with what. How a runtime runs a function is in the bridges'
-`testing.equivalence`, what a difference may mean in `diagnosis`, in `trials` what another run shows.
+The bridges' `testing.worker` runs functions; `diagnosis` explains differences by the blocks alone, `trials`
+by another run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xshard.testing.comparison import mismatches
 from xshard.testing.pickling import packed
 from xshard.testing.problem import Meshes, problem
 from xshard.testing.report import EquivalenceError
-from xshard.testing.runs import Asked, Function, Side, mesh_of_ones, updates_of
+from xshard.testing.runs import Comparison, Function, Side, mesh_of_ones, updates_of
 from xshard.testing.trees import Tree
 from xshard.testing.trials import explained, located
 
@@ -70,19 +70,19 @@ def assert_equivalent(
     functions = {"torch": torch_fn, "jax": jax_fn}
     update = updates_of(given, args, parameters, optimisers)
     sent = {runtime: packed(function) for runtime, function in functions.items()}
-    asked = Asked(given, sent, update, check_vma, timeout_s, tuple(preload))
+    comparison = Comparison(given, sent, update, check_vma, timeout_s, tuple(preload))
     alone = mesh_of_ones(given.meshes)
     if reference is None:
-        truth, meshes = asked.truth("torch", asked.functions["torch"], alone), (alone, *given.meshes)
+        truth, meshes = comparison.truth("torch", sent["torch"], alone), (alone, *given.meshes)
     else:
-        truth, meshes = asked.truth(reference_runtime, packed(reference), Mesh()), given.meshes
+        truth, meshes = comparison.truth(reference_runtime, packed(reference), Mesh()), given.meshes
     with ThreadPoolExecutor() as at_once:
-        torch_runs = at_once.submit(lambda: [asked.run("torch", m, truth) for m in given.meshes])
-        jax_runs = at_once.submit(lambda: [asked.run("jax", m, truth) for m in meshes])
+        torch_runs = at_once.submit(lambda: [comparison.run("torch", m, truth) for m in given.meshes])
+        jax_runs = at_once.submit(lambda: [comparison.run("jax", m, truth) for m in meshes])
         runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
     found, compared = mismatches(given, truth, runs, tol)
     if found:
-        raise EquivalenceError(list(explained(found, asked, truth, tol)), compared)
+        raise EquivalenceError(list(explained(found, comparison, truth, tol)), compared)
 
 
 def assert_mesh_invariant(
@@ -123,9 +123,9 @@ def assert_mesh_invariant(
     """
     given = problem(function, args, layouts, mesh)
     sent = packed(function)
-    asked = Asked(given, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
-    truth = asked.truth(framework, sent, mesh_of_ones(given.meshes))
-    runs = [asked.run(framework, each, truth) for each in given.meshes]
+    comparison = Comparison(given, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
+    truth = comparison.truth(framework, sent, mesh_of_ones(given.meshes))
+    runs = [comparison.run(framework, each, truth) for each in given.meshes]
     found, compared = mismatches(given, truth, runs, tol)
     if found:
-        raise EquivalenceError(list(located(found, asked, truth)), compared)
+        raise EquivalenceError(list(located(found, comparison, truth)), compared)

@@ -1,14 +1,12 @@
-"""One array against another: whether they agree, and where they do not.
+"""One array against another: whether they agree, and the report of a mismatch.
 
-Decides what agreement is (chex's `assert_trees_all_close`, relative to the largest value) and what is
-reported of a mismatch. Its likely cause is found in `diagnosis`.
+Agreement is relative to the largest value (`xshard.tolerances`). The likely cause is found in `diagnosis`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 import numpy as np
 
@@ -17,10 +15,7 @@ from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause, likely_cause
 from xshard.testing.diagnosis.evidence import Case, in_double, settle, settled, wrong_rows
 from xshard.testing.diagnosis.orders import rows_text
-
-# Relative to the largest value of an array; rounding of a few hundred operations stays below.
-TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
-
+from xshard.tolerances import rounding
 
 # The source of values that a gradient on one device is compared with.
 DIFFERENCES = "differences of its function along random directions"
@@ -90,7 +85,7 @@ def find_mismatch(
         if problem:
             return Mismatch(subject, device, problem=problem)
     case = case_of(got, want, sharding, tolerance, largest, arguments)
-    return None if agrees(case) else located(subject, case)
+    return None if case.agrees else located(subject, case)
 
 
 def case_of(
@@ -106,28 +101,10 @@ def case_of(
         settle(got, sharding),
         settle(want, sharding),
         Sharding(settled(sharding.layout), sharding.mesh, sharding.shape),
-        tolerance_of(want[0], got[0]) if tolerance is None else tolerance,
+        rounding((want[0].dtype.name, got[0].dtype.name)) if tolerance is None else tolerance,
         largest,
         arguments,
     )
-
-
-def tolerance_of(*blocks: Block) -> float:
-    """The tolerance of the shortest float among dtypes; 0 for whole numbers."""
-    names = [b.dtype.name for b in blocks]
-    reals = [{"complex64": "float32", "complex128": "float64"}.get(name, name) for name in names]
-    return max(TOLERANCES.get(name, 0.1 if "float" in name else 0.0) for name in reals)
-
-
-def agrees(case: Case) -> bool:
-    """Whether chex finds all blocks close."""
-    chex = import_module("chex")  # imports JAX: only once something is compared
-    try:
-        for got, want in zip(case.got, case.want, strict=True):
-            chex.assert_trees_all_close(in_double(got), in_double(want), rtol=case.tolerance, atol=case.slack)
-    except AssertionError:
-        return False
-    return True
 
 
 def _problem(got: Block, want: Block, sharding: Sharding) -> str:

@@ -24,7 +24,7 @@ from xshard.replicas import ReplicaCheck
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import Case, in_double
-from xshard.testing.mismatch import Mismatch, Subject, agrees, case_of, located
+from xshard.testing.mismatch import Mismatch, Subject, case_of, located
 from xshard.testing.pickling import OURS
 
 _HIDDEN_ORDERS = ("block", "zigzag")  # of a cut along an axis that an expression does not name
@@ -54,7 +54,7 @@ class Seen:
 
 
 class Recorder:
-    """What `replicas.WATCH` is while a run is recorded. Of a call that runs again the first time counts."""
+    """Watches the replicas of a run (`replicas.watched`). If a call runs again, the first time counts."""
 
     def __init__(self, as_array: Callable[[Any], Block] = np.array) -> None:
         self.seen: list[Seen] = []
@@ -66,7 +66,7 @@ class Recorder:
         return lambda device, block: found.blocks.setdefault(device, self._as_array(block))
 
 
-def together(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
+def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
     """What each rank has seen of its own blocks -> what all have seen."""
     return [
         replace(parts[0], blocks={d: block for part in parts for d, block in part.blocks.items()})
@@ -98,13 +98,13 @@ def find_wrong(
         ]
     except XshardError:  # a mesh of the function's own, or a batch of vmap
         return None
-    if any(map(agrees, own)):
+    if any(case.agrees for case in own):
         return None
     found = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
     wrong = next((m for m in found if m.cause is not None), found[0])
     for other in _readings(Layout(tuple(map(Dim, layout.names))), long) if wrong.cause is None else ():
         case = _case(many, whole, other, mesh, arguments)
-        if case and agrees(case):
+        if case and case.agrees:
             cause = Cause("another layout", f"blocks of '{other}' are taken for blocks of '{layout}'")
             return replace(wrong, cause=cause)
     return wrong
@@ -124,10 +124,6 @@ def _case(
         blocks = [block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)]
     if [block.shape for block in blocks] != shapes:
         return None
-    if not layout.is_linear:  # each may hold anything, but for the largest
-        layout = Layout(tuple(map(Dim, layout.names)))
-        blocks = [reference.gather(blocks, sharding.layout, mesh, whole.shape) for _ in devices]
-        sharding = sharding.with_layout(layout)
     return case_of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
 
 

@@ -1,11 +1,9 @@
-"""Functions of users as bytes, which another process can load.
-
-Decides what is sent by value and what is imported there. Knows no framework.
-"""
+"""Functions of users as bytes, which another process can load."""
 
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from xshard.errors import XshardError
@@ -33,7 +32,8 @@ def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        data: bytes = cloudpickle.dumps((function, arguments))
+        file = io.BytesIO()
+        _pickler(cloudpickle)(file).dump((function, arguments))
     except Exception as error:
         raise FunctionError(
             f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}",
@@ -42,7 +42,19 @@ def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    return data
+    return file.getvalue()
+
+
+def _pickler(cloudpickle: Any) -> Any:
+    """cloudpickle's, which also sends modules of a class of their own by name, as `torch.ops` is one."""
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, x: Any) -> Any:
+            if isinstance(x, ModuleType) and type(x) is not ModuleType:
+                return import_module, (x.__name__,)
+            return super().reducer_override(x)
+
+    return Pickler
 
 
 def _needed(name: str) -> Any:

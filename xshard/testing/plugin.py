@@ -14,7 +14,7 @@ import pytest
 
 from xshard.errors import XshardError
 from xshard.layout import Mesh
-from xshard.runtimes.backends import check_size, jax_process, torch_process
+from xshard.runtimes.backends import BACKENDS, check_size, kit_process
 from xshard.testing.pickling import packed
 from xshard.testing.problem import parse_meshes
 
@@ -89,15 +89,14 @@ def jax_devices() -> Callable[[int], OnDevices]:
 
 
 def _on_ranks(n: int, function: Callable[..., Any], *args: Any, preload: Sequence[str] = ()) -> list[Any]:
-    sent = packed(function, *args)
-    asked = torch_process(preload)
-    found: list[Any] = asked.ask("torch_bridge.testing.equivalence.call_packed", n, sent, timeout_s=TIMEOUT_S)
-    return found
+    sent, call = packed(function, *args), BACKENDS["torch"].function("worker.call_packed")
+    results: list[Any] = kit_process("torch", preload).ask(call, n, sent, timeout_s=TIMEOUT_S)
+    return results
 
 
 def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    sent = packed(function, *args)
-    return jax_process().ask("jax_bridge.testing.equivalence.call_packed", sent, timeout_s=TIMEOUT_S)
+    sent, call = packed(function, *args), BACKENDS["jax"].function("worker.call_packed")
+    return kit_process("jax").ask(call, sent, timeout_s=TIMEOUT_S)
 
 
 def _checked(text: str) -> list[Mesh]:

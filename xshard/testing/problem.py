@@ -20,8 +20,8 @@ from xshard.layout.layout import check_axes
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.runtimes.backends import check_size
-from xshard.runtimes.tasks import random_blocks
 from xshard.steps.base import Block
+from xshard.testing.plans import random_blocks
 from xshard.testing.question import Devices, parameters_of
 from xshard.testing.trees import StructureError, Tree, broadcast_prefix, leaves, mapped, numbered
 

@@ -1,7 +1,7 @@
 """Questions of the kit to a runtime, and the answers: blocks per device, in and out.
 
-Decides what both hold. The bridges' `testing.equivalence` turns one into the other, so that no framework is
-imported here.
+A question asks for the outputs and gradients of a user's function, or of a plan. The bridges'
+`testing.worker` answers, so that no framework is imported here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from xshard.contractions.plan import ContractionPlan
 from xshard.layout import Mesh, Sharding
+from xshard.plans.plan import Plan
 from xshard.steps.base import Block
 from xshard.testing.trees import StructureError, Tree, leaves
 
-Devices = tuple[Block, ...]  # of one array, a block per device
+Devices = tuple[Block, ...]  # the blocks of one array, one per device
+AnyPlan = Plan | ContractionPlan
+OUTPUT = "output"  # the name of a result that is one array
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,13 @@ class Result:
 class Question:
     """A function, the blocks of its arguments, and the cotangents of what it returns.
 
-    function: packed, see `pickling`. arguments: a tree of numbers of `inputs`, one branch per argument.
-    inputs, shardings: per array. results: per output; None for a reference, which draws its own cotangents
-    (`draw`) and returns them. A mesh without axes is one device with whole arrays.
+    function: packed, see `pickling`; or a plan, whose bytes and seconds are measured too. arguments: a tree
+    of numbers of `inputs`, one branch per argument. inputs, shardings: per array. results: per output; None
+    for a reference, which draws its own cotangents (`draw`) and returns them. A mesh without axes is one
+    device with unsharded arrays.
     """
 
-    function: bytes
+    function: bytes | AnyPlan
     mesh: Mesh
     arguments: Tree
     inputs: tuple[Devices, ...]
@@ -58,8 +63,8 @@ class Question:
     results: dict[str, Result] | None
     update: Update | None = None
     wide: bool = False  # 64-bit numbers, which JAX must be told to keep
-    typed: bool = True  # JAX: check_vma
-    differences: bool = False  # of a reference: its gradients are compared with them
+    mode: str = "vma"  # JAX: `shard_map` with types ("vma") or without ("novma"), or "pmap"
+    differences: bool = False  # compare the gradients of a reference with differences of its function
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -67,21 +72,38 @@ class Question:
         names = (blocks[0].dtype.name for blocks in self.inputs)
         return tuple(i for i, name in enumerate(names) if name.startswith(("float", "bfloat", "complex")))
 
+    @property
+    def plan(self) -> AnyPlan:
+        """The plan that is the function."""
+        assert not isinstance(self.function, bytes)
+        return self.function
+
+    @property
+    def cotangents(self) -> Devices:
+        """The cotangent blocks of a plan's result."""
+        assert self.results is not None
+        return self.results[OUTPUT].cotangents or ()
+
 
 @dataclass(frozen=True)
 class Answer:
     """Results of a function: outputs by name, gradients and updated values by number of input.
 
-    gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree, derivatives: of a
-    reference only, its cotangents by name, the tree of its outputs with numbers as leaves, and differences.
+    gradients: None if the shapes of outputs do not fit the cotangents. cotangents, tree, derivatives: only of
+    a reference: its cotangents by name, the tree of its outputs with numbers as leaves, and differences.
+    forward_bytes, backward_bytes: bytes that the busiest device received; None if not measured. seconds: wall
+    time of one forward and backward pass after a first one.
     """
 
     outputs: dict[str, Devices]
     gradients: dict[int, Devices] | None
-    updated: dict[int, Devices]
-    cotangents: dict[str, Devices]
+    updated: dict[int, Devices] = field(default_factory=dict)
+    cotangents: dict[str, Devices] = field(default_factory=dict)
     tree: Tree = None
     derivatives: dict[int, tuple[Devices, Devices, float]] = field(default_factory=dict)  # see `differences`
+    forward_bytes: int | None = None
+    backward_bytes: int | None = None
+    seconds: float | None = None
 
 
 def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
@@ -110,14 +132,11 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def named_outputs(returned: Tree, results: dict[str, Result] | None, runtime: str) -> dict[str, Any]:
     """The outputs by name. Raises StructureError if the reference has others."""
-    found = leaves(returned, "output")
-    if results is not None and list(found) != list(results):
+    outputs = leaves(returned, OUTPUT)
+    if results is not None and list(outputs) != list(results):
+        listed = [", ".join(names) or "nothing" for names in (outputs, results)]
         raise StructureError(
-            f"the {runtime} function returns {_listed(found)}, the reference returns {_listed(results)}",
-            hint="dicts, lists and tuples of arrays, alike on both sides",
+            f"the {runtime} function returns {listed[0]}, the reference returns {listed[1]}",
+            hint="dicts, lists and tuples of arrays with the same names on both sides",
         )
-    return found
-
-
-def _listed(names: dict[str, Any]) -> str:
-    return ", ".join(names) or "nothing"
+    return outputs

@@ -1,7 +1,6 @@
 """The runs of a comparison: one device first, which is the truth, then every mesh.
 
-Decides the blocks, layouts and cotangents of each question. How a runtime answers is in the bridges'
-`testing.equivalence`.
+Each question has its blocks, layouts and cotangents. The bridges' `testing.worker` answers it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from xshard import reference
 from xshard.errors import XshardError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.lengths import global_shape
-from xshard.runtimes.backends import jax_process, torch_process
-from xshard.runtimes.processes import Process
+from xshard.runtimes.backends import BACKENDS, kit_process
 from xshard.steps.base import Block
 from xshard.testing.differences import Derivatives
 from xshard.testing.moves import Seen
@@ -43,15 +41,17 @@ class Truth:
     derivatives: Derivatives
 
 
-class TaskRun(NamedTuple):
+class Run(NamedTuple):
+    """An answer, and where it is from."""
+
     runtime: Side
     mesh: Mesh
     answer: Answer
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A problem, and all that its questions have in common."""
+class Comparison:
+    """A problem, and what all its questions have in common. typed: `check_vma` of JAX."""
 
     problem: Problem
     functions: dict[str, bytes]
@@ -73,7 +73,7 @@ class Asked:
                 f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
             ) from None
         question = self._question(runtime, function, mesh, shardings, None)
-        answer = self._ask(runtime, question)
+        answer = self._answer(runtime, question)
         declared = given.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
@@ -90,20 +90,15 @@ class Asked:
             answer.derivatives,
         )
 
-    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> TaskRun:
+    def run(self, runtime: Side, mesh: Mesh, truth: Truth) -> Run:
         """Results of a runtime's function on the blocks of a mesh."""
         question = self._on_blocks(runtime, mesh, truth)
-        return TaskRun(runtime, mesh, self._ask(runtime, question))
+        return Run(runtime, mesh, self._answer(runtime, question))
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
         """What the redistributions of such a run were given, and the cotangents of what they made."""
-        found: list[Seen] = self._process(runtime).ask(
-            f"{runtime}_bridge.testing.equivalence.seen",
-            self._on_blocks(runtime, mesh, truth),
-            timeout_s=self.timeout_s,
-            quiet=True,
-        )
-        return found
+        seen: list[Seen] = self._ask(runtime, "seen", self._on_blocks(runtime, mesh, truth), quiet=True)
+        return seen
 
     def _on_blocks(self, runtime: Side, mesh: Mesh, truth: Truth) -> Question:
         results = {}
@@ -123,29 +118,28 @@ class Asked:
         shardings: tuple[Sharding, ...],
         results: dict[str, Result] | None,
     ) -> Question:
-        given = self.problem
-        wide = any(x.dtype.name in ("float64", "complex128") for x in given.values)
         return Question(
             function,
             mesh,
-            given.arguments,
-            given.inputs(shardings),
+            self.problem.arguments,
+            self.problem.inputs(shardings),
             shardings,
             results,
             self.updates.get(runtime),
-            wide,
-            self.typed,
-            self.differences and results is None,
+            wide=any(x.dtype.name in ("float64", "complex128") for x in self.problem.values),
+            mode="vma" if self.typed else "novma",
+            differences=self.differences and results is None,
         )
 
-    def _process(self, runtime: Side) -> Process:
-        return torch_process(self.preload) if runtime == "torch" else jax_process()
+    def _answer(self, runtime: Side, question: Question) -> Answer:
+        answers: list[Answer] = self._ask(runtime, "answers", [question])
+        return answers[0]
 
-    def _ask(self, runtime: Side, question: Question) -> Answer:
-        answer: Answer = self._process(runtime).ask(
-            f"{runtime}_bridge.testing.equivalence.answer", question, timeout_s=self.timeout_s
-        )
-        return answer
+    def _ask(self, runtime: Side, name: str, asked: Any, *, quiet: bool = False) -> Any:
+        """Call a function of the bridge's kit in its process."""
+        process = kit_process(runtime, self.preload if runtime == "torch" else ())
+        function = BACKENDS[runtime].function(f"worker.{name}")
+        return process.ask(function, asked, timeout_s=self.timeout_s, quiet=quiet)
 
 
 def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:

@@ -17,14 +17,16 @@ from xshard.testing.comparison import mismatches, whole_of
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
 from xshard.testing.moves import find_wrong, in_turn
-from xshard.testing.runs import SIDES, Asked, Side, Truth
+from xshard.testing.runs import SIDES, Comparison, Side, Truth
 
 _OUTPUT = Cause("output", "an output is wrong already")
 _LAW = 1e-3  # how well an error keeps to a law
 _MOST = 12  # sets of arguments that are transposed, beside the set of all
 
 
-def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float | None) -> Iterator[Mismatch]:
+def explained(
+    found: Sequence[Mismatch], runs: Comparison, truth: Truth, tol: float | None
+) -> Iterator[Mismatch]:
     """The mismatches; those without a cause have the one that a trial of their run shows."""
     causes: dict[tuple[Side, Mesh], Cause | None] = {}
     tried: dict[Side, Cause | None] = {}
@@ -33,24 +35,24 @@ def explained(found: Sequence[Mismatch], asked: Asked, truth: Truth, tol: float 
         wrong = [m for m in own if m.subject.kind == "output"]
         if wrong:
             if any(map(_is_open, wrong)) and runtime not in tried:  # on the first mesh that shows it
-                tried[runtime] = _transposition(asked, truth, tol, runtime, mesh)
+                tried[runtime] = _transposition(runs, truth, tol, runtime, mesh)
             causes[runtime, mesh] = tried.get(runtime) or _OUTPUT
         elif mesh.n_devices > 1 and any(map(_is_open, own)):
-            causes[runtime, mesh] = _replica(asked, truth, runtime, mesh)
+            causes[runtime, mesh] = _replica(runs, truth, runtime, mesh)
     for m in found:
         cause = causes.get(_run(m)) if _is_open(m) else None
         is_own = cause is not None and cause.name == "output" and m.subject.kind == "output"
         yield replace(m, cause=cause) if cause and not is_own else m
 
 
-def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[Mismatch]:
+def located(found: Sequence[Mismatch], runs: Comparison, truth: Truth) -> Iterator[Mismatch]:
     """Mismatches of a function with itself on one device: where the meaning first went wrong, and causes.
 
     Its first mesh is asked where. What has no cause of its own has that of the first redistribution that is
     wrong, or a law by which the error grows with the number of devices.
     """
     several = [m for m in found if m.subject.against != DIFFERENCES]
-    wrong, first = _first_wrong(several[0].subject, asked, truth) if several else (None, "")
+    wrong, first = _first_wrong(several[0].subject, runs, truth) if several else (None, "")
     told: dict[tuple[str, str], Cause] = {}
     for m in found:
         kind, mesh, array = m.subject.kind, m.subject.mesh, (m.subject.kind, m.subject.name)
@@ -58,7 +60,7 @@ def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[M
         is_first, cause = m in several and mesh == several[0].subject.mesh, m.cause
         if not m.problem and (cause is None or cause.name == "one addend"):
             shown = wrong.cause if wrong and is_first and kind == several[0].subject.kind else None
-            cause = shown or told.get(array) or _law(m, asked, truth) or cause
+            cause = shown or told.get(array) or _law(m, runs, truth) or cause
         if cause is None and kind == "gradient" and any(other.subject.kind == "output" for other in here):
             cause = _OUTPUT
         elif cause is None:  # a factor per device shows in gradients alone
@@ -69,14 +71,14 @@ def located(found: Sequence[Mismatch], asked: Asked, truth: Truth) -> Iterator[M
         yield replace(m, cause=cause, first=first if is_first else "")
 
 
-def _first_wrong(wrong: Subject, asked: Asked, truth: Truth) -> tuple[Mismatch | None, str]:
+def _first_wrong(wrong: Subject, runs: Comparison, truth: Truth) -> tuple[Mismatch | None, str]:
     """The first redistribution whose block is wrong, or cotangent if gradients alone are; and a sentence."""
     runtime, mesh, back = _side(wrong), wrong.mesh, wrong.kind != "output"
     try:
-        one, many = (asked.seen(runtime, each, truth) for each in (truth.mesh, mesh))
+        one, many = (runs.seen(runtime, each, truth) for each in (truth.mesh, mesh))
     except XshardError:
         return None, ""
-    arguments, before = dict(zip(asked.problem.names, asked.problem.values, strict=True)), ""
+    arguments, before = dict(zip(runs.problem.names, runs.problem.values, strict=True)), ""
     for a, b in zip(in_turn(one, 1, back), in_turn(many, mesh.n_devices, back), strict=False):
         if a.check.text != b.check.text:
             break
@@ -88,14 +90,14 @@ def _first_wrong(wrong: Subject, asked: Asked, truth: Truth) -> tuple[Mismatch |
     return None, before and f"after {before}, which is right"
 
 
-def _law(m: Mismatch, asked: Asked, truth: Truth) -> Cause | None:
+def _law(m: Mismatch, runs: Comparison, truth: Truth) -> Cause | None:
     """A cause by how the error grows along an axis, on which two and three devices are run."""
     kind, name, mesh = m.subject.kind, m.subject.name, m.subject.mesh
     for axis in (a for a in mesh.axes if mesh.size(a) > 1):
         try:
             meshes = [Mesh({a: n if a == axis else 1 for a in mesh.axes}) for n in (2, 3)]
-            runs = [asked.run(_side(m.subject), each, truth) for each in meshes]
-            (two, want), (three, _) = (whole_of(asked.problem, truth, run, kind, name) for run in runs)
+            own = [runs.run(_side(m.subject), each, truth) for each in meshes]
+            (two, want), (three, _) = (whole_of(runs.problem, truth, run, kind, name) for run in own)
         except XshardError:
             continue
         for power, of in ((1, "a part"), (2, "of a sum of squares a part")):
@@ -125,15 +127,17 @@ def _is_open(m: Mismatch) -> bool:
     )
 
 
-def _transposition(asked: Asked, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh) -> Cause | None:
+def _transposition(
+    runs: Comparison, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh
+) -> Cause | None:
     """The outputs are right if square arguments are transposed, one of them or all."""
-    given = asked.problem
+    given = runs.problem
     square = [i for i, x in enumerate(given.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1]
     sets = islice((s for n in range(1, len(square)) for s in combinations(square, n)), _MOST)
     for numbers in (*sets, square) if square else ():
         values = tuple(np.swapaxes(x, -1, -2) if i in numbers else x for i, x in enumerate(given.values))
         try:
-            run = replace(asked, problem=replace(given, values=values)).run(runtime, mesh, truth)
+            run = replace(runs, problem=replace(given, values=values)).run(runtime, mesh, truth)
         except XshardError:
             continue
         if not any(m.subject.kind == "output" for m in mismatches(given, truth, [run], tol)[0]):
@@ -142,10 +146,10 @@ def _transposition(asked: Asked, truth: Truth, tol: float | None, runtime: Side,
     return None
 
 
-def _replica(asked: Asked, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
+def _replica(runs: Comparison, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
     """Cotangents differ where a redistribution means one value, as `check_replicated=True` finds it."""
     try:
-        seen = asked.seen(runtime, mesh, truth)
+        seen = runs.seen(runtime, mesh, truth)
     except XshardError:
         return None
     moves = (each for cotangents in (False, True) for each in in_turn(seen, mesh.n_devices, cotangents))

@@ -120,7 +120,7 @@ def _seconds(steps: Sequence[Step], before: xs.Sharding, itemsize: int, profile:
         return each[0]
     hops = tuple(hop for traffic in traffics for hop in traffic.hops)
     fused = Traffic(sum(t.received for t in traffics), here.max_local_size, hops)
-    return min(sum(each), profile.seconds(steps[0].kind, fused, itemsize, before.mesh))
+    return min(sum(each), profile.fabric(before.mesh).seconds(steps[0].kind, fused, itemsize))
 
 
 def _steps(kind: str, before: Spot, after: Spot) -> tuple[Step, ...]:

@@ -76,7 +76,7 @@ class HloPlan:
         links = (("across", profile.across or profile.default), ("inside", profile.default))
         named, itemsize = replace(profile, axes=links), dtypes.itemsize(case.dtype)
         return self.copied * itemsize / profile.copy_bytes_per_s + sum(
-            named.seconds(c.kind, c.traffic(named.link_spans(c.mesh)), itemsize, c.mesh)
+            named.fabric(c.mesh).seconds(c.kind, c.traffic(named.link_spans(c.mesh)), itemsize)
             for c in self.collectives
         )
 

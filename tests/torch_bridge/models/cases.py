@@ -72,7 +72,7 @@ def own_experts(model: nn.Module) -> None:
 
 def around_the_sequence(how: str) -> Any:
     def prepare(model: nn.Module) -> None:
-        xt.nn.register_attention(xs.Mesh(dp=2, cp=2), "b s/zigzag(cp) h k", name=f"xshard-{how}", how=how)
+        xt.nn.register_attention("b s/zigzag(cp) h k", xs.Mesh(dp=2, cp=2), name=f"xshard-{how}", how=how)
         model.set_attn_implementation(f"xshard-{how}")
 
     return prepare

@@ -33,10 +33,19 @@ def settled(layout: Layout) -> Layout:
 def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
     """Blocks under any layout -> under its settled one; addends and contributions are added."""
     layout = sharding.layout
-    if not layout.tagged("sum", "mean") and settled(layout).dims == layout.dims:
+    if not layout.tagged("sum", "mean", "max", "min") and settled(layout).dims == layout.dims:
         return tuple(blocks)
     whole = reference.gather(blocks, layout, sharding.mesh, sharding.shape)
     return tuple(reference.scatter(whole, settled(layout), sharding.mesh))
+
+
+def largest_error(got: Sequence[Block], want: Sequence[Block]) -> float:
+    """Largest absolute error over all devices; infinite if shapes or dtypes differ, or for NaN."""
+    pairs = list(zip(got, want, strict=False))
+    if len(got) != len(want) or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+        return float("inf")
+    errors = (np.abs(in_double(a) - in_double(b)).max(initial=0) for a, b in pairs)
+    return max((float("inf") if np.isnan(error) else float(error) for error in errors), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +89,11 @@ class Case:
         return tuple(
             ~self._close(in_double(a), in_double(b)) for a, b in zip(self.got, self.want, strict=True)
         )
+
+    @property
+    def agrees(self) -> bool:
+        """True if all blocks are equal within the tolerance."""
+        return not self.wrong_devices
 
     @cached_property
     def wrong_devices(self) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class Cluster:
                 return {int(file.stem): file.read_text() if file.suffix == ".error" else "" for file in files}
 
             arguments = self._n, self._ranks, self._endpoint(), folder, patience_s, sent
-            function = "torch_bridge.testing.torchrun.run"
+            function = BACKENDS["torch"].function("torchrun.run")
             self._ask("torch", function, [arguments] * self._n, timeout_s, answered)
             files = [Path(folder, f"{rank}.result") for rank in sorted(answered())]
             return [pickle.loads(file.read_bytes()) for file in files]
@@ -90,9 +90,8 @@ class Cluster:
             self._start("jax", backend.environment(self._ranks) | threads)
             address = self._endpoint()
             join = [(address, self._n, i) for i in range(self._n)]
-            self._ask("jax", "jax_bridge.testing.worker.join", join, timeout_s)
-        function_there = "jax_bridge.testing.equivalence.call_packed"
-        return self._ask("jax", function_there, [(sent,)] * self._n, timeout_s)
+            self._ask("jax", backend.function("worker.join"), join, timeout_s)
+        return self._ask("jax", backend.function("worker.call_packed"), [(sent,)] * self._n, timeout_s)
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: what is sent to it or by it is lost until `restore`, and nobody is told."""

@@ -1,0 +1,170 @@
+"""Questions about plans: whole numbers, so that every sum is exact; what numpy answers, and who is right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from xshard import reference
+from xshard.contractions.plan import ContractionPlan
+from xshard.dtypes import itemsize, numpy_dtype, precision
+from xshard.errors import DtypeError
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.notation.overlap import Fold
+from xshard.planner import plan as make_plan
+from xshard.steps.base import Block, Blocks
+from xshard.steps.retag import Scale
+from xshard.testing.diagnosis.evidence import largest_error, settle
+from xshard.testing.question import OUTPUT, Answer, AnyPlan, Devices, Question, Result
+from xshard.tolerances import EXACT
+
+
+def sources_of(plan: AnyPlan) -> tuple[Sharding, ...]:
+    """The shardings of the operands."""
+    return tuple(move.source for move in plan.moves) if isinstance(plan, ContractionPlan) else (plan.source,)
+
+
+def target_of(plan: AnyPlan) -> Sharding:
+    """The sharding of the result."""
+    return plan.result.target if isinstance(plan, ContractionPlan) else plan.target
+
+
+def is_linear(plan: AnyPlan) -> bool:
+    """True if no max or min ends or stays."""
+    return all(source.layout.is_linear for source in sources_of(plan))
+
+
+def backward_bytes(plan: AnyPlan) -> int | None:
+    """Bytes that the busiest device receives for the gradients, by the plan; None for gradients of a max."""
+    if isinstance(plan, ContractionPlan):
+        return plan.backward_bytes_received
+    return plan.backward.bytes_received if is_linear(plan) else None
+
+
+def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
+    """A plan with blocks of whole numbers: contributions arbitrary, copies equal.
+
+    Values are multiples of every mesh size, so that means are whole too. Raises DtypeError for a contraction
+    of whole numbers, which has no gradients.
+    """
+    if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
+        raise DtypeError(f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64")
+    rng, sources, target = np.random.default_rng(seed), sources_of(plan), target_of(plan)
+    unit = plan.mesh.n_devices if any(s.scale != 1 for s in (*sources, target)) else 1
+    dual = target.with_layout(target.layout.dual if target.layout.is_linear else target.layout)
+    *inputs, cotangents = (
+        tuple(random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit)) for s in (*sources, dual)
+    )
+    return Question(
+        plan,
+        plan.mesh,
+        tuple(range(len(sources))),
+        tuple(inputs),
+        sources,
+        {OUTPUT: Result(target, cotangents)},
+        wide=itemsize(plan.dtype) >= 8,
+    )
+
+
+def answer_in_numpy(question: Question) -> Answer:
+    """The reference's answer to a question about a plan."""
+    plan, start = question.plan, time.perf_counter()
+    outputs = reference.run(plan, *question.inputs)
+    if isinstance(plan, ContractionPlan):
+        gradients = reference.pullback(plan, question.inputs, question.cotangents)
+    else:
+        gradients = [reference.pullback(plan, question.inputs[0], question.cotangents)]
+    seconds = time.perf_counter() - start
+    # One process holds all blocks: no bytes travel, so none are measured.
+    return Answer({OUTPUT: tuple(outputs)}, dict(enumerate(map(tuple, gradients))), seconds=seconds)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest absolute error of the outputs and of the gradients; None where nothing was compared."""
+
+    forward: float
+    backward: float | None
+
+    @property
+    def agrees(self) -> bool:
+        return self.forward <= EXACT and (self.backward or 0) <= EXACT
+
+
+def judge(answer: Answer, expected: Answer) -> Verdict:
+    """A runtime against the reference, block by block."""
+    return Verdict(
+        _largest_error(answer.outputs, expected.outputs),
+        _largest_error(answer.gradients or {}, expected.gradients or {}),
+    )
+
+
+def audit(question: Question, answer: Answer) -> Verdict:
+    """An answer against the definition, without the steps of the plan.
+
+    A redistribution leaves the global array as it is, and so does its adjoint but for the plan's
+    scale. The gradient of a max depends on its winners, so nothing is compared there. A contraction is
+    numpy's einsum of the global arrays, and so are its gradients but for the scales of means.
+    """
+    plan, sources, target = question.plan, question.shardings, target_of(question.plan)
+    arrays = [_named(x, source) for x, source in zip(question.inputs, sources, strict=True)]
+    [result] = reference.contract(arrays, target.layout.names)
+    forward = _error_in_array(answer.outputs[OUTPUT], result, target)
+    if not is_linear(plan):
+        return Verdict(forward, None)
+    cotangent, errors = _named(question.cotangents, target.with_layout(target.layout.dual)), [0.0]
+    for i, source in enumerate(sources):
+        others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
+        [gradient] = reference.contract_gradient(others, source.layout.names, arrays[i][1])
+        if (scale := source.scale / target.scale) != 1:
+            [gradient] = Scale(scale).run([gradient], source)
+        dual = source.with_layout(source.layout.dual)
+        errors.append(_error_in_array((answer.gradients or {})[i], gradient, dual))
+    return Verdict(forward, max(errors))
+
+
+def _largest_error(got: Mapping[Any, Devices], want: Mapping[Any, Devices]) -> float:
+    if got.keys() != want.keys():
+        return float("inf")
+    return max((largest_error(got[key], want[key]) for key in want), default=0.0)
+
+
+def _named(blocks: Blocks, sharding: Sharding) -> tuple[tuple[str, ...], list[Block]]:
+    """The dims of the array in some blocks, and the array."""
+    array = reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
+    return sharding.layout.names, [array]
+
+
+def _error_in_array(blocks: Iterable[Block], array: Block, sharding: Sharding) -> float:
+    """Largest error of the blocks where the array determines them; of addends only the sum counts."""
+    want = reference.scatter(array, sharding.layout, sharding.mesh)
+    return largest_error(settle(tuple(blocks), sharding), settle(want, sharding))
+
+
+def random_blocks(
+    rng: np.random.Generator, layout: Layout, mesh: Mesh, shape: tuple[int, ...], dtype: str, unit: int = 1
+) -> list[Block]:
+    """Blocks of small multiples of `unit`: contributions are arbitrary, all copies of a row are equal."""
+    copies = [dim.overlap is not None and not isinstance(dim.overlap, Fold) for dim in layout.dims]
+    if any(copies):  # rows that several blocks hold are equal: drawn once, then sent to all
+        dims = tuple(replace(d, overlap=None) if c else d for d, c in zip(layout.dims, copies, strict=True))
+        plain = replace(layout, dims=dims)
+        plan = make_plan((plain, layout), mesh, shape, dtype)
+        return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
+    sharding = Sharding(layout, mesh, shape)
+    apart = {a for dim in layout.dims for a in dim.axes} | {*layout.tagged("sum", "mean", "max", "min")}
+    equal = [a for a in mesh.axes if a not in apart]
+    least, beyond = (0, 2) if dtype == "bool" else (0 if dtype.startswith("uint") else -4, 5)
+    blocks: list[Block] = []
+    for device in range(mesh.n_devices):
+        first = mesh.group(device, equal)[0]
+        if first < device:
+            blocks.append(blocks[first].copy())
+        else:
+            values = rng.integers(least, beyond, sharding.local_shape(device))
+            blocks.append((values * unit).astype(numpy_dtype(dtype)))
+    return blocks
