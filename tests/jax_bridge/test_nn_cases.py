@@ -1,202 +1,130 @@
-"""Every published case of a layer on a cut array, in JAX: values and gradients as on one device."""
+"""Every case of `tests/nn/cases.py` in JAX: values and gradients of layers and halos as on one device."""
 
 from __future__ import annotations
-
-import json
-import math
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import xshard as xs
 from tests.jax_bridge.helpers import in_jax
+from tests.nn import cases
+from tests.nn.cases import CASES, HALOS, NATTEN, PUBLISHED, Case
 
-CASES = {c["name"]: c for c in json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())}
 TOLERANCE = 1e-10
-RNG = np.random.default_rng(0)
-
-WINDOWED = ("conv", "causal", "maxpool", "avgpool", "conv_transpose", "interpolate")
-
-
-def kind(case: dict) -> str:
-    return case["op"].split()[0]
+MODES = ("vma", "novma", "pmap")
+LAYERS = {**PUBLISHED, **CASES}
 
 
-def options(case: dict) -> dict[str, list[int]]:
-    """`k=[3, 3] s=[1, 1]` -> numbers by name."""
-    found = re.findall(r"(\w+)=\[([\d, ]+)\]", case["op"])
-    return {name: [int(n) for n in numbers.split(",")] for name, numbers in found}
+def layer_of(case: Case):
+    """The layer, as a function of a block and of its kernel, if it has one."""
+    from jax_bridge import nn
+
+    k, s, d = ((1, 1, *numbers) for numbers in (case.k, case.s, case.d))
+    pads = [(0, 0), (0, 0), *case.p]
+    boundary = None if case.boundary == "zero" else case.boundary
+
+    def layer(x, *kernel):
+        if case.op == "interpolate":
+            shape = (*x.sharding.shape[:2], *case.size)
+            return nn.interpolate(x, shape, case.mode, align_corners=case.align_corners)
+        if case.op == "max":
+            return nn.max_pool(x, k, s, pads, d, ceil_mode=case.ceil, outputs=case.outputs)
+        if case.op == "avg":
+            options = {"ceil_mode": case.ceil, "count_include_pad": case.include_pad}
+            return nn.avg_pool(x, k, s, pads, outputs=case.outputs, **options)
+        options = {"boundary": boundary, "outputs": case.outputs, "feature_group_count": case.groups}
+        if case.op == "conv":
+            return nn.conv_general_dilated(x, *kernel, case.s, case.p, None, case.d, **options)
+        # A transposed convolution is one of dilated inputs, by the mirrored kernel.
+        spans = [n * (size - 1) for n, size in zip(case.d, case.k, strict=True)]
+        ends = [(n - p, n - q + e) for n, (p, q), e in zip(spans, case.p, case.extra, strict=True)]
+        return nn.conv_general_dilated(
+            x, mirrored(kernel[0], case), (1,) * len(ends), ends, case.s, case.d, **options
+        )
+
+    return layer
 
 
-def smaller(case: dict) -> dict:
-    """The case with at most two samples and two features, and uncut dims no longer than two windows.
-
-    Cut dims, windows, strides and the mesh stay as published.
-    """
-    asked, shape = options(case), list(case["global_shape"])
-    shape[:2] = [min(n, 2) for n in shape[:2]]
-    for d, k in enumerate(asked.get("k", ()), 2):
-        if d not in case["sharded_dims"]:
-            dilation = asked["d"][d - 2] if "d" in asked else 1
-            shape[d] = min(shape[d], 2 * (dilation * (k - 1) + 1))
-    return case | {"global_shape": shape}
+def mirrored(kernel, case: Case):
+    """torch's kernel of a transposed convolution (in, out / groups, ...) as JAX's (out, in / groups, ...)."""
+    groups, (wide, narrow, *taps) = case.groups, kernel.shape
+    kernel = kernel.reshape(groups, wide // groups, narrow, *taps).swapaxes(1, 2)
+    return kernel.reshape(groups * narrow, wide // groups, *taps)[(..., *[slice(None, None, -1)] * len(taps))]
 
 
-def layout_of(case: dict) -> str:
-    """n c, then space; cut as the case says."""
-    ndim = len(case["global_shape"])
-    names = [f"d{i}" for i in range(ndim)]
-    sizes = case.get("shard_sizes") or [None] * len(case["sharded_dims"])
-    for i, d in enumerate(case["sharded_dims"]):
-        n, length = case["mesh"][i], case["global_shape"][d]
-        if case.get("layout") == "zigzag":
-            names[d] += f"/zigzag(m{i})"
-        elif sizes[i] is None or set(sizes[i]) == {length // n}:
-            names[d] += f"/balanced(m{i})"
-        else:
-            names[d] += f"/sizes(m{i},{','.join(map(str, sizes[i]))})"
-    return " ".join(names)
-
-
-def mesh_of(case: dict) -> xs.Mesh:
-    return xs.Mesh({f"m{i}": n for i, n in enumerate(case["mesh"])})
-
-
-def test_every_case_is_known() -> None:
-    assert len(CASES) == 63
-    assert {kind(c) for c in CASES.values()} == {*WINDOWED, "plain", "na2d"}
-    assert max(math.prod(c["mesh"]) for c in CASES.values()) == 18
-
-
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if kind(c) in WINDOWED])
+@pytest.mark.parametrize(("name", "mode"), [(name, MODES[i % 3]) for i, name in enumerate(LAYERS)])
 @in_jax
-def test_a_layer(name) -> None:
+def test_a_layer(name, mode) -> None:
     import jax
 
+    from tests.jax_bridge.domains import Results, cotangent_of, difference, on_devices
+
+    case, draw = LAYERS[name], np.random.default_rng(0)
+    x = draw.normal(size=case.shape)
+    kernels = (draw.normal(size=case.kernel_shape),) if case.op in ("conv", "transposed") else ()
+    if mode == "pmap" and max(case.mesh.sizes) < case.mesh.n_devices:
+        mode = "vma"
+    with jax.enable_x64(True):
+        found = on_devices(layer_of(case), x, kernels, case.layout, case.mesh, mode=mode)
+    kernel = kernels[0] if kernels else None
+    y, *gradients = cases.one_device(case, x, kernel, lambda shape: cotangent_of(shape, x.dtype))
+    assert difference(found, Results(y, tuple(gradients))) <= TOLERANCE
+    for d, sizes in case.out_sizes.items():
+        assert list(found.sharding.local_sizes[d]) == sizes
+
+
+@pytest.mark.parametrize("name", HALOS)
+@in_jax
+def test_a_plain_halo(name) -> None:
+    """Blocks are pieces of the padded array, and the gradient is the adjoint, in whole numbers."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    from jax_bridge import nn
+    from jax_bridge.testing.stacked import padded, unpadded
+    from tests.jax_bridge.domains import cotangent_of, device_mesh
+
+    data, mesh = HALOS[name], cases.device_mesh(HALOS[name])
+    layout, shape = cases.sharded_layout(data), tuple(data["global_shape"])
+    x = cotangent_of(shape, np.dtype(np.float64))
+    texts = layout, cases.halo_layout(data)
+    source, target = (xs.Sharding(xs.Layout.parse(text), mesh, shape) for text in texts)
+    expected = cases.halo_blocks(data, x)
+    ys = [np.random.default_rng(d).integers(-4, 5, b.shape).astype(float) for d, b in enumerate(expected)]
+
+    def local(x, y):
+        wide, pull = jax.vjp(lambda x: nn.Sharded(x, layout, shape=shape).to(target.layout).block, x[0])
+        return wide[None], pull(y[0])[0][None]
+
+    specs = {"in_specs": (P(mesh.axes),) * 2, "out_specs": (P(mesh.axes),) * 2}
+    with jax.enable_x64(True):
+        both = jax.shard_map(local, mesh=device_mesh(mesh), **specs)
+        blocks = padded(xs.reference.scatter(x, layout, mesh), source, fill=np.nan)
+        wide, gradient = map(np.asarray, jax.jit(both)(blocks, padded(ys, target, fill=np.nan)))
+    for mine, theirs in zip(unpadded(wide, target), expected, strict=True):
+        assert np.array_equal(mine, theirs)
+    gathered = xs.reference.gather(unpadded(gradient, source), layout, mesh, shape)
+    assert not cases.adjoint_error(data, x, ys, gathered)
+
+
+@in_jax
+def test_neighbourhood_attention() -> None:
+    """Blocks get two rows of each neighbour; of the result they keep their own."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_bridge import nn
     from tests.jax_bridge.domains import difference, on_devices, on_one
 
-    case = smaller(CASES[name])
+    def layers(x):
+        before, after = (str(NATTEN[side][0]).replace(" ", "") for side in ("halo_before", "halo_after"))
+        wide = x.to(f"b h/sp:halo({before},{after},none) w n f")
+        y = cases.neighbourhood(jnp, *[wide.block] * 3)
+        return nn.Sharded(y, wide.sharding).to("b h/sp w n f")
+
+    # Five columns and heads of width 8 are enough: rows are what is sharded.
+    b, h, _, n, _ = NATTEN["global_shape"]
     with jax.enable_x64(True):
-        layers, whole, parameters = LAYERS[kind(case)](case)
-        x = RNG.normal(size=case["global_shape"])
-        found = on_devices(layers, x, parameters, layout_of(case), mesh_of(case))
-        assert difference(found, on_one(whole, x, parameters)) <= TOLERANCE
-        for d, sizes in zip(case["sharded_dims"], case.get("out_sizes") or (), strict=False):
-            assert list(found.sharding.local_sizes[d]) == sizes
-
-
-def convolution(case: dict):
-    """A convolution of few features: plain, or transposed (dilated inputs, mirrored padding)."""
-    import jax.numpy as jnp
-    from jax import lax
-
-    from jax_bridge import nn
-
-    asked, channels = options(case), case["global_shape"][1]
-    k, s, p = (asked[name] for name in "ksp")
-    transposed = kind(case) == "conv_transpose"
-    d = asked.get("d", [1] * len(k))
-    if transposed:
-        extra, ones = asked["op"], [1] * len(k)
-        ends = [(k_ - 1 - p_, k_ - 1 - p_ + e) for k_, p_, e in zip(k, p, extra, strict=True)]
-        arguments = ones, ends, s
-    else:
-        arguments = s, [(p_, p_) for p_ in p], None
-    kernel = RNG.normal(size=(2, channels, *k))
-    periodic = case["boundary"] == "circular"
-
-    def layers(x, kernel):
-        rule = "periodic" if periodic else None
-        return nn.conv_general_dilated(x, kernel, *arguments, d, boundary=rule, outputs=cut_of(case))
-
-    def whole(x, kernel):
-        if not periodic:
-            return lax.conv_general_dilated(x, kernel, *arguments, d)
-        x = jnp.pad(x, [(0, 0), (0, 0), *arguments[1]], mode="wrap")
-        return lax.conv_general_dilated(x, kernel, arguments[0], "VALID", None, d)
-
-    return layers, whole, (kernel,)
-
-
-def cut_of(case: dict) -> str:
-    return case["out_rule"] if case.get("out_rule") and kind(case) != "conv_transpose" else ""
-
-
-def causal_convolution(case: dict):
-    from jax import lax
-
-    from jax_bridge import nn
-
-    (k,), channels = [int(n) for n in re.findall(r"k=(\d+)", case["op"])], case["global_shape"][1]
-    kernel, arguments = RNG.normal(size=(channels, 1, k)), ((1,), [(k - 1, 0)])
-
-    def layers(x, kernel):
-        return nn.conv_general_dilated(x, kernel, *arguments, feature_group_count=channels)
-
-    def whole(x, kernel):
-        return lax.conv_general_dilated(x, kernel, *arguments, feature_group_count=channels)
-
-    return layers, whole, (kernel,)
-
-
-def pooling(case: dict):
-    import jax.numpy as jnp
-    from jax import lax
-
-    from jax_bridge import nn
-
-    k, s, d, p = ([1, 1, *options(case)[name]] for name in "ksdp")
-    ends = [(0, 0), (0, 0), *((p_, p_) for p_ in p[2:])]
-
-    def taken(x, offset):
-        starts = [o * d_ for o, d_ in zip(offset, d, strict=True)]
-        stops = [n - (k_ - 1 - o) * d_ for n, k_, o, d_ in zip(x.shape, k, offset, d, strict=True)]
-        return lax.slice(x, starts, stops, s)
-
-    def layers(x):
-        if kind(case) == "maxpool":
-            return nn.max_pool(x, k, s, ends, d, outputs=cut_of(case))
-        return nn.avg_pool(x, k, s, ends, outputs=cut_of(case))
-
-    def whole(x):
-        if kind(case) == "maxpool" and max(d) > 1:  # JAX has no gradient of it: every window, written out
-            x = jnp.pad(x, ends, constant_values=-np.inf)
-            return jnp.max(jnp.stack([taken(x, offset) for offset in np.ndindex(*k)]), axis=0)
-        if kind(case) == "maxpool":
-            return lax.reduce_window(x, -np.inf, lax.max, k, s, ends)
-        return lax.reduce_window(x, 0.0, lax.add, k, s, ends) / math.prod(k)
-
-    return layers, whole, ()
-
-
-def interpolation(case: dict):
-    """torch's formulas, as a matrix: xshard's taps are tested against torch itself."""
-    import jax.numpy as jnp
-
-    from jax_bridge import nn
-    from xshard.nn.resample import taps
-
-    size, mode, corners = re.fullmatch(
-        r"interpolate size=(\d+) mode=(\w+) align_corners=(\w+)", case["op"]
-    ).groups()
-    length, aligned = case["global_shape"][-1], corners == "True"
-    found, matrix = taps(mode, length, int(size), align_corners=aligned), np.zeros((int(size), length))
-    for o, (inputs, weights) in enumerate(zip(*found, strict=True)):
-        np.add.at(matrix[o], inputs, weights)
-
-    def layers(x):
-        return nn.interpolate(x, (*x.sharding.shape[:-1], int(size)), mode, align_corners=aligned)
-
-    return layers, lambda x: jnp.einsum("ncl,ol->nco", x, matrix), ()
-
-
-LAYERS = {
-    "conv": convolution,
-    "conv_transpose": convolution,
-    "causal": causal_convolution,
-    "maxpool": pooling,
-    "avgpool": pooling,
-    "interpolate": interpolation,
-}
+        x = np.random.default_rng(0).normal(size=(b, h, 6, n, 8))
+        found = on_devices(layers, x, (), "b h/sp w n f", xs.Mesh(sp=2))
+        assert difference(found, on_one(lambda x: cases.neighbourhood(jnp, x, x, x), x, ())) <= TOLERANCE

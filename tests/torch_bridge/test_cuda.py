@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -15,8 +15,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.gpus import needs_gpu, on_gpus
 from tests.torch_bridge.helpers import block_of, numbers
-from tests.torch_bridge.nn_helpers import check_layer
-from tests.torch_bridge.test_nn import GRID, MORE, PAIR, WRONG_ELSEWHERE
+from tests.torch_bridge.test_nn import check_all
 
 MESH = xs.Mesh(a=2)
 
@@ -108,23 +107,10 @@ def test_dtypes_that_the_backend_does_not_know() -> None:
     on_gpus(2, "nccl", _eight_bits)
 
 
-def _layers() -> None:
-    for name, (module, shape, layout, mesh) in {**WRONG_ELSEWHERE, **MORE}.items():
-        if mesh.n_devices != torch.distributed.get_world_size():
-            continue
-        for options in ({}, {"overlap": True}):
-            if not options or isinstance(module(), nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                try:
-                    check_layer(module(), shape, layout, mesh, device="cuda", **options)
-                except Exception as error:
-                    error.add_note(f"in '{name}'")
-                    raise
-
-
-@pytest.mark.parametrize("n", [PAIR.n_devices, GRID.n_devices])
+@pytest.mark.parametrize("n", [2, 4])
 @needs_gpu
 def test_layers_equal_their_modules(n: int) -> None:
-    on_gpus(n, "nccl", _layers)
+    on_gpus(n, "nccl", check_all, n, "cuda")
 
 
 def _placed() -> None:

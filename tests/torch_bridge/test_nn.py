@@ -1,13 +1,12 @@
-"""Domain-parallel layers and models on ranks, beside torch on one device.
-
-Long because every layer has its values, adjoints and refusals here.
-"""
+"""Layers on ranks beside torch on one device; the table of windows and halos is `tests/nn/cases.py`."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,222 +14,193 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
+from tests.nn import cases
+from tests.nn.cases import CASES, GRID, HALOS, NATTEN, PAIR, PUBLISHED, ROW, Case
 from tests.torch_bridge.helpers import on_ranks
-from tests.torch_bridge.nn_helpers import check_layer, scattered, sizes
+from tests.torch_bridge.nn_helpers import TOLERANCE, check_layer, same, scattered, sizes
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.placed import placed_as
 from xshard import reference
 
-ROW = xs.Mesh(sp=4)
-PAIR = xs.Mesh(sp=2)
-GRID = xs.Mesh(x=2, y=2)
+MOST_RANKS = 9  # larger cases run in JAX
+MODES = {"zero": "zeros", "periodic": "circular", "reflect": "reflect", "edge": "replicate"}
+UPSAMPLE = {
+    "linear": ("linear", "bilinear", "trilinear"),
+    "nearest": ("nearest",) * 3,
+    "cubic": (None, "bicubic"),
+}
 
 Layer = tuple[Callable[[], nn.Module], tuple[int, ...], str, xs.Mesh]
 
-# What libraries get wrong: values, lengths, gradients, or they hang.
-WRONG_ELSEWHERE: dict[str, Layer] = {
-    "patch embedding, k3 s3 over 9+9": (lambda: nn.Conv1d(2, 3, 3, 3), (1, 2, 18), "b c h/sp", PAIR),
-    "k3 s2 p1 over 7+7": (lambda: nn.Conv1d(2, 3, 3, 2, 1), (1, 2, 14), "b c h/sp", PAIR),
-    "k3 s2 p0 over 8+8": (lambda: nn.Conv1d(2, 3, 3, 2), (1, 2, 16), "b c h/sp", PAIR),
-    "k2 s2 over 7+7": (lambda: nn.Conv1d(2, 3, 2, 2), (1, 2, 14), "b c h/sp", PAIR),
-    "average pool k2 s2 p1": (lambda: nn.AvgPool1d(2, 2, 1), (1, 2, 16), "b c h/sp", PAIR),
-    "bilinear, align_corners": (
-        lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-        (1, 2, 8, 6),
-        "b c h/sp w",
-        PAIR,
-    ),
-    "k5 p2 over 4+1+4": (
-        lambda: nn.Conv1d(2, 3, 5, padding=2),
-        (1, 2, 9),
-        "b c h/sizes(sp,4,1,4)",
-        xs.Mesh(sp=3),
-    ),
-    "k3 s2 p1 over 8+8": (lambda: nn.Conv1d(2, 3, 3, 2, 1), (1, 2, 16), "b c h/sp", PAIR),
-    "circular": (
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
-        (1, 2, 8, 6),
-        "b c h/sp w",
-        PAIR,
-    ),
-    "k3 p2 d2": (lambda: nn.Conv1d(2, 3, 3, padding=2, dilation=2), (1, 2, 16), "b c h/sp", PAIR),
-    "k3 p0": (lambda: nn.Conv1d(2, 3, 3), (1, 2, 16), "b c h/sp", PAIR),
-    "k3 p2": (lambda: nn.Conv1d(2, 3, 3, padding=2), (1, 2, 16), "b c h/sp", PAIR),
-    "k5 s2 p2": (lambda: nn.Conv1d(2, 3, 5, 2, 2), (1, 2, 16), "b c h/sp", PAIR),
-    "k4 s1 p1": (lambda: nn.Conv1d(2, 3, 4, 1, 1), (1, 2, 16), "b c h/sp", PAIR),
-    "transposed k4 s2 p0": (lambda: nn.ConvTranspose1d(2, 3, 4, 2), (1, 2, 8), "b c h/sp", PAIR),
-    "gradient of a group norm": (lambda: nn.GroupNorm(2, 4), (1, 4, 8, 6), "b c h/sp w", PAIR),
-    "gradient of a halo": (lambda: nn.Conv2d(2, 3, 3, padding=1), (1, 2, 8, 6), "b c h w/sp", PAIR),
-    "groups": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2), (1, 4, 8, 6), "b c h/sp w", PAIR),
-    "max pool k3 s2 p1": (lambda: nn.MaxPool2d(3, 2, 1), (1, 2, 8, 6), "b c h/sp w", PAIR),
-    "average pool k3": (lambda: nn.AvgPool2d(3, 1, 1), (1, 2, 8, 6), "b c h/sp w", PAIR),
-    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (1, 2, 8, 6), "b c h/sp w", PAIR),
-}
-
-MORE: dict[str, Layer] = {
-    "uneven": (lambda: nn.Conv1d(2, 3, 3, padding=1), (1, 2, 30), "b c h/sp", ROW),
-    "multi-hop, periodic": (
-        lambda: nn.Conv1d(2, 3, 7, padding=3, padding_mode="circular"),
-        (1, 2, 8),
-        "b c h/sp",
-        ROW,
-    ),
-    "an empty block": (lambda: nn.Conv1d(2, 3, 3, padding=1), (1, 2, 8), "b c h/sizes(sp,3,0,3,2)", ROW),
-    "devices without outputs": (lambda: nn.Conv1d(2, 3, 3, padding=1), (1, 2, 2), "b c h/sp", ROW),
-    "zigzag": (lambda: nn.Conv1d(2, 3, 5, padding=2), (1, 2, 16), "b c h/zigzag(sp)", ROW),
-    "even kernel, same, circular, groups": (
-        lambda: nn.Conv2d(4, 6, (3, 4), padding="same", groups=2, padding_mode="circular"),
-        (2, 4, 16, 12),
-        "b c h/x w/y",
-        GRID,
-    ),
-    "reflect over two axes": (
-        lambda: nn.Conv2d(2, 3, (3, 5), padding="same", padding_mode="reflect"),
-        (2, 2, 16, 12),
-        "b c h/(x,y) w",
-        GRID,
-    ),
-    "replicate": (
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"),
-        (1, 2, 7, 5),
-        "b c h/x w/y",
-        GRID,
-    ),
-    "batch cut too": (lambda: nn.Conv2d(2, 3, (3, 4), 2, (1, 2)), (3, 2, 17, 12), "b/x c h/y w", GRID),
-    "without a batch": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 9, 7), "c h/x w/y", GRID),
-    "3-D": (lambda: nn.Conv3d(2, 3, (3, 2, 1), (1, 2, 1)), (1, 2, 7, 6, 5), "b c d/x h/y w", GRID),
-    "transposed, groups, dilation": (
-        lambda: nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2, dilation=2),
-        (1, 2, 9, 7),
-        "b c h/x w/y",
-        GRID,
-    ),
-    "transposed, gaps between inputs": (
-        lambda: nn.ConvTranspose2d(2, 4, 2, 5, output_padding=3),
-        (1, 2, 5, 7),
-        "b c h/x w/y",
-        GRID,
-    ),
-    "transposed, empty blocks": (lambda: nn.ConvTranspose1d(2, 4, 2, 2), (1, 2, 2), "b c h/sp", ROW),
-    "transposed, aligned blocks": (
-        lambda: nn.ConvTranspose1d(2, 4, 4, 2, 1),
-        (1, 2, 9),
-        "b c h/sizes(sp,4,0,2,3)",
-        ROW,
-    ),
-    "transposed 3-D": (lambda: nn.ConvTranspose3d(2, 2, 3, 2, 1), (1, 2, 5, 4, 3), "b c d/x h w/y", GRID),
-    "max pool, ceil": (lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True), (1, 2, 14, 12), "b c h/x w/y", GRID),
-    "max pool, dilated": (lambda: nn.MaxPool2d(3, 1, 1, dilation=2), (1, 2, 13, 11), "b c h/x w/y", GRID),
-    "max pool, empty blocks": (lambda: nn.MaxPool1d(2, 2), (1, 2, 3), "b c h/sp", ROW),
-    "max pool 3-D": (lambda: nn.MaxPool3d(3, 2, 1), (1, 2, 7, 6, 5), "b c d/x h/y w", GRID),
-    "average pool, ceil": (
-        lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True),
-        (1, 2, 14, 12),
-        "b c h/x w/y",
-        GRID,
-    ),
-    "average pool, padding not counted": (
-        lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False),
-        (1, 2, 13, 11),
-        "b c h/sp w",
-        ROW,
-    ),
-    "average pool 1-D, ceil, padding not counted": (
-        lambda: nn.AvgPool1d(3, 2, 1, ceil_mode=True, count_include_pad=False),
-        (1, 2, 14),
-        "b c h/sp",
-        ROW,
+# Layers without windows, and options of torch's modules that the table of windows does not have.
+MODULES: dict[str, Layer] = {
+    "even kernel, same, no batch": (
+        lambda: nn.Conv2d(2, 3, (3, 4), padding="same"), (2, 9, 7), "c h/x w/y", GRID,
     ),
     "average pool, divisor": (
-        lambda: nn.AvgPool3d(3, 2, 1, divisor_override=5),
-        (1, 2, 14, 5, 6),
-        "b c d/x h w/y",
-        GRID,
+        lambda: nn.AvgPool3d(3, 2, 1, divisor_override=5), (1, 2, 14, 5, 6), "b c d/x h w/y", GRID,
     ),
     "global average pool": (lambda: nn.AdaptiveAvgPool2d(1), (2, 4, 7, 9), "b c h/y w/x", GRID),
-    "nearest, down": (lambda: nn.Upsample(size=(9, 31)), (1, 2, 14, 9), "b c h/x w/y", GRID),
-    "nearest-exact": (
-        lambda: nn.Upsample(scale_factor=1.7, mode="nearest-exact"),
-        (1, 2, 14, 9),
-        "b c h/x w/y",
-        GRID,
+    "nearest-exact, one scale": (
+        lambda: nn.Upsample(scale_factor=1.7, mode="nearest-exact"), (1, 2, 14, 9), "b c h/x w/y", GRID,
     ),
-    "bicubic, scales given": (
-        lambda: nn.Upsample(scale_factor=(1.7, 0.6), mode="bicubic"),
-        (1, 2, 14, 9),
-        "b c h/x w/y",
-        GRID,
-    ),
-    "trilinear": (
-        lambda: nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True),
-        (1, 2, 5, 4, 3),
-        "b c d/x h/y w",
-        GRID,
-    ),
-    "upsampling of empty blocks": (
-        lambda: nn.Upsample(scale_factor=1.5, mode="linear"),
-        (1, 2, 5),
-        "b c h/sp",
-        ROW,
+    "bicubic, scales": (
+        lambda: nn.Upsample(scale_factor=(1.7, 0.6), mode="bicubic"), (1, 2, 14, 9), "b c h/x w/y", GRID,
     ),
     "group norm, two dims": (lambda: nn.GroupNorm(2, 4), (2, 4, 7, 9), "b c h/x w/y", GRID),
-    "group norm, batch cut": (lambda: nn.GroupNorm(2, 4), (3, 4, 7, 9), "b/x c h/y w", GRID),
-    "layer norm over cut dims": (lambda: nn.LayerNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
-    "layer norm beside a cut dim": (lambda: nn.LayerNorm(9), (2, 7, 9), "b s/sp c", ROW),
-    "rms norm over cut dims": (lambda: nn.RMSNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
+    "group norm, batch sharded": (lambda: nn.GroupNorm(2, 4), (3, 4, 7, 9), "b/x c h/y w", GRID),
+    "layer norm over sharded dims": (lambda: nn.LayerNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
+    "layer norm beside a sharded dim": (lambda: nn.LayerNorm(9), (2, 7, 9), "b s/sp c", ROW),
+    "rms norm over sharded dims": (lambda: nn.RMSNorm((7, 9)), (2, 4, 7, 9), "b/x c h/y w", GRID),
     "instance norm": (lambda: nn.InstanceNorm1d(4, affine=True), (2, 4, 7), "b c h/sp", ROW),
     "batch norm": (lambda: nn.BatchNorm2d(4), (3, 4, 7, 9), "b/x c h/y w", GRID),
     "batch norm, cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), (2, 4, 7, 9), "b c h/y w/x", GRID),
     "batch norm, no statistics kept": (
-        lambda: nn.BatchNorm1d(4, track_running_stats=False),
-        (2, 4, 7),
-        "b c h/sp",
-        ROW,
+        lambda: nn.BatchNorm1d(4, track_running_stats=False), (2, 4, 7), "b c h/sp", ROW,
     ),
     "batch norm, eval": (lambda: nn.BatchNorm3d(4).eval(), (2, 4, 5, 3, 2), "b c d/x h/y w", GRID),
     "linear": (lambda: nn.Linear(9, 5), (2, 4, 7, 9), "b/x c h/y w", GRID),
-}
+}  # fmt: skip
 
 
-def _check(layers: dict[str, Layer], mesh: xs.Mesh) -> None:
-    for name, (module, shape, layout, its_mesh) in layers.items():
-        if its_mesh == mesh:
-            try:
-                check_layer(module(), shape, layout, mesh)
-            except Exception as error:
-                error.add_note(f"in '{name}'")
-                raise
+def module_of(case: Case) -> nn.Module:
+    rank, channels = len(case.shape) - 2, case.shape[1]
+    one_pad = [before for before, _ in case.p]
+    kind = {"transposed": "ConvTranspose", "max": "MaxPool", "avg": "AvgPool", "conv": "Conv"}.get(case.op)
+    if case.op == "interpolate":
+        corners = None if case.mode == "nearest" else case.align_corners
+        return nn.Upsample(case.size, mode=UPSAMPLE[case.mode][rank - 1], align_corners=corners)
+    make: Any = getattr(nn, f"{kind}{rank}d")
+    if case.op == "max":
+        return make(case.k, case.s, one_pad, case.d, ceil_mode=case.ceil)
+    if case.op == "avg":
+        return make(case.k, case.s, one_pad, ceil_mode=case.ceil, count_include_pad=case.include_pad)
+    features = 2 * case.groups
+    if case.op == "transposed":
+        return make(channels, features, case.k, case.s, one_pad, case.extra, case.groups, dilation=case.d)
+    padding = "same" if any(before != after for before, after in case.p) else one_pad
+    options = {"groups": case.groups, "padding_mode": MODES[case.boundary]}
+    return make(channels, features, case.k, case.s, padding, case.d, **options)
 
 
-def _check_wrong_elsewhere(mesh: xs.Mesh) -> None:
-    _check(WRONG_ELSEWHERE, mesh)
+def check(case: Case, device: str = "cpu") -> None:
+    if case.op == "conv" and any(before and not after for before, after in case.p):
+        check_causal(case)
+        return
+    options = {"outputs": case.outputs} if case.op in ("conv", "max", "avg") else {}
+    found = check_layer(module_of(case), case.shape, case.layout, case.mesh, device=device, **options)
+    for d, expected in case.out_sizes.items():
+        assert sizes(found, d) == expected, "how the outputs are sharded"
 
 
-@pytest.mark.parametrize("mesh", [PAIR, xs.Mesh(sp=3)], ids=str)
-def test_what_other_libraries_get_wrong(mesh: xs.Mesh) -> None:
-    on_ranks(mesh.n_devices, _check_wrong_elsewhere, mesh)
+def check_causal(case: Case) -> None:
+    """A convolution padded at one end, which no module has."""
+    draw = np.random.default_rng(0)
+    x, kernel = draw.normal(size=case.shape), draw.normal(size=case.kernel_shape)
+    y, of_x, of_kernel = cases.one_device(case, x, kernel, cosines)
+    block = scattered(torch.from_numpy(x), case.layout, case.mesh).requires_grad_()
+    weight, placement = (
+        torch.from_numpy(kernel).requires_grad_(),
+        placed_as(block, case.layout, case.mesh, case.shape),
+    )
+    convolution = Convolution(case.k, case.s, case.p, case.d, case.groups)
+    mine = conv(block, placement, weight, None, convolution)[0]
+    mine.backward(scattered(torch.from_numpy(cosines(y.shape)), case.layout, case.mesh))
+    same(mine, scattered(torch.from_numpy(y), case.layout, case.mesh), "outputs")
+    same(block.grad, scattered(torch.from_numpy(of_x), case.layout, case.mesh), "gradient of the input")
+    same(weight.grad, torch.from_numpy(of_kernel), "gradient of the kernel")
 
 
-def _check_more() -> None:
-    for mesh in (ROW, GRID):
-        _check(MORE, mesh)
+def cosines(shape: tuple[int, ...]) -> np.ndarray:
+    return np.cos(np.arange(np.prod(shape))).reshape(shape)
 
 
-def test_layers_equal_their_modules() -> None:
-    on_ranks(4, _check_more)
+def check_halo(data: dict[str, Any]) -> None:
+    """Every block is a piece of the padded array, and the gradient is the adjoint, in whole numbers."""
+    mesh, shape, rank = cases.device_mesh(data), tuple(data["global_shape"]), dist.get_rank()
+    src, dst = cases.sharded_layout(data), cases.halo_layout(data)
+    x = np.random.default_rng(0).integers(-4, 5, shape).astype(float)
+    expected = cases.halo_blocks(data, x)
+    mine = scattered(torch.from_numpy(x), src, mesh).requires_grad_()
+    y = xt.redistribute(mine, f"{src} -> {dst}", mesh, shape=shape)
+    assert np.array_equal(y.detach().numpy(), expected[rank])
+    ys = [np.random.default_rng(d).integers(-4, 5, b.shape).astype(float) for d, b in enumerate(expected)]
+    y.backward(torch.from_numpy(ys[rank]))
+    gradients: list[Any] = [None] * mesh.n_devices
+    dist.all_gather_object(gradients, mine.grad.numpy())
+    assert not cases.adjoint_error(data, x, ys, reference.gather(gradients, src, mesh, shape))
+    assert torch.equal(xt.redistribute(y.detach(), f"{dst} -> {src}", mesh, shape=shape), mine)
+    whole_numbers = (torch.int32, torch.int64) if "1.234" not in data["boundary"] else ()
+    for dtype in (torch.float32, *whole_numbers):
+        moved = xt.redistribute(mine.detach().to(dtype), f"{src} -> {dst}", mesh, shape=shape)
+        assert torch.equal(moved, y.detach().to(dtype))
 
 
-def _second_order() -> None:
+def check_neighbourhood() -> None:
+    """Halos of queries, keys and values, then a trim of the result."""
+    mesh, shape = cases.device_mesh(NATTEN), tuple(NATTEN["global_shape"])
+    torch.manual_seed(0)
+    x = torch.randn(3, *shape, dtype=torch.float64).requires_grad_()
+    y = cases.neighbourhood(torch, *x)
+    weights = torch.from_numpy(cosines(y.shape))
+    y.backward(weights)
+    src, dst = (f"b h/m0{overlap} w n d" for overlap in ("", ":halo(2,2,none)"))
+    block = scattered(x, f"q {src}", mesh).requires_grad_()
+    wide = [xt.redistribute(part, f"{src} -> {dst}", mesh, shape=shape) for part in block]
+    out = xt.redistribute(cases.neighbourhood(torch, *wide), f"{dst} -> {src}", mesh, shape=shape)
+    out.backward(scattered(weights, src, mesh))
+    assert (out - scattered(y, src, mesh)).abs().max() <= TOLERANCE
+    assert (block.grad - scattered(x.grad, f"q {src}", mesh)).abs().max() <= TOLERANCE
+
+
+def check_all(n: int, device: str = "cpu") -> int:
+    """Every case on `n` devices -> their number."""
+    checks: dict[str, Callable[[], Any]] = {
+        name: lambda case=case: check(case, device)
+        for name, case in {**CASES, **PUBLISHED}.items()
+        if case.mesh.n_devices == n
+    }
+    checks |= {
+        name: lambda layer=layer: check_layer(layer[0](), *layer[1:], device=device)
+        for name, layer in MODULES.items()
+        if layer[-1].n_devices == n
+    }
+    if device == "cpu":
+        checks |= {
+            name: lambda data=data: check_halo(data)
+            for name, data in HALOS.items()
+            if cases.device_mesh(data).n_devices == n
+        }
+    for name, run in checks.items():
+        try:
+            run()
+        except Exception as error:
+            error.add_note(f"in '{name}'")
+            raise
+    return len(checks)
+
+
+ALL_MESHES = [case.mesh for case in (*CASES.values(), *PUBLISHED.values())]
+ALL_MESHES += [cases.device_mesh(data) for data in HALOS.values()]
+
+
+@pytest.mark.parametrize("n", sorted({mesh.n_devices for mesh in ALL_MESHES if mesh.n_devices <= MOST_RANKS}))
+def test_every_case_is_that_of_one_device(n: int) -> None:
+    numbers = on_ranks(n, check_all, n)
+    assert numbers[0] >= sum(mesh.n_devices == n for mesh in ALL_MESHES) and len(set(numbers)) == 1
+
+
+def _on_two() -> None:
+    check_neighbourhood()
     torch.manual_seed(0)
     x = torch.randn(1, 2, 4, 3, dtype=torch.float64)
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64)
     convolution = Convolution((3, 3), (1, 1), ((1, 1),) * 2, (1, 1), padding_mode="circular")
 
     def whole(x: Tensor, weight: Tensor) -> Tensor:
-        """Whole in, whole out, so that every rank differentiates the same function."""
+        """Unsharded in and out, so that every rank differentiates the same function."""
         block = xt.redistribute(x, "b c h w -> b c h/sp w", PAIR)
-        placed = placed_as(block, "b c h/sp w", PAIR)
-        y = conv(block, placed, weight, None, convolution)[0]
+        y = conv(block, placed_as(block, "b c h/sp w", PAIR), weight, None, convolution)[0]
         return xt.redistribute(y, "b c h/sp w -> b c h w", PAIR).square()
 
     inputs = (x.requires_grad_(), weight.requires_grad_())
@@ -238,8 +208,8 @@ def _second_order() -> None:
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
-def test_second_derivatives_of_a_convolution() -> None:
-    on_ranks(2, _second_order)
+def test_neighbourhood_attention_and_second_derivatives_of_a_convolution() -> None:
+    on_ranks(2, _on_two)
 
 
 def _adjoint(source: str, shape: tuple[int, ...], mesh: xs.Mesh, layout: str) -> None:
@@ -253,11 +223,6 @@ def _adjoint(source: str, shape: tuple[int, ...], mesh: xs.Mesh, layout: str) ->
     assert inner[0] == inner[1], source
 
 
-def _adjoints(sources: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    for layout, source, shape in sources:
-        _adjoint(source, shape, ROW, layout)
-
-
 def _overlap(draw: random.Random) -> tuple[str, str, tuple[int, ...]]:
     boundary = draw.choice(["zero", "periodic", "reflect", "edge", "none", "pole", "pole(w,-1)"])
     length, order = draw.randint(1, 14), draw.choice(["sp", "balanced(sp)"])
@@ -269,14 +234,10 @@ def _overlap(draw: random.Random) -> tuple[str, str, tuple[int, ...]]:
     return f"h/{order} w", f"h/{order}:{overlap} w", (length, 4)
 
 
-def test_gradients_are_exact_adjoints() -> None:
-    draw = random.Random(0)
-    on_ranks(4, _adjoints, [_overlap(draw) for _ in range(48)])
-
-
-def _halo_exchange() -> None:
-    rank = dist.get_rank()
-    x = torch.arange(16.0).reshape(8, 2)
+def _on_four(sources: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    for layout, source, shape in sources:
+        _adjoint(source, shape, ROW, layout)
+    rank, x = dist.get_rank(), torch.arange(16.0).reshape(8, 2)
     block = x.chunk(4)[rank].clone().requires_grad_()
     y = xt.ops.halo_exchange(block, (1, 2), 0, "sp", ROW, boundary="periodic")
     rows = torch.arange(2 * rank - 1, 2 * rank + 4) % 8
@@ -291,15 +252,6 @@ def _halo_exchange() -> None:
         assert torch.equal(wide, x[[1, 0, 1, 2]])
 
 
-def test_halo_exchange() -> None:
-    on_ranks(4, _halo_exchange)
-
-
-def _outputs() -> None:
-    for rule, wanted in (("", [2, 2, 1, 0]), ("balanced", [2, 1, 1, 1]), ("aligned", [2, 1, 2, 0])):
-        found = check_layer(nn.Conv1d(2, 3, 3, 2, 1), (1, 2, 10), "b c h/sp", ROW, outputs=rule)
-        assert sizes(found, 2) == wanted, rule
-
-
-def test_the_cut_of_the_outputs_is_told() -> None:
-    on_ranks(4, _outputs)
+def test_gradients_of_overlaps_are_exact_adjoints_and_halos_are_exchanged() -> None:
+    draw = random.Random(0)
+    on_ranks(4, _on_four, [_overlap(draw) for _ in range(48)])
