@@ -89,11 +89,15 @@ CASES = {
     "average pool k2 s2 p1": avg_pool((16,), "h/sp", PAIR, 2, s=2, p=1),
     "average pool k3": avg_pool((8, 6), "h/sp w", PAIR, 3, p=1),
     "max pool k3 s2 p1": max_pool((8, 6), "h/sp w", PAIR, 3, s=2, p=1),
-    "bilinear, align_corners": interpolate((8, 6), "h/sp w", PAIR, size=(16, 12), mode="linear", align_corners=True),
+    "bilinear, align_corners": interpolate(
+        (8, 6), "h/sp w", PAIR, size=(16, 12), mode="linear", align_corners=True,
+    ),
     # More boundaries, blocks without rows or outputs, several sharded dims.
     "devices without outputs": conv((2,), "h/sp", ROW, 3, p=1),
     "zigzag": conv((16,), "h/zigzag(sp)", ROW, 5, p=2),
-    "even kernel, circular, groups": conv((16, 12), "h/x w/y", GRID, (3, 4), 4, batch=2, p=((1, 1), (1, 2)), groups=2, boundary="periodic"),
+    "even kernel, circular, groups": conv(
+        (16, 12), "h/x w/y", GRID, (3, 4), 4, batch=2, p=((1, 1), (1, 2)), groups=2, boundary="periodic",
+    ),
     "reflect over two axes": conv((16, 12), "h/(x,y) w", GRID, (3, 5), batch=2, p=(1, 2), boundary="reflect"),
     "edge": conv((7, 5), "h/x w/y", GRID, 3, p=1, boundary="edge"),
     "batch sharded too": conv((17, 12), "b/x c h/y w", GRID, (3, 4), batch=3, s=2, p=(1, 2)),
@@ -109,13 +113,19 @@ CASES = {
     "max pool 3-D": max_pool((7, 6, 5), "d/x h/y w", GRID, 3, s=2, p=1),
     "average pool, ceil": avg_pool((14, 12), "h/x w/y", GRID, 3, s=2, p=1, ceil=True),
     "average pool, padding not counted": avg_pool((13, 11), "h/sp w", ROW, 3, s=2, p=1, include_pad=False),
-    "average pool 1-D, ceil, padding not counted": avg_pool((14,), "h/sp", ROW, 3, s=2, p=1, ceil=True, include_pad=False),
+    "average pool 1-D, ceil, padding not counted": avg_pool(
+        (14,), "h/sp", ROW, 3, s=2, p=1, ceil=True, include_pad=False,
+    ),
     "nearest, down": interpolate((14, 9), "h/x w/y", GRID, size=(9, 31), mode="nearest"),
     "bicubic": interpolate((14, 9), "h/x w/y", GRID, size=(23, 5), mode="cubic"),
-    "trilinear": interpolate((5, 4, 3), "d/x h/y w", GRID, size=(10, 8, 6), mode="linear", align_corners=True),
+    "trilinear": interpolate(
+        (5, 4, 3), "d/x h/y w", GRID, size=(10, 8, 6), mode="linear", align_corners=True,
+    ),
     "upsampling of empty blocks": interpolate((5,), "h/sp", ROW, size=(7,), mode="linear"),
     "outputs like the input": conv((10,), "h/sp", ROW, 3, s=2, p=1, out_sizes={2: [2, 2, 1, 0]}),
-    "outputs balanced": conv((10,), "h/sp", ROW, 3, s=2, p=1, outputs="balanced", out_sizes={2: [2, 1, 1, 1]}),
+    "outputs balanced": conv(
+        (10,), "h/sp", ROW, 3, s=2, p=1, outputs="balanced", out_sizes={2: [2, 1, 1, 1]},
+    ),
     "outputs aligned": conv((10,), "h/sp", ROW, 3, s=2, p=1, outputs="aligned", out_sizes={2: [2, 1, 2, 0]}),
 }  # fmt: skip
 
