@@ -36,11 +36,11 @@ SPECS = (PartitionSpec, NamedSharding)  # JAX's own functions take these, and us
 class BlockCall(NamedTuple):
     """A redistribution of one block, without the block. The fields are the arguments of `redistribute`.
 
-    given: the plan that the user passed, if any.
+    plan_given: the plan that the user passed, if any.
     """
 
     sides: Sides
-    given: Plan | None
+    plan_given: Plan | None
     mesh: AnyMesh | None = None
     shape: tuple[int, ...] | None = None
     profile: str | Path | Profile = "auto"
@@ -67,9 +67,9 @@ class BlockCall(NamedTuple):
         """The plan for a block: a new one, or the given one after a check."""
         src, dst, text = self.sides
         with mark_errors(text):
-            if self.given is not None:
-                here = planned_mesh_here(self.mesh, self.given.mesh, self.given.axes, text)
-                plan = replace(self.given, mesh=here, devices=())
+            if self.plan_given is not None:
+                here = planned_mesh_here(self.mesh, self.plan_given.mesh, self.plan_given.axes, text)
+                plan = replace(self.plan_given, mesh=here, devices=())
                 check_plan(plan, "the block", self.shape, x.dtype.name)
             else:
                 here, machine = machine_here(self.mesh, (src, dst), text, self.profile)
@@ -87,7 +87,7 @@ class BlockCall(NamedTuple):
         """
         text = self.sides.text
         x = as_array(x, text)
-        if are_keys(x) and self.given is None:
+        if are_keys(x) and self.plan_given is None:
             words, wider, keys_of = as_words(x, self.sides)
             shape = None if self.shape is None else (*self.shape, words.shape[-1])
             return keys_of(self._replace(sides=wider, shape=shape).run(words, mesh_axes))

@@ -62,7 +62,7 @@ def reduce_scatter(
     op: str = "sum",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """Reduce the blocks along `axis` and cut the result along `dim`: `n | sum(axis) -> n/axis`.
+    """Reduce the blocks along `axis` and shard the result along `dim`: `n | sum(axis) -> n/axis`.
 
     op: sum, mean, max or min. The backward pass all-gathers.
     """
@@ -93,9 +93,9 @@ def all_to_all(
     concat_order: str = "block",
     shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """Move the cut from `concat_dim`, which becomes whole, to `split_dim`: `s/axis c -> s c/axis`.
+    """Shard `split_dim` instead of `concat_dim`: `s/axis c -> s c/axis`.
 
-    split_order: the order of the new cut; concat_order: of the old one: block, zigzag, cyclic or balanced.
+    split_order, concat_order: the orders of their rows: block, zigzag, cyclic or balanced.
     """
     src, dst = (
         dims(np.shape(x), {concat_dim: sharded(axis, concat_order)}),

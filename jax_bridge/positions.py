@@ -24,10 +24,10 @@ def positions(
     """The global number of every row of a dim, as integers: `[rows]`.
 
     Inside `shard_map`, `pmap` or `vmap(axis_name=)` over the layout's axes: for this device's block. Outside:
-    for all blocks, concatenated and cut over the dim's axes. That is the order in which `reshard` stores the
-    dim: if blocks are even, `x[positions(...)]` puts rows into it.
+    for all blocks, concatenated and sharded over the dim's axes. That is the order in which `reshard` stores
+    the dim: if blocks are even, `x[positions(...)]` puts rows into it.
     -1 stands for rows outside the array: padding, or a constant beyond its ends.
-    shape: global. dim: its name or its index. mesh: inside, by default the one of the context.
+    shape: the global shape. dim: name or index. mesh: default, inside only: the one of the context.
 
     Raises as `xshard.Layout.positions` does, and MeshError if only some of the axes are manual, or none and
     no mesh is given.
@@ -40,22 +40,21 @@ def positions(
     """
     shape = lengths_of(shape)
     layout = Layout.parse(layout).resolved(len(shape))
-    at = layout.dim_index(dim)
+    index = layout.dim_index(dim)
     if bound_sizes(layout.axes) or (mesh is None and not layout.axes):
         sharding = sharding_here(layout, shape, mesh)
-        return mine(_table(sharding, at), sharding.layout.dims[at].axes)
+        return mine(_table(sharding, index), sharding.layout.dims[index].axes)
     if mesh is None:
         raise MeshError(
             "no axis of the layout is manual here",
             text=str(layout),
-            hint="outside of shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)",
+            hint="outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)",
         )
     with mark_errors(str(layout)):
-        found = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), shape), at).ravel())
+        rows = jnp.asarray(_table(Sharding(layout, xshard_mesh(mesh), shape), index).ravel())
     if not isinstance(mesh, JaxMesh):
-        return found
-    axes = layout.dims[at].axes
-    return jax.device_put(found, NamedSharding(mesh, PartitionSpec(axes or None)))
+        return rows
+    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec(layout.dims[index].axes or None)))
 
 
 def _table(sharding: Sharding, dim: int) -> Table:

@@ -1,8 +1,8 @@
 """`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
 
-Decides how devices compare: along every axis, and then they exchange what they found, so that all of them
-raise or none. A host callback that the block depends on gives the verdict, in eager and jitted programs.
-A block that is invariant along an axis is equal by JAX's own proof, and not compared along it.
+Devices compare along every axis, and then exchange the differences, so that all of them raise or none. A host
+callback that the block depends on gives the verdict, in eager and jitted programs. A block that is invariant
+along an axis is equal by JAX's own proof, and not compared along it.
 """
 
 from __future__ import annotations
@@ -27,96 +27,94 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
     """`apply`, with checks at run time, which raise JAX's error with the text of a ReplicaError.
 
     The forward pass compares `x` along the replicas and copies of the left side; the backward pass compares
-    the result's cotangents along those of the right side's dual. text: what the error marks.
+    the cotangents of the result along the replicas and copies of the right side's dual. text: for the error.
     """
     everyone = Mesh(bound_sizes(plan.mesh.axes))
     check = ReplicaCheck(plan.source, everyone, plan.dtype, text, cotangents=False)
-    x = _expect(x, entering=_held(check), returning=None)
+    x = _expect(x, entering=_watched(check), returning=None)
     y = apply(plan, x, ad)
     if not plan.dst.is_linear:
         return y
     dual = plan.target.with_layout(plan.target.layout.dual)
-    return _expect(y, entering=None, returning=_held(check._replace(sharding=dual, cotangents=True)))
+    return _expect(y, entering=None, returning=_watched(check._replace(sharding=dual, cotangents=True)))
 
 
 class _Watched(NamedTuple):
-    """What stands in the place of a check where `replicas.WATCH` is told the blocks."""
+    """A check while `replicas.WATCH` is set: its blocks are shown to `see`, and not compared."""
 
-    tell: Callable[[int, Any], object]
+    see: Callable[[int, Any], object]
     check: ReplicaCheck
 
 
-def _held(check: ReplicaCheck) -> ReplicaCheck | _Watched:
+Watched = ReplicaCheck | _Watched
+
+
+def _watched(check: ReplicaCheck) -> Watched:
     return check if replicas.WATCH is None else _Watched(replicas.WATCH(check), check)
 
 
-Verdict = Callable[[ReplicaCheck, jax.Array], jax.Array]
+def _compared(x: jax.Array, check: Watched | None, judge: Callable[..., jax.Array]) -> jax.Array:
+    """The block, after the comparison.
 
-
-def _compared(x: jax.Array, held: ReplicaCheck | _Watched | None, verdict: Verdict) -> jax.Array:
-    """The block, once it has been compared."""
-    if isinstance(held, _Watched):
-        return _told(x, held)
-    if held is None or not any(_may_differ(x, axis) for axis in held.axes):
+    judge: the check and the differences of all devices -> True, or an error.
+    """
+    if isinstance(check, _Watched):
+        return _seen(x, check)
+    if check is None or not any(_may_differ(x, axis) for axis in check.axes):
         return x
-    axes, mesh = held.axes, held.mesh
-    values = _comparable(without_padding(x, held.sharding))
-    flipped = -values if jnp.issubdtype(values.dtype, jnp.floating) else ~values
-    found = []
+    axes, mesh = check.axes, check.mesh
+    values = _comparable(without_padding(x, check.sharding))
+    negated = jnp.negative if jnp.issubdtype(values.dtype, jnp.floating) else jnp.invert
+    differences = []
     for axis in axes:
         if not _may_differ(x, axis):
-            found.append(jnp.zeros(2, np.float32))
+            differences.append(jnp.zeros(2, np.float32))
             continue
-        most, least = lax.pmax(values, axis), lax.pmax(flipped, axis)
-        least = -least if jnp.issubdtype(values.dtype, jnp.floating) else ~least
+        most, least = lax.pmax(values, axis), negated(lax.pmax(negated(values), axis))
         # Equal infinities differ by 0. The difference of unequal whole numbers may wrap around, not to 0.
         apart = jnp.abs(jnp.where(most == least, 0, most - least).astype(np.float32))
         size = jnp.maximum(abs(most.astype(np.float32)), abs(least.astype(np.float32)))
         size = jnp.where(jnp.isfinite(size), size, 0)
-        found.append(jnp.stack([apart.max(initial=0), size.max(initial=0)]))
-    everywhere = jnp.zeros((mesh.n_devices, len(axes), 2), np.float32)
-    everywhere = everywhere.at[lax.axis_index(mesh.axes)].set(jnp.stack(found))
+        differences.append(jnp.stack([apart.max(initial=0), size.max(initial=0)]))
+    table = jnp.zeros((mesh.n_devices, len(axes), 2), np.float32)
+    table = table.at[lax.axis_index(mesh.axes)].set(jnp.stack(differences))
     for axis in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
-        everywhere = lax.pmax(everywhere, axis)
-
-    return jnp.where(verdict(held, everywhere), x, jnp.zeros_like(x))
-
-
-def _told(x: jax.Array, held: _Watched) -> jax.Array:
-    """The block, once it has been seen."""
-
-    def see(_: Any, right: Any, device: Any, block: Any) -> None:
-        held.tell(int(np.asarray(device)), np.asarray(block).copy())
-        np.asarray(right)[...] = True
-
-    index, block = lax.axis_index(held.check.mesh.axes), without_padding(x, held.check.sharding)
-    seen = host_callback(see, jax.ShapeDtypeStruct((), bool))(index, block)
-    return jnp.where(seen, x, jnp.zeros_like(x))
+        table = lax.pmax(table, axis)
+    return jnp.where(judge(check, table), x, jnp.zeros_like(x))
 
 
-def _verdict(held: ReplicaCheck, table: jax.Array) -> jax.Array:
-    """True, or the error."""
+def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
+    """True, after a function of numpy arrays has run on the host."""
 
-    def judge(table: jax.Array) -> np.ndarray:
-        _raise_fault(held, table)
+    def call(_: Any, result: Any, *arrays: Any) -> None:
+        run(*map(np.asarray, arrays))
+        np.asarray(result)[...] = True
+
+    return host_callback(call, jax.ShapeDtypeStruct((), bool))(*arrays)
+
+
+def _seen(x: jax.Array, watched: _Watched) -> jax.Array:
+    """The block, after the watcher has seen it."""
+    index, block = lax.axis_index(watched.check.mesh.axes), without_padding(x, watched.check.sharding)
+    is_seen = _on_host(lambda device, block: watched.see(int(device), block.copy()), index, block)
+    return jnp.where(is_seen, x, jnp.zeros_like(x))
+
+
+def _judge(check: ReplicaCheck, table: jax.Array) -> jax.Array:
+    def call(table: jax.Array) -> np.ndarray:
+        _raise_fault(check, table)
         return np.ones((), bool)
 
-    return jax.pure_callback(judge, jax.ShapeDtypeStruct((), bool), table)
+    return jax.pure_callback(call, jax.ShapeDtypeStruct((), bool), table)
 
 
-def _verdict_on_cpu(held: ReplicaCheck, table: jax.Array) -> jax.Array:
-    """The same, without the traceback that `pure_callback` logs on each device, and again at exit."""
-
-    def judge(_: Any, right: Any, table: Any) -> None:
-        _raise_fault(held, table)
-        np.asarray(right)[...] = True
-
-    return host_callback(judge, jax.ShapeDtypeStruct((), bool))(table)
+def _judge_on_cpu(check: ReplicaCheck, table: jax.Array) -> jax.Array:
+    """`_judge`, without the traceback that `pure_callback` logs on each device, and again at exit."""
+    return _on_host(lambda table: _raise_fault(check, table), table)
 
 
-def _raise_fault(held: ReplicaCheck, table: Any) -> None:
-    fault = held.fault(np.asarray(table))
-    if fault is not None:
+def _raise_fault(check: ReplicaCheck, table: Any) -> None:
+    if (fault := check.fault(np.asarray(table))) is not None:
         raise fault
 
 
@@ -135,18 +133,13 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    x: jax.Array,
-    dim: int | None,
-    along: Batch,
-    *,
-    entering: ReplicaCheck | _Watched | None,
-    returning: ReplicaCheck | _Watched | None,
+    x: jax.Array, dim: int | None, along: Batch, *, entering: Watched | None, returning: Watched | None
 ) -> tuple[jax.Array, int | None]:
-    for held in (entering, returning):
-        if isinstance(held, ReplicaCheck) and along.name in held.axes:
+    for check in (entering, returning):
+        if isinstance(check, ReplicaCheck) and along.name in check.axes:
             raise XshardError(
                 f"check_replicated along {along.name!r}, which is a batch of vmap",
-                text=held.text,
+                text=check.text,
                 hint="it compares devices: use jax.shard_map or jax.pmap over the axis",
             )
     return _expect(batch_first(x, dim, along.size), entering=entering, returning=returning), 0
@@ -155,9 +148,9 @@ def _batched(
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
 _expect: Callable[..., jax.Array] = linear_primitive(
     "xshard_expect",
-    run=lambda x, entering, returning: _compared(x, entering, _verdict_on_cpu),
+    run=lambda x, entering, returning: _compared(x, entering, _judge_on_cpu),
     on_platforms=dict.fromkeys(
-        ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering, _verdict)
+        ("cuda", "rocm", "tpu"), lambda x, entering, returning: _compared(x, entering, _judge)
     ),
     abstract_eval=lambda x, **_: (x, set()),
     transpose=lambda cotangent, entering, returning: _expect(

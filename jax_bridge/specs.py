@@ -1,7 +1,4 @@
-"""Layouts <-> JAX's `PartitionSpec` and `NamedSharding`.
-
-Decides which layouts a PartitionSpec can express. Knows no arrays.
-"""
+"""Layouts <-> JAX's `PartitionSpec` and `NamedSharding`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
 
     ndim: dims of the array, needed for `...`. JAX accepts unreduced and reduced specs only on meshes with
     Explicit axes.
-    Raises PlanError for what no spec can express: orders, overlaps, mean, max and min.
+    Raises PlanError for a layout that no spec can express: with orders, overlaps, mean, max or min.
 
     >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(("dp", "tp"), None, unreduced={"cp"})
     True
@@ -36,25 +33,25 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
     text = str(layout)
     for dim in layout.dims:
         if dim.overlap is not None:
-            raise PlanError("a PartitionSpec has no overlaps", text=text)
+            raise PlanError("a PartitionSpec cannot have overlaps", text=text)
         for shard in dim.shards:
             if shard.order != "block":
                 raise PlanError(
-                    f"a PartitionSpec has no order '{shard}'",
+                    f"a PartitionSpec cannot have order '{shard}'",
                     text=text,
                     hint="its blocks are contiguous; reshard keeps a dim of another order in storage order",
                 )
     if layout.tagged("mean", "max", "min"):
-        raise PlanError("a PartitionSpec has no reduction but sum", text=text)
+        raise PlanError("a PartitionSpec can only have the reduction sum", text=text)
     entries = [dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims]
     return PartitionSpec(*entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy")))
 
 
 def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None) -> Layout:
-    """A spec of an array of `ndim` dims -> the layout. names: of the dims; by default `d0`, `d1`, ...
+    """A spec of an array of `ndim` dims -> the layout. names: names of the dims; default: `d0`, `d1`, ...
 
     Raises ShapeError for more or fewer names or more dims, PlanError for a spec that leaves a dim open,
-    NotationError for what is no spec.
+    NotationError for anything but a spec.
 
     >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
     'd0/dp d1 d2/(cp,tp)'
@@ -62,7 +59,7 @@ def from_partition_spec(spec: PartitionSpec, ndim: int, names: Sequence[str] | N
     if not isinstance(spec, PartitionSpec):
         own = isinstance(spec, NamedSharding)
         hint = "pass its .spec" if own else "as in PartitionSpec('dp', None, ('cp', 'tp'))"
-        raise NotationError(f"a {type(spec).__name__} is no PartitionSpec", hint=hint)
+        raise NotationError(f"a {type(spec).__name__} is not a PartitionSpec", hint=hint)
     if names is not None and len(names) != ndim:
         raise ShapeError(f"{len(names)} names for {ndim} dims")
     if len(spec) > ndim:
@@ -83,8 +80,8 @@ def to_named_sharding(
 ) -> NamedSharding:
     """A layout on a mesh of JAX -> the sharding.
 
-    Raises as `to_partition_spec` does; MeshError for what is no mesh of JAX, and for tags on one with Auto
-    axes; NotationError for an axis that the mesh does not have.
+    Raises as `to_partition_spec` does; MeshError for anything but a mesh of JAX, and for tags on one with
+    Auto axes; NotationError for an axis that the mesh does not have.
     """
     spec = to_partition_spec(layout, ndim)
     check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))

@@ -35,7 +35,7 @@ def leaves_of(
     """Every leaf of a tree with the value given for it, in JAX's order.
 
     given: one value for all leaves, rules, or a pytree prefix with either in the place of a branch; names
-    then count from there. is_value: True for one value. takes_value: False for leaves whose value is None.
+    then count from there. is_value: True for one value. takes_value: False for leaves with the value None.
     Raises XshardError if the prefix has other branches, and as `Rules.match` does.
 
     >>> [leaf[:2] for leaf in leaves_of("n", {"w": 1, "b": [2]})]
@@ -58,7 +58,7 @@ def leaves_of(
 
 
 def array_leaves(given: Any, tree: Any) -> list[Leaf]:
-    """`leaves_of` a tree of which only arrays have layouts."""
+    """`leaves_of` a tree in which only arrays have layouts."""
     return leaves_of(given, tree, takes_value=is_array)
 
 

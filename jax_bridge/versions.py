@@ -1,6 +1,6 @@
 """Everything used of JAX that JAX does not promise to keep: primitives, types along manual axes, callbacks.
 
-Written for 0.10; the only file to change for a release that differs. Knows no plans.
+Written for 0.10; the only file to change for a release that differs.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def linear_primitive(
     abstract_eval: type of the array -> type of the result, and effects. transpose: the cotangent's map.
     batch: the array, its batch dim or None, the batch -> the result and its batch dim.
     """
-    made = _primitive(name, **rules)
+    primitive = _primitive(name, **rules)
 
     def transposed(cotangent: jax.Array, _: object, **params: object) -> list[jax.Array]:
         return [transpose(cotangent, **params)]
 
-    ad.deflinear2(made, transposed)
-    jet.deflinear(made)
-    return made.bind
+    ad.deflinear2(primitive, transposed)
+    jet.deflinear(primitive)
+    return primitive.bind
 
 
 def bilinear_primitive(
@@ -62,24 +62,24 @@ def bilinear_primitive(
 ) -> Callable[..., jax.Array]:
     """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
 
-    Where it is differentiated, the value is made by the operations of `run`, for which policies of
-    `jax.checkpoint` look. transposes: cotangent, type of one array, the other array -> cotangent of the one.
+    Under differentiation the value is computed by the operations of `run`, which policies of `jax.checkpoint`
+    look for. transposes: cotangent, type of one array, the other array -> cotangent of the one.
     """
-    made = _primitive(name, run=run, **rules)
+    primitive = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
         pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
-        terms = [made.bind(*pair, **params) for pair, tangent in pairs if type(tangent) is not ad.Zero]
+        terms = [primitive.bind(*pair, **params) for pair, tangent in pairs if type(tangent) is not ad.Zero]
         return run(*primals, **params), reduce(ad.add_tangents, terms)
 
     ad.defbilinear(
-        made,
+        primitive,
         lambda cotangent, x, y, **params: transposes[0](cotangent, x.aval, y, **params),
         lambda cotangent, x, y, **params: transposes[1](cotangent, y.aval, x, **params),
     )
-    ad.primitive_jvps[made] = jvp
-    jet.jet_rules[made] = partial(jet._bilinear_taylor_rule, made)
-    return made.bind
+    ad.primitive_jvps[primitive] = jvp
+    jet.jet_rules[primitive] = partial(jet._bilinear_taylor_rule, primitive)
+    return primitive.bind
 
 
 def _primitive(
@@ -90,23 +90,25 @@ def _primitive(
     batch: Callable[..., tuple[jax.Array, int | None]],
     on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> Primitive:
-    made = Primitive(name)
-    made.def_impl(run)
-    made.def_effectful_abstract_eval(abstract_eval)
+    primitive = Primitive(name)
+    primitive.def_impl(run)
+    primitive.def_effectful_abstract_eval(abstract_eval)
 
     def batched(axis_data: Any, arrays: Any, dims: Any, **params: object) -> tuple[jax.Array, int | None]:
-        # A batch that `spmd_axis_name` spreads is whole to its type, where the axes are Explicit.
+        # A batch that `spmd_axis_name` spreads is unsharded in its type if the axes are Explicit.
         context = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
         spread = tuple(a for a in axis_data.spmd_name or () if kinds.get(a) != AxisType.Explicit)
         cut = axis_data.explicit_mesh_axis or spread
         return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, cut), **params)
 
-    batching.fancy_primitive_batchers[made] = batched
-    mlir.register_lowering(made, mlir.lower_fun(run, multiple_results=False))
+    batching.fancy_primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
     for platform, runs_there in (on_platforms or {}).items():
-        mlir.register_lowering(made, mlir.lower_fun(runs_there, multiple_results=False), platform=platform)
-    return made
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(runs_there, multiple_results=False), platform=platform
+        )
+    return primitive
 
 
 def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:

@@ -54,13 +54,13 @@ def einsum(
     Inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)` over the axes that the expression names, they
     are blocks, as for `redistribute`; outside, global arrays, as for `reshard`.
     expression: `"layout, layout -> layout"`, in which dims that the right side lacks are summed, or a plan of
-    one. mesh: by default the one of the context, or the arrays' own. sizes: the length of every dim, by name;
+    one. mesh: default: the one of the context, or the arrays' own. sizes: the length of every dim, by name;
     or shape: the global shape of every operand; by default the arrays', or, assuming that all blocks are
-    equal, as the blocks say. Uneven blocks are padded as those of `redistribute` are.
+    equal, as the blocks say. Uneven blocks are padded, as in `redistribute`.
     profile: the machine to plan for. overlap: whether gathers and reduce-scatters may run in rounds, so that
     XLA can send while it contracts: "never", "auto" or "always", as for `xshard.plan`.
-    preferred_element_type, precision: of `jax.numpy.einsum`, for the local products; sums over devices are in
-    the dtype that they give.
+    preferred_element_type, precision: options of `jax.numpy.einsum` for the local products; sums over devices
+    are in the dtype of these.
 
     Raises, before anything is sent, NotationError, MeshError, ShapeError, DtypeError, PlanError.
 

@@ -1,7 +1,7 @@
 """The order in which the rows of a global array are stored, remembered on the array.
 
-Decides what is known of an array of JAX: the order into which a move has put its rows, or that `stored_as`
-says. JAX itself drops the record: the result of a computation has none, nor has a tracer.
+A move records the order into which it puts the rows, and `stored_as` records one. JAX itself drops the
+record: the result of a computation is without, and so is a tracer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from xshard.errors import MeshError, ShapeError
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
 
-STRICT = is_on("XSHARD_DEBUG")  # an order of which nothing is known is refused, too
+STRICT = is_on("XSHARD_DEBUG")  # unknown orders are refused, too
 _RECORD = "_xshard_order"
 
 
 def stored_as(array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None) -> jax.Array:
-    """Say in which order the rows of an array are stored -> the same array.
+    """Record in which order the rows of an array are stored -> the same array.
 
     For arrays that were computed from others in storage order, loaded, or ordered by hand: `reshard` then
     refuses to read them in another order. Nothing moves; a tracer is returned as it is.
-    layout: an order such as `s/zigzag(cp)`, or none, as in `s/cp`. mesh: by default the array's own.
+    layout: an order such as `s/zigzag(cp)`, or none, as in `s/cp`. mesh: default: the array's own.
     Raises NotationError, ShapeError, MeshError.
 
     >>> mesh = jax.make_mesh((1,), ("cp",))
@@ -44,12 +44,12 @@ def stored_as(array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = Non
     if mesh is None and isinstance(array.sharding, NamedSharding):
         mesh = array.sharding.mesh
     if mesh is None:
-        raise MeshError("the array has no mesh", text=str(layout), hint="stored_as(array, layout, mesh)")
+        raise MeshError("the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)")
     return remember(array, Sharding(Layout.parse(layout), xshard_mesh(mesh), array.shape))
 
 
 def remember(array: Any, stored: Sharding) -> Any:
-    """Record the order of the rows -> the same array. stored: of the array, or of the words of its keys."""
+    """Record the order of the rows -> the same array. stored: the array, or the words of its keys."""
     if not isinstance(array, Tracer):
         if len(stored.shape) > array.ndim:
             layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
@@ -59,7 +59,7 @@ def remember(array: Any, stored: Sharding) -> Any:
 
 
 def order_of(array: Any) -> Sharding | None:
-    """What is known of the order of the rows."""
+    """The recorded order of the rows, if any."""
     return None if isinstance(array, Tracer) else getattr(array, _RECORD, None)
 
 
@@ -89,7 +89,7 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
 
 @lru_cache(maxsize=4096)
 def _orders(stored: Sharding) -> tuple[tuple[int, Shard, tuple[int, ...]], ...]:
-    """The cuts of the dims whose rows are not contiguous: the dim, a cut, and the sizes of its axes."""
+    """The shards in another order than their rows' own: the dim, the shard, the sizes of its axes."""
     dims = stored.normal.dims
     ordered = [i for i, dim in enumerate(dims) if any(shard.order != "block" for shard in dim.shards)]
     return tuple((i, shard, stored.mesh.sizes_of(shard.axes)) for i in ordered for shard in dims[i].shards)

@@ -32,10 +32,10 @@ def place(
     tree: arrays of numpy or JAX in dicts, lists, `flax.nnx` modules and states, variables of `flax.linen`,
     `equinox` modules. Other leaves stay as they are, and take no rule.
     layouts: `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.kernel"`) to layouts,
-    as for `shard_map`; or one layout for all. Of `"layout -> layout"` the left side counts, where arrays are
-    stored. Arrays are held as `shard_map` takes them: whole in one of the layouts, a dim in zigzag or another
-    order in storage order, which is remembered. An array on the mesh is moved by a plan; from other arrays a
-    device receives only its own part.
+    as for `shard_map`; or one layout for all. Of `"layout -> layout"` the left side counts. Arrays are held
+    as `shard_map` takes them: whole in one of the layouts, a dim in zigzag or another order in storage order,
+    which is remembered. An array on the mesh is moved by a plan; from other arrays a device receives only its
+    own part.
 
     Raises, before anything is sent, with the name of the leaf: NotationError, ShapeError, MeshError;
     DtypeError for an array that JAX would narrow; XshardError for leaves without a rule and rules without a

@@ -1,7 +1,7 @@
 """A plan on a global array as one operation of JAX: a primitive that carries the plan and the mesh.
 
 The tangent moves by the same plan, the cotangent by the backward plan, and a batch is one more dim, sharded
-as `vmap` has it. So JAX never has to batch the `shard_map` inside, where the mesh axes of the batch would be
+as `vmap` has it. So JAX never has to batch the `shard_map` inside: the mesh axes of the batch would be
 Explicit among manual ones.
 """
 

@@ -105,7 +105,10 @@ class _BorderArray(NamedTuple):
     outside: StoredArray
 
     def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """This device's block under the left layout -> its block under the right one. axes: of the mesh."""
+        """This device's block under the left layout -> its block under the right one.
+
+        axes: all axes of the mesh.
+        """
         with located(self.outside.path):
             return self.call.run(x, axes)
 
@@ -125,7 +128,7 @@ class _Border(NamedTuple):
             return self._array(path, Sides(self._block_layout(array), dst, text), array)
 
     def result(self, path: str, given: Any, block: tuple[int, ...], lengths: Lengths) -> _BorderArray:
-        """Blocks of this shape on their way out. lengths: those that dims may have, by name."""
+        """Blocks of this shape on their way out. lengths: possible lengths of dims by name."""
         with located(path):
             src, dst, text, axes = self._sides(given, len(block))
             hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
@@ -298,7 +301,7 @@ class _MappedFunction:
 
         specs = [result.outside.sharding.spec for result in results.values()]
         owners = {names[i] for i in self.donated}
-        donated = [at for at, i in enumerate(taken) if leaves[i].name.partition(".")[0] in owners]
+        donated = [k for k, i in enumerate(taken) if leaves[i].name.partition(".")[0] in owners]
         run = jax.jit(jax.shard_map(local, out_specs=specs, **options), donate_argnums=donated)
         return _Program(arguments, run, list(results.values()), result_tree)
 

@@ -1,8 +1,7 @@
 """`ad="custom_vjp"`: a plan as collectives of `jax.lax` with a rule for reverse mode.
 
-Decides what the mode does. Jaxprs then show the collectives to whatever reads them: policies of
-`jax.checkpoint`, counters of communication. Forward mode is refused by an error that names the other mode,
-unlike with JAX's own `custom_vjp`.
+Jaxprs then show the collectives to their readers: policies of `jax.checkpoint`, counters of communication.
+Forward mode is refused by an error that names the other mode, unlike with JAX's own `custom_vjp`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The one differentiable function: a plan, whose gradient is its dual plan.
+"""The one differentiable function: a plan. Its gradient is the dual plan.
 
-Decides where derivatives come from; no collective carries its own. To JAX a linear plan is a linear map,
+No collective has a derivative of its own. To JAX a linear plan is a linear map,
 which supports every mode (`primitive`), or a function with a rule for reverse mode (`custom_vjp`). The
 tangent of `max` and `min` consists of linear plans, and reverse mode is its transpose.
 
@@ -67,7 +67,7 @@ def _extreme(plan: Plan, ad: str, x: jax.Array) -> jax.Array:
 
 @_extreme.defjvp
 def _extreme_tangent(plan: Plan, ad: str, primals, tangents):
-    """Equal shares of the winners' tangents: the map whose transpose is the cotangent plan."""
+    """Equal shares of the winners' tangents: the transpose of this map is the cotangent plan."""
     (x,), (tangent,), mode = primals, tangents, MODES[ad]
     y, plans = apply(plan, x, ad), max_min_plans(plan)
     won = x == mode.move(plans.result, y)

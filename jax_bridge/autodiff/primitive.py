@@ -1,8 +1,7 @@
-"""A plan as one operation of JAX: a primitive that carries the plan as a parameter.
+"""A plan as one operation of JAX: a primitive with the plan as a parameter.
 
-Decides how transformations act on a plan: its tangent is the plan again, its transpose the backward plan,
-a batch one more whole dim, and its lowering the rules of `lower`. So JAX sees, and transposes, one linear map
-instead of collectives.
+The tangent moves by the same plan, the transpose is the backward plan, a batch is one more unsharded dim. So
+JAX sees, and transposes, one linear map instead of collectives.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ def batched(plan: Plan, n: int, cut: tuple[str, ...] = ()) -> Plan:
     )
 
 
-def _carried_out(
-    x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
-) -> jax.Array:
+def _run(x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE) -> jax.Array:
     """The block after the plan, by collectives of `jax.lax`.
 
     devices: the axis named by `vmap`; the first dim here has one block per device along it.
@@ -69,7 +66,7 @@ def _carried_out(
     return one(x) if devices is None else jax.vmap(one, axis_name=devices)(x)
 
 
-_traced = jax.jit(_carried_out, static_argnames=("plan", "devices"), inline=True)
+_traced = jax.jit(_run, static_argnames=("plan", "devices"), inline=True)
 
 
 def abstract_eval(x: Any, **params: Any) -> tuple[Any, Any]:
@@ -93,8 +90,8 @@ def batch(
         return bind(batch_first(x, dim, along.size), plan=plan, devices=along.name), 0
     if dim is None:
         return bind(x, plan=plan, devices=devices), None
-    at = 0 if devices is None else 1
-    return bind(jnp.moveaxis(x, dim, at), plan=batched(plan, along.size), devices=devices), at
+    new = 0 if devices is None else 1
+    return bind(jnp.moveaxis(x, dim, new), plan=batched(plan, along.size), devices=devices), new
 
 
 def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
@@ -103,9 +100,9 @@ def _transpose(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.
 
 _move: Callable[..., jax.Array] = linear_primitive(
     "xshard_move",
-    run=_carried_out,
+    run=_run,
     abstract_eval=abstract_eval,
     transpose=_transpose,
     batch=lambda *block, **params: batch(_move, *block, **params),
-    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_carried_out, transport=RAGGED)),
+    on_platforms=dict.fromkeys(("cuda", "rocm", "tpu"), partial(_run, transport=RAGGED)),
 )

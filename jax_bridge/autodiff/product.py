@@ -1,7 +1,7 @@
-"""The einsum of two blocks as one operation of JAX, whose derivatives are such einsums again.
+"""The einsum of two blocks as one operation of JAX. Its derivatives are such einsums again.
 
-Decides in which order of dims products are made. JAX makes the gradient of a product in the order of the
-cotangent's dims and transposes it; here it is made in the order that the operand has.
+JAX computes the gradient of a product in the order of the cotangent's dims and transposes it; here it is
+computed in the order of the operand.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ def multiplied(x: jax.Array, y: jax.Array, names: Sequence[Names], **options: An
 
 
 def _run(x: jax.Array, y: jax.Array, *, names: Any, cuts: Any, **options: Any) -> jax.Array:
-    """names: of the dims of both, and of the result. cuts: of the result, by Explicit axes, or None."""
+    """names: names of the dims of both, and of the result.
+
+    cuts: Explicit axes that shard the result, or None.
+    """
     kept, sizes = names[2], dict(zip(itertools.chain(*names[:2]), (*x.shape, *y.shape), strict=True))
 
     def rows_of(i: int) -> tuple[int, int, Names, Names]:
-        """Elements to copy where operand i has the rows, i, its order, and that of the result."""
+        """Elements to copy if operand i has the rows; i; its order; the order of the result."""
         mine, other = names[i], names[1 - i]
         batch, summed = ([n for n in one if n in mine and n in other] for one in (kept, other))
         rows = [*batch, *(n for n in kept if n not in other)]
         order = (*rows, *(n for n in summed if n not in kept))
-        made = (*rows, *(n for n in kept if n not in mine))
-        copied = [dims for dims, wanted in ((mine, order), (made, kept)) if dims != wanted]
-        return sum(prod(sizes[n] for n in dims) for dims in copied), i, order, made
+        result_order = (*rows, *(n for n in kept if n not in mine))
+        copied = [dims for dims, wanted in ((mine, order), (result_order, kept)) if dims != wanted]
+        return sum(prod(sizes[n] for n in dims) for dims in copied), i, order, result_order
 
-    _, i, order, made = min(rows_of(0), rows_of(1))
+    _, i, order, result_order = min(rows_of(0), rows_of(1))
     arrays, dims = [x, y], [*names[:2]]
     if dims[i] != order and sorted(dims[i]) == sorted(order):  # else it has dims that are summed before
         arrays[i] = _in_order(lax.transpose(arrays[i], [dims[i].index(n) for n in order]))
         dims[i] = order
-    to = None if cuts is None else jax.P(*(cuts[kept.index(n)] for n in made))
-    found = jnp.einsum(arrays[i], dims[i], arrays[1 - i], dims[1 - i], made, out_sharding=to, **options)
-    return found if made == kept else lax.transpose(_in_order(found), [made.index(n) for n in kept])
+    to = None if cuts is None else jax.P(*(cuts[kept.index(n)] for n in result_order))
+    y = jnp.einsum(arrays[i], dims[i], arrays[1 - i], dims[1 - i], result_order, out_sharding=to, **options)
+    return y if result_order == kept else lax.transpose(_in_order(y), [result_order.index(n) for n in kept])
 
 
 _traced = jax.jit(_run, static_argnames=("names", "cuts", "preferred_element_type", "precision"), inline=True)
@@ -67,14 +70,14 @@ def _transpose(
 ) -> jax.Array:
     """The cotangent of operand i, of type `one`."""
     mine, theirs, kept = names[i], names[1 - i], names[2]
-    at = [k for k, name in enumerate(mine) if name in kept or name in theirs]
+    dims = [k for k, name in enumerate(mine) if name in kept or name in theirs]
     explicit = AxisType.Explicit in one.sharding.mesh.axis_types
-    cuts = tuple(cuts_of(one.sharding.spec)[k] for k in at) if explicit else None
-    found = kept, theirs, tuple(mine[k] for k in at)
-    made = lax.convert_element_type(_product(cotangent, other, names=found, cuts=cuts, **options), one.dtype)
+    cuts = tuple(cuts_of(one.sharding.spec)[k] for k in dims) if explicit else None
+    new_names = kept, theirs, tuple(mine[k] for k in dims)
+    y = lax.convert_element_type(_product(cotangent, other, names=new_names, cuts=cuts, **options), one.dtype)
     # Along a dim that is summed alone, the gradient is repeated.
-    where = one.sharding if explicit else None
-    return made if len(at) == one.ndim else lax.broadcast_in_dim(made, one.shape, at, out_sharding=where)
+    to = one.sharding if explicit else None
+    return y if len(dims) == one.ndim else lax.broadcast_in_dim(y, one.shape, dims, out_sharding=to)
 
 
 def _batch(

@@ -1,13 +1,16 @@
 """The exchange step in JAX: every device packs a box per round, sends it, and places the boxes it receives.
 
-Decides how a program with one shape for all devices handles their boxes: as slices if all boxes of a round
-are slices of one shape; else by tables of rows, padded to the longest along every dim. The messages
-(`xshard.steps.exchange`) say who sends what, `schedule` says in which round, `transports` how.
+All devices run one program with one shape. Boxes are handled as slices if all boxes of a round are slices of
+one shape, else by tables of rows, padded to the longest along every dim. Boxes that tile a block are
+concatenated. `schedule` puts the messages (`xshard.steps.exchange`) into rounds, `transports` send them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +21,6 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import VOID, Table, inverse, mine, pick
 from jax_bridge.lower.schedule import Round, Schedule, box_shape, rounds
-from jax_bridge.lower.tiles import side_by_side, tilings
 from jax_bridge.lower.transports import Transport
 from jax_bridge.mesh.axis_types import as_varying, from_bits, to_bits
 from jax_bridge.mesh.sub_axes import long_axes
@@ -27,6 +29,11 @@ from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, rows_at
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+
+# First rows of boxes in a receiver's block, sorted, each with the round in which its box arrives.
+Tiling = tuple[tuple[tuple[int, ...], int], ...]
+
+MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
 
 
 def exchange(
@@ -47,7 +54,7 @@ def exchange(
 def by_rounds(
     schedule: Schedule, op: str | None, x: jax.Array, out: jax.Array, after: Sharding, transport: Transport
 ) -> jax.Array:
-    """The new block: `out`, with what messages bring from blocks `x`. op: how boxes that meet combine."""
+    """The new block: `out` with the boxes that messages bring. op: how boxes at one place combine."""
     if not schedule.every:  # no rows to send
         return out
     by = _by_slices if op in (None, "sum") and all(map(_are_slices, schedule.every)) else _by_tables
@@ -69,9 +76,9 @@ def _by_slices(
         return _signed(cut(r) if r < n_local else arrived[r - n_local], every[r], mesh)
 
     arrived = transport.send([cut(r) for r in range(n_local, len(every))], schedule.sent, mesh)
-    found = tilings(every, after) if op is None and transport.branches else None
-    if found is not None:
-        return side_by_side(found, box, axes)
+    by_device = tilings(every, after) if op is None and transport.branches else None
+    if by_device is not None:
+        return _side_by_side(by_device, box, axes)
     for r, messages in enumerate(every):
         new, arrives = box(r), _receivers(messages, mesh.n_devices)
         if op is not None or not arrives.all():
@@ -126,7 +133,7 @@ def _are_slices(messages: Round) -> bool:
 
 
 def _my_starts(schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...]) -> list[list[list[Any]]]:
-    """First row of this device's boxes: by round, end (the box it sends, the one it receives) and dim."""
+    """First row of this device's boxes: by round, box (the sent one, the received one) and dim."""
     starts = np.zeros((n_devices, len(schedule), 2, len(schedule[0][0].box)), np.int32)
     for r, messages in enumerate(schedule):
         starts[:, r] = _first_rows(messages[0])  # devices without a box take any rows
@@ -134,16 +141,16 @@ def _my_starts(schedule: Sequence[Round], n_devices: int, axes: tuple[str, ...])
             src, dst = _first_rows(message)
             starts[message.src, r, 0], starts[message.dst, r, 1] = src, dst
     # One table per number, a constant if all devices agree: XLA compiles these to the simplest loops.
-    found: list[list[list[Any]]] = [[list(end) for end in ends] for ends in starts[0]]
-    for place in np.argwhere((starts != starts[0]).any(axis=0)):
-        r, end, dim = place.tolist()
-        found[r][end][dim] = mine(starts[:, r, end, dim], axes)
-    return found
+    own: list[list[list[Any]]] = [[list(rows) for rows in sides] for sides in starts[0]]
+    for differing in np.argwhere((starts != starts[0]).any(axis=0)):
+        r, side, dim = differing.tolist()
+        own[r][side][dim] = mine(starts[:, r, side, dim], axes)
+    return own
 
 
 def _first_rows(message: Message) -> list[list[int]]:
     """The first row of a box along every dim, in the sender's and the receiver's block."""
-    return [[segments[0][end] for segments in message.box] for end in (0, 1)]
+    return [[segments[0][side] for segments in message.box] for side in (0, 1)]
 
 
 class _Tables(NamedTuple):
@@ -164,9 +171,9 @@ def _tables(messages: Round, after: Sharding) -> Iterator[_Tables]:
         idle = rows_at(messages[0].box[dim], 0)
         packing[:, : len(idle)] = idle
         for message in messages:
-            taken, given = (rows_at(message.box[dim], end) for end in (0, 1))
-            packing[message.src, : len(taken)] = taken
-            placing[message.dst] = inverse(given, length)
+            sent, received = (rows_at(message.box[dim], side) for side in (0, 1))
+            packing[message.src, : len(sent)] = sent
+            placing[message.dst] = inverse(received, length)
         yield _Tables(packing, placing)
 
 
@@ -174,3 +181,38 @@ def _packed(x: jax.Array, tables: Sequence[_Tables], axes: tuple[str, ...]) -> j
     for dim, (packing, _) in enumerate(tables):
         x = pick(x, dim, packing, axes)
     return x
+
+
+def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | None:
+    """The tiling of every device; None if boxes differ in shape, leave a gap, or make too many tilings.
+
+    schedule: rounds of boxes that are slices.
+    """
+    shapes = {box_shape(messages) for messages in schedule}
+    if len(shapes) > 1:
+        return None
+    tiles: list[dict[tuple[int, ...], int]] = [{} for _ in range(after.mesh.n_devices)]
+    for r, messages in enumerate(schedule):
+        for message in messages:
+            tiles[message.dst][tuple(segment.dst for (segment,) in message.box)] = r
+    by_device = tuple(tuple(sorted(tiling.items())) for tiling in tiles)
+    covered, block = math.prod(*shapes), math.prod(after.max_local_shape)
+    fills = all(len(tiling) * covered == block for tiling in by_device)
+    return by_device if fills and sum(map(len, set(by_device))) <= MOST_TILES else None
+
+
+def _side_by_side(
+    by_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
+) -> jax.Array:
+    """This device's block. box: the box that arrives in a round."""
+    distinct = list(dict.fromkeys(by_device))
+    which = np.array([distinct.index(tiling) for tiling in by_device], np.int32)
+    return lax.switch(mine(which, axes), [partial(tiled, tiling, box) for tiling in distinct])
+
+
+def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.Array:
+    """The block of one tiling."""
+    if len(tiling) == 1:
+        return box(tiling[0][1])
+    rows = [tuple(along) for _, along in itertools.groupby(tiling, key=lambda tile: tile[0][dim])]
+    return lax.concatenate([tiled(row, box, dim + 1) for row in rows], dim)

@@ -1,7 +1,7 @@
 """Rows of padded blocks, picked by tables: the local part of every step in an SPMD program.
 
-Decides how each device picks its own rows in one program. A table is a numpy constant with one row of
-positions per device. Every block is padded with zeros to the largest; padding stays zero. Knows no steps.
+Each device picks its own rows in one program: a table is a numpy constant with one row of positions per
+device. Every block is padded with zeros to the largest; padding stays zero.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def table(mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], 
     """Positions for every device along `axes`, padded to `width` with VOID."""
     devices = mesh.group(0, axes)
     result = np.full((len(devices), width), VOID, np.int64)
-    for at, device in enumerate(devices):
-        found = rows_of(device)
-        result[at, : len(found)] = found
+    for own, device in zip(result, devices, strict=True):
+        rows = rows_of(device)
+        own[: len(rows)] = rows
     return result
 
 
-def inverse(found: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """The index of each of `length` positions in `found`; VOID for a position that is not there."""
+def inverse(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """The index of each of `length` numbers in `positions`; VOID for a number that they lack."""
     result = np.full(length, VOID, np.int64)
-    result[found] = np.arange(len(found))
+    result[positions] = np.arange(len(positions))
     return result
 
 
@@ -64,19 +64,19 @@ def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
     """This device's row of a table over `axes`; a constant if all rows are equal."""
     if (values == values[0]).all():
         return jnp.asarray(values[0])
-    at = lax.axis_index(tuple(axes))
-    return lax.dynamic_index_in_dim(jnp.asarray(values), at, keepdims=False, allow_negative_indices=False)
+    index = lax.axis_index(tuple(axes))
+    return lax.dynamic_index_in_dim(jnp.asarray(values), index, keepdims=False, allow_negative_indices=False)
 
 
 def valid(sharding: Sharding) -> jax.Array:
     """True where this device's padded block holds an element of the array."""
     shape = sharding.max_local_shape
-    found = jnp.ones(shape, bool)
+    mask = jnp.ones(shape, bool)
     for dim, sizes in enumerate(sharding.local_sizes):
         if len(set(sizes)) > 1:
             length = mine(np.array(sizes, np.int32), sharding.layout.dims[dim].axes)
-            found &= lax.broadcasted_iota(np.int32, shape, dim) < length
-    return found
+            mask &= lax.broadcasted_iota(np.int32, shape, dim) < length
+    return mask
 
 
 def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -89,13 +89,13 @@ def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
     mesh = sharding.mesh
     for dim, length in enumerate(sharding.max_local_shape):
         axes = [axis for axis in sharding.layout.dims[dim].axes if mesh.size(axis) > 1]
-        devices = mesh.group(0, axes)  # along other axes all fill alike, and the block's type stays invariant
+        devices = mesh.group(0, axes)  # the same along other axes: the type stays invariant
         values = np.zeros((len(devices), length))
         outside = np.zeros(values.shape, bool)
-        for at, device in enumerate(devices):
+        for i, device in enumerate(devices):
             for d, start, stop, value in fill_boxes(sharding, device):
                 if d == dim:
-                    values[at, start:stop], outside[at, start:stop] = value, True
+                    values[i, start:stop], outside[i, start:stop] = value, True
         if x.size and outside.any():  # JAX gives an empty array the type of a constant
             along = [1] * x.ndim
             along[dim] = -1
@@ -109,6 +109,6 @@ def _chunk(positions: Table, length: int) -> int:
     jumps = np.ones(positions.shape, bool)
     last, here = positions[:, :-1], positions[:, 1:]
     jumps[:, 1:] = np.where(last == VOID, here != VOID, here != last + 1)
-    starts, at = positions[jumps], np.nonzero(jumps)[1]
-    aligned = np.gcd.reduce(starts[starts != VOID]), np.gcd.reduce(at)
+    starts, columns = positions[jumps], np.nonzero(jumps)[1]
+    aligned = np.gcd.reduce(starts[starts != VOID]), np.gcd.reduce(columns)
     return math.gcd(length, positions.shape[1], *map(int, aligned))

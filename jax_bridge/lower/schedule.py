@@ -1,8 +1,8 @@
 """Messages in rounds: in one round every device sends at most one and receives at most one.
 
-Decides the schedule of messages for transports that only permute. Messages are the edges of a
-bipartite graph of senders and receivers, rounds a colouring of its edges. The minimum, the largest number of
-messages at one device, is always reached (König 1916). Knows no JAX.
+For transports that only permute. Messages are the edges of a bipartite graph of senders and receivers, rounds
+a colouring of its edges. The minimum, the largest number of messages at one device, is always reached (König
+1916).
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class Schedule(NamedTuple):
 def rounds(step: Exchange, before: Sharding) -> Schedule:
     """The schedule of an exchange."""
     after, devices = step.after(before), range(before.mesh.n_devices)
-    found = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
-    return scheduled(found, adds=step.op(before) is not None)
+    messages = [m for device in devices for m in messages_to(before, after, device, step.node_devices)]
+    return scheduled(messages, adds=step.op(before) is not None)
 
 
-def scheduled(found: Sequence[Message], *, adds: bool) -> Schedule:
-    """The schedule of messages. adds: boxes are added up.
+def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
+    """The schedule of messages. adds: True if boxes are added up.
 
     Local messages join the rounds if that adds no round: a device that receives nothing then still has a
     box to write. Not if boxes are added up, since a sum starts with the device's own box.
     """
-    sent = _in_rounds([m for m in found if not _is_local(m)])
+    sent = _in_rounds([m for m in messages if not _is_local(m)])
     # The busiest device's messages bound the rounds from below: most schedules need not be tried.
-    if not adds and _busiest(map(_edge, found)) <= len(sent):
-        together = _in_rounds(found)
-        if len(together) <= len(sent):
-            return Schedule((), tuple(together))
-    local = _by_shape([m for m in found if _is_local(m)])
-    return Schedule(tuple(r for alike in local for r in _one_per_device(alike)), tuple(sent))
+    if not adds and _busiest(map(_edge, messages)) <= len(sent):
+        joint = _in_rounds(messages)
+        if len(joint) <= len(sent):
+            return Schedule((), tuple(joint))
+    local = _by_shape([m for m in messages if _is_local(m)])
+    return Schedule(tuple(r for of_shape in local for r in _one_per_device(of_shape)), tuple(sent))
 
 
 def box_shape(messages: Round) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def _in_rounds(messages: Sequence[Message]) -> list[Round]:
     """The fewest rounds; rounds of one shape each if padding to the longest message costs too much."""
     fewest = _coloured(sorted(messages, key=lambda m: -m.size))  # long messages share rounds
     if _received(fewest, padded=True) > MOST_PADDING * _received(fewest, padded=False):
-        return [r for alike in _by_shape(messages) for r in _coloured(alike)]
+        return [r for of_shape in _by_shape(messages) for r in _coloured(of_shape)]
     return fewest
 
 
@@ -88,17 +88,17 @@ def _coloured(messages: Sequence[Message]) -> list[Round]:
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for message, colour in zip(messages, colours, strict=True):
         by_colour[colour].append(message)
-    return [tuple(found) for found in by_colour]
+    return [tuple(messages) for messages in by_colour]
 
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:
     """Local messages in rounds: the first of every device, then the second, ..."""
-    found: list[list[Message]] = []
+    turns: list[list[Message]] = []
     for _, own in itertools.groupby(local, key=lambda m: m.dst):
         for turn, message in enumerate(own):
-            found += [[]] if turn == len(found) else []
-            found[turn].append(message)
-    return [tuple(turn) for turn in found]
+            turns += [[]] if turn == len(turns) else []
+            turns[turn].append(message)
+    return [tuple(turn) for turn in turns]
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
@@ -117,12 +117,12 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
     >>> edge_colours([(0, 1), (0, 2), (1, 2)])
     [0, 1, 0]
     """
-    # at[end][vertex][colour] is an edge; end 0 has the senders, end 1 the receivers.
-    at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
+    # edge_of[side][vertex][colour] is an edge; side 0 has the senders, side 1 the receivers.
+    edge_of: tuple[dict[int, dict[int, int]], ...] = ({}, {})
     colours: list[int] = []
     most = _busiest(edges)
-    for edge, ends in enumerate(edges):
-        used = [at[end].setdefault(ends[end], {}) for end in (0, 1)]
+    for edge, vertices in enumerate(edges):
+        used = [edge_of[side].setdefault(vertices[side], {}) for side in (0, 1)]
         mine, theirs = (_first_free(u) for u in used)
         both = _first_free({**used[0], **used[1]})
         if both < most:
@@ -130,18 +130,18 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
         elif mine in used[1]:
             # Swap the two colours along the path that starts at the receiver with `mine`: it
             # alternates between them and cannot reach the sender, where `mine` is free.
-            path, end, vertex, colour = [], 1, ends[1], mine
-            while (step := at[end][vertex].get(colour)) is not None:
+            path, side, vertex, colour = [], 1, vertices[1], mine
+            while (step := edge_of[side][vertex].get(colour)) is not None:
                 path.append(step)
-                end, colour = 1 - end, theirs if colour == mine else mine
-                vertex = edges[step][end]
+                side, colour = 1 - side, theirs if colour == mine else mine
+                vertex = edges[step][side]
             for step in path:
-                for end in (0, 1):
-                    del at[end][edges[step][end]][colours[step]]
+                for side in (0, 1):
+                    del edge_of[side][edges[step][side]][colours[step]]
             for step in path:
                 colours[step] = theirs if colours[step] == mine else mine
-                for end in (0, 1):
-                    at[end][edges[step][end]][colours[step]] = step
+                for side in (0, 1):
+                    edge_of[side][edges[step][side]][colours[step]] = step
         colours.append(mine)
         for u in used:
             u[mine] = edge
@@ -149,8 +149,8 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _busiest(edges: Iterable[tuple[int, int]]) -> int:
-    """The most edges at one end of one vertex."""
-    return max((degree for end in zip(*edges, strict=True) for degree in Counter(end).values()), default=0)
+    """The most edges at one vertex."""
+    return max((n for side in zip(*edges, strict=True) for n in Counter(side).values()), default=0)
 
 
 def _edge(message: Message) -> tuple[int, int]:

@@ -1,7 +1,6 @@
-"""Blocks of many arrays, sent from the devices that have them to those that want them: one program for all.
+"""Blocks of many arrays, sent between devices of two meshes by one program.
 
-Decides how parts of several blocks become one. Knows no mesh of arrays: a device is a number, and every
-device has a block of each array before, and of each after.
+A device is a number here, and every device has a block of each array before, and of each after.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ AXIS = "device"
 
 
 class Taken(NamedTuple):
-    """What is sent of block number `block`, seen as `shape`. op: how boxes that meet at one place combine."""
+    """The messages of block number `block`, seen as `shape`. op: how boxes at one place combine."""
 
     block: int
     shape: tuple[int, ...]
@@ -33,9 +32,9 @@ class Taken(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A new block: parts of others, put into `shape`, with its dims then in `order`, and seen as `block`.
+    """A new block: parts of other blocks, put into `shape`, transposed to `order`, and seen as `block`.
 
-    dtypes: of what travels, and of the new block.
+    dtypes: the dtype that travels, and the dtype of the new block.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +49,7 @@ def transfer(
 ) -> Iterator[jax.Array]:
     """This device's blocks -> its new ones, in a `shard_map` over the one axis `AXIS`, without types.
 
-    Messages are between devices by number. Where none arrives a new block is zero.
+    Messages are between devices by number. Rows that receive nothing are zero.
     """
     for new in wanted:
         dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))

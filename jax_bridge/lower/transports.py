@@ -1,7 +1,6 @@
 """How the boxes of an exchange travel: one permutation per round, or all rounds in one buffer.
 
-Decides how, not what is sent. `lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs
-and TPUs, not for CPUs.
+`lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs and TPUs, not for CPUs.
 """
 
 from __future__ import annotations
@@ -80,13 +79,13 @@ def _send_ragged(boxes: list[jax.Array], sent: list[int], rounds: Sequence[Round
     arrived = lax.ragged_all_to_all(
         buffer, as_varying(jnp.zeros_like(buffer), varying_axes(buffer)), *tables, axis_name=axes
     )
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    for i, shape, box in zip(sent, shapes, jnp.split(arrived, ends[:-1]), strict=True):
+    stops = np.cumsum([math.prod(shape) for shape in shapes])
+    for i, shape, box in zip(sent, shapes, jnp.split(arrived, stops[:-1]), strict=True):
         boxes[i] = box.reshape(shape)
 
 
 class RaggedArguments(NamedTuple):
-    """The arguments of `ragged_all_to_all`, in elements: of every device (first index) for every other."""
+    """The arguments of `ragged_all_to_all` in elements, for each device (first index) and its partner."""
 
     input_offsets: NDArray[np.int32]
     send_sizes: NDArray[np.int32]

@@ -1,8 +1,7 @@
 """Mesh axes around a call: which are manual, in what order, and a value's type along them.
 
-Decides how a type along an axis is read and declared. Under `check_vma=True` a value is invariant, varying,
-unreduced or reduced along every manual axis. Under `check_vma=False`, in `pmap` and in `vmap` there are no
-types, and declaring one does nothing.
+Under `check_vma=True` a value is invariant, varying, unreduced or reduced along every manual axis. Under
+`check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """What `to_bits` was given."""
+    """The inverse of `to_bits`."""
     if jnp.issubdtype(dtype, jnp.floating) and (n := jnp.finfo(dtype).bits) <= 16:
         return lax.bitcast_convert_type(from_bits(bits, jnp.dtype(f"uint{n}")), dtype)
     return bits.astype(dtype) if _is_short(dtype) else bits
@@ -80,7 +79,7 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
     axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
     indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
     if any(map(is_vmapped, axes)):  # under vmap every device must take part
-        idle = [set(range(mesh.size(*axes))).difference(ends) for ends in zip(*indexed, strict=True)]
+        idle = [set(range(mesh.size(*axes))).difference(busy) for busy in zip(*indexed, strict=True)]
         indexed += zip(*map(sorted, idle), strict=True)
     return as_bits(lambda x: lax.ppermute(x, tuple(axes), indexed), x)
 
@@ -90,8 +89,8 @@ def is_typed(axis: str) -> bool:
     if bound_size(axis) is None:
         return False
     # With types the index along an axis is varying; under vmap it has no type.
-    found = manual_type(jax.eval_shape(lambda: lax.axis_index(axis)))
-    return found is not None and bool(found.varying)
+    index_type = manual_type(jax.eval_shape(lambda: lax.axis_index(axis)))
+    return index_type is not None and bool(index_type.varying)
 
 
 def is_vmapped(axis: str) -> bool:
@@ -114,11 +113,10 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Declare that the blocks may differ along the axes."""
     axes = [a for a in axes if is_typed(a)]
-    found = manual_type(x)
-    invariant_ = tuple(a for a in axes if a not in found.vur)
-    if invariant_:
-        x = lax.pcast(x, invariant_, to="varying")  # its cotangents are added up
-    return _retyped(x, "varying", (a for a in axes if a in found.unreduced | found.reduced))
+    block_type = manual_type(x)
+    if invariant := tuple(a for a in axes if a not in block_type.vur):
+        x = lax.pcast(x, invariant, to="varying")  # its cotangents are added up
+    return _retyped(x, "varying", (a for a in axes if a in block_type.unreduced | block_type.reduced))
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -145,7 +143,7 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
 
 def _retype_transpose(cotangent: jax.Array, *, before, after) -> jax.Array:
     if before.vur != after.vur:
-        raise NotImplementedError("the cast to invariant has no transpose of its own: the plan has it")
+        raise NotImplementedError("the cast to invariant cannot be transposed: the plan can")
     return _retype(cotangent, before=cotangent_type(after), after=cotangent_type(before))
 
 

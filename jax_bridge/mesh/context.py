@@ -76,7 +76,7 @@ def check_block_here(
 ) -> None:
     """Raise ShapeError, marking a dim, unless a block has its layout's shape.
 
-    start: of the layout in the text.
+    start: position of the layout in the text.
     """
     check_block(
         "the block",

@@ -1,7 +1,4 @@
-"""What JAX runs on: the kind of device, and how many of them a node has.
-
-Every process knows all devices, so that all of them find the same.
-"""
+"""The machine of JAX's devices: their kind, and how many a node has. Every process knows all devices."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
 
 def machine(profile: str | Path | Profile, mesh: Any = None) -> str | Path | Profile:
-    """The profile, or for "auto" that of the mesh's devices; of JAX's own where the mesh has none."""
+    """The profile; for "auto" the one of the mesh's devices, or of JAX's own if it lacks devices."""
     asked = asked_for(profile)
     if asked != AUTO:
         return asked

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import xshard as xs
+from jax_bridge.lower.exchange import tiled, tilings
 from jax_bridge.lower.schedule import Schedule, rounds
-from jax_bridge.lower.tiles import tiled, tilings
 from tests.jax_bridge.helpers import in_jax
 from xshard.layout.layout import parse_expression
 from xshard.steps import Exchange
