@@ -46,7 +46,7 @@ def scatter(x: ArrayLike, layout: Layout | str, mesh: Mesh) -> list[Block]:
             for d, start, stop, value in fill_boxes(sharding, device):
                 block[(slice(None),) * d + (slice(start, stop),)] = value
             for view in views(sharding):
-                rows = [wanted_rows(*dim)[at] for dim, at in _dims(sharding, view, device)]
+                rows = [wanted_rows(*dim)[index] for dim, index in _dims(sharding, view, device)]
                 block[_places(rows)] = view.sign * x[_rows(rows)] if view.sign < 0 else x[_rows(rows)]
         blocks.append(block)
     return blocks
@@ -74,7 +74,7 @@ def gather(
         if mesh.index(device, copies):
             continue
         for view in views(sharding):
-            lists = [offered_rows(*dim)[at] for dim, at in _dims(sharding, view, device)]
+            lists = [offered_rows(*dim)[index] for dim, index in _dims(sharding, view, device)]
             for rows in itertools.product(*lists):
                 part, index = arrays[device][_places(rows)], _rows(rows)
                 part = -part if view.sign < 0 else part
@@ -91,7 +91,7 @@ def run(plan: Plan | ContractionPlan, *operands: Sequence[ArrayLike]) -> list[Bl
     Between two meshes: a block per device of the source -> a block per device of the destination. A
     contraction takes the blocks of every operand.
     Raises ShapeError for a wrong number of blocks or a block of the wrong shape, DtypeError
-    where blocks differ in dtype or it cannot be reduced.
+    if blocks differ in dtype or it cannot be reduced.
 
     >>> from xshard.planner import plan
     >>> p = plan("n/dp -> n", Mesh(dp=2), shape=(4,), dtype="int64")
@@ -157,20 +157,20 @@ def _contracted(
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
         held.append(used)
         names = [move.dst.names for move in part.moves]
-        made = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
-        left = [x for i, x in enumerate(left) if i not in part.takes] + [made]
+        result = run(part.result, contract(list(zip(names, used, strict=True)), part.result.src.names))
+        left = [x for i, x in enumerate(left) if i not in part.takes] + [result]
     return left[0], held
 
 
 def _pulled(
     plan: ContractionPlan, operands: Sequence[Sequence[ArrayLike]], cotangents: Sequence[ArrayLike]
 ) -> list[Operand]:
-    """The cotangents of all operands: those of every part, the last part first."""
+    """The cotangents of all operands, computed part by part, the last part first."""
     held, left = _contracted(plan, operands)[1], [list(map(np.asarray, cotangents))]
     for part, used in zip(reversed(plan.parts), reversed(held), strict=True):
-        found = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
+        taken = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
         rest = iter(left)
-        left = [found[i] if i in found else next(rest) for i in range(len(found) + len(left))]
+        left = [taken[i] if i in taken else next(rest) for i in range(len(taken) + len(left))]
     return left
 
 
@@ -195,17 +195,17 @@ def contract_gradient(
 
 
 def contract(operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]) -> Operand:
-    """Every operand's dims with its blocks -> what every device gets; numpy has no einsum of bfloat16."""
+    """Every operand's dims with its blocks -> the local results; numpy lacks an einsum of bfloat16."""
     numbers = {name: n for n, name in enumerate(dict.fromkeys(name for dims, _ in operands for name in dims))}
     result = []
     for device, first in enumerate(operands[0][1]):
-        given: list[Any] = []
+        arguments: list[Any] = []
         for dims, blocks in operands:
             block = blocks[device]
             wide = np.float32 if block.dtype.kind == "V" else block.dtype
-            given += [block.astype(wide), [numbers[name] for name in dims]]
-        made = np.asarray(np.einsum(*given, [numbers[name] for name in names]))
-        result.append(made.astype(first.dtype) if first.dtype.kind == "V" else made)
+            arguments += [block.astype(wide), [numbers[name] for name in dims]]
+        y = np.asarray(np.einsum(*arguments, [numbers[name] for name in names]))
+        result.append(y.astype(first.dtype) if first.dtype.kind == "V" else y)
     return result
 
 
@@ -243,4 +243,4 @@ def _places(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
 
 def _rows(rows: Sequence[Runs]) -> tuple[NDArray[np.int64], ...]:
     """numpy index of the rows in the global array."""
-    return np.ix_(*(found[found != FILL] for found in map(row_numbers, rows)))
+    return np.ix_(*(numbers[numbers != FILL] for numbers in map(row_numbers, rows)))

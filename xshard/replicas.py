@@ -47,7 +47,7 @@ class ReplicaCheck(NamedTuple):
     """The blocks to compare: the inputs of the redistribution `text`, or the cotangents of its results.
 
     mesh: all devices that call it, also along axes that the sharding does not have: every device gets the
-    findings of all groups, so that none goes on and waits for the others. name: of the array, in errors.
+    findings of all groups, so that none goes on and waits for the others. name: the array's, in errors.
     """
 
     sharding: Sharding

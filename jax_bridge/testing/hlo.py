@@ -1,7 +1,6 @@
 """The traffic of a compiled program, read from its optimised HLO.
 
-Decides how much a device receives by each collective, as in a ring and in whole elements. Knows nothing of
-plans, so that their numbers can be checked against it.
+A device receives as in a ring, in whole elements; a plan's numbers are checked against it.
 """
 
 from __future__ import annotations
@@ -38,36 +37,36 @@ class Collective(NamedTuple):
 
 
 def received_bytes(text: str, n_devices: int) -> int:
-    """Bytes that the busiest device receives; text: of `compiled.as_text()`.
+    """Bytes that the busiest device receives; text: as from `compiled.as_text()`.
 
     Raises ValueError for a collective written in a way that is not known here.
 
     >>> received_bytes("%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}", 4)
     16
     """
-    found = [collective.received for collective in collectives(text, n_devices)]
-    return max(map(sum, zip(*found, strict=True)), default=0)
+    received = [collective.received for collective in collectives(text, n_devices)]
+    return max(map(sum, zip(*received, strict=True)), default=0)
 
 
 def collectives(text: str, n_devices: int) -> Iterator[Collective]:
     """Every collective that brings something to a device. Raises as `received_bytes` does."""
     for line in text.splitlines():
-        found = _COLLECTIVE.search(line)
-        if found is None:
+        match = _COLLECTIVE.search(line)
+        if match is None:
             continue
-        if found["half"]:  # its result is not what it receives; XLA:CPU has none
+        if match["half"]:  # its result is not what it receives; XLA:CPU has none
             raise ValueError(f"cannot count half a collective: {line.strip()}")
-        elements, itemsize = _size(found["result"])
+        elements, itemsize = _size(match["result"])
         received = [0] * n_devices
         if pairs := _PAIRS.search(line):
             for src, dst in re.findall(r"(\d+),(\d+)", pairs["pairs"]):
                 received[int(dst)] += elements * itemsize * (src != dst)
         elif groups := _GROUPS.search(line):
-            received = [_RECEIVED[found["op"]](elements, _group_size(groups)) * itemsize] * n_devices
+            received = [_RECEIVED[match["op"]](elements, _group_size(groups)) * itemsize] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
-            yield Collective(found["op"], tuple(received))
+            yield Collective(match["op"], tuple(received))
 
 
 def _group_size(groups: re.Match[str]) -> int:

@@ -38,7 +38,7 @@ def seconds_of_products(
     n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
 ) -> list[float]:
     """The median time per dtype of a product of square matrices, on all devices at once."""
-    mesh, found = jax.make_mesh((n_devices,), ("all",)), []
+    mesh, medians = jax.make_mesh((n_devices,), ("all",)), []
     multiply = jax.jit(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all")))
     with jax.enable_x64(True):
         for dtype in dtypes:
@@ -50,8 +50,8 @@ def seconds_of_products(
                 start = time.perf_counter()
                 jax.block_until_ready(multiply(x, x))
                 times.append(time.perf_counter() - start)
-            found.append(statistics.median(times[1:]))  # the first compiles
-    return found
+            medians.append(statistics.median(times[1:]))  # the first compiles
+    return medians
 
 
 class Timer:

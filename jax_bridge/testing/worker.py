@@ -69,7 +69,7 @@ def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
 
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
-    """What the redistributions of such a run were given, and the cotangents of what they made."""
+    """The inputs of the redistributions of such a run, and the cotangents of their results."""
     with replicas.watched(Recorder()) as recorder:
         answers([question], timeout_s)
     return recorder.seen
@@ -143,15 +143,15 @@ def _answer_reference(question: Question) -> Answer:
         ]
         return drawn
 
-    made = jax.jit(_on_one(question, lambda *inputs: program.results(inputs, cotangents_of)))(*inputs)
-    answer = program.answer([[(np.asarray(x),) for x in part] for part in made])
+    parts = jax.jit(_on_one(question, lambda *inputs: program.results(inputs, cotangents_of)))(*inputs)
+    answer = program.answer([[(np.asarray(x),) for x in part] for part in parts])
     cotangents = {name: (c,) for name, c in zip(program.names, drawn, strict=True) if c is not None}
     answer = replace(answer, cotangents=cotangents)
     return replace(answer, derivatives=_derivatives(question, answer)) if question.differences else answer
 
 
 def _on_one(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the one device of a mesh of ones, where axes have names but nothing varies."""
+    """The function on the one device of a mesh of ones: axes have names, but nothing varies."""
     mesh = question.mesh
     if not mesh.axes:
         return function
@@ -191,8 +191,8 @@ def _answer_blocks(question: Question) -> Answer:
         program = _UserProgram(question)
 
         def one_device(*blocks: jax.Array, fits: bool = fits, program: _UserProgram = program) -> Arrays:
-            given = iter(blocks[n:])
-            cotangents = [None if r.cotangents is None else next(given) for r in results]
+            rest = iter(blocks[n:])
+            cotangents = [None if r.cotangents is None else next(rest) for r in results]
             return [*chain(*program.results(blocks[:n], (lambda _: cotangents) if fits else None))]
 
         try:

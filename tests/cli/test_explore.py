@@ -53,7 +53,7 @@ def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, st
         ({"lengths": "b=2,s=99999999,c=32"}, "the page shows 12 dims up to 1048576"),
         ({"expression": "b" * 401}, "is unknown, or longer than 400 letters"),
         ({"path": "/"}, "field 'path' is unknown"),
-        ({"profile": "/etc/passwd"}, "profile '/etc/passwd' is no shipped one"),
+        ({"profile": "/etc/passwd"}, "profile '/etc/passwd' is not shipped"),
         ({"memory_limit": "1"}, "PlanError"),
         ({"dtype": "float31"}, "DtypeError"),
     ],

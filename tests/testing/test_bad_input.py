@@ -50,7 +50,7 @@ REFUSED = {
     "a layout of another tree": (
         {"layouts": ([{"w": "n d"}], "n d")},
         StructureError,
-        "x is one array, its layouts are {'w': 'n d'}",
+        "x: one array, but layouts {'w': 'n d'}",
     ),
     "a number among the arguments": ({"args": [3.0]}, StructureError, "x is a float, arguments are arrays\n"),
     "a tensor that numpy cannot read": (
@@ -131,7 +131,7 @@ def test_outputs_must_be_arrays() -> None:
 def test_output_layouts_must_fit_the_outputs() -> None:
     with pytest.raises(StructureError) as raised:
         assert_equivalent(same, same, args=[normal(8)], layouts=(["n/tp"], {"y": "n/tp"}), mesh="tp=2")
-    assert str(raised.value) == "output is one array, its layouts are {'y': 'n/tp'}"
+    assert str(raised.value).startswith("output: one array, but layouts {'y': ")
 
 
 def test_layouts_must_fit_one_device_or_there_is_a_reference() -> None:

@@ -1,7 +1,4 @@
-"""numpy arrays as torch tensors and back, over the same memory.
-
-Decides how dtypes that numpy lacks travel: as their bits. Knows no layouts.
-"""
+"""numpy arrays as torch tensors and back, over the same memory; dtypes that numpy lacks travel as bits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Bytes that a rank really receives, counted at the process group.
-
-Decides how many bytes each collective of torch counts. Reads the sizes of the tensors given to it; knows
-no plan, so that a plan's numbers can be checked against it.
-"""
+"""Bytes that a rank really receives, counted by the sizes of tensors, to check a plan's numbers against."""
 
 from __future__ import annotations
 
@@ -74,7 +70,7 @@ def _group(group: Any) -> ProcessGroup:
 
 
 def _larger(outputs: Any, inputs: Any, *_: Any) -> int:
-    """Of gathers, whose outputs hold the input, and of reduce-scatters, whose inputs hold the output."""
+    """Gathers have the input among the outputs, reduce-scatters the output among the inputs."""
     return abs(_nbytes(outputs) - _nbytes(inputs))
 
 
@@ -141,5 +137,5 @@ _COUNTS: dict[str, _Counts] = {
         "shard_dim_alltoall": lambda x, _, __, group: _functional_scatter(x, "", _group(group).size()),
         "mesh_get_process_group": None,
     },
-    "symm_mem": {},  # between GPUs: what they receive is not known here
+    "symm_mem": {},  # between GPUs: their bytes are unknown here
 }

@@ -1,7 +1,6 @@
 """Ranks on this machine: forked gloo processes, for tests, verification and first steps.
 
-Decides how they start, how their results and errors come back, and that none outlives a
-failure. Real jobs are started by torchrun.
+None outlives a failure. torchrun starts real jobs.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _first_failure(context: ProcessContext, folder: Path) -> tuple[int, str] | N
 
 
 def _rank(rank: int, n: int, folder: str, *work: Any) -> None:
-    # By which torch ends a rank whose launcher has ended; jobs that a shell runs in the background ignore it.
+    # torch sends SIGINT to a rank when its launcher ends; jobs in the background of a shell ignore it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _work(rank, n, folder, *work)

@@ -1,7 +1,6 @@
 """One node of several under torchrun's launcher: its agent, its rendezvous, and ranks that it forks.
 
-Runs in a process that has imported torch and done nothing else. Decides how results and errors of ranks come
-back. Which nodes there are is in `xshard.testing.nodes`.
+Runs in a process that has imported torch and done nothing else. `xshard.testing.nodes` starts the nodes.
 """
 
 from __future__ import annotations
@@ -70,4 +69,4 @@ def _rank(folder: str, timeout_s: float, function: Callable[..., Any], arguments
     if kind == "result":
         with suppress(RuntimeError):  # no rank closes its connections while another still needs them
             dist.barrier()
-    dist.destroy_process_group()  # tells others of an error: this process stays as long as those of its node
+    dist.destroy_process_group()  # tells others of an error: this process stays as long as the others of its node

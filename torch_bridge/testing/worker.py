@@ -73,7 +73,7 @@ def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
 
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
-    """What the redistributions of such a run were given, and the cotangents of what they made."""
+    """The inputs of the redistributions of such a run, and the cotangents of their results."""
     try:
         return merged(run_ranks(question.mesh.n_devices, _seen, question, timeout_s=timeout_s))
     except RankError as error:

@@ -1,7 +1,4 @@
-"""The app: its commands, and the exit of a command that raises an error of xshard.
-
-Decides which commands exist. Knows nothing of what they do.
-"""
+"""The app: its commands, and the exit of a command that raises an error of xshard."""
 
 from __future__ import annotations
 

@@ -59,19 +59,19 @@ def calibrate_command(
         raise XshardError(f"no folder {str(disk)!r} whose disk could be measured")
     name = backend if output is None else output.stem
     with _progress() as progress:
-        given = backend, Mesh.parse(mesh), name, _sizes(largest), rounds
-        made = calibrate(*given, disk=disk, progress=progress)
+        sizes = _sizes(largest)
+        calibration = calibrate(backend, Mesh.parse(mesh), name, sizes, rounds, disk=disk, progress=progress)
     if os.environ.get("RANK", "0") != "0":  # of ranks that a launcher has started, all know the same
         return
     if output is not None:
-        output.write_text(made.profile.to_json())
+        output.write_text(calibration.profile.to_json())
     out = console()
-    for title, samples in (("fitted plans", made.fitted), ("held-out plans", made.held_out)):
+    for title, samples in (("fitted plans", calibration.fitted), ("held-out plans", calibration.held_out)):
         out.print(Text(title, style="bold"))
-        out.print((_table if every else _summary)(samples, made.profile))
-        error = median_error(samples, made.profile)
+        out.print((_table if every else _summary)(samples, calibration.profile))
+        error = median_error(samples, calibration.profile)
         out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
-    out.print(Text(f"profile {name}: {_constants(made.profile)}"), soft_wrap=True)
+    out.print(Text(f"profile {name}: {_constants(calibration.profile)}"), soft_wrap=True)
     if output is not None:
         out.print(Text(f"written to {output}"), soft_wrap=True)
 
@@ -106,8 +106,8 @@ def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
         kinds.setdefault(_steps(sample), []).append(sample)
     for steps, own in kinds.items():
         errors = [sample.error(profile) for sample in own]
-        ends = (f"{error:+.0%}" for error in (min(errors), max(errors)))
-        table.add_row(Text(steps), str(len(own)), f"{median_error(own, profile):.0%}", *ends)
+        extremes = (f"{error:+.0%}" for error in (min(errors), max(errors)))
+        table.add_row(Text(steps), str(len(own)), f"{median_error(own, profile):.0%}", *extremes)
     return table
 
 

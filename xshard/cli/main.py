@@ -1,7 +1,6 @@
 """The console script `xshard`, which names the missing package if the `cli` extra is not installed.
 
-It is also `python -m xshard`. Decides nothing else: the commands need typer and rich, and no other part of
-xshard does.
+It is also `python -m xshard`. The commands need typer and rich, and no other part of xshard does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Options that commands share: their types for typer, and the parsing of their text.
 
-Decides how shapes and devices are written. Commands parse these values, not typer, so that errors keep their
-caret.
+Commands parse these values, not typer, so that errors keep their caret.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +32,7 @@ Dtype = Annotated[
 
 
 def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:
-    """The options of `plan` for --shape or --sizes. Raises ShapeError where the other is due."""
+    """The options of `plan` for --shape or --sizes. Raises ShapeError if the other one is due."""
     takes_sizes = is_contraction(expression)
     if (shape is None) == (sizes is None) or takes_sizes == (sizes is None):
         due = (
@@ -45,48 +45,47 @@ def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> 
 def parse_sizes(text: str) -> dict[str, int]:
     """`"b=8,s=64"` -> `{"b": 8, "s": 64}`. Raises ShapeError with a caret."""
     _check_number(text)
-    lengths, at = {}, 0
-    for part in text.split(",") if text.strip() else []:
+    lengths: dict[str, int] = {}
+    for part, span in _parts(text) if text.strip() else ():
         name, _, number = (half.strip() for half in part.partition("="))
         length = parse_number(number)
         if not name or length is None or name in lengths:
-            span = (at, at + max(1, len(part)))
             why = f"dim {name!r} twice" if name in lengths else "a dim has a length >= 0"
             raise ShapeError(why, text=text, span=span, hint="as in b=8,s=64")
         lengths[name] = length
-        at += len(part) + 1
     return lengths
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """`"2,64,32"` -> `(2, 64, 32)`; empty text -> `()`. Raises ShapeError with a caret."""
-    if not text.strip():
-        return ()
     _check_number(text)
-    lengths, at = [], 0
-    for part in text.split(","):
+    lengths = []
+    for part, span in _parts(text) if text.strip() else ():
         length = parse_number(part.strip())
         if length is None:
-            span = (at, at + max(1, len(part)))
             raise ShapeError("a length is a whole number >= 0", text=text, span=span, hint="as in 2,64,32")
         lengths.append(length)
-        at += len(part) + 1
     return tuple(lengths)
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
     """`"0-3,6"` -> `(0, 1, 2, 3, 6)`. Raises MeshError with a caret."""
     devices: list[int] = []
-    at = 0
-    for part in text.split(","):
-        ends = [parse_number(half.strip()) for half in part.split("-", 1)]
-        first, last = ends[0], ends[-1]
+    for part, span in _parts(text):
+        numbers = [parse_number(half.strip()) for half in part.split("-", 1)]
+        first, last = numbers[0], numbers[-1]
         if first is None or last is None or not 0 <= last - first < MOST_DEVICES:
-            span = (at, at + max(1, len(part)))
             raise MeshError("devices are numbers and ranges", text=text, span=span, hint="as in 0-3,6")
         devices += range(first, last + 1)
-        at += len(part) + 1
     return tuple(devices)
+
+
+def _parts(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The parts between commas, and where each stands in the text."""
+    start = 0
+    for part in text.split(","):
+        yield part, (start, start + max(1, len(part)))
+        start += len(part) + 1
 
 
 def _check_number(text: str) -> None:

@@ -1,7 +1,4 @@
-"""`xshard plan`: the table of a plan and of its backward.
-
-Decides how the command prints plans. Their content is decided in `xshard/plans/`.
-"""
+"""`xshard plan`: the table of a plan and of its backward."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from xshard.cli.explore.page import plan_page
+from xshard.cli.explore.views import plan_page
 from xshard.cli.options import (
     Dtype,
     ExpressionText,
@@ -70,7 +67,7 @@ def plan_command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for Plan.from_json.")] = False,
 ) -> None:
-    """Print the cheapest steps from one layout to another, or of a contraction, and those of the gradient.
+    """Print the cheapest steps from one layout to another, or of a contraction, and the gradient's steps.
 
     Example: xshard plan "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
 
@@ -80,11 +77,11 @@ def plan_command(
     """
     meshes = {"mesh": mesh, "src_mesh": src_mesh, "dst_mesh": dst_mesh}
     devices = {"src_devices": src_devices, "dst_devices": dst_devices}
-    given: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
-    given |= {name: parse_devices(text) for name, text in devices.items() if text is not None}
-    made: Plan | ContractionPlan = make_plan(
+    options: dict[str, Any] = {name: Mesh.parse(text) for name, text in meshes.items() if text is not None}
+    options |= {name: parse_devices(text) for name, text in devices.items() if text is not None}
+    plan: Plan | ContractionPlan = make_plan(
         expression,
-        **given,
+        **options,
         **lengths_of_arrays(expression, shape, sizes),
         dtype=dtype,
         profile=profile,
@@ -92,13 +89,13 @@ def plan_command(
         objective=objective,
     )
     if json:
-        typer.echo(made.to_json())
+        typer.echo(plan.to_json())
         return
     if page is not None:
-        page.write_text(plan_page(made), encoding="utf-8")
+        page.write_text(plan_page(plan), encoding="utf-8")
         return
     out = console()
-    parts = [("", made)] if isinstance(made, ContractionPlan) else _named_plans(made)
+    parts = [("", plan)] if isinstance(plan, ContractionPlan) else _named_plans(plan)
     reasons = [f"{part.explain()}\n" if explain else "" for _, part in parts]
     for (name, part), why in zip(parts, reasons, strict=True):
         out.print(Text(name, "bold"), end="  " if name else "")
@@ -107,15 +104,15 @@ def plan_command(
             out.print(Text(why), soft_wrap=True)
 
 
-def _named_plans(made: Plan) -> list[tuple[str, Plan]]:
+def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
     """The plan and the plans of its gradient, with their names."""
-    if made.src.is_linear and made.dst.is_linear:
-        return [("forward", made), ("backward", made.backward)]
-    if made.transfer or not made.dst.is_linear:  # a max or min that does not end here has no gradient
-        return [("forward", made)]
-    winners = max_min_plans(made)
+    if plan.src.is_linear and plan.dst.is_linear:
+        return [("forward", plan), ("backward", plan.backward)]
+    if plan.transfer or not plan.dst.is_linear:  # a max or min that does not end here has no gradient
+        return [("forward", plan)]
+    winners = max_min_plans(plan)
     return [
-        ("forward", made),
+        ("forward", plan),
         ("backward, the result beside every addend", winners.result),
         ("backward, how many addends won", winners.count),
         ("backward, the cotangent beside every addend", winners.cotangent),

@@ -106,7 +106,7 @@ def _examples(
 
 
 def _run(runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float) -> list[FunctionError]:
-    """Add a row per runtime to each section whose mesh it takes -> errors of runtimes that failed."""
+    """Add a row per runtime to each section with a mesh it takes -> errors of runtimes that failed."""
     questions = [section.question for section in sections]
     expected = list(map(answer_in_numpy, questions))
     failures: list[FunctionError] = []

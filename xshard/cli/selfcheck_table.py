@@ -14,7 +14,7 @@ from rich.text import Text
 from xshard.contractions import table as contractions
 from xshard.contractions.plan import ContractionPlan
 from xshard.formatting import format_bytes, format_seconds
-from xshard.plans import table
+from xshard.plans import table as plans
 from xshard.testing.plans import Verdict, backward_bytes
 from xshard.testing.question import Answer, Question
 
@@ -61,7 +61,7 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
         elsewhere = f"   {section.elsewhere}" if section.elsewhere else ""
         out.print()
         plan = section.question.plan
-        title = contractions.title(plan) if isinstance(plan, ContractionPlan) else table.title(plan)
+        title = contractions.title(plan) if isinstance(plan, ContractionPlan) else plans.title(plan)
         out.print(Text.assemble((title, "bold cyan"), elsewhere), soft_wrap=True)
         out.print(_table(widths, rows))
     out.print()
@@ -69,12 +69,12 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
 
 
 def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
-    made = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for i, width in enumerate(widths):
-        made.add_column(width=width, justify="left" if i in (0, len(widths) - 1) else "right")
+        table.add_column(width=width, justify="left" if i in (0, len(widths) - 1) else "right")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def _cells(question: Question, row: Row) -> tuple[Text, ...]:

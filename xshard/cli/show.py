@@ -1,7 +1,4 @@
-"""`xshard show`: the picture of a layout as a grid in the terminal, and a table of the devices.
-
-Decides which arrays of a text are drawn. How, is decided in `xshard/pictures/`.
-"""
+"""`xshard show`: the picture of a layout as a grid in the terminal, and a table of the devices."""
 
 from __future__ import annotations
 
@@ -40,9 +37,9 @@ def show(
     if sizes is None:
         layouts = [Layout.parse(layout)]
     else:
-        given = contraction(layout)
-        layouts = [*given.operands, given.result]
-        shapes_of(given, lengths["sizes"], None)  # raises for lengths that do not fit
+        einsum = contraction(layout)
+        layouts = [*einsum.operands, einsum.result]
+        shapes_of(einsum, lengths["sizes"], None)  # raises for lengths that do not fit
     for each in layouts:
         check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
     for each in layouts:

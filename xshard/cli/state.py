@@ -1,4 +1,4 @@
-"""`xshard state`: what a checkpoint has, another form of it, and where two differ."""
+"""`xshard state`: the arrays of a checkpoint, another form of it, and the differences of two."""
 
 from __future__ import annotations
 
@@ -46,19 +46,24 @@ def show_state(
         "array", "shape", "dtype", "layout", "bytes", "file", left=("array", "dtype", "layout", "file")
     )
     out = console()
-    with open_checkpoint(path) as found:
-        sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in found.items()}
-        for name, x in found.items():
-            layout = str(found.layouts.get(name, ""))
+    with open_checkpoint(path) as checkpoint:
+        sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in checkpoint.items()}
+        for name, x in checkpoint.items():
+            layout = str(checkpoint.layouts.get(name, ""))
             shape = "x".join(map(str, x.shape)) or "()"
             table.add_row(
-                Text(name), shape, x.dtype, Text(layout), format_bytes(sizes[name]), Text(found.places[name])
+                Text(name),
+                shape,
+                x.dtype,
+                Text(layout),
+                format_bytes(sizes[name]),
+                Text(checkpoint.places[name]),
             )
         out.print(table)
-        on = f", on {found.mesh!r}" if found.mesh else ""
-        out.print(f"{len(found)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True)
+        on = f", on {checkpoint.mesh!r}" if checkpoint.mesh else ""
+        out.print(f"{len(checkpoint)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True)
         if check:
-            out.print(f"{verify(found)} checksums are right", soft_wrap=True)
+            out.print(f"{verify(checkpoint)} checksums are right", soft_wrap=True)
 
 
 @state.command("convert")
@@ -83,17 +88,17 @@ def convert(
     """
     err, on = console(stderr=True), Mesh.parse(mesh)
     laid: Mapping[Any, Any] = _json(rules) if rules else {"**": "..."}
-    with open_checkpoint(path) as found:
-        loads = plan_load(found, laid, on, _names(names), dtype=dtype or None)
+    with open_checkpoint(path) as checkpoint:
+        loads = plan_load(checkpoint, laid, on, _names(names), dtype=dtype or None)
         saving = plan_save(
             {name: Source(load.target, load.array.dtype, [0] * on.n_devices) for name, load in loads.items()},
             shard_bytes=shard_bytes,
-            constants=found.constants,
+            constants=checkpoint.constants,
         )
         total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
 
         def block_of(name: str, device: int, kind: str) -> NDArray[Any]:
-            return dtypes.recast(read_block(found, loads[name], device), loads[name].stored, kind)
+            return dtypes.recast(read_block(checkpoint, loads[name], device), loads[name].stored, kind)
 
         with reporting(True, total, err.is_terminal, "written", err) as report:
             save_blocks(saving, output, block_of, progress=report)
@@ -115,14 +120,14 @@ def diff(
     """
     older = None if before is None else open_checkpoint(before)
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        found, n = list(diff_checkpoints(first, second, older)), len(first)
+        unequal, n = list(diff_checkpoints(first, second, older)), len(first)
     table = headed_table("array", "difference", left=("array", "difference"))
-    for each in found:
+    for each in unequal:
         table.add_row(Text(each.name), Text(each.what))
-    if found:
+    if unequal:
         console().print(table)
-    console().print(f"{len(found)} of {n} arrays differ", soft_wrap=True)
-    if found:
+    console().print(f"{len(unequal)} of {n} arrays differ", soft_wrap=True)
+    if unequal:
         raise typer.Exit(1)
 
 

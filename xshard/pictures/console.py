@@ -1,7 +1,4 @@
-"""Consoles that print the notation as it is, and errors as a traceback ends.
-
-Decides how text and tables reach a terminal or a pipe. Knows no command.
-"""
+"""Consoles that print the notation as it is, and errors as a traceback ends."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ PIPE_WIDTH = 200
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr that prints `[2, 64]` and `:halo(1,1)` as text, not as markup."""
-    made = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = PIPE_WIDTH
-    return made
+    out = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = PIPE_WIDTH
+    return out
 
 
 def headed_table(*heads: str, left: Sequence[str]) -> Table:
@@ -37,5 +34,5 @@ def headed_table(*heads: str, left: Sequence[str]) -> Table:
 
 def print_error(error: XshardError) -> None:
     """Print the error on stderr like the last lines of a traceback."""
-    told = Text.assemble((type(error).__name__, "bold red"), f": {error}")
-    console(stderr=True).print(told, soft_wrap=True)
+    message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+    console(stderr=True).print(message, soft_wrap=True)

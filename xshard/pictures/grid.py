@@ -1,7 +1,4 @@
-"""A picture of a sharding as data: the blocks of the global array and the devices that hold each.
-
-Decides what a picture shows. Does not know how a terminal, a document or a plot draws it.
-"""
+"""A picture of a sharding as data: the blocks of the global array and the devices that hold each."""
 
 from __future__ import annotations
 

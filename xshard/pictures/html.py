@@ -1,7 +1,4 @@
-"""Values as HTML: what a notebook shows for them, on light and dark pages, without a script.
-
-Decides what stands beside the pictures: notes, the table of steps, and what is folded away.
-"""
+"""Values as HTML for notebooks, on light and dark pages, without a script."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _CELL = f"{_FONT};padding:2px 10px 2px 0;text-align:{{side}};white-space:pre"
 @singledispatch
 def html(value: object) -> str:
     """A value -> a `<div>` that shows it."""
-    raise XshardError(f"{type(value).__name__} has no picture")
+    raise XshardError(f"a {type(value).__name__} cannot be drawn")
 
 
 @html.register
@@ -43,13 +40,13 @@ def _(sharding: Sharding) -> str:
 
 @html.register
 def _(layout: Layout) -> str:
-    """On a mesh and a shape that serve as an example, where there is a plain one."""
+    """On a mesh and a shape that serve as an example, if there is a plain one."""
     lengths = [4 * 2 ** len(dim.axes) if dim.axes else 4 for dim in layout.dims]
     try:
-        made = Sharding(layout, Mesh(dict.fromkeys(layout.axes, 2)), tuple(lengths))
+        example = Sharding(layout, Mesh(dict.fromkeys(layout.axes, 2)), tuple(lengths))
     except XshardError:
         return _block(str(layout))
-    return _block(f"{layout}   for example {made.shape} on {made.mesh}", sharding_svg(picture(made)))
+    return _block(f"{layout}   for example {example.shape} on {example.mesh}", sharding_svg(picture(example)))
 
 
 @html.register
@@ -65,8 +62,8 @@ def _(plan: Plan) -> str:
 
 @html.register
 def _(plan: ContractionPlan) -> str:
-    ends = [move.source for move in plan.moves] + [plan.result.target]
-    grids = "".join(_block(title(at), sharding_svg(picture(at))) for at in ends)
+    arrays = [move.source for move in plan.moves] + [plan.result.target]
+    grids = "".join(_block(title(array), sharding_svg(picture(array))) for array in arrays)
     every = [move for part in plan.parts for move in (*part.moves, part.result)]
     moves = "".join(plan_svg(move) for move in every if move.steps)
     return _block(

@@ -27,7 +27,7 @@ def show(
     """Show which device holds which block of an array, or the steps of a plan with what travels in each.
 
     what: a layout, with the mesh and the global shape of the array; or a sharding, a mesh or a plan, alone.
-    dims: of a sharding, the one or two dims to draw; by default the first two that are cut.
+    dims: the one or two dims of a sharding to draw; by default the first two that are cut.
     A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
     Raises PlanError for a layout without a mesh or a shape, XshardError if a terminal needs rich, which
     `pip install 'xshard[cli]'` brings.
@@ -40,9 +40,10 @@ def show(
     value: Any = what
     if isinstance(what, Layout | str):
         if mesh is None or shape is None:
-            raise PlanError("a layout alone has no blocks to show", hint="show(layout, mesh, shape)")
-        made = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-        value = Sharding(Layout.parse(what), made, tuple(shape))
+            raise PlanError("a layout alone cannot be drawn", hint="show(layout, mesh, shape)")
+        value = Sharding(
+            Layout.parse(what), Mesh.parse(mesh) if isinstance(mesh, str) else mesh, tuple(shape)
+        )
     elif mesh is not None or shape is not None:
         raise PlanError(f"a {type(what).__name__} has a mesh and a shape of its own", hint="show it alone")
     if isinstance(value, Sharding):

@@ -1,7 +1,7 @@
 """Pictures as SVG: the grid of a sharding, and a plan as grids with what travels between them.
 
-Decides shapes and colours. What a picture shows is decided in `grid`. Text outside the blocks has the colour
-of the text around the picture: one picture suits light and dark pages, without a script or a style sheet.
+Text outside the blocks has the colour of the text around the picture: one picture suits light and dark pages,
+without a script or a style sheet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xshard.plans.plan import Plan, Stage
 # Light hues that people who do not see some colours can tell apart; with black text on all of them
 # (Paul Tol, "Colour schemes", 2021, scheme "light"). Device numbers say the same without colour.
 COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00", "#DDDDDD")
-MAX_DEVICES = 64  # whose messages are drawn one by one
+MAX_DEVICES = 64  # up to here messages are drawn one by one
 ROW, CHAR, GAP = 24.0, 7.3, 10.0  # pixels: height of a row, width of a letter, space around
 BAND = 84.0  # height of the messages of a step
 
@@ -33,7 +33,7 @@ class Drawing:
     height: float
 
     def svg(self, label: str) -> str:
-        """The whole element; label: what it shows, for those who do not see it."""
+        """The element. label: a description for readers who do not see it."""
         size = f"0 0 {self.width:.0f} {self.height:.0f}"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" width="{self.width:.0f}" role="img" '
@@ -48,7 +48,7 @@ def sharding_svg(drawn: Picture) -> str:
 
 
 def plan_svg(plan: Plan) -> str:
-    """Where an array lies before and after every step; between them lines, thicker for more bytes."""
+    """An array's blocks before and after every step; between them lines, thicker for more bytes."""
     parts = [_text(title(plan.source), bold=True), grid_drawing(_stage_picture(plan, plan.source))]
     for number, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
         what = f"{stage.step}: {format_bytes(cost.received_bytes)}, {format_seconds(cost.seconds)}"
@@ -138,10 +138,10 @@ def _messages(stage: Stage, itemsize: int) -> Drawing:
         return _text(f"{len(pairs)} messages between {above} devices" if most else "nothing travels")
     body = []
     for src, dst, elements in pairs:
-        ends = f'x1="{src * step + 14:.0f}" y1="22" x2="{dst * step + 14:.0f}" y2="{BAND - 22:.0f}"'
+        line = f'x1="{src * step + 14:.0f}" y1="22" x2="{dst * step + 14:.0f}" y2="{BAND - 22:.0f}"'
         said = f"d{src} to d{dst}: {format_bytes(elements * itemsize)}"
         ink = f'stroke="currentColor" stroke-opacity=".55" stroke-width="{0.5 + 3.5 * elements / most:.1f}"'
-        body.append(f'<line {ends} {ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>')
+        body.append(f'<line {line} {ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>')
     for count, y in ((above, 12.0), (below, BAND - 12)):
         for device in range(count):
             x = device * step + 14
@@ -153,7 +153,7 @@ def _messages(stage: Stage, itemsize: int) -> Drawing:
 def _stage_picture(plan: Plan, sharding: Sharding) -> Picture:
     """All pictures of a plan show the same dims, if no more than two are ever cut."""
     every = (plan.source, *(stage.after for stage in plan.stages))
-    cut = dict.fromkeys(dim.name for at in every for dim in at.layout.dims if dim.axes or dim.overlap)
+    cut = dict.fromkeys(dim.name for stage in every for dim in stage.layout.dims if dim.axes or dim.overlap)
     names = [name for name in sharding.layout.names if name in cut]
     return picture(sharding, names if len(names) <= 2 else ())
 

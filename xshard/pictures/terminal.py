@@ -1,8 +1,4 @@
-"""Pictures and plans in a terminal, by rich.
-
-Decides how a grid looks in a terminal. Every block has its device numbers, so that the grid can be
-read without colour. What a picture shows is decided in `grid`.
-"""
+"""Pictures and plans in a terminal, by rich; blocks have device numbers, to be read without colour."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class NoRuntimeError(XshardError):
 class Backend:
     """A framework that runs plans, by functions of its bridge's room `testing`.
 
-    package: what must be installed, also the name of the extra that brings it. devices: its devices in words.
+    package: the package to install, also the name of the extra that brings it. devices: its devices in words.
     rounds: see `Profile`. environment: number of devices -> the variables that a process needs to have them.
     modes: the ways in which it runs a program on its devices. world: the variable in which a launcher says
     how many ranks there are.
@@ -64,7 +64,7 @@ class Backend:
         return self.process(n_devices).ask(function, *arguments, timeout_s=timeout_s, quiet=True)
 
     def process(self, n_devices: int) -> Process:
-        """The process with these devices, where compilers have the settings that users have."""
+        """The process with these devices, with the compiler settings that users have."""
         self.check_installed()
         return running(self.package, self.environment(n_devices))
 

@@ -1,8 +1,7 @@
 """Calibration: plans are timed on the running machine, and a profile is fitted to the times.
 
-Decides in which order plans are measured, and what a profile says about its origin. The plans are in
-`calibration_plans`, the fit is in `fit`. Each bridge times plans in its `testing.timing`, so that no
-framework is imported here.
+The plans are in `calibration_plans`, the fit is in `fit`. Each bridge times plans in its `testing.timing`, so
+that no framework is imported here.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from xshard.runtimes.disk import measure_disk
 from xshard.runtimes.fit import Sample, fit, median_error
 
 ROUNDS = 15  # how often every plan is measured; the median counts
-PRODUCTS = ("bfloat16", "float32", "float64")  # dtypes whose matrix products are measured
-ROWS = 1024  # of the square matrices
+PRODUCTS = ("bfloat16", "float32", "float64")  # matrix products are measured in these dtypes
+ROWS = 1024  # rows of the square matrices
 _BATCH = 48  # plans that are timed together, about
 
 
@@ -62,9 +61,9 @@ def calibrate(
 
     Called by all ranks that torchrun has started, on one node or several, it measures those; the mesh has
     as many devices. Over several nodes the profile has a link inside nodes and one between them.
-    sizes: bytes of a device's block. rounds: how often every plan is measured. disk: a folder whose disk is
-    measured too, by the first rank. progress: is called with the number of plans that are done, and of all.
-    timeout_s: of one batch of plans, see `Process.ask`.
+    sizes: bytes of a device's block. rounds: how often every plan is measured. disk: the disk of this folder
+    is measured too, by the first rank. progress: called with the numbers of plans done, and of all.
+    timeout_s: the limit of one batch of plans, see `Process.ask`.
     Raises CalibrationError, NoRuntimeError, MeshError (a mesh of one device), FunctionError.
     """
     used = backend_named(backend)
@@ -81,10 +80,11 @@ def calibrate(
     seen = tuple(map(Sample, fitted, seconds[: len(fitted)]))
     unseen = tuple(map(Sample, held_out, seconds[len(fitted) :]))
     rates = measure_flops(used, mesh.n_devices, rounds, timeout_s=timeout_s)
-    found = fit(seen, name, rounds=used.rounds, node_devices=node_devices)
-    profile = replace(found, flops_per_s=rates, disk=files)
-    made = Calibration(profile, seen, unseen)
-    return replace(made, profile=replace(profile, source=_source(used, mesh, sizes, rounds, made)))
+    profile = fit(seen, name, rounds=used.rounds, node_devices=node_devices)
+    profile = replace(profile, flops_per_s=rates, disk=files)
+    calibration = Calibration(profile, seen, unseen)
+    source = _source(used, mesh, sizes, rounds, calibration)
+    return replace(calibration, profile=replace(profile, source=source))
 
 
 def measure_flops(
@@ -122,17 +122,19 @@ def measure(
     return [seconds[i] for i in range(len(plans))]
 
 
-def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, made: Calibration) -> str:
+def _source(backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, calibration: Calibration) -> str:
     """How, when and on which hardware it was measured, without the name of the machine."""
-    seen, unseen = (median_error(samples, made.profile) for samples in (made.fitted, made.held_out))
+    seen, unseen = (
+        median_error(samples, calibration.profile) for samples in (calibration.fitted, calibration.held_out)
+    )
     package, devices = backend.package, f"{mesh.n_devices} {backend.devices}"
     return (
         f"measured {date.today().isoformat()} by `xshard calibrate --backend {package} --mesh {mesh}`: "
         f"{devices} on {_cores()} CPU cores, {package} {version(package)}. "
-        f"{len(made.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
+        f"{len(calibration.fitted)} plans of one step with blocks of {format_bytes(min(sizes))} to "
         f"{format_bytes(max(sizes))}, the median of {rounds} rounds each. Operations: products of "
         f"{ROWS} x {ROWS} matrices on all devices at once. Median absolute error of the "
-        f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(made.held_out)} held-out plans"
+        f"predicted time: {seen:.1%} on these, {unseen:.1%} on {len(calibration.held_out)} held-out plans"
     )
 
 

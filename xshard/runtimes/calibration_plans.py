@@ -1,7 +1,4 @@
-"""The plans of a calibration: plans of one step to fit a profile to, and others to test it.
-
-Decides kinds, groups of axes and sizes. Knows no runtime and no prices.
-"""
+"""The plans of a calibration: plans of one step to fit a profile to, and others to test it."""
 
 from __future__ import annotations
 
@@ -54,19 +51,19 @@ def held_out_plans(
     Raises MeshError for a mesh of one device.
     """
     axes, rng = _long_axes(mesh), random.Random(seed)
-    found: list[Plan] = []
+    plans: list[Plan] = []
     singles = 0
     for draws in itertools.count():
-        if len(found) == count:
+        if len(plans) == count:
             break
-        made = _random_plan(mesh, axes, sizes, rng, profile)
-        single = len(made.steps) == 1
+        plan = _random_plan(mesh, axes, sizes, rng, profile)
+        single = len(plan.steps) == 1
         # One axis may have too few plans of several steps: then any plan counts.
         full = single and singles >= count - count // 3 and draws < _DRAWS * count
-        if made.bytes_received and made not in found and not full:
-            found.append(made)
+        if plan.bytes_received and plan not in plans and not full:
+            plans.append(plan)
             singles += single
-    return tuple(found)
+    return tuple(plans)
 
 
 def _random_plan(
@@ -126,7 +123,7 @@ def _turns(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[tuple[Layout, Layout, 
 
 
 def _plan(mesh: Mesh, sample: tuple[Layout, Layout, Step], size: int) -> Plan:
-    """The plan of one step on an array whose larger block has about `size` bytes."""
+    """The plan of one step; the larger of a device's two blocks has about `size` bytes."""
     src, dst, step = sample
     least = min(_parts(mesh, src), _parts(mesh, dst))
     elements = size // ITEMSIZE * least

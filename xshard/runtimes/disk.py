@@ -1,7 +1,4 @@
-"""The disk of a folder as a link: what its files are read through, measured on a file of its own.
-
-Decides how it is read: as loads do, some pieces at once, and nothing that the system has in memory.
-"""
+"""The disk of a folder as a link: measured on a file of its own, read in pieces at once, as loads read."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def measure_disk(folder: str | Path, size: int = SIZE) -> Link:
             for _ in pieces:
                 file.write(os.urandom(_PIECE))
             os.fsync(file.fileno())
-            small = [_seconds(map, file.fileno(), [at], _LEAST) for at in pieces]
+            small = [_seconds(map, file.fileno(), [start], _LEAST) for start in pieces]
             large = [_seconds(threads.map, file.fileno(), pieces, _PIECE) for _ in range(_ROUNDS)]
     except OSError as error:
         hint = "a folder that can be written to"
@@ -50,8 +47,8 @@ def measure_disk(folder: str | Path, size: int = SIZE) -> Link:
 
 
 def _seconds(on_each: Callable[..., Iterable[int]], file: int, starts: Sequence[int], n_bytes: int) -> float:
-    """How long it takes to read so many bytes at each of these places, none of which is in memory."""
+    """Seconds to read so many bytes at each of these places, with nothing in memory."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.perf_counter()
-    sum(on_each(lambda at: len(os.pread(file, n_bytes, at)), starts))
+    sum(on_each(lambda start: len(os.pread(file, n_bytes, start)), starts))
     return time.perf_counter() - begin

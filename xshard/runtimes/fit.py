@@ -1,7 +1,7 @@
 """Measured times -> the constants of a profile: none negative, and relative errors small.
 
-Decides how constants follow from times; does not know how the times were taken. `Profile.seconds` is linear
-in its constants (launches, latencies, inverses of speeds); a row here holds the coefficients of one plan.
+`Profile.seconds` is linear in its constants (launches, latencies, inverses of speeds); a row here holds the
+coefficients of one plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GAIN = 0.9  # axes get links of their own if the error is then smaller by this 
 _TURNS = 30  # rounds of reweighting, after which the constants no longer change
 _FAR = 0.1  # logarithms of ratios up to here count squared
 _DIGITS = 4  # significant digits of a constant: it is not known better
-_NO_LIMIT = 1e15  # bytes per second of a link whose bytes cost no measurable time
+_NO_LIMIT = 1e15  # bytes per second of a link, if its bytes cost no measurable time
 
 
 class CalibrationError(XshardError):
@@ -73,7 +73,7 @@ def fit(
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
     if node_devices is not None:
-        # What is across nodes is taken to be slower, and to be one port, as that of a host is.
+        # The link across nodes is taken to be slower, and to be one port, like a host's.
         links = Link(0.0, 2.0), Link(0.0, 1.0, "port")
         return _fit(samples, Profile(name, source, *links, node_devices, rounds=rounds), False)
     about = Profile(name, source, Link(0.0, math.inf), rounds=rounds)

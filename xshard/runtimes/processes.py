@@ -1,7 +1,6 @@
 """Processes that call functions for this one: each is started once and asked many times.
 
-Decides how questions and answers travel, what becomes of an error, and when a process is given up. A
-framework is imported there and never here; which one, and with which settings, is in `backends`.
+A framework is imported there and never here; which one, and with which settings, is in `backends`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class FunctionError(XshardError):
 class Process:
     """A running `python -m xshard.runtimes.server`, which calls functions of any module.
 
-    environment: variables that it has beside those of this process. prefix: a command that runs it elsewhere.
+    environment: variables that it has beside this process's. prefix: a command that runs it elsewhere.
     """
 
     def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
@@ -104,7 +103,7 @@ class Process:
         assert self._child.stdout is not None
         watch = Watch(lambda: processor_time([self._child.pid]), timeout_s, _PATIENCE_S)
         while not select.select([self._child.stdout], [], [], watch.pause_s)[0]:
-            if not self.is_alive:  # what it forked may keep the pipe open
+            if not self.is_alive:  # its forks may keep the pipe open
                 raise EOFError
             if (why := watch.why_over()) is not None:
                 raise TimeoutError(why)

@@ -1,7 +1,7 @@
 """`python -m xshard.runtimes.server`: calls functions for another process.
 
-Reads `sys.path` and (name, arguments), each pickled, from its standard input until nobody asks, and writes
-what the calls return, or the XshardError that they raised. Knows no framework: the functions' modules do.
+Reads `sys.path` and (name, arguments), each pickled, from its standard input to the end, and writes results
+of the calls, or the XshardError that they raised. The functions' modules import a framework.
 """
 
 from __future__ import annotations

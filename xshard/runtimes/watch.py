@@ -1,7 +1,6 @@
-"""When a process counts as hung: it stands still, or it computes for longer than anybody would wait.
+"""The signs of a hung process: it stands still, or it computes for very long.
 
-Decides by processor time, so that a busy machine is not taken for a hang. Knows neither what the
-processes do nor how they are ended.
+Processor time counts, so that a busy machine is not taken for a hang.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Watch:
 
     spent_s: seconds of processor time that they have used, None where the system does not say.
     limit_s: the longest time without progress. Processor time is limited too, to `limit_s` per core, which
-    an idle machine cannot spend sooner. Where there is no processor time, `limit_s` is time on the clock.
+    an idle machine cannot spend sooner. Without processor time `limit_s` is time on the clock.
     grace_s: added to the limit, but not to the limit in the message.
     """
 
@@ -63,7 +62,7 @@ def processor_time(pids: Iterable[int]) -> float | None:
             fields = stat.rpartition(")")[2].split()  # what stands before is the program's name
             children[int(fields[1])].append(pid)
             ticks[pid] = sum(map(int, fields[11:15]))  # its own, and of children that have ended
-    found = [pid for pid in pids if pid in ticks]
-    for pid in found:  # which grows as it goes
-        found += children[pid]
-    return sum(ticks[pid] for pid in found) / os.sysconf("SC_CLK_TCK")
+    tree = [pid for pid in pids if pid in ticks]
+    for pid in tree:  # which grows as it goes
+        tree += children[pid]
+    return sum(ticks[pid] for pid in tree) / os.sysconf("SC_CLK_TCK")

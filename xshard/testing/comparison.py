@@ -1,8 +1,4 @@
-"""All arrays of all runs against the truth, and the two runtimes against each other.
-
-Decides what is compared with what, the order of the report, and what is reported once only. One
-comparison is in `mismatch`.
-"""
+"""All arrays of all runs against the truth, and both runtimes against each other, in the report's order."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ KINDS = ("output", "gradient", "parameter")
 class _Array:
     """Blocks of one array of a run, and the whole array that they should make.
 
-    sharding: of the output or argument; blocks of a gradient are under its dual.
+    sharding: the output's or argument's; blocks of a gradient are under its dual.
     """
 
     kind: str
@@ -55,7 +51,7 @@ def mismatches(
 ) -> tuple[list[Mismatch], int]:
     """All mismatches, outputs before gradients before parameters, and the number of comparisons.
 
-    On one device gradients are compared with differences, where the truth has them.
+    On one device gradients are compared with differences, if the truth has them.
 
     runs: one device first. If an array differs on one device already, that is reported once: on several
     devices it is then compared with the function's own result on one.
@@ -66,16 +62,16 @@ def mismatches(
         "gradient": _largest(truth.gradients.values()),
         "parameter": _largest(truth.updated.values()),
     }
-    found = list(_wrong_derivatives(given, truth, runs[0].runtime))
+    wrong = list(_wrong_derivatives(given, truth, runs[0].runtime))
     compared = len(truth.derivatives)
 
     def differs(array: _Array, want: Devices, subject: Subject) -> Mismatch | None:
         nonlocal compared
         compared += 1
-        wrong = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
-        if wrong is not None:
-            found.append(_explained(wrong, found))
-        return wrong
+        mismatch = find_mismatch(subject, array.got, want, array.blocks, tol, largest[array.kind], arguments)
+        if mismatch is not None:
+            wrong.append(_explained(mismatch, wrong))
+        return mismatch
 
     alone: dict[tuple[str, str, str], Block] = {}  # arrays that differ on one device
     right: dict[tuple[str, str, str, str], _Array] = {}
@@ -85,22 +81,21 @@ def mismatches(
             against = truth.source
             if place in alone:
                 array, against = replace(array, whole=alone[place]), f"{run.runtime} on one device"
-            wrong = differs(
-                array, array.want, Subject(array.kind, array.name, run.runtime, run.mesh, against)
-            )
-            if wrong is None:
+            subject = Subject(array.kind, array.name, run.runtime, run.mesh, against)
+            mismatch = differs(array, array.want, subject)
+            if mismatch is None:
                 right[str(run.mesh), *place] = array
-            elif run.mesh.n_devices == 1 and not wrong.problem:
+            elif run.mesh.n_devices == 1 and not mismatch.problem:
                 alone[place] = whole(array.got, array.blocks)
     for (mesh, runtime, kind, name), array in right.items():  # both are right, and may differ all the same
         other = right.get((mesh, SIDES[1], kind, name)) if runtime == SIDES[0] else None
         if other is not None and (SIDES[1], kind, name) not in alone:
             differs(array, other.got, Subject(kind, name, runtime, array.sharding.mesh, SIDES[1]))
-    return sorted(found, key=lambda m: KINDS.index(m.subject.kind)), compared
+    return sorted(wrong, key=lambda m: KINDS.index(m.subject.kind)), compared
 
 
 def _wrong_derivatives(given: Problem, truth: Truth, runtime: str) -> Iterator[Mismatch]:
-    """Gradients of the truth that are not those of its function."""
+    """Gradients of the truth that are not its function's."""
     most = max((size for *_, size in truth.derivatives.values()), default=0.0)
     for i, (got, want, size) in truth.derivatives.items():
         subject = Subject("gradient", given.names[i], runtime, truth.mesh, DIFFERENCES)
@@ -141,5 +136,5 @@ def whole_of(given: Problem, truth: Truth, run: Run, kind: str, name: str) -> tu
 
 
 def _largest(arrays: Iterable[Block]) -> float:
-    found = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
-    return float(max(found, default=0.0))
+    sizes = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
+    return float(max(sizes, default=0.0))

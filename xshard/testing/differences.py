@@ -1,6 +1,6 @@
-"""Gradients against differences: on one device too a gradient may be cut off, or be that of another function.
+"""Gradients against differences along random directions: on one device too a gradient may be wrong.
 
-Decides the directions and the steps. numpy alone: a framework gives the loss as a function of blocks.
+A framework gives the loss as a function of blocks; the rest is numpy.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def derivatives(
 ) -> Derivatives:
     """By number of input, along a few directions: the gradient's derivatives, differences, and their size.
 
-    loss: of blocks of float64 or complex128, those of whole numbers as they are.
+    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are.
     """
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
-    found: Derivatives = {}
+    by_input: Derivatives = {}
     for i, (block,) in gradients.items():
         rng, gradient, x = np.random.default_rng((13, i)), in_double(block), wide[i]
         length = float(np.abs(x).max(initial=0)) or 1.0
@@ -47,5 +47,5 @@ def derivatives(
                     want[k] = slope
                 if abs(want[k] - got[k]) <= DERIVATIVE / 10 * size:
                     break
-        found[i] = (got,), (want,), size
-    return found
+        by_input[i] = (got,), (want,), size
+    return by_input

@@ -66,23 +66,23 @@ def assert_equivalent(
     ...     return 2 * x
     >>> assert_equivalent(double, double, args=[np.ones(4)], layouts=(["n/tp"], "n/tp"), mesh="tp=2")
     """
-    given = problem(torch_fn, args, layouts, mesh)
+    checked = problem(torch_fn, args, layouts, mesh)
     functions = {"torch": torch_fn, "jax": jax_fn}
-    update = updates_of(given, args, parameters, optimisers)
+    update = updates_of(checked, args, parameters, optimisers)
     sent = {runtime: packed(function) for runtime, function in functions.items()}
-    comparison = Comparison(given, sent, update, check_vma, timeout_s, tuple(preload))
-    alone = mesh_of_ones(given.meshes)
+    comparison = Comparison(checked, sent, update, check_vma, timeout_s, tuple(preload))
+    alone = mesh_of_ones(checked.meshes)
     if reference is None:
-        truth, meshes = comparison.truth("torch", sent["torch"], alone), (alone, *given.meshes)
+        truth, meshes = comparison.truth("torch", sent["torch"], alone), (alone, *checked.meshes)
     else:
-        truth, meshes = comparison.truth(reference_runtime, packed(reference), Mesh()), given.meshes
+        truth, meshes = comparison.truth(reference_runtime, packed(reference), Mesh()), checked.meshes
     with ThreadPoolExecutor() as at_once:
-        torch_runs = at_once.submit(lambda: [comparison.run("torch", m, truth) for m in given.meshes])
+        torch_runs = at_once.submit(lambda: [comparison.run("torch", m, truth) for m in checked.meshes])
         jax_runs = at_once.submit(lambda: [comparison.run("jax", m, truth) for m in meshes])
         runs = [*torch_runs.result(), *jax_runs.result()]  # of each, one device first
-    found, compared = mismatches(given, truth, runs, tol)
-    if found:
-        raise EquivalenceError(list(explained(found, comparison, truth, tol)), compared)
+    wrong, compared = mismatches(checked, truth, runs, tol)
+    if wrong:
+        raise EquivalenceError(list(explained(wrong, comparison, truth, tol)), compared)
 
 
 def assert_mesh_invariant(
@@ -100,20 +100,20 @@ def assert_mesh_invariant(
 ) -> None:
     """Raise EquivalenceError unless results and gradients mean on every mesh what they mean on one device.
 
-    What they mean is the whole array that blocks stand for under their layout, of gradients under the dual of
-    the argument's. The truth is the function itself on a mesh of ones, so that no second implementation is
+    Blocks mean the global array that they stand for under their layout; gradients are under the dual of the
+    argument's layout. The truth is the function itself on a mesh of ones, so that no second implementation is
     needed; there, its gradients are compared with differences.
 
     function, args, layouts, check_vma, preload, timeout_s: as in `assert_equivalent`.
     mesh: one or several; by default axes of the layouts with 2 and 3 devices, one by one and together.
     framework: "torch" or "jax".
-    differences: False for a function whose gradient is not meant to be its derivative (`detach`), or that
-    cannot take float64, in which differences are made.
+    differences: False for a function with a gradient that is not its derivative (`detach`), or that cannot
+    take float64, in which differences are made.
     tol: relative to the largest value of an array; None goes by dtype.
 
     A mismatch has the likely cause, and the redistribution, of those that the function calls, at which the
     meaning first went wrong. Raises before anything runs as `assert_equivalent` does; FunctionError with the
-    message of a function that raised, as one may whose blocks differ in length.
+    message of a function that raised, for example because its blocks differ in length.
 
     >>> import numpy as np
     >>> import torch_bridge as xt
@@ -121,11 +121,11 @@ def assert_mesh_invariant(
     ...     return xt.redistribute(x.sum(), "() | sum(dp) -> ()", mesh)
     >>> assert_mesh_invariant(total, args=[np.arange(7.0)], layouts=(["n/dp"], "()"))
     """
-    given = problem(function, args, layouts, mesh)
+    checked = problem(function, args, layouts, mesh)
     sent = packed(function)
-    comparison = Comparison(given, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
-    truth = comparison.truth(framework, sent, mesh_of_ones(given.meshes))
-    runs = [comparison.run(framework, each, truth) for each in given.meshes]
-    found, compared = mismatches(given, truth, runs, tol)
-    if found:
-        raise EquivalenceError(list(located(found, comparison, truth)), compared)
+    comparison = Comparison(checked, {framework: sent}, {}, check_vma, timeout_s, tuple(preload), differences)
+    truth = comparison.truth(framework, sent, mesh_of_ones(checked.meshes))
+    runs = [comparison.run(framework, each, truth) for each in checked.meshes]
+    wrong, compared = mismatches(checked, truth, runs, tol)
+    if wrong:
+        raise EquivalenceError(list(located(wrong, comparison, truth)), compared)

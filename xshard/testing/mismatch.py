@@ -40,9 +40,9 @@ class Subject:
 class Mismatch:
     """The place of an array's largest error: device, global index, and both values.
 
-    index: None if shapes or dtypes differ; then `problem` says how. global_index is -1 for a row beyond the
-    ends of the array. n_wrong, n_elements: over all devices. right: of every dim, the rows without an error.
-    first: the redistribution of the run at which the meaning first went wrong, where that was asked.
+    index: None if shapes or dtypes differ; then `problem` says how. global_index: -1 for a row beyond the
+    ends of the array. n_wrong, n_elements: counted over all devices. right: rows of every dim without errors.
+    first: the first redistribution of the run with a wrong meaning, if the run was asked for it.
     """
 
     subject: Subject
@@ -78,7 +78,7 @@ def find_mismatch(
     """Blocks of one array against blocks of another under the same layout; None if they agree.
 
     Under sum, mean and fold the sums of the blocks are compared. tolerance: None goes by the dtype.
-    largest: of all arrays of this kind, see `Case`.
+    largest: the largest value of all arrays of this kind, see `Case`.
     """
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
         problem = _problem(a, b, sharding)
@@ -127,22 +127,22 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
 
 
 def located(subject: Subject, case: Case) -> Mismatch:
-    """What is reported of blocks that do not agree: the largest error, and the likely cause."""
+    """The report of blocks that do not agree: the largest error, and the likely cause."""
     errors = [np.abs(in_double(a) - in_double(b)) for a, b in zip(case.got, case.want, strict=True)]
     # NaN counts as the largest error.
     errors = [
         np.where(mask, np.nan_to_num(e, nan=np.inf), -1) for e, mask in zip(errors, case.wrong, strict=True)
     ]
     device = int(np.argmax([e.max(initial=-1) for e in errors]))
-    at = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
+    index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
     return Mismatch(
         subject,
         device,
-        at,
-        tuple(int(case.rows(d, device)[i]) for d, i in enumerate(at)),
-        in_double(case.got[device])[at].item(),
-        in_double(case.want[device])[at].item(),
-        float(errors[device][at]),
+        index,
+        tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index)),
+        in_double(case.got[device])[index].item(),
+        in_double(case.want[device])[index].item(),
+        float(errors[device][index]),
         sum(int(mask.sum()) for mask in case.wrong),
         sum(mask.size for mask in case.wrong),
         case.wrong_devices,

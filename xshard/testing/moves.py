@@ -1,7 +1,4 @@
-"""The redistributions of a run as they were seen: what each was given, and the cotangent of what it made.
-
-Decides in which order they are judged, and what a block means whose layout leaves an axis of the mesh out.
-"""
+"""The redistributions of a run as they were recorded: the input of each, and the cotangent of its result."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ from xshard.testing.diagnosis.evidence import Case, in_double
 from xshard.testing.mismatch import Mismatch, Subject, case_of, located
 from xshard.testing.pickling import OURS
 
-_HIDDEN_ORDERS = ("block", "zigzag")  # of a cut along an axis that an expression does not name
+_HIDDEN_ORDERS = ("block", "zigzag")  # orders of a cut along an axis that an expression does not name
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a redistribution was given, or the cotangent of what it made. where: the user's file and line."""
+    """The input of a redistribution, or the cotangent of its result. where: the user's file and line."""
 
     check: ReplicaCheck
     where: str
@@ -43,14 +40,14 @@ class Seen:
 
     @property
     def replica_fault(self) -> ReplicaError | None:
-        """What `check_replicated=True` would have raised."""
+        """The error that `check_replicated=True` would have raised."""
         mesh, axes = self.check.mesh, self.check.axes
-        found = np.zeros((mesh.n_devices, len(axes), 2))
+        differences = np.zeros((mesh.n_devices, len(axes), 2))
         for device, (a, axis) in itertools.product(range(mesh.n_devices), enumerate(axes)):
             group = np.nan_to_num([in_double(self.blocks[d]) for d in mesh.group(device, (axis,))])
             apart = np.abs(group[:, None] - group)
-            found[device, a] = apart.max(initial=0), np.abs(group).max(initial=0)
-        return self.check.fault(found)
+            differences[device, a] = apart.max(initial=0), np.abs(group).max(initial=0)
+        return self.check.fault(differences)
 
 
 class Recorder:
@@ -61,13 +58,13 @@ class Recorder:
         self._as_array = as_array
 
     def __call__(self, check: ReplicaCheck) -> Callable[[int, Any], Block]:
-        found = Seen(check, _users_line())
-        self.seen.append(found)
-        return lambda device, block: found.blocks.setdefault(device, self._as_array(block))
+        call = Seen(check, _users_line())
+        self.seen.append(call)
+        return lambda device, block: call.blocks.setdefault(device, self._as_array(block))
 
 
 def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
-    """What each rank has seen of its own blocks -> what all have seen."""
+    """The recorded calls of every rank, with its own blocks -> calls with the blocks of all."""
     return [
         replace(parts[0], blocks={d: block for part in parts for d, block in part.blocks.items()})
         for parts in zip(*ranks, strict=False)
@@ -75,23 +72,23 @@ def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
 
 
 def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
-    """Those of one direction that all `n` devices have seen, in the order in which they ran."""
-    found = [each for each in seen if each.check.cotangents == cotangents and len(each.blocks) == n]
-    return found[::-1] if cotangents else found
+    """The calls of one direction with blocks of all `n` devices, in the order in which they ran."""
+    calls = [each for each in seen if each.check.cotangents == cotangents and len(each.blocks) == n]
+    return calls[::-1] if cotangents else calls
 
 
 def find_wrong(
     one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Mapping[str, Block]
 ) -> Mismatch | None:
-    """What differs in meaning between one device and a mesh; None where the layout does not say it."""
-    given, layout = one.check.sharding, many.check.sharding.layout
+    """The difference in meaning between one device and a mesh; None if the layout does not say it."""
+    source, layout = one.check.sharding, many.check.sharding.layout
     src, dst, _ = sides(many.check.text)
     named, mean = (*src.axes, *dst.axes), dst.tagged("mean") if many.check.cotangents else ()
     long = [axis for axis in mesh.axes if mesh.size(axis) > 1]
     hidden = [axis for axis in long if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
-        whole: Block = reference.gather([one.blocks[0]], given.layout, given.mesh, given.shape)
+        whole: Block = reference.gather([one.blocks[0]], source.layout, source.mesh, source.shape)
         whole = np.divide(whole, mesh.size(*mean)) if mean else whole
         own = [
             case for each in _readings(layout, hidden) if (case := _case(many, whole, each, mesh, arguments))
@@ -100,8 +97,8 @@ def find_wrong(
         return None
     if any(case.agrees for case in own):
         return None
-    found = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
-    wrong = next((m for m in found if m.cause is not None), found[0])
+    mismatches = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
+    wrong = next((m for m in mismatches if m.cause is not None), mismatches[0])
     for other in _readings(Layout(tuple(map(Dim, layout.names))), long) if wrong.cause is None else ():
         case = _case(many, whole, other, mesh, arguments)
         if case and case.agrees:
@@ -113,7 +110,7 @@ def find_wrong(
 def _case(
     many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Mapping[str, Block]
 ) -> Case | None:
-    """The blocks that were seen beside those of the whole array; None if that has no such blocks."""
+    """The recorded blocks beside the global array's; None if their shapes do not fit the layout."""
     devices = range(mesh.n_devices)
     try:
         sharding = Sharding(layout, mesh, whole.shape)
@@ -128,7 +125,7 @@ def _case(
 
 
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
-    """The layout with what blocks may be along axes that it leaves out: copies, addends, or cuts of a dim."""
+    """The layout with copies, addends or cuts of a dim along each axis that it leaves out."""
     ways = ("copy", 0), ("sum", 0), *itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
     for choice in itertools.product(ways, repeat=len(axes)):
         dims, tags = list(layout.dims), layout.tags
@@ -141,7 +138,7 @@ def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
 
 
 def _users_line() -> str:
-    """Where the user called, as in ` (model.py:12)`."""
+    """The file and line of the user's call, as in ` (model.py:12)`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
         frame = frame.f_back

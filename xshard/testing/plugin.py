@@ -38,23 +38,24 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "xshard_meshes(*meshes): the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first",
     )
-    given = config.getoption("--xshard-meshes")
-    if given is not None:
+    text = config.getoption("--xshard-meshes")
+    if text is not None:
         try:
-            found = _checked(given)
+            meshes = _checked(text)
         except XshardError as error:
             raise pytest.UsageError(f"--xshard-meshes: {error}") from None
-        if not found:
+        if not meshes:
             raise pytest.UsageError('--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"')
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes `xshard_mesh` once per mesh: of the option, of its marker, or the default."""
+    """Run a test that takes `xshard_mesh` once per mesh of the option, of its marker, or of the default."""
     if "xshard_mesh" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("xshard_meshes")
-    given = metafunc.config.getoption("--xshard-meshes")
-    text = given or ("; ".join(marker.args) if marker else DEFAULT_MESHES)
+    text = metafunc.config.getoption("--xshard-meshes") or (
+        "; ".join(marker.args) if marker else DEFAULT_MESHES
+    )
     metafunc.parametrize("xshard_mesh", _checked(text), ids=str)
 
 

@@ -1,7 +1,4 @@
-"""The input of a comparison: arguments, layouts and meshes, checked before anything runs.
-
-Decides what is refused, how a whole array becomes blocks under a layout, and which blocks a cotangent has.
-"""
+"""The input of a comparison, checked before anything runs; and global arrays as blocks under a layout."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ Meshes = Mesh | str | Sequence[Mesh | str]
 
 @dataclass(frozen=True)
 class Problem:
-    """Checked input. names, values, layouts: of every array among the arguments. outputs: a tree of layouts.
+    """Checked input: names, values and layouts of all arrays among the arguments; a tree of output layouts.
 
     arguments: the arguments with numbers for arrays, as `Question` has them.
     """
@@ -75,26 +72,26 @@ def problem(function: Callable[..., Any], args: Sequence[Tree], layouts: Any, me
     if not isinstance(inputs, tuple | list) or len(inputs) != len(args):
         n = len(inputs) if isinstance(inputs, tuple | list) else 1
         raise StructureError(f"{len(args)} arguments, layouts of {n}", hint="a layout, or a tree, for each")
-    names, values, found = [], [], []
-    for title, argument, given in zip(_titles(function, len(args)), args, inputs, strict=True):
+    names, values, parsed = [], [], []
+    for title, argument, prefix in zip(_titles(function, len(args)), args, inputs, strict=True):
         for (name, value), layout in zip(
-            leaves(argument, title).items(), broadcast_prefix(given, argument, title), strict=True
+            leaves(argument, title).items(), broadcast_prefix(prefix, argument, title), strict=True
         ):
             names.append(name)
             values.append(_array(value, name))
-            found.append(_parsed(layout, name))
+            parsed.append(_parsed(layout, name))
     outputs = mapped(lambda layout: _parsed(layout, "output"), outputs)
     if mesh is None:
-        every = (*found, *leaves(outputs).values())
+        every = (*parsed, *leaves(outputs).values())
         mesh = usual_meshes(dict.fromkeys(axis for layout in every for axis in layout.axes))
     meshes = _meshes(mesh)
-    for name, value, layout in zip(names, values, found, strict=True):
+    for name, value, layout in zip(names, values, parsed, strict=True):
         for each in meshes:
             _check(name, value, layout, each)
     for layout in leaves(outputs).values():
         for each in meshes:
             check_axes(layout, each)
-    return Problem(tuple(names), tuple(values), tuple(found), outputs, meshes, numbered(args))
+    return Problem(tuple(names), tuple(values), tuple(parsed), outputs, meshes, numbered(args))
 
 
 def whole_layout(ndim: int) -> Layout:
@@ -123,7 +120,7 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
 
 
 def cotangents_of(c: Block, sharding: Sharding, seed: int) -> Devices:
-    """The cotangent of a whole array -> those of its blocks: under the dual layout, times 1/n for a mean."""
+    """The cotangent of a global array -> its blocks: under the dual layout, times 1/n for a mean."""
     blocks = blocks_of(c, sharding.with_layout(sharding.layout.dual), seed)
     scale = float(sharding.scale)
     return tuple((block * scale).astype(c.dtype) for block in blocks) if scale != 1 else blocks
@@ -137,7 +134,7 @@ def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
 
 
 def _titles(function: Callable[..., Any], n: int) -> list[str]:
-    """Names of the arguments: the function's own, where it names them."""
+    """Names of the arguments: the names of the function's parameters, if it has any."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [p.name for p in parameters_of(function).values() if p.kind in kinds][:n]
     return [*named, *(f"args[{i}]" for i in range(len(named), n))]
@@ -147,7 +144,7 @@ def _array(value: Any, name: str) -> Block:
     if not hasattr(value, "shape"):
         raise StructureError(
             f"{name} is a {type(value).__name__}, arguments are arrays",
-            hint="let the functions close over what is no array; trees are dicts, lists and tuples",
+            hint="let the functions close over other values; trees are dicts, lists and tuples",
         )
     try:
         array = np.asarray(value)
@@ -167,9 +164,9 @@ def _parsed(layout: Any, name: str) -> Layout:
         raise StructureError(
             f"the layout of {name} is a {type(layout).__name__}", hint='text, as in "n/dp d"'
         )
-    found = Layout.parse(layout)
-    found.dual  # noqa: B018  max and min have none: refused
-    return found
+    parsed = Layout.parse(layout)
+    parsed.dual  # noqa: B018  max and min have none: refused
+    return parsed
 
 
 def _check(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
@@ -185,15 +182,13 @@ def _check(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
 
 
 def _meshes(mesh: Meshes) -> tuple[Mesh, ...]:
-    given = [mesh] if isinstance(mesh, Mesh | str) else list(mesh)
-    found = [m for each in given for m in (parse_meshes(each) if isinstance(each, str) else [each])]
-    if not found:
-        raise MeshError("no mesh", hint='as in mesh="dp=2,tp=2"')
-    for each in found:
-        if not each.axes:
-            raise MeshError(f"{each!r} has no axes", hint='as in mesh="dp=2,tp=2"')
+    several = [mesh] if isinstance(mesh, Mesh | str) else list(mesh)
+    meshes = [m for each in several for m in (parse_meshes(each) if isinstance(each, str) else [each])]
+    if not meshes or not all(each.axes for each in meshes):
+        raise MeshError(f"{'a mesh without axes' if meshes else 'no mesh'}", hint='as in mesh="dp=2,tp=2"')
+    for each in meshes:
         check_size(each.n_devices)
-    return tuple(found)
+    return tuple(meshes)
 
 
 def usual_meshes(axes: Iterable[str]) -> list[Mesh]:

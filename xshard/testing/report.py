@@ -1,7 +1,4 @@
-"""The report of a failed comparison: text in the error, and a table of rich for consoles.
-
-Decides what is shown of a mismatch. Finds none itself.
-"""
+"""The report of a failed comparison: text in the error, and a table of rich for consoles."""
 
 from __future__ import annotations
 
@@ -43,12 +40,12 @@ class EquivalenceError(AssertionError):
         from rich.table import Table
 
         title = f"{len(self.mismatches)} of {self.compared} comparisons differ"
-        made = Table(title=title, box=SIMPLE, pad_edge=False)
+        table = Table(title=title, box=SIMPLE, pad_edge=False)
         for head in ("array", "run", "device", "global index", "got", "wanted", "likely cause", "right rows"):
-            made.add_column(head, overflow="fold")
+            table.add_column(head, overflow="fold")
         for m in self.mismatches:
             kind = m.subject.kind if m.subject.kind != "output" else ""
-            made.add_row(
+            table.add_row(
                 f"{kind} {m.subject.name}".strip(),
                 f"{m.subject.runtime} {m.subject.mesh}",
                 m.place,
@@ -60,7 +57,7 @@ class EquivalenceError(AssertionError):
                 ),
                 m.right,
             )
-        return made
+        return table
 
 
 def mismatch_text(mismatch: Mismatch) -> str:

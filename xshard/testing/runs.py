@@ -62,19 +62,21 @@ class Comparison:
     differences: bool = False
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
-        """Results of a function on one device: of whole arrays, or of blocks on a mesh of ones."""
-        given = self.problem
+        """Results of a function on one device, for unsharded arrays or for blocks on a mesh of ones."""
+        problem = self.problem
         is_whole = not mesh.axes
-        layouts = [whole_layout(x.ndim) for x in given.values] if is_whole else list(given.layouts)
+        layouts = [whole_layout(x.ndim) for x in problem.values] if is_whole else list(problem.layouts)
         try:
-            shardings = tuple(Sharding(s, mesh, x.shape) for s, x in zip(layouts, given.values, strict=True))
+            shardings = tuple(
+                Sharding(s, mesh, x.shape) for s, x in zip(layouts, problem.values, strict=True)
+            )
         except XshardError as error:
             raise StructureError(
                 f"a layout does not fit one device: {error.reason}", text=error.text, hint="pass reference="
             ) from None
         question = self._question(runtime, function, mesh, shardings, None)
         answer = self._answer(runtime, question)
-        declared = given.output_layouts(answer.tree, tuple(answer.outputs))
+        declared = problem.output_layouts(answer.tree, tuple(answer.outputs))
         outputs = {}
         for name, (block,) in answer.outputs.items():
             layout = whole_layout(block.ndim) if is_whole else declared[name]
@@ -96,7 +98,7 @@ class Comparison:
         return Run(runtime, mesh, self._answer(runtime, question))
 
     def seen(self, runtime: Side, mesh: Mesh, truth: Truth) -> list[Seen]:
-        """What the redistributions of such a run were given, and the cotangents of what they made."""
+        """The inputs of the redistributions of such a run, and the cotangents of their results."""
         seen: list[Seen] = self._ask(runtime, "seen", self._on_blocks(runtime, mesh, truth), quiet=True)
         return seen
 
@@ -153,7 +155,7 @@ def whole(blocks: Devices, sharding: Sharding) -> Block:
 
 
 def dual(sharding: Sharding) -> Sharding:
-    """Where the cotangents of an array are."""
+    """The sharding of an array's cotangents."""
     return sharding.with_layout(sharding.layout.dual)
 
 
@@ -165,8 +167,8 @@ def updates_of(
 ) -> dict[str, Update]:
     """The optimiser step of each runtime.
 
-    Raises StructureError for parameters without optimisers or the reverse, and for parameters whose gradients
-    have another layout.
+    Raises StructureError for parameters without optimisers or the reverse, and for parameters with gradients
+    under another layout.
     """
     if bool(parameters) != (optimisers is not None):
         raise StructureError(

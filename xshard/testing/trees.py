@@ -1,7 +1,4 @@
-"""Arguments and results as trees: arrays in dicts, lists and tuples, nested at will.
-
-Decides what a leaf is called and in which order leaves come. Knows no arrays.
-"""
+"""Arguments and results as trees: arrays in dicts, lists and tuples, nested at will."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard.errors import XshardError
+from xshard.trees import children, prefix_branches
 
 Tree = Any  # a leaf, or a dict, list or tuple of trees; None is a tree without leaves
 
@@ -23,7 +21,16 @@ def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
     >>> leaves({"w": 1, "b": (2, 3)}, "x")
     {"x['b'][0]": 2, "x['b'][1]": 3, "x['w']": 1}
     """
-    return dict(_walk(tree, name))
+
+    def walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+        branches = _sorted_children(tree)
+        if branches is not None:
+            for key, branch in branches.items():
+                yield from walk(branch, f"{name}[{key!r}]")
+        elif tree is not None:
+            yield name, tree
+
+    return dict(walk(tree, name))
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -32,16 +39,13 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
     >>> mapped(str, {"w": 1, "b": (2, None)})
     {'b': ('2', None), 'w': '1'}
     """
-    if tree is None:
-        return None
+    branches = _sorted_children(tree)
+    if branches is None:
+        return None if tree is None else function(tree)
+    parts = {key: mapped(function, branch) for key, branch in branches.items()}
     if isinstance(tree, dict):
-        return {key: mapped(function, tree[key]) for key in _keys(tree)}
-    if isinstance(tree, list):
-        return [mapped(function, part) for part in tree]
-    if isinstance(tree, tuple):
-        parts = [mapped(function, part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return function(tree)
+        return parts
+    return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())
 
 
 def numbered(tree: Tree) -> Tree:
@@ -58,36 +62,19 @@ def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """
-    if not isinstance(prefix, dict | list | tuple):
-        return [prefix] * len(leaves(tree))
-    if not isinstance(tree, dict | list | tuple):
-        raise StructureError(f"{name or 'it'} is one array, its layouts are {mapped(str, prefix)!r}")
-    keys = _keys(tree) if isinstance(tree, dict) else range(len(tree))
-    given = _keys(prefix) if isinstance(prefix, dict) else range(len(prefix))
-    if isinstance(tree, dict) != isinstance(prefix, dict) or list(keys) != list(given):
-        raise StructureError(
-            f"{name or 'it'} has {_described(tree)}, its layouts have {_described(prefix)}",
-            hint="one layout per array, or one for all that a branch holds",
-        )
-    return [leaf for key in keys for leaf in broadcast_prefix(prefix[key], tree[key], f"{name}[{key!r}]")]
+    branches = prefix_branches(
+        prefix,
+        tree,
+        lambda x: _sorted_children(x) is None,
+        (name, "layouts"),
+        children=_sorted_children,
+        error=StructureError,
+    )
+    return [value for _, value, branch in branches for _ in leaves(branch)]
 
 
-def _walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+def _sorted_children(tree: Tree) -> dict[Any, Any] | None:
+    branches = children(tree)
     if isinstance(tree, dict):
-        for key in _keys(tree):
-            yield from _walk(tree[key], f"{name}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for i, part in enumerate(tree):
-            yield from _walk(part, f"{name}[{i}]")
-    elif tree is not None:
-        yield name, tree
-
-
-def _keys(tree: dict[Any, Any]) -> list[Any]:
-    return sorted(tree, key=str)
-
-
-def _described(tree: Tree) -> str:
-    if isinstance(tree, dict):
-        return f"keys {', '.join(map(repr, _keys(tree)))}"
-    return f"{len(tree)} parts"
+        return {key: tree[key] for key in sorted(tree, key=str)}
+    return branches

@@ -1,7 +1,4 @@
-"""Causes that another run shows, where the blocks alone do not: the same run with one thing changed.
-
-Decides what is tried, and for which mismatches. What the blocks alone show is in `diagnosis`.
-"""
+"""Causes that another run shows, with one thing changed; `diagnosis` has those that blocks alone show."""
 
 from __future__ import annotations
 
@@ -46,33 +43,33 @@ def explained(
 
 
 def located(found: Sequence[Mismatch], runs: Comparison, truth: Truth) -> Iterator[Mismatch]:
-    """Mismatches of a function with itself on one device: where the meaning first went wrong, and causes.
+    """Mismatches of a function with itself on one device, with causes and the first wrong redistribution.
 
-    Its first mesh is asked where. What has no cause of its own has that of the first redistribution that is
-    wrong, or a law by which the error grows with the number of devices.
+    The first mesh is run again to find it. A mismatch without its own cause inherits the cause of that
+    redistribution, or a law by which the error grows with the number of devices.
     """
     several = [m for m in found if m.subject.against != DIFFERENCES]
     wrong, first = _first_wrong(several[0].subject, runs, truth) if several else (None, "")
-    told: dict[tuple[str, str], Cause] = {}
+    earlier: dict[tuple[str, str], Cause] = {}
     for m in found:
         kind, mesh, array = m.subject.kind, m.subject.mesh, (m.subject.kind, m.subject.name)
         here = [other for other in several if other.subject.mesh == mesh]
         is_first, cause = m in several and mesh == several[0].subject.mesh, m.cause
         if not m.problem and (cause is None or cause.name == "one addend"):
             shown = wrong.cause if wrong and is_first and kind == several[0].subject.kind else None
-            cause = shown or told.get(array) or _law(m, runs, truth) or cause
+            cause = shown or earlier.get(array) or _law(m, runs, truth) or cause
         if cause is None and kind == "gradient" and any(other.subject.kind == "output" for other in here):
             cause = _OUTPUT
         elif cause is None:  # a factor per device shows in gradients alone
             causes = (other.cause for other in here if other.cause is not None)
             cause = next((c for c in causes if kind == "gradient" or c.name == "own factors"), None)
         if cause is not None:
-            told.setdefault(array, cause._replace(text=f"as on {mesh}: {cause.text}"))
+            earlier.setdefault(array, cause._replace(text=f"as on {mesh}: {cause.text}"))
         yield replace(m, cause=cause, first=first if is_first else "")
 
 
 def _first_wrong(wrong: Subject, runs: Comparison, truth: Truth) -> tuple[Mismatch | None, str]:
-    """The first redistribution whose block is wrong, or cotangent if gradients alone are; and a sentence."""
+    """The first redistribution with a wrong block (cotangent if only gradients are wrong), and a sentence."""
     runtime, mesh, back = _side(wrong), wrong.mesh, wrong.kind != "output"
     try:
         one, many = (runs.seen(runtime, each, truth) for each in (truth.mesh, mesh))
@@ -82,10 +79,10 @@ def _first_wrong(wrong: Subject, runs: Comparison, truth: Truth) -> tuple[Mismat
     for a, b in zip(in_turn(one, 1, back), in_turn(many, mesh.n_devices, back), strict=False):
         if a.check.text != b.check.text:
             break
-        found = find_wrong(a, b, mesh, runtime, arguments)
+        mismatch = find_wrong(a, b, mesh, runtime, arguments)
         what = f"the gradient that comes back to {b}" if back else f"what {b} is given"
-        if found is not None:
-            return found, what + (f"; right is {before}" if before else "")
+        if mismatch is not None:
+            return mismatch, what + (f"; right is {before}" if before else "")
         before = what
     return None, before and f"after {before}, which is right"
 
@@ -121,7 +118,7 @@ def _run(m: Mismatch) -> tuple[Side, Mesh]:
 
 
 def _is_open(m: Mismatch) -> bool:
-    """Whether nothing explains it, or statistics alone explain a gradient."""
+    """True if nothing explains it, or only statistics explain a gradient."""
     return not m.problem and (
         m.cause is None or (m.subject.kind == "gradient" and m.cause.name == "one addend")
     )
@@ -131,17 +128,17 @@ def _transposition(
     runs: Comparison, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh
 ) -> Cause | None:
     """The outputs are right if square arguments are transposed, one of them or all."""
-    given = runs.problem
-    square = [i for i, x in enumerate(given.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1]
+    problem = runs.problem
+    square = [i for i, x in enumerate(problem.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1]
     sets = islice((s for n in range(1, len(square)) for s in combinations(square, n)), _MOST)
     for numbers in (*sets, square) if square else ():
-        values = tuple(np.swapaxes(x, -1, -2) if i in numbers else x for i, x in enumerate(given.values))
+        values = tuple(np.swapaxes(x, -1, -2) if i in numbers else x for i, x in enumerate(problem.values))
         try:
-            run = replace(runs, problem=replace(given, values=values)).run(runtime, mesh, truth)
+            run = replace(runs, problem=replace(problem, values=values)).run(runtime, mesh, truth)
         except XshardError:
             continue
-        if not any(m.subject.kind == "output" for m in mismatches(given, truth, [run], tol)[0]):
-            names = " and ".join(given.names[i] for i in numbers)
+        if not any(m.subject.kind == "output" for m in mismatches(problem, truth, [run], tol)[0]):
+            names = " and ".join(problem.names[i] for i in numbers)
             return Cause("transposed", f"right with {names} transposed: one side has the transpose")
     return None
 
@@ -157,5 +154,5 @@ def _replica(runs: Comparison, truth: Truth, runtime: Side, mesh: Mesh) -> Cause
     if fault is None:
         return None
     reason, text, _, *rest = (line.strip() for line in str(fault).splitlines())
-    told = "; ".join((f"{reason} {text}", *rest))
-    return Cause("replica", f"gathered as a replica, and used by each device in its own way: {told}")
+    said = "; ".join((f"{reason} {text}", *rest))
+    return Cause("replica", f"gathered as a replica, and used by each device in its own way: {said}")

@@ -32,11 +32,11 @@ def explore(
         raise XshardError(f"{' and '.join(missing)} not installed", hint="pip install 'xshard[explore]'")
     from xshard.cli.explore.server import HOST, listening, serve
 
-    given = {"expression": expression, "mesh": mesh, "lengths": shape}
-    at = listening(port)
-    state = urlencode({name: text for name, text in given.items() if text is not None})
-    url = f"http://{HOST}:{at.getsockname()[1]}/" + (f"#{state}" if state else "")
+    fields = {"expression": expression, "mesh": mesh, "lengths": shape}
+    listener = listening(port)
+    state = urlencode({name: text for name, text in fields.items() if text is not None})
+    url = f"http://{HOST}:{listener.getsockname()[1]}/" + (f"#{state}" if state else "")
     console().print(f"{url}   (Ctrl-C ends it)", soft_wrap=True)
     if browser:
         webbrowser.open(url)
-    serve(at)
+    serve(listener)

@@ -1,7 +1,4 @@
-"""The server of the page: on the loopback only, one small question at a time.
-
-Decides who may ask and for how long. What is answered is decided in `views`.
-"""
+"""The server of the page: on the loopback only, one small question at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 
-from xshard.cli.explore.page import live_page
+from xshard.cli.explore.views import live_page
 from xshard.runtimes.processes import FunctionError, running
 
 HOST = "127.0.0.1"
@@ -33,7 +30,7 @@ HEADERS = {
 
 
 def application() -> Starlette:
-    """The page and its answers, for requests whose Host is the loopback: others cannot pass as it."""
+    """The page and its answers, for requests with the loopback as Host: others cannot pass as it."""
     return Starlette(
         routes=[Route("/", _page), Route("/view", _view)],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
@@ -42,20 +39,20 @@ def application() -> Starlette:
 
 def listening(port: int) -> socket.socket:
     """A socket on the loopback; port 0: a free one."""
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind((HOST, port))
-    made.listen()
-    return made
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, port))
+    listener.listen()
+    return listener
 
 
-def serve(at: socket.socket) -> None:
+def serve(listener: socket.socket) -> None:
     """Answer until it is interrupted."""
     running("xshard", {})  # started now: the first answer would wait for it
     config = uvicorn.Config(
         application(), log_level="warning", limit_concurrency=32, h11_max_incomplete_event_size=16_384
     )
-    uvicorn.Server(config).run(sockets=[at])
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 async def _page(_: Request) -> HTMLResponse:

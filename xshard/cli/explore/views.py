@@ -1,12 +1,15 @@
-"""What the page shows for what stands in its fields: pictures, tables and lines to copy, or an error.
+"""The page as HTML, live or one plan in a file, and its answers to fields: pictures, tables, lines to copy.
 
-Decides which fields there are and how large a question may be. Runs in a process that can be ended.
+`view` runs in a process that can be ended, and refuses large questions. The looks are in `page.css`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import cache
 from html import escape
+from importlib import resources
 from typing import Any
 
 from xshard.cli.options import parse_shape, parse_sizes
@@ -17,10 +20,10 @@ from xshard.layout import Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import ARROW
 from xshard.pictures.html import html
-from xshard.planner import plan
+from xshard.planner import plan as make_plan
 from xshard.plans.plan import Plan
 
-# The fields, and what stands in them at first.
+# The fields, with their first values.
 FIELDS = {
     "expression": "b s/cp c -> b s c/cp",
     "mesh": "dp=2,cp=4",
@@ -45,7 +48,7 @@ MAX_CHARS, MAX_DEVICES, MAX_LENGTH, MAX_DIMS = 400, 1024, 1 << 20, 12
 
 
 def view(fields: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-    """The fields of the page -> `html`, `torch` and `jax`, or `error`. timeout_s: kept by who asks."""
+    """The fields of the page -> `html`, `torch` and `jax`, or `error`. timeout_s: kept by the caller."""
     try:
         return _shown({**FIELDS, **fields})
     except XshardError as error:
@@ -60,14 +63,14 @@ def _shown(fields: dict[str, str]) -> dict[str, str]:
     if mesh.n_devices > MAX_DEVICES:
         why = f"{mesh.n_devices} devices, the page shows up to {MAX_DEVICES}"
         raise MeshError(why, text=fields["mesh"], hint="a smaller mesh")
-    made = plan(
+    plan = make_plan(
         *(expression, mesh),
         **lengths_for(expression, fields["lengths"]),
         dtype=fields["dtype"],
         profile=_shipped(fields["profile"]),
         memory_limit=fields["memory_limit"].strip() or None,
     )
-    return {"html": sections(made), "torch": torch_lines(made), "jax": jax_lines(made)}
+    return {"html": sections(plan), "torch": torch_lines(plan), "jax": jax_lines(plan)}
 
 
 def lengths_for(expression: str, text: str) -> dict[str, Any]:
@@ -84,32 +87,32 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
     return {"shape": tuple(sizes[name] for name in names)}
 
 
-def sections(made: Plan | ContractionPlan) -> str:
-    """A plan, and that of its gradient."""
-    parts = [("Forward", html(made))]
-    if isinstance(made, Plan) and made.src.is_linear and made.dst.is_linear:
-        parts.append(("Backward", html(made.backward)))
+def sections(plan: Plan | ContractionPlan) -> str:
+    """A plan, and its gradient's plan."""
+    parts = [("Forward", html(plan))]
+    if isinstance(plan, Plan) and plan.src.is_linear and plan.dst.is_linear:
+        parts.append(("Backward", html(plan.backward)))
     return "".join(f"<section><h2>{escape(name)}</h2>{body}</section>" for name, body in parts)
 
 
-def torch_lines(made: Plan | ContractionPlan) -> str:
+def torch_lines(plan: Plan | ContractionPlan) -> str:
     """The plan as a call in torch."""
-    mesh = f'mesh = init_device_mesh("cuda", {made.mesh.sizes}, mesh_dim_names={made.mesh.axes})'
-    return f"import torch_bridge as xt\n\n{mesh}\n{_call('xt', made, ', mesh')}"
+    mesh = f'mesh = init_device_mesh("cuda", {plan.mesh.sizes}, mesh_dim_names={plan.mesh.axes})'
+    return f"import torch_bridge as xt\n\n{mesh}\n{_call('xt', plan, ', mesh')}"
 
 
-def jax_lines(made: Plan | ContractionPlan) -> str:
+def jax_lines(plan: Plan | ContractionPlan) -> str:
     """The plan as a call in JAX."""
-    mesh = f"mesh = jax.make_mesh({made.mesh.sizes}, {made.mesh.axes})  # inside jax.shard_map on it:"
-    return f"import jax_bridge as xj\n\n{mesh}\n{_call('xj', made, '')}"
+    mesh = f"mesh = jax.make_mesh({plan.mesh.sizes}, {plan.mesh.axes})  # inside jax.shard_map on it:"
+    return f"import jax_bridge as xj\n\n{mesh}\n{_call('xj', plan, '')}"
 
 
-def _call(bridge: str, made: Plan | ContractionPlan, mesh: str) -> str:
-    if isinstance(made, ContractionPlan):
-        names = ", ".join(f"x{i}" for i in range(len(made.shapes)))
-        return f'y = {bridge}.einsum("{made.text.strip()}", {names}{mesh})'
-    uneven = "" if made.source.is_even and made.target.is_even else f", shape={made.shape}"
-    return f'y = {bridge}.redistribute(x, "{made.src} {ARROW} {made.dst}"{mesh}{uneven})'
+def _call(bridge: str, plan: Plan | ContractionPlan, mesh: str) -> str:
+    if isinstance(plan, ContractionPlan):
+        names = ", ".join(f"x{i}" for i in range(len(plan.shapes)))
+        return f'y = {bridge}.einsum("{plan.text.strip()}", {names}{mesh})'
+    uneven = "" if plan.source.is_even and plan.target.is_even else f", shape={plan.shape}"
+    return f'y = {bridge}.redistribute(x, "{plan.src} {ARROW} {plan.dst}"{mesh}{uneven})'
 
 
 def _small(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,5 +126,54 @@ def _small(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shipped(profile: str) -> str:
     if not profile.isidentifier():  # a path would be read
-        raise XshardError(f"profile {profile!r} is no shipped one", hint="as in h100, gloo, bandwidth")
+        raise XshardError(f"profile {profile!r} is not shipped", hint="as in h100, gloo, bandwidth")
     return profile
+
+
+@cache
+def live_page() -> str:
+    """The page with fields; the server sends the rest."""
+    fields = "".join(
+        f'<label class="{name}"><span>{label}</span><input name="{name}" value="{escape(value)}" '
+        f'maxlength="400" autocomplete="off" spellcheck="false"></label>'
+        for name, value in FIELDS.items()
+        for label in [name.replace("_", " ").capitalize()]
+    )
+    examples = "".join(
+        f'<button type="button" data-fields="{escape(_fields(example))}">{escape(example[0])}</button>'
+        for example in EXAMPLES
+    )
+    copies = "".join(
+        f'<button type="button" data-copy="{key}">Copy {name}</button>'
+        for key, name in (("torch", "torch"), ("jax", "JAX"), ("link", "link"))
+    )
+    body = (
+        f'<form id="fields" aria-label="What to plan">{fields}</form>'
+        f'<nav aria-label="Examples">{examples}</nav>'
+        f'<div class="copies">{copies}'
+        '<span id="copied" role="status"></span></div>'
+        '<pre id="error" role="alert" hidden></pre><main id="shown" aria-live="polite"></main>'
+    )
+    return _page("xshard explore", body, ("steps.js", "live.js"))
+
+
+def plan_page(plan: Plan | ContractionPlan) -> str:
+    """A plan as a file."""
+    text = plan.text.strip() if isinstance(plan, ContractionPlan) else f"{plan.src} {ARROW} {plan.dst}"
+    return _page(f"xshard: {text}", f'<main id="shown">{sections(plan)}</main>', ("steps.js",))
+
+
+def _fields(example: tuple[str, str, str, str]) -> str:
+    return json.dumps(dict(zip(("expression", "mesh", "lengths"), example[1:], strict=True)))
+
+
+def _page(title: str, body: str, scripts: tuple[str, ...]) -> str:
+    files = resources.files("xshard.cli.explore")
+    style = (files / "page.css").read_text()
+    script = "".join((files / name).read_text() for name in scripts)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>' + escape(title) + "</title>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<style>{style}</style></head><body><header><h1>{escape(title)}</h1></header>{body}<script>{script}</script></body></html>"
+    )

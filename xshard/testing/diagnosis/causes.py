@@ -1,7 +1,7 @@
 """Likely causes of wrong blocks: the classic mistakes of sharded code, each by the trace that it leaves.
 
-Every cause is a pure function of a `Case`, numpy alone: a sentence if its mistake turns the wanted blocks
-into those that came, else None. Decides the order in which they are tried: exact traces before vague ones.
+Every cause is a pure function of a `Case`: a sentence if its mistake turns the wanted blocks into the blocks
+of the run, else None. They are tried in order, exact traces before vague ones.
 They are in `sums` (sums and factors), `placement` (blocks and dims), `orders` (rows) and `seams` (halos).
 """
 
@@ -23,14 +23,14 @@ CAUSES = {find.__name__.replace("_", " "): find for find in _FINDERS}
 
 
 class Cause(NamedTuple):
-    """name: of the kind, as in `CAUSES`. text: a sentence with the axes, dims and devices of this case."""
+    """name: the kind, as in `CAUSES`. text: a sentence with the axes, dims and devices of this case."""
 
     name: str
     text: str
 
 
 def likely_cause(case: Case) -> Cause | None:
-    """The first of `CAUSES` whose trace the blocks show, or None.
+    """The first of `CAUSES` that leaves the trace of these blocks, or None.
 
     >>> import numpy as np
     >>> from xshard import Layout, Mesh, Sharding

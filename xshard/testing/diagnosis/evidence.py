@@ -1,7 +1,6 @@
 """Blocks of one array as they are and as they should be: the evidence for a cause.
 
-Decides what is compared under a layout: blocks if the layout determines them, else the sums of addends
-and contributions.
+Blocks are compared if the layout determines them, else the sums of addends and contributions.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def largest_error(got: Sequence[Block], want: Sequence[Block]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """got, want: a block per device, both under `sharding`, whose layout is settled.
+    """got, want: a block per device, both under `sharding`, with a settled layout.
 
     tolerance: relative to the largest value wanted, or to `largest` / 100 if that is more: beside larger
     arrays, a deviation from zero is rounding. arguments: whole arrays by name, for errors that look like one.
@@ -66,8 +65,8 @@ class Case:
     @cached_property
     def scale(self) -> float:
         """The largest absolute value wanted."""
-        found = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, self.want)]
-        return float(max(found, default=0.0))
+        sizes = [np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, self.want)]
+        return float(max(sizes, default=0.0))
 
     @property
     def slack(self) -> float:
@@ -80,8 +79,7 @@ class Case:
         return a.shape == b.shape and bool(self._close(a, b).all())
 
     def _close(self, a: Any, b: Any) -> Mask:
-        found: Mask = np.isclose(a, b, rtol=self.tolerance, atol=self.slack, equal_nan=True)
-        return found
+        return np.asarray(np.isclose(a, b, rtol=self.tolerance, atol=self.slack, equal_nan=True))
 
     @cached_property
     def wrong(self) -> tuple[Mask, ...]:
@@ -127,12 +125,12 @@ class Case:
     @cached_property
     def whole_wrong(self) -> Mask:
         """Which elements of the array are wrong in some block."""
-        found = np.zeros(self.sharding.shape, bool)
+        wrong = np.zeros(self.sharding.shape, bool)
         for device, mask in enumerate(self.wrong):
             rows = [self.rows(d, device) for d in range(mask.ndim)]
             inside = np.ix_(*(np.flatnonzero(r != FILL) for r in rows))
-            found[np.ix_(*(r[r != FILL] for r in rows))] |= mask[inside]
-        return found
+            wrong[np.ix_(*(r[r != FILL] for r in rows))] |= mask[inside]
+        return wrong
 
     def _whole(self, blocks: Sequence[Block]) -> Block:
         sharding = self.sharding
@@ -142,8 +140,8 @@ class Case:
 def in_double(x: Any) -> Block:
     """The array in double precision, complex if it was."""
     x = np.asarray(x)
-    found: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-    return found
+    wide: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+    return wide
 
 
 def wrong_rows(mask: Mask, dim: int) -> Mask:

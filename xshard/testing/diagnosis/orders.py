@@ -1,7 +1,6 @@
 """Rows of an array in the wrong order, and the name of that order.
 
-Decides which orders have names: those that a cut over mesh axes makes when devices stand in the mesh's
-order. numpy alone.
+Orders have names if a cut over mesh axes makes them, with devices in the mesh's order.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ def moved_rows(case: Case) -> str | None:
             continue
         if (came != _NOWHERE).all():
             return _named(came, dim, case.sharding.mesh) or _shifted(came, dim) or _listed(came, dim)
-        found = _shifted(came, dim)
-        if found is not None:
-            return found
+        shifted = _shifted(came, dim)
+        if shifted is not None:
+            return shifted
     return None
 
 
@@ -50,14 +49,14 @@ def positions(case: Case) -> str | None:
         if not set(dim.axes) & set(case.cut_axes):
             continue
         wrong = wrong_rows(case.whole_wrong, d)
-        found: dict[bool, list[str]] = {True: [], False: []}
+        assumed: dict[bool, list[str]] = {True: [], False: []}
         for name, same in _assumed(replace(dim, overlap=None), len(wrong), case.sharding.mesh):
             # Under causal attention a row is right only if all rows before it have their positions.
             for right in (same, np.logical_and.accumulate(same)):
                 if right.any() and not wrong[right].any() and wrong[~right].mean() >= _MOSTLY:
-                    found[bool((wrong == ~right).all())].append(name)
+                    assumed[bool((wrong == ~right).all())].append(name)
                     break
-        if names := found[True] or found[False]:
+        if names := assumed[True] or assumed[False]:
             return (
                 f"right in rows {rows_text(~wrong)} of {dim.name!r} alone, where it makes no difference that "
                 f"positions are {' or '.join(names)} in place of '{dim}' (rotary embeddings, masks)"
@@ -66,7 +65,7 @@ def positions(case: Case) -> str | None:
 
 
 def _assumed(dim: Dim, n: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
-    """Positions that may have been taken for those of a dim's rows, and the rows that they are right for."""
+    """Positions that may have been taken for a dim's, by name, and the rows that they are right for."""
     blocks = list(_blocks(dim, n, mesh))
     own = np.concatenate(blocks)
     named = {"the index in the block": [np.arange(len(block)) for block in blocks]}
@@ -87,8 +86,8 @@ def rows_text(rows: Mask) -> str:
     >>> rows_text(np.array([True, True, False, True]))
     '0-1, 3'
     """
-    ends = np.flatnonzero(np.diff(np.concatenate([[False], rows, [False]]).astype(np.int8)))
-    runs = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in ends.reshape(-1, 2)]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], rows, [False]]).astype(np.int8)))
+    runs = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in edges.reshape(-1, 2)]
     more = [f"... ({rows.sum()} of {len(rows)})"] if len(runs) > _RUNS else []
     return ", ".join((*runs[:_RUNS], *more)) or "none"
 
@@ -99,11 +98,11 @@ def matched(got: Block, want: Block, case: Case) -> Order:
     a, b = got.reshape(n, -1), want.reshape(n, -1)
     probe = np.random.default_rng(0).normal(size=a.shape[1])
     seen, known = a @ probe, b @ probe  # equal rows have equal products
-    found = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
+    nearest = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
     return np.array(
         [
             r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE
-            for r, f in enumerate(found)
+            for r, f in enumerate(nearest)
         ],
         np.int64,
     )
@@ -122,8 +121,8 @@ def stored_rows(dim: Dim, length: int, mesh: Mesh) -> Order:
 def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
     axes = sorted(dim.axes, key=mesh.position)
     for coords in itertools.product(*map(range, mesh.sizes_of(axes))):
-        at = dict(zip(axes, coords, strict=True))
-        yield row_numbers(owned_rows(dim, length, mesh.sizes_of(dim.axes), [at[a] for a in dim.axes]))
+        index = dict(zip(axes, coords, strict=True))
+        yield row_numbers(owned_rows(dim, length, mesh.sizes_of(dim.axes), [index[a] for a in dim.axes]))
 
 
 def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
@@ -154,9 +153,9 @@ def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
 
 
 def _shifted(came: Order, dim: Dim) -> str | None:
-    at = np.flatnonzero(came != _NOWHERE)
-    steps = np.unique(came[at] - at)
-    if len(steps) != 1 or steps[0] == 0 or 2 * len(at) < len(came):
+    matched_rows = np.flatnonzero(came != _NOWHERE)
+    steps = np.unique(came[matched_rows] - matched_rows)
+    if len(steps) != 1 or steps[0] == 0 or 2 * len(matched_rows) < len(came):
         return None
     by = int(steps[0])
     return (

@@ -30,11 +30,11 @@ def stale(case: Case) -> str | None:
 def exchanged(case: Case) -> str | None:
     """Whole blocks on the wrong devices."""
     devices = range(len(case.got))
-    found = [[w for w in devices if case.near(got, case.want[w])] for got in case.got]
-    if not all(found):
+    owners = [[w for w in devices if case.near(got, case.want[w])] for got in case.got]
+    if not all(owners):
         return None
     mesh = case.sharding.mesh
-    moved = [(d, f[0]) for d, f in zip(devices, found, strict=True) if d not in f]
+    moved = [(d, own[0]) for d, own in zip(devices, owners, strict=True) if d not in own]
     if not moved:
         return None
     places = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])

@@ -1,7 +1,4 @@
-"""Errors at the seams between blocks: a halo is missing, too narrow, or holds the wrong rows.
-
-Decides what counts as near a seam. numpy alone.
-"""
+"""Errors at the seams between blocks: a halo is missing, too narrow, or holds the wrong rows."""
 
 from __future__ import annotations
 
@@ -75,10 +72,8 @@ def _distances(case: Case, dim: int, place: tuple[str, ...]) -> Rows:
     n = case.sharding.shape[dim]
     starts = _starts(case, dim) * ("seams" in place) + [0, n] * ("ends" in place)
     rows = np.arange(n)
-    found: Rows = np.min(
-        [np.full(n, n), *(np.where(rows >= s, rows - s, s - 1 - rows) for s in starts)], axis=0
-    )
-    return found
+    distances = [np.full(n, n), *(np.where(rows >= s, rows - s, s - 1 - rows) for s in starts)]
+    return np.asarray(np.min(distances, axis=0))
 
 
 def _starts(case: Case, dim: int) -> list[int]:
@@ -108,11 +103,11 @@ def _borrowed(case: Case, dim: int, device: int) -> NDArray[np.bool_]:
     named: Dim = sharding.layout.dims[dim]
     sizes = sharding.mesh.sizes_of(named.axes)
     coords = [sharding.mesh.index(device, (axis,)) for axis in named.axes]
-    found = [
+    borrowed = [
         np.full(stretch.run.length * stretch.run.repeats, stretch.origin != "own")
         for stretch in row_spans(named, sharding.shape[dim], sizes, coords)
     ]
-    return np.concatenate(found) if found else np.zeros(0, bool)
+    return np.concatenate(borrowed) if borrowed else np.zeros(0, bool)
 
 
 def _borrowed_instead(case: Case, dim: int, device: int, bad: NDArray[np.bool_]) -> str:

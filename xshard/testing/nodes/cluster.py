@@ -1,7 +1,6 @@
 """Functions of users on several nodes: torch ranks by torchrun, JAX processes by `jax.distributed`.
 
-Decides which process runs where, when a run is over, and what is said of ranks that fail. What a node is
-is in `network`. A framework is imported on the nodes and never here.
+A framework is imported on the nodes and never here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LOOK_S = 0.2
 class NodesError(XshardError):
     """Ranks or nodes failed, or did not end.
 
-    errors: what each could still say, by its name, as in "rank 3" or "node 1".
+    errors: the last words of each by its name, as in "rank 3" or "node 1".
     """
 
     def __init__(self, errors: Mapping[str, str]) -> None:
@@ -58,7 +57,7 @@ class Cluster:
         """`work(*args)` on all ranks of a gloo world, started by torchrun's launcher -> the results, by rank.
 
         work: a function, closures too; or the path of a script, `args` its words, its results its own affair.
-        timeout_s: the longest time without progress. collective_timeout_s: what one collective may take.
+        timeout_s: the longest time without progress. collective_timeout_s: the limit of one collective.
         Raises NodesError when a rank fails, NoRuntimeError.
         """
         BACKENDS["torch"].check_installed()
@@ -94,7 +93,7 @@ class Cluster:
         return self._ask("jax", backend.function("worker.call_packed"), [(sent,)] * self._n, timeout_s)
 
     def cut(self, node: int) -> None:
-        """Pull a node's cable: what is sent to it or by it is lost until `restore`, and nobody is told."""
+        """Pull a node's cable: messages to it and from it are lost silently until `restore`."""
         self._network.plug(node, "down")
 
     def restore(self, node: int) -> None:
@@ -110,7 +109,7 @@ class Cluster:
         self._network.nodes[node].end()
 
     def bytes(self, node: int) -> tuple[int, int]:
-        """What a node has received and sent on its link so far, in bytes, with all headers."""
+        """Bytes that a node has received and sent on its link so far, with all headers."""
         return self._network.counted(node)
 
     def close(self) -> None:
@@ -151,8 +150,8 @@ class Cluster:
 
         with ThreadPoolExecutor(self._n) as threads:
             asked = [
-                threads.submit(process.ask, function, *given, timeout_s=timeout_s)
-                for process, given in zip(processes, arguments, strict=True)
+                threads.submit(process.ask, function, *values, timeout_s=timeout_s)
+                for process, values in zip(processes, arguments, strict=True)
             ]
             try:
                 while still := wait(asked, timeout=_LOOK_S).not_done:
@@ -183,8 +182,8 @@ def nodes(n: int, ranks: int = 1, rate: str | None = None) -> Iterator[Cluster]:
 
     They are Linux namespaces, which root can make, and users where the system lets them. Nothing outside of
     them changes. What runs there ends with the block, or with this process, however it ends.
-    rate: of each node's link, in bits per second as `tc` writes them; None for no limit.
-    Raises NoNodesError, which says why, where there are no namespaces.
+    rate: bits per second of each node's link, as `tc` writes them; None for no limit.
+    Raises NoNodesError, which says why, if the system makes no namespaces.
     """
     cluster = Cluster(Network(n, rate), ranks)
     try:

@@ -1,7 +1,6 @@
 """Nodes as Linux namespaces: addresses and processes of their own, joined by links of a chosen rate.
 
-Decides how they are made, that nothing outside them changes, and that they end with the process that made
-them, however it ends. Knows nothing of what runs in them.
+Nothing outside them changes, and they end with the process that made them, however it ends.
 """
 
 from __future__ import annotations
@@ -76,29 +75,29 @@ class Namespace:
     def end(self) -> None:
         """End all that runs in it, at once."""
         self._pipes[0].close()
-        with suppress(subprocess.TimeoutExpired):  # a zombie that nobody reaps keeps it, and nothing else
+        with suppress(subprocess.TimeoutExpired):  # only an unreaped zombie can keep it
             self._holder.wait(_ENDED_S)
         for pipe in self._pipes:
             pipe.close()
 
 
 class Network:
-    """Nodes at one switch. rate: of every link, in both directions; None for no limit."""
+    """Nodes at one switch. rate: limit of every link, in both directions; None for no limit."""
 
     def __init__(self, n: int, rate: str | None) -> None:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if sys.platform != "linux" or missing:
-            why = f"{', '.join(missing)} not installed" if sys.platform == "linux" else "this is no Linux"
+            why = f"{', '.join(missing)} not installed" if sys.platform == "linux" else "they need Linux"
             raise NoNodesError(f"no namespaces here: {why}")
-        with ExitStack() as ends:
+        with ExitStack() as stack:
             self._switch = Namespace(() if _is_root() else ("--user", "--map-root-user"))
-            ends.callback(self._switch.end)
+            stack.callback(self._switch.end)
             self._switch.call("ip link add switch type bridge", "ip link set switch up")
             self.nodes: list[Namespace] = []
             for i in range(n):
                 # The host's name is its address: whoever looks it up needs no name service.
                 node = Namespace((), () if _is_root() else self._switch.prefix, self.address(i))
-                ends.callback(node.end)
+                stack.callback(node.end)
                 self._switch.call(
                     f"ip link add port{i} type veth peer name {LINK} netns {node.pid}",
                     f"ip link set port{i} mtu {_MTU} addrgenmode none master switch up",
@@ -109,7 +108,7 @@ class Network:
                 )
                 self.nodes.append(node)
                 self.limit(i, rate)
-            self.close = ends.pop_all().close
+            self.close = stack.pop_all().close
 
     @staticmethod
     def address(node: int) -> str:
@@ -121,7 +120,9 @@ class Network:
         command = "tc qdisc del dev {} root || true"
         if rate is not None:
             if (written := _RATE.fullmatch(rate)) is None:
-                raise XshardError(f"{rate!r} is no rate", hint='bits per second, as in "200mbit"')
+                raise XshardError(
+                    f"a link cannot have the rate {rate!r}", hint='bits per second, as in "200mbit"'
+                )
             bytes_per_s = float(written[1]) * _UNITS[written[2]] / 8
             burst = max(_BURST, round(bytes_per_s * _LATE_S))
             command = f"tc qdisc replace dev {{}} root tbf rate {rate} burst {burst}b latency 50ms"
