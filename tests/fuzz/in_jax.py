@@ -14,7 +14,7 @@ import numpy as np
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.testing.worker import DeviceProgram
+from jax_bridge.testing.stacked import DeviceProgram
 from tests.fuzz.contractions import Made, Product
 from tests.fuzz.judge import Arrived, Blocks, Trip
 from tests.fuzz.trees import Carried
@@ -35,10 +35,10 @@ def run(trips: Sequence[Any], mode: str, _timeout_s: float) -> list[Any]:
         return [each for way in ways for each in getattr(way, name)]
 
     with jax.enable_x64(True):
-        program = DeviceProgram(local, tuple(all_of("inputs")), tuple(all_of("outputs")), mode)
-        found = iter(program.run(*all_of("blocks")).blocks)
-    n = trips[0].chain.mesh.n_devices
-    made = [[[next(found) for _ in range(n)] for _ in way.outputs] for way in ways]
+        inputs = list(zip(all_of("blocks"), all_of("inputs"), strict=True))
+        program = DeviceProgram(local, trips[0].chain.mesh, inputs, all_of("outputs"), mode)
+        results = iter(program.blocks(program()))
+    made = [[list(next(results)) for _ in way.outputs] for way in ways]
     return [
         Made(each[0], each[1:])
         if isinstance(trip, Product)

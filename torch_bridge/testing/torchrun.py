@@ -69,4 +69,4 @@ def _rank(folder: str, timeout_s: float, function: Callable[..., Any], arguments
     if kind == "result":
         with suppress(RuntimeError):  # no rank closes its connections while another still needs them
             dist.barrier()
-    dist.destroy_process_group()  # tells others of an error: this process stays as long as the others of its node
+    dist.destroy_process_group()  # tells others of an error: this process lives as long as its node
