@@ -9,6 +9,7 @@ import pytest
 import xshard as xs
 from xshard import arguments, ops
 from xshard.arguments import parse_bytes
+from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
 from xshard.layout.layout import parse_expression
 
 MESH = xs.Mesh(cp=4)
@@ -69,52 +70,40 @@ NO_EXPRESSION = ' is no expression\n  "layout -> layout"'
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: xs.Mesh("dp=2,cp=4"), xs.errors.MeshError, f"'dp=2,cp=4'{NO_MESH}Mesh.parse('dp=2,cp=4')"),
-        (lambda: xs.Mesh(8), xs.errors.MeshError, f"8{NO_MESH}Mesh(dp=2, cp=4)"),
-        (lambda: xs.Mesh(cp=True), xs.errors.MeshError, "axis 'cp' has size True"),
-        (lambda: xs.Mesh.parse(8), xs.errors.MeshError, f"8{NO_MESH}"),
-        (lambda: xs.plan(ASK[0], "cp=4", (8, 8)), xs.errors.MeshError, f"'cp=4'{NO_MESH}Mesh.parse('cp=4')"),
-        (lambda: xs.plan(ASK[0], {"cp": 4}, (8, 8)), xs.errors.MeshError, f"{NO_MESH}Mesh({{'cp': 4}})"),
-        (lambda: xs.plan(ASK[0], (8, 8), MESH), xs.errors.MeshError, f"(8, 8){NO_MESH}"),
-        (lambda: xs.plan(ASK[0], src_mesh="cp=4", dst_mesh=MESH, shape=(8, 8)), xs.errors.MeshError, NO_MESH),
-        (lambda: xs.plan(MESH, *ASK[:1], (8, 8)), xs.errors.NotationError, f"Mesh(cp=4){NO_EXPRESSION}"),
-        (lambda: xs.plan(None, *ASK[1:]), xs.errors.NotationError, f"None{NO_EXPRESSION}"),
-        (lambda: xs.plan(("b s", "b s", "b s"), *ASK[1:]), xs.errors.NotationError, NO_EXPRESSION),
-        (lambda: xs.plan(("b s", MESH), *ASK[1:]), xs.errors.NotationError, "a layout is text, not Mesh"),
-        (lambda: xs.plan(*ASK[:2], 8), xs.errors.ShapeError, f"the shape 8{NO_SHAPE}(8,)"),
-        (lambda: xs.plan(*ASK[:2], "8,8"), xs.errors.ShapeError, f"the shape '8,8'{NO_SHAPE}"),
-        (lambda: xs.plan(*ASK[:2], (True, 8)), xs.errors.ShapeError, "has True, not a length >= 0"),
+        (lambda: xs.Mesh("dp=2,cp=4"), MeshError, f"'dp=2,cp=4'{NO_MESH}Mesh.parse('dp=2,cp=4')"),
+        (lambda: xs.Mesh(8), MeshError, f"8{NO_MESH}Mesh(dp=2, cp=4)"),
+        (lambda: xs.Mesh(cp=True), MeshError, "axis 'cp' has size True"),
+        (lambda: xs.Mesh.parse(8), MeshError, f"8{NO_MESH}"),
+        (lambda: xs.plan(ASK[0], "cp=4", (8, 8)), MeshError, f"'cp=4'{NO_MESH}Mesh.parse('cp=4')"),
+        (lambda: xs.plan(ASK[0], {"cp": 4}, (8, 8)), MeshError, f"{NO_MESH}Mesh({{'cp': 4}})"),
+        (lambda: xs.plan(ASK[0], (8, 8), MESH), MeshError, f"(8, 8){NO_MESH}"),
+        (lambda: xs.plan(ASK[0], src_mesh="cp=4", dst_mesh=MESH, shape=(8, 8)), MeshError, NO_MESH),
+        (lambda: xs.plan(MESH, *ASK[:1], (8, 8)), NotationError, f"Mesh(cp=4){NO_EXPRESSION}"),
+        (lambda: xs.plan(None, *ASK[1:]), NotationError, f"None{NO_EXPRESSION}"),
+        (lambda: xs.plan(("b s", "b s", "b s"), *ASK[1:]), NotationError, NO_EXPRESSION),
+        (lambda: xs.plan(("b s", MESH), *ASK[1:]), NotationError, "a layout is text, not Mesh"),
+        (lambda: xs.plan(*ASK[:2], 8), ShapeError, f"the shape 8{NO_SHAPE}(8,)"),
+        (lambda: xs.plan(*ASK[:2], "8,8"), ShapeError, f"the shape '8,8'{NO_SHAPE}"),
+        (lambda: xs.plan(*ASK[:2], (True, 8)), ShapeError, "has True, not a length >= 0"),
         (lambda: xs.plan(*ASK, memory_limit="2GB"), xs.XshardError, "'2GB' is not a number of bytes"),
-        (
-            lambda: xs.plan(*ASK, memory_limit=1.5),
-            xs.errors.PlanError,
-            "memory_limit is 1.5\n  a number of bytes",
-        ),
+        (lambda: xs.plan(*ASK, memory_limit=1.5), PlanError, "memory_limit is 1.5\n  a number of bytes"),
         (lambda: xs.plan(*ASK, profile="h10"), xs.XshardError, "\n  did you mean 'h100'? shipped are:"),
-        (
-            lambda: xs.plan(*ASK, "bf16"),
-            xs.errors.DtypeError,
-            "dtype 'bf16'\n  did you mean 'bfloat16'? as in",
-        ),
-        (lambda: xs.plan(*ASK, "fp32"), xs.errors.DtypeError, "did you mean 'float32'?"),
-        (lambda: xs.plan(*ASK, "f16"), xs.errors.DtypeError, "did you mean 'float16'?"),
-        (
-            lambda: xs.Layout(["b"]),
-            xs.errors.NotationError,
-            "['b'] is not a tuple of dims\n  write Layout('b s/cp')",
-        ),
-        (lambda: xs.Layout.parse(["b"]), xs.errors.NotationError, "a layout is text, not list"),
-        (lambda: xs.Layout.parse(np.ones(99)), xs.errors.NotationError, "a layout is text, not ndarray"),
-        (lambda: parse_expression(8), xs.errors.NotationError, "an expression is text, not int"),
-        (lambda: xs.Sharding("b", "cp=4", (8,)), xs.errors.MeshError, f"'cp=4'{NO_MESH}"),
-        (lambda: xs.Layout.parse("b").local_shape("cp=4", (8,), 0), xs.errors.MeshError, NO_MESH),
-        (lambda: xs.Layout.parse("b").local_shape(MESH, 8, 0), xs.errors.ShapeError, NO_SHAPE),
-        (lambda: ops.halo("cp", (1, 2, 3), "zero"), xs.errors.ShapeError, "a halo of width (1, 2, 3)"),
-        (lambda: ops.dims((2,), {"n": "cp"}), xs.errors.ShapeError, "no dim 'n' in a block of shape (2,)"),
-        (lambda: ops.tag("sum", MESH), xs.errors.MeshError, "Mesh(cp=4) is not a mesh axis"),
+        (lambda: xs.plan(*ASK, "bf16"), DtypeError, "dtype 'bf16'\n  did you mean 'bfloat16'? as in"),
+        (lambda: xs.plan(*ASK, "fp32"), DtypeError, "did you mean 'float32'?"),
+        (lambda: xs.plan(*ASK, "f16"), DtypeError, "did you mean 'float16'?"),
+        (lambda: xs.Layout(["b"]), NotationError, "['b'] is not a tuple of dims\n  write Layout('b s/cp')"),
+        (lambda: xs.Layout.parse(["b"]), NotationError, "a layout is text, not list"),
+        (lambda: xs.Layout.parse(np.ones(99)), NotationError, "a layout is text, not ndarray"),
+        (lambda: parse_expression(8), NotationError, "an expression is text, not int"),
+        (lambda: xs.Sharding("b", "cp=4", (8,)), MeshError, f"'cp=4'{NO_MESH}"),
+        (lambda: xs.Layout.parse("b").local_shape("cp=4", (8,), 0), MeshError, NO_MESH),
+        (lambda: xs.Layout.parse("b").local_shape(MESH, 8, 0), ShapeError, NO_SHAPE),
+        (lambda: ops.halo("cp", (1, 2, 3), "zero"), ShapeError, "a halo of width (1, 2, 3)"),
+        (lambda: ops.dims((2,), {"n": "cp"}), ShapeError, "no dim 'n' in a block of shape (2,)"),
+        (lambda: ops.tag("sum", MESH), MeshError, "Mesh(cp=4) is not a mesh axis"),
         (
             lambda: xs.plan(ASK[0], src_mesh=MESH, dst_mesh=MESH, shape=(8, 8), dst_devices=4),
-            xs.errors.MeshError,
+            MeshError,
             "the devices of the destination are 4",
         ),
     ],
@@ -141,7 +130,7 @@ def test_an_error_of_ours(call, error, message):
     ],
 )
 def test_names_of_other_systems(text, at, hint):
-    with pytest.raises(xs.errors.NotationError) as caught:
+    with pytest.raises(NotationError) as caught:
         parse_expression(text)
     assert text[slice(*caught.value.span)] == at and caught.value.hint.startswith(hint)
 

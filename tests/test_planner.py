@@ -20,6 +20,7 @@ import xshard as xs
 from tests.cases import CASES
 from tests.strategies import layouts, moves
 from xshard import Layout
+from xshard.errors import LinearityError, NotationError, PlanError, ProfileError, ShapeError
 from xshard.search.a_star import Search
 from xshard.search.solve import without_copies
 from xshard.search.states import Space
@@ -114,7 +115,7 @@ def test_no_plan_exceeds_its_memory_limit(expression, mesh, shape):
     for limit in range(free.peak_bytes, 0, -max(1, free.peak_bytes // 16)):
         try:
             plan = xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
-        except xs.errors.PlanError:
+        except PlanError:
             break
         assert plan.peak_bytes <= limit
         assert plan.cost >= free.cost
@@ -129,11 +130,11 @@ def test_an_impossible_limit_names_the_least_possible(expression, mesh, shape):
     def plan(limit):
         return xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
 
-    with pytest.raises(xs.errors.PlanError, match="no plan stays within 1 B per device") as caught:
+    with pytest.raises(PlanError, match="no plan stays within 1 B per device") as caught:
         plan(1)
     least = int(re.search(r"the least any plan needs is .* \((\d+) bytes\)", str(caught.value))[1])
     assert plan(least).peak_bytes == least
-    with pytest.raises(xs.errors.PlanError, match=re.escape(f"({least} bytes)")):
+    with pytest.raises(PlanError, match=re.escape(f"({least} bytes)")):
         plan(least - 1)
 
 
@@ -244,7 +245,7 @@ def test_both_passes_obey_the_limit_at_once():
     """Replicas become copies for nothing; the gradients of copies are added up, which takes memory."""
     ask = ["n d -> n d | copy(a)", xs.Mesh(a=4), (64, 64)]
     assert xs.plan(*ask, memory_limit=16384).peak_bytes == 16384
-    with pytest.raises(xs.errors.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         xs.plan(*ask, memory_limit=16384, objective="forward+backward")
     assert str(caught.value).startswith("backward: no plan stays within 16.00 KiB per device\n  the least")
     both = xs.plan(*ask, memory_limit=20480, objective="forward+backward")
@@ -252,7 +253,7 @@ def test_both_passes_obey_the_limit_at_once():
 
 
 def test_the_gradient_of_a_maximum_is_no_plan():
-    with pytest.raises(xs.errors.LinearityError, match="lacks a dual"):
+    with pytest.raises(LinearityError, match="lacks a dual"):
         xs.plan("n | max(a) -> n", xs.Mesh(a=4), (8,), objective="forward+backward")
 
 
@@ -299,35 +300,20 @@ def test_a_slow_axis_is_spared():
 @pytest.mark.parametrize(
     ("expression", "options", "error", "message"),
     [
-        (
-            "n/a -> n",
-            {"shape": (4, 4)},
-            xs.errors.ShapeError,
-            "'n/a' has 1 dims, the array has 2 in 'n/a -> n'",
-        ),
-        ("n/a -> n", {"shape": (-1,)}, xs.errors.ShapeError, "shape (-1,) has -1, not a length >= 0"),
-        ("n/a -> n", {"profile": "h1000"}, xs.errors.ProfileError, "no profile 'h1000'"),
+        ("n/a -> n", {"shape": (4, 4)}, ShapeError, "'n/a' has 1 dims, the array has 2 in 'n/a -> n'"),
+        ("n/a -> n", {"shape": (-1,)}, ShapeError, "shape (-1,) has -1, not a length >= 0"),
+        ("n/a -> n", {"profile": "h1000"}, ProfileError, "no profile 'h1000'"),
         (
             "n/a:halo(1,1,pole(n)) -> n/a",
             {},
-            xs.errors.NotationError,
+            NotationError,
             "dim 'n' has the pole and cannot be the dim that is rolled",
         ),
-        ("n/a -> n", {"objective": "backward"}, xs.errors.PlanError, "no objective 'backward'"),
-        ("n/a -> n", {"memory_limit": 0}, xs.errors.PlanError, "no plan stays within 0 B per device"),
-        (
-            ("n/a", "m/a"),
-            {},
-            xs.errors.NotationError,
-            "dim names differ across the arrow in\n    'n/a -> m/a'",
-        ),
-        (("n/a", "n/q"), {}, xs.errors.NotationError, "unknown mesh axis 'q' in\n    'n/a -> n/q'"),
-        (
-            (Layout.parse("n/a"), "n | max(a)"),
-            {},
-            xs.errors.PlanError,
-            "'n | max(a)' holds a max over a that",
-        ),
+        ("n/a -> n", {"objective": "backward"}, PlanError, "no objective 'backward'"),
+        ("n/a -> n", {"memory_limit": 0}, PlanError, "no plan stays within 0 B per device"),
+        (("n/a", "m/a"), {}, NotationError, "dim names differ across the arrow in\n    'n/a -> m/a'"),
+        (("n/a", "n/q"), {}, NotationError, "unknown mesh axis 'q' in\n    'n/a -> n/q'"),
+        ((Layout.parse("n/a"), "n | max(a)"), {}, PlanError, "'n | max(a)' holds a max over a that"),
     ],
 )
 def test_wrong_input(expression, options, error, message):
@@ -339,7 +325,7 @@ def test_wrong_input(expression, options, error, message):
 def test_a_float_is_no_length_even_where_the_plan_is_known():
     """4.0 == 4 in the keys of a cache."""
     xs.plan("n/a -> n", xs.Mesh(a=2), (4,))
-    with pytest.raises(xs.errors.ShapeError) as caught:
+    with pytest.raises(ShapeError) as caught:
         xs.plan("n/a -> n", xs.Mesh(a=2), (4.0,))
     assert str(caught.value) == "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n'"
 

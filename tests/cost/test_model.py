@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import xshard as xs
+from xshard.errors import ProfileError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps import Permute, Traffic
 from xshard.steps.permute import senders
@@ -135,7 +136,7 @@ def test_axes_on_their_own_keep_their_links_and_the_ends_of_nodes(axes, node_dev
     ("latency", "bandwidth"), [(-1.0, 1e9), (math.inf, 1e9), (math.nan, 1e9), (0.0, 0.0)]
 )
 def test_links_that_cannot_be(latency, bandwidth):
-    with pytest.raises(xs.errors.ProfileError) as caught:
+    with pytest.raises(ProfileError) as caught:
         xs.Link(latency, bandwidth)
     assert str(caught.value) == (
         f"no such link: {latency} s, {bandwidth} bytes/s\n  a latency is >= 0 and a bandwidth > 0"
@@ -195,13 +196,13 @@ def test_a_profile_from_a_file(tmp_path):
 def test_malformed_profiles(tmp_path, text, message):
     path = tmp_path / "bad.json"
     path.write_text(text)
-    with pytest.raises(xs.errors.ProfileError) as caught:
+    with pytest.raises(ProfileError) as caught:
         xs.load_profile(path)
     assert message in str(caught.value)
 
 
 def test_an_unknown_profile_names_those_that_are_shipped():
-    with pytest.raises(xs.errors.ProfileError) as caught:
+    with pytest.raises(ProfileError) as caught:
         xs.load_profile("abacus")
     shipped = sorted(path.stem for path in (Path(xs.__file__).parent / "cost" / "profiles").glob("*.json"))
     assert str(caught.value) == (f"no profile 'abacus'\n  shipped are: {', '.join(shipped)}; or give a file")

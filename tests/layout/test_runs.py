@@ -16,6 +16,7 @@ import xshard as xs
 from tests import oracle, oracle_rows
 from tests.strategies import any_overlap, layouts, meshes
 from xshard import Layout
+from xshard.errors import ShapeError
 from xshard.layout.partition import all_owned_rows, block_length, owned_rows
 from xshard.layout.runs import FILL, as_index, common_segments, n_rows
 from xshard.notation.overlap import BOUNDARIES
@@ -113,7 +114,7 @@ def test_orders_that_are_written_in_numbers(text, length, expected):
 
 def test_one_part_is_the_whole_dim_in_order():
     assert held("s/intervals(a,[0,2,2,4])", 4, xs.Mesh(a=1)) == [[0, 1, 2, 3]]
-    with pytest.raises(xs.errors.ShapeError, match="one part, which must hold its rows in order"):
+    with pytest.raises(ShapeError, match="one part, which must hold its rows in order"):
         held("s/intervals(a,[2,4,0,2])", 4, xs.Mesh(a=1))
 
 
@@ -129,7 +130,7 @@ def test_one_part_is_the_whole_dim_in_order():
     ],
 )
 def test_numbers_that_do_not_fit(text, message):
-    with pytest.raises(xs.errors.ShapeError) as caught:
+    with pytest.raises(ShapeError) as caught:
         xs.Sharding(Layout.parse(text), xs.Mesh(a=2, b=2), (16,))
     assert message in str(caught.value)
 
@@ -268,7 +269,7 @@ def test_the_longest_block_is_known_without_looking_at_blocks(order):
 @pytest.mark.parametrize("overlap", ["halo(1,0,{0})", "halo([0,0],[0,1],{0})", "window(k=3,p=1,{0})"])
 def test_an_empty_dim_has_no_rows_to_copy(boundary, overlap):
     layout = Layout.parse("h/sp:" + overlap.format(boundary))
-    with pytest.raises(xs.errors.ShapeError, match=f"dim 'h' lacks rows that '{boundary}' could copy"):
+    with pytest.raises(ShapeError, match=f"dim 'h' lacks rows that '{boundary}' could copy"):
         xs.Sharding(layout, xs.Mesh(sp=2), (0,))
     assert xs.Sharding(layout, xs.Mesh(sp=2), (2,)).local_shape(0)
     for nothing in ("halo(0,0,periodic)", "halo(1,1)", "halo(-1,0,edge,none)"):

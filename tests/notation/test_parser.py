@@ -9,6 +9,7 @@ from hypothesis import given
 import xshard as xs
 from tests.strategies import written_layouts
 from xshard import Layout
+from xshard.errors import LinearityError, NotationError, ShapeError
 from xshard.layout.layout import parse_expression
 
 
@@ -86,7 +87,7 @@ def test_dual(layout, dual):
 
 
 def test_max_has_no_dual():
-    with pytest.raises(xs.errors.LinearityError) as caught:
+    with pytest.raises(LinearityError) as caught:
         _ = Layout.parse("n | max(a)").dual
     assert str(caught.value) == (
         "'n | max(a)' lacks a dual: max and min are not linear\n"
@@ -112,7 +113,7 @@ def test_ellipsis_stands_for_the_missing_dims():
     ],
 )
 def test_rank_errors(text, ndim, message):
-    with pytest.raises(xs.errors.ShapeError) as caught:
+    with pytest.raises(ShapeError) as caught:
         Layout.parse(text).resolved(ndim)
     assert str(caught.value) == message
 
@@ -372,26 +373,22 @@ def test_error_messages(message):
     """The text quoted in a message is parsed again and must raise the same message."""
     text = re.search(r" in\s+'(.*)'$", message, re.M)[1]
     is_expression = "->" in text or "=>" in text
-    with pytest.raises(xs.errors.NotationError) as caught:
+    with pytest.raises(NotationError) as caught:
         xs.plan(text, xs.Mesh(dp=2, cp=4), (4, 4)) if is_expression else Layout.parse(text)
     assert f"NotationError: {caught.value}" == message
 
 
 @pytest.mark.parametrize("parse", [Layout.parse, parse_expression])
 def test_values_that_are_no_text(parse):
-    with pytest.raises(xs.errors.NotationError, match="is text, not int"):
+    with pytest.raises(NotationError, match="is text, not int"):
         parse(3)
 
 
 def test_errors_survive_pickling():
-    with pytest.raises(xs.errors.NotationError) as caught:
+    with pytest.raises(NotationError) as caught:
         Layout.parse("n/a/a")
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert (type(copy), str(copy), copy.span) == (
-        xs.errors.NotationError,
-        str(caught.value),
-        caught.value.span,
-    )
+    assert (type(copy), str(copy), copy.span) == (NotationError, str(caught.value), caught.value.span)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +405,7 @@ def test_what_does_not_fit_the_shape_is_marked_as_the_user_wrote_it(expression, 
         lambda: xs.plan(expression, xs.Mesh(a=2), shape),
         lambda: xs.plan(expression, src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(a=2), shape=shape),
     ):
-        with pytest.raises(xs.errors.ShapeError) as caught:
+        with pytest.raises(ShapeError) as caught:
             made()
         error = caught.value
         assert (error.text, error.span and expression[slice(*error.span)]) == (expression, part)

@@ -9,6 +9,7 @@ import pytest
 
 import xshard as xs
 from tests.cases import CASES
+from xshard.errors import PlanError
 from xshard.layout.layout import parse_expression
 from xshard.notation.parser import Shard
 from xshard.steps import AllGather, AllReduce, Exchange, ReduceScatter, Retag, Scale, Slice
@@ -60,7 +61,7 @@ def plan_of(expression, *steps, shape=ROWS, scale=Fraction(1)):
     ],
 )
 def test_a_wrong_plan_cannot_be_built(expression, steps, scale, message):
-    with pytest.raises(xs.errors.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         plan_of(expression, *steps, scale=Fraction(scale))
     assert str(caught.value) == message
 
@@ -230,7 +231,7 @@ def edited(**changes):
     ],
 )
 def test_malformed_json(text, message):
-    with pytest.raises(xs.errors.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         xs.Plan.from_json(text)
     assert message in str(caught.value)
 
@@ -256,7 +257,7 @@ def test_junk_anywhere_in_the_json(junk):
         place[last] = junk
         try:
             plan = xs.Plan.from_json(json.dumps(data[""]))
-        except xs.errors.PlanError:
+        except PlanError:
             continue
         assert xs.Plan.from_json(plan.to_json()) == plan, path
 

@@ -26,11 +26,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @given(crossings(), profiles, seeds)
-def test_values_and_gradients(move, profile, seed):
-    assert_right(planned(move, profile=profile), move, np.random.default_rng(seed))
-
-
-@given(crossings(), profiles, seeds)
 def test_every_way_that_is_weighed_is_right(move, profile, seed):
     """Not the winner alone: what reduces first or gathers last may win on another machine."""
     (src, dst), shape = move["expression"], move["shape"]
@@ -47,20 +42,6 @@ def test_every_way_that_is_weighed_is_right(move, profile, seed):
         assert np.array_equal(oracle.gather(result, dst, meshes[1], shape), value)
         assert plan.bytes_received >= plan.bytes_lower_bound
         assert plan.cost >= best.cost * (1 - 1e-9)
-
-
-@given(crossings(), profiles)
-def test_what_it_says_of_itself(move, profile):
-    plan = planned(move, profile=profile)
-    assert plan.bytes_received >= plan.bytes_lower_bound
-    largest = max(plan.source.max_local_size, plan.target.max_local_size)
-    assert plan.peak_bytes >= largest * plan.itemsize
-    assert xs.Plan.from_json(plan.to_json()) == plan
-    assert pickle.loads(pickle.dumps(plan)) == plan
-    assert hash(plan) == hash(planned(move, profile=profile))
-    assert (plan.backward.src, plan.backward.dst) == (plan.dst.dual, plan.src.dual)
-    assert (plan.backward.src_devices, plan.backward.dst_devices) == (plan.dst_devices, plan.src_devices)
-    assert plan.backward.scale == plan.scale
 
 
 def foreign(transfer):
@@ -80,28 +61,32 @@ def foreign(transfer):
     return list(received.values()), list(sent.values())
 
 
-@given(crossings(), profiles)
-def test_a_transfer_moves_what_it_says(move, profile):
+@given(crossings(), profiles, seeds)
+def test_a_plan_is_right_and_says_what_is_true(move, profile, seed):
+    """Values, gradients, bounds and texts; a transfer moves what it says, never what its receiver holds."""
     plan = planned(move, profile=profile)
-    if plan.transfer and plan.transfer.op in (None, "sum"):
-        received, sent = foreign(plan.transfer)
-        assert (plan.transfer.received, plan.transfer.sent) == (max(received), max(sent))
+    assert_right(plan, move, np.random.default_rng(seed))
+    assert plan.bytes_received >= plan.bytes_lower_bound
+    assert plan.peak_bytes >= max(plan.source.max_local_size, plan.target.max_local_size) * plan.itemsize
+    assert xs.Plan.from_json(plan.to_json()) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert hash(plan) == hash(planned(move, profile=profile))
+    assert (plan.backward.src, plan.backward.dst) == (plan.dst.dual, plan.src.dual)
+    assert (plan.backward.src_devices, plan.backward.dst_devices) == (plan.dst_devices, plan.src_devices)
+    assert plan.backward.scale == plan.scale
+    transfer = plan.transfer
+    if transfer and transfer.op in (None, "sum"):
+        received, sent = foreign(transfer)
+        assert (transfer.received, transfer.sent) == (max(received), max(sent))
         assert sum(received) == sum(sent)
-
-
-@given(crossings(), profiles)
-def test_nobody_is_sent_what_it_holds(move, profile):
-    """A whole value that a device holds, it takes from itself."""
-    plan = planned(move, profile=profile)
-    if plan.transfer and not plan.transfer.is_in_place and not plan.transfer.op:
-        source, target, devices = plan.transfer.source, plan.transfer.target, plan.src_devices
-        shared = shared_elements(source, target)
-        kept = [0] * target.mesh.n_devices
-        for m in plan.transfer.messages:
-            kept[m.dst] += m.size * plan.transfer.is_kept(m)
-        for at, device in enumerate(plan.dst_devices):
-            if not target.mesh.index(at, target.layout.tagged("sum")) and device in devices:
-                assert kept[at] == shared[devices.index(device), at]
+    if transfer and not transfer.is_in_place and not transfer.op:
+        source, target, devices = transfer.source, transfer.target, plan.src_devices
+        shared, kept = shared_elements(source, target), [0] * target.mesh.n_devices
+        for m in transfer.messages:
+            kept[m.dst] += m.size * transfer.is_kept(m)
+        for i, device in enumerate(plan.dst_devices):
+            if not target.mesh.index(i, target.layout.tagged("sum")) and device in devices:
+                assert kept[i] == shared[devices.index(device), i]
 
 
 # --- the public cases -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import xshard as xs
 from tests.two_meshes import crossing
 from xshard.cost.device_links import located
+from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
 from xshard.plans.expression import sides
 from xshard.plans.plan import find_plan
 from xshard.plans.transfer import Transfer
@@ -42,7 +43,7 @@ def test_it_prints_as_a_table():
 def test_a_memory_limit_holds():
     free = gathered()
     assert gathered(memory_limit=free.peak_bytes).cost == free.cost
-    with pytest.raises(xs.errors.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         gathered(memory_limit=100)
     least = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
     assert str(caught.value) == (
@@ -50,7 +51,7 @@ def test_a_memory_limit_holds():
     )
     plan = gathered(memory_limit=least)
     assert (plan.peak_bytes, plan.memory_limit) == (least, least)
-    with pytest.raises(xs.errors.PlanError) as caught:  # nor may the gradient hold more
+    with pytest.raises(PlanError) as caught:  # nor may the gradient hold more
         _ = plan.backward
     assert str(caught.value) == (
         "no plan stays within 160 B per device\n  the least of those weighed is 192 B (192 bytes)"
@@ -64,14 +65,14 @@ def test_devices_change_places_to_stay_within_a_limit():
     limited = crossing(*texts, **ask, memory_limit=free.peak_bytes)
     assert limited.dst_devices == free.dst_devices == (1, 0)
     assert limited.peak_bytes == free.peak_bytes
-    with pytest.raises(xs.errors.PlanError, match="no plan stays within 8 B per device"):
+    with pytest.raises(PlanError, match="no plan stays within 8 B per device"):
         crossing(*texts, **ask, memory_limit=8)
 
 
 @pytest.mark.parametrize("devices", [(0, 1), (1, 0), (2, 3)])
 @pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn"])
 def test_no_mean_begins_of_what_cannot_be_multiplied(devices, dtype):
-    with pytest.raises(xs.errors.DtypeError, match=dtype):
+    with pytest.raises(DtypeError, match=dtype):
         crossing("n", "n | mean(b)", "a=2", "b=2", (4,), dst_devices=devices, dtype=dtype)
 
 
@@ -81,93 +82,89 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"mesh": A2}, xs.errors.MeshError, "one mesh and two\n  pass the mesh, or src_mesh= and dst_mesh="),
-        ({"dst_mesh": None}, xs.errors.MeshError, "no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh="),
+        ({"mesh": A2}, MeshError, "one mesh and two\n  pass the mesh, or src_mesh= and dst_mesh="),
+        ({"dst_mesh": None}, MeshError, "no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh="),
         (
             {"src_mesh": None, "dst_mesh": None},
-            xs.errors.MeshError,
+            MeshError,
             "no src_mesh and no dst_mesh\n  pass a mesh, or src_mesh= and dst_mesh=",
         ),
         (
             {"src_mesh": None, "dst_mesh": None, "mesh": A2, "relabel": True},
-            xs.errors.MeshError,
+            MeshError,
             "src_devices, dst_devices and relabel are for two meshes\n"
             "  pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
         ),
         (
             {"src_mesh": None, "dst_mesh": None, "mesh": A2, "dst_devices": (0, 1)},
-            xs.errors.MeshError,
+            MeshError,
             "src_devices, dst_devices and relabel are for two meshes\n"
             "  pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh",
         ),
         (
             {"shape": None},
-            xs.errors.ShapeError,
+            ShapeError,
             "no shape\n  shape= is the global shape of the array, as in shape=(8, 4)",
         ),
         (
             {"shape": (4, 4)},
-            xs.errors.ShapeError,
+            ShapeError,
             "'n/a' has 1 dims, the array has 2 in 'n/a -> n/b'\n"
             "  write one name per dim, or '...' for any number of unsharded dims",
         ),
-        ({"shape": (4.0,)}, xs.errors.ShapeError, "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'"),
+        ({"shape": (4.0,)}, ShapeError, "shape (4.0,) has 4.0, not a length >= 0 in 'n/a -> n/b'"),
         (
             {"src_devices": (0,)},
-            xs.errors.MeshError,
+            MeshError,
             "1 devices for the source, whose mesh Mesh(a=2) has 2\n"
             "  one number per device, in the order of the mesh",
         ),
         (
             {"dst_devices": (3, 3)},
-            xs.errors.MeshError,
+            MeshError,
             "device 3 twice in the destination\n  a device has one place in a mesh",
         ),
         (
             {"dst_devices": (0, -1)},
-            xs.errors.MeshError,
+            MeshError,
             "device -1 of the destination\n  devices are whole numbers >= 0",
         ),
-        (
-            {"src_devices": (0, 1.0)},
-            xs.errors.MeshError,
-            "device 1.0 of the source\n  devices are whole numbers >= 0",
-        ),
+        ({"src_devices": (0, 1.0)}, MeshError, "device 1.0 of the source\n  devices are whole numbers >= 0"),
         (
             {"relabel": True, "dst_devices": (1, 2)},
-            xs.errors.MeshError,
+            MeshError,
             "relabel=True is for two meshes over the same devices\n  the source has 0-1, the destination 1-2",
         ),
         (
             {"expression": "n/b -> n/b"},
-            xs.errors.NotationError,
+            NotationError,
             "unknown mesh axis 'b' in\n    'n/b -> n/b'\n       ^\n  the mesh has: a=2",
         ),
         (
             {"expression": "n/a -> n/a"},
-            xs.errors.NotationError,
+            NotationError,
             "unknown mesh axis 'a' in\n    'n/a -> n/a'\n              ^\n  the destination's mesh has: b=2",
         ),
         (
             {"expression": ("n/a", "m/b")},
-            xs.errors.NotationError,
+            NotationError,
             "dim names differ across the arrow in\n    'n/a -> m/b'\n            ^\n  left: n   right: m   "
             "(the same names, in any order; einsum sums dims)",
         ),
         (
             {"expression": "n/a -> n/b:halo(1,1)", "dst_devices": (2, 3)},
-            xs.errors.PlanError,
+            PlanError,
             "'n/b:halo(1,1)' overlaps, and overlaps move on one mesh\n  trim or fold before, widen after",
         ),
         (
             {"expression": "n/a -> n | max(b)", "dst_devices": (2, 3)},
-            xs.errors.PlanError,
+            PlanError,
             "'n | max(b)' holds a max or min over b, which no transfer brings there\n"
             "  reduce it: write copy(b)",
         ),
         (
             {"expression": "n | sum(a) -> n", "dtype": "bool", "dst_devices": (2, 3)},
-            xs.errors.DtypeError,
+            DtypeError,
             "dtype bool lacks a sum\n  cast to an integer, or use max (any) or min (all)",
         ),
         (
@@ -177,12 +174,12 @@ A2, B2 = xs.Mesh(a=2), xs.Mesh(b=2)
                 "dtype": "bool",
                 "dst_devices": (2, 3),
             },
-            xs.errors.DtypeError,
+            DtypeError,
             "dtype bool lacks a sum\n  cast to an integer, or use max (any) or min (all)",
         ),
         (
             {"dtype": "banana"},
-            xs.errors.DtypeError,
+            DtypeError,
             "unknown dtype 'banana'\n  as in float32, bfloat16, int64, bool, complex64",
         ),
     ],
@@ -195,7 +192,7 @@ def test_wrong_input(options, error, message):
 
 
 def test_a_block_that_does_not_fit():
-    with pytest.raises(xs.errors.ShapeError) as caught:
+    with pytest.raises(ShapeError) as caught:
         xs.reference.run(gathered(), [np.zeros((4, 4))] * 4)
     assert str(caught.value) == "4 blocks for 2 devices\n  one block per device of Mesh(a=2), row-major"
 
@@ -223,9 +220,7 @@ def test_a_wrong_plan_cannot_be_built():
 
 
 def test_alternatives_are_ways_on_one_mesh():
-    with pytest.raises(
-        xs.errors.PlanError, match=re.escape("no alternatives from Mesh(a=2) to Mesh(b=2, c=2)")
-    ):
+    with pytest.raises(PlanError, match=re.escape("no alternatives from Mesh(a=2) to Mesh(b=2, c=2)")):
         gathered().explain()
 
 
@@ -253,7 +248,7 @@ SENT = GOOD["steps"][0]
 )
 def test_malformed_json(changes, message):
     text = "[]" if changes is None else json.dumps({**GOOD, **changes})
-    with pytest.raises(xs.errors.PlanError) as caught:
+    with pytest.raises(PlanError) as caught:
         xs.Plan.from_json(text)
     assert str(caught.value).startswith(message)
 
@@ -340,6 +335,6 @@ def test_steps_at_either_end_may_split_axes():
 
 def test_what_runs_on_one_mesh_refuses_a_plan_between_two():
     between = xs.plan("n/a -> n/b", src_mesh=xs.Mesh(a=2), dst_mesh=xs.Mesh(b=3), shape=(6,))
-    with pytest.raises(xs.errors.PlanError, match="leads from a=2 to b=3") as caught:
+    with pytest.raises(PlanError, match="leads from a=2 to b=3") as caught:
         sides(between)
     assert caught.value.hint == "torch_bridge.redistribute_between runs it"

@@ -9,6 +9,7 @@ import pytest
 import xshard as xs
 from tests import oracle
 from xshard.cost.model import price
+from xshard.errors import MeshError, PlanError
 from xshard.layout.layout import parse_expression
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.notation.parser import Dim, Shard
@@ -45,7 +46,7 @@ def test_parts_have_names_of_their_own_and_the_same_devices(mesh, split, fine):
 
 @pytest.mark.parametrize("split", [(("x", (2, 3)),), (("x", (4,)),), (("w", (2, 2)),)])
 def test_parts_that_make_up_no_axis_are_refused(split):
-    with pytest.raises(xs.errors.MeshError, match=r"does not split into|unknown mesh axis"):
+    with pytest.raises(MeshError, match=r"does not split into|unknown mesh axis"):
         SubAxisMesh(MESH, split)
 
 
@@ -138,7 +139,7 @@ def test_an_axis_that_holds_addends_is_not_divided():
     split = (("x", (2, 2)),)
     summed = (AllReduce(("x_0", "x_1")),)
     ends = parse_expression("a b | sum(x) -> a b")
-    with pytest.raises(xs.errors.PlanError, match="axis 'x' is divided and holds addends"):
+    with pytest.raises(PlanError, match="axis 'x' is divided and holds addends"):
         xs.Plan(*ends, xs.Mesh(x=4, y=2), (8, 8), "float32", summed, split=split)
 
 
@@ -153,7 +154,7 @@ def test_a_memory_limit_holds_for_divided_plans():
     ends = "a/x b -> a/y b", xs.Mesh(x=4, y=2), (1024, 1024), "int8"
     plan = xs.plan(*ends, profile=FLAT)
     assert plan.split and xs.plan(*ends, profile=FLAT, memory_limit=plan.peak_bytes).steps == plan.steps
-    with pytest.raises(xs.errors.PlanError, match="no plan stays within"):
+    with pytest.raises(PlanError, match="no plan stays within"):
         xs.plan(*ends, profile=FLAT, memory_limit=plan.peak_bytes // 4)
 
 
